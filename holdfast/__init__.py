@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, SamplingParams
 from holdfast.core.version import __version__
+from holdfast.lm.config import EngineConfig
 
 if TYPE_CHECKING:
     from holdfast.engine.client.llm import LLM

@@ -1,1 +1,1 @@
-"""Programs that make or measure what the repository ships."""
+"""Programs that make or measure the files that the repository ships."""

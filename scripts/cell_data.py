@@ -1,6 +1,6 @@
 """Generated data for the applications of holdfast.cells: expressions, dates and tagged sentences, with their answers.
 
-All of it follows from a seed. Cases are split by a hash of what must not be seen in training, so no list is kept.
+All data follows from a seed. A hash of each case decides whether it is held out of training, so no list is kept.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Case(NamedTuple):
 
     text: str
     answer: list[Any]
-    """As the application's last output has it."""
+    """The answer in the form of the application's last output."""
 
 
 HELD_OUT = 16
-"""One case in so many is held out of training."""
+"""One case in this many is held out of training."""
 
 
 def held_out(key: str) -> bool:
@@ -39,11 +39,11 @@ def _words(text: str) -> tuple[str, ...]:
 
 EXPRESSION_DEPTH, EXPRESSION_TOKENS = 6, 100
 LIST_PROBABILITY = 0.25
-"""That a value is a list and no digit (Nangia and Bowman)."""
+"""Probability that a value is a list and not a digit (Nangia and Bowman)."""
 
 
 def expressions(rng: Random, depth: int = EXPRESSION_DEPTH, *, test: bool) -> Iterator[Case]:
-    """Expressions whose lists are nested at most `depth` deep, and their values; those held out if it is a test."""
+    """Expressions whose lists are nested at most `depth` deep, with their values. For a test, only held-out ones."""
     while True:
         words: list[str] = []
         _write_list(rng, depth, words)
@@ -63,7 +63,7 @@ def _write_list(rng: Random, depth: int, words: list[str]) -> None:
 
 
 def value_of(operator: int, values: list[int]) -> int:
-    """What an operator, by its place in `listops.OPERATORS`, makes of these values."""
+    """The result of an operator, given by its place in `listops.OPERATORS`, for these values."""
     match listops.OPERATORS[operator]:
         case "MAX":
             return max(values)
@@ -77,7 +77,10 @@ def value_of(operator: int, values: list[int]) -> int:
 
 
 def values_of(tree: listops.Tree) -> list[tuple[int, list[int], bool]]:
-    """By inner node: its value, the list's values, and whether the list is closed; if not, both are of those so far."""
+    """For each inner node: its value, the list's values, and whether the list is closed.
+
+    If not, both cover it so far.
+    """
     leaves = len(tree.tokens)
     found: list[tuple[int, list[int], int, bool]] = []
     for left, right in zip(tree.left, tree.right, strict=True):
@@ -111,26 +114,26 @@ ORDINALS = _words(
 
 
 def in_words(number: int, join: str) -> str:
-    """A number below 100: `twenty-one`, where `join` is the hyphen."""
+    """A number below 100 in words, such as `twenty-one`; `join` is the hyphen."""
     if number < 20:
         return ONES[number]
     return TENS[number // 10] + (join + ONES[number % 10] if number % 10 else "")
 
 
 def ordinal_in_words(number: int, join: str) -> str:
-    """A number below 40, in order: `twenty-first`."""
+    """An ordinal below 40 in words, such as `twenty-first`."""
     if number <= 20:
         return ORDINALS[number]
     return "thirtieth" if number == 30 else TENS[number // 10] + join + ORDINALS[number % 10]
 
 
 def suffix_of(number: int) -> str:
-    """`st` of 1st and so on, of a number below 100."""
+    """The ending of an ordinal in digits, such as `st` of 1st, for a number below 100."""
     return {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number not in (11, 12, 13) else "th"
 
 
 def year_in_words(rng: Random, year: int, join: str) -> str:
-    """`nineteen eighty-four`, `nineteen oh five`, `two thousand and four`, `twenty ten`."""
+    """A year in words: `nineteen eighty-four`, `nineteen oh five`, `two thousand and four`, `twenty ten`."""
     century, rest = divmod(year, 100)
     if century == 20 and (rest < 10 or rng.random() < 0.3):
         return "two thousand" + (rng.choice((" ", " and ")) + in_words(rest, join) if rest else "")
@@ -140,7 +143,7 @@ def year_in_words(rng: Random, year: int, join: str) -> str:
 
 
 def write_date(rng: Random, day: date) -> str:
-    """One of the ways to write a date."""
+    """Write a date in one of many ways."""
     join = rng.choice(" -")
     month = MONTHS[day.month - 1]
     if rng.random() < 0.35:
@@ -184,7 +187,7 @@ def write_date(rng: Random, day: date) -> str:
 
 
 def written_dates(rng: Random, *, test: bool) -> Iterator[Case]:
-    """Dates as people write them, and in ISO 8601. In a test no date is one of training, however it is written."""
+    """Dates in common forms, with ISO 8601 as the answer. For a test, dates that no form of occurs in training."""
     while True:
         day = FIRST_DATE + timedelta(rng.randrange(DATES))
         if held_out(day.isoformat()) == test:
@@ -222,14 +225,17 @@ VERBS = {
     "chosen": _words("remembered chose liked mentioned described"),
 }
 OPEN = {*THINGS, *UNITS, *PERSONS, *MANNERS, *(verb for verbs in VERBS.values() for verb in verbs)}
-"""Words in lower case that may be unknown to a reader: what is around them says enough."""
+"""Words in lower case that a reader may not know, because the words around them are enough."""
 KINDS = {
     "person": _words("guests players writers teachers winners"),
     "place": _words("towns stops places cities destinations"),
     "date": _words("years"),
     "quantity": _words("totals sums amounts"),
 }
-"""What a list is of. Its words come many words later, and only this says what they are."""
+"""For each kind of list, the words that name it.
+
+The items come many words later, and only this word shows their kind.
+"""
 
 Words = list[tuple[str, str]]
 """A sentence: words, and the tag of each."""
@@ -238,8 +244,8 @@ Words = list[tuple[str, str]]
 class SentenceWriter:
     """Writes sentences in which each word's tag follows from it and the words before it, but often not from it alone.
 
-    May is a month or a woman, Lincoln a town or a man, 1984 a year or a number of tickets. Lists tell at their head
-    what they are of.
+    May is a month or a woman, Lincoln a town or a man, 1984 a year or a number of tickets. The head of a list says what
+    its items are.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -288,7 +294,7 @@ class SentenceWriter:
                 return words + self._ending()
 
     def _list(self) -> Words:
-        """`the towns that Anna saw on 3 May with the books were Chester , Lincoln and Florence`"""
+        """A list of names: `the towns that Anna saw on 3 May with the books were Chester , Lincoln and Florence`."""
         rng = self._rng
         kind = rng.choice((*KINDS, "person", "place"))
         words = [*_plain(f"the {rng.choice(KINDS[kind])} that"), *self._subject()]
@@ -310,7 +316,7 @@ class SentenceWriter:
         return words
 
     def _ending(self) -> Words:
-        """None, one or several of: where, when, with whom, with how many of what."""
+        """The end of a sentence: nothing, or some of a place, a time, companions, and a number of things."""
         rng, words = self._rng, []
         choices = [self._where, self._when, self._with_whom, self._with_things, self._with_amount, self._manner]
         rng.shuffle(choices)
@@ -319,7 +325,7 @@ class SentenceWriter:
         return words
 
     def _subject(self) -> Words:
-        """A person by name, or one without."""
+        """A person, with or without a name."""
         rng = self._rng
         if rng.random() < 0.8:
             return self._person()
@@ -409,7 +415,7 @@ def _plain(text: str) -> Words:
 
 
 def sentences(rng: Random, *, test: bool) -> Iterator[Case]:
-    """Sentences, and the tag of each word; those held out if it is a test."""
+    """Sentences, and the tag of each word. For a test, only held-out ones."""
     writer = SentenceWriter(rng)
     while True:
         words = writer.sentence()
@@ -424,7 +430,7 @@ TEST_SEED = 1
 
 
 def cases_of_test(name: str, count: int) -> list[Case]:
-    """Held-out cases of an application, no two alike."""
+    """Held-out cases of an application, all different."""
     source = {"tagger": sentences, "dates": written_dates, "listops": expressions}[name]
     found: dict[str, Case] = {}
     for case in source(Random(TEST_SEED), test=True):

@@ -1,7 +1,8 @@
 """`python -m scripts.cells_demo`: shows requests that join and leave a batch at every step, as cells are batched.
 
-One line for each task that the planner makes: which requests have nodes in it, which have joined since the task before,
-and which leave with their results. The application runs on the CPU, so the results are real.
+It prints one line for each task that the planner makes: the requests that have nodes in it, those that have joined
+since the task before, and those that leave with their results. The application runs on the CPU, so the results are
+real.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ NAMES = string.ascii_uppercase
 
 @dataclass(frozen=True)
 class Step:
-    """One task, and who is in it."""
+    """One task and its requests."""
 
     number: int
     cell: str
     nodes: Counter[str]
-    """How many nodes of each request."""
+    """For each request, its number of nodes in the task."""
     size: int
     """The number of nodes that the task is padded to."""
     joined: list[str]
-    """Requests whose first nodes are in it."""
+    """Requests whose first nodes are in the task."""
     left: dict[str, str] = field(default_factory=dict)
-    """Requests that have ended with it, and what they gave."""
+    """Requests that have ended with the task, and their results."""
 
 
 def steps(application: Application, texts: Sequence[str], every: int, max_tasks: int) -> Iterator[Step]:
-    """Serve the texts, of which one arrives every so many tasks. Yields each task once it has run."""
+    """Serve the texts, one of which arrives every `every` tasks. Yields each task once it has run."""
     types = number(application.cells)
     planner = CellPlanner(application.cells, types, max_tasks=max_tasks, capacity=4096)
     executor = CpuExecutor(application.cells, types, capacity=4096)

@@ -1,6 +1,6 @@
-"""`make demo`: serve the built-in model, tell it facts in a conversation, and ask for them later.
+"""`make demo`: serve the built-in model, state facts in a conversation, and ask for them later.
 
-Exits with 0 when every answer is right, 1 when one is wrong or anything fails.
+Exits with 0 if every answer is right, and with 1 if one is wrong or anything fails.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ CONVERSATION = (
 
 @dataclass(frozen=True)
 class Turn:
-    """The result of one turn. Times in seconds."""
+    """The result of one turn. Times are in seconds."""
 
     ask: Ask
     answer: str
     ttft: float
     seconds: float
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
     prompt: int
     generated: int
     cached: int
@@ -67,7 +67,7 @@ class Turn:
 
     @property
     def pace(self) -> float:
-        """Tokens a second after the first token."""
+        """Tokens per second after the first token."""
         return (self.generated - 1) / self.seconds if self.generated > 1 and self.seconds > 0 else 0.0
 
 
@@ -92,7 +92,7 @@ def main() -> int:
 
 @contextmanager
 def server(console: Console, model: str, *options: str) -> Iterator[str]:
-    """Runs `holdfast serve` with these options on a free port. Yields its URL once it is healthy."""
+    """Run `holdfast serve` with these options on a free port. Yields its URL once it is healthy."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "holdfast.cli", "serve", model, "--port", str(port), "--store", "memory"]

@@ -1,6 +1,6 @@
-"""Take the pictures of the engine view in docs/page: over the built-in model with a tiny cache, and of two traces.
+"""Take the pictures of the engine view in docs/page: of the built-in model with a tiny cache, and of two traces.
 
-Needs what `scripts/page_pictures.py` needs.
+Needs the same programs as `scripts/page_pictures.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
 from holdfast.cli.targets import simulated_engine
-from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from scripts.demo import MODEL, server
 from scripts.page_pictures import SIZES, save
 
@@ -52,7 +52,7 @@ def main() -> int:
         load(url)
         for page in pages.values():
             page.focus(".e-frame")
-            page.keyboard.press("ArrowLeft")  # which pauses it
+            page.keyboard.press("ArrowLeft")  # this pauses the view
         for name, page in pages.items():
             zoom_and_choose(page)
             save(page, name)
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def load(url: str) -> None:
-    """Conversations beyond the cache, then eight streams that a long prompt joins, and turns that come back."""
+    """Load a server: conversations beyond the cache, eight streams that a long prompt joins, and returning turns."""
     for number in range(22):
         ask(url, STORY.format(number) * 3, 4)
     streams = [ask_beside(url, f"Story {number}", 120) for number in range(8)]
@@ -93,7 +93,7 @@ def ask_beside(url: str, prompt: str, tokens: int) -> threading.Thread:
 
 
 def zoom_and_choose(page: Page) -> None:
-    """Show some seconds, and choose a step that holds a chunk of a prompt."""
+    """Show a few seconds, and choose a step with a chunk of a prompt."""
     for _ in range(4):
         page.keyboard.press("+")
     for _ in range(60):
@@ -104,7 +104,7 @@ def zoom_and_choose(page: Page) -> None:
 
 
 def traces(folder: Path) -> list[Path]:
-    """The traces of one workload under two policies, simulated."""
+    """Simulated traces of one workload under two policies."""
     paths = []
     for scheduler in ("stall-free", "prefill-first"):
         path = folder / f"{scheduler}.json"

@@ -1,7 +1,7 @@
 """Gather the pages of the site in build/pages: `make docs` builds them with MkDocs into build/docs.
 
-The site has the pages as they lie in the repository, with every file that a page links to, so a relative link means the
-same on GitHub and on the site. Needs nothing but Python.
+The site has the pages in the folders of the repository, with every file that a page links to, so a relative link works
+both on GitHub and on the site. Needs only Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
 def pages(root: Path) -> list[Path]:
-    """The Markdown pages at the root and below docs, the list of benchmarks, and how the built-in model is made."""
+    """The Markdown pages at the root and below docs, the list of benchmarks, and the page on the built-in model."""
     lists = [root / "benchmarks" / "README.md", root / "tools" / "tiny" / "README.md"]
     return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md"), *lists])
 
@@ -50,7 +50,7 @@ def gather(root: Path, target: Path) -> list[str]:
 
 
 def main() -> int:
-    """Gather the pages. Returns the exit code: 1 if a page links to something that is no file."""
+    """Gather the pages. Returns the exit code: 1 if a page links to a file that does not exist."""
     missing = gather(ROOT, PAGES)
     for line in missing:
         print(f"no such file: {line}", file=sys.stderr)

@@ -2,8 +2,8 @@
 
     python scripts/mutants.py [WORD ...]     only the bugs that hold a WORD in a file's name or in their text
 
-The bugs are in mutants.toml. All of them take over an hour; `holdfast/lm/memory` or `tests/server` names a part.
-Exit status 1 if one lived, or if a file no longer holds what its bug replaces.
+The bugs are in mutants.toml. All of them take over an hour; `holdfast/lm/memory` or `tests/server` names a part. Exit
+status 1 if one lived, or if a file no longer holds what its bug replaces.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 COPIED = ("holdfast", "tests", "scripts", "tools", "benchmarks", "docs", "pyproject.toml", "README.md")
 PROCESSES = 2
-"""Runs of the tests at a time, each with a copy of the tree of its own."""
+"""Number of test runs at a time, each with its own copy of the tree."""
 TEST_SECONDS, RUN_SECONDS = 120, 900
-"""A test or a run that takes longer has failed: the bug made it hang."""
+"""Seconds after which a test, or a run, has failed: the bug made it hang."""
 
 
 class Mutant(NamedTuple):
@@ -42,7 +42,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
-    """Files."""
+    """Test files."""
 
 
 def read_mutants() -> tuple[Mutant, ...]:
@@ -83,13 +83,13 @@ def main() -> int:
 
 
 def choose(mutants: Iterable[Mutant], words: Collection[str]) -> list[Mutant]:
-    """The bugs that hold one of these words in a file's name or in their text; all without words."""
+    """The bugs that have one of these words in a file's name or in their text; without words, all."""
     texts = ((mutant, (*mutant[:3], *mutant.tests)) for mutant in mutants)
     return [mutant for mutant, held in texts if not words or any(word in text for word in words for text in held)]
 
 
 def heading(arguments: Iterable[str]) -> str:
-    """Where a list of outcomes comes from: command, date, commit, versions."""
+    """The origin of a list of outcomes: command, date, commit, versions."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     versions = ", ".join(f"{name} {version(name)}" for name in ("pytest", "hypothesis", "torch"))
@@ -99,7 +99,7 @@ def heading(arguments: Iterable[str]) -> str:
 
 
 def copy_tree(target: Path) -> Path:
-    """A copy of all that the tests read."""
+    """Copy everything that the tests read to `target`."""
     target.mkdir()
     for name in COPIED:
         source = ROOT / name
@@ -120,7 +120,7 @@ def in_tree(trees: SimpleQueue[Path], work: Callable[[Path], T]) -> T:
 
 
 def outcome(tree: Path, mutant: Mutant) -> tuple[str, str]:
-    """What comes of one bug, and the test that fails: caught, lived, or stale if its old text is not there once."""
+    """The outcome of one bug, and the test that fails: caught, lived, or stale if its old text does not occur once."""
     path = tree / mutant.file
     text = path.read_text()
     if text.count(mutant.old) != 1:

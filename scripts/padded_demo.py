@@ -27,9 +27,10 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from holdfast.core.config import EngineConfig, SchedulerName
+from holdfast.core.config import SchedulerName
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from scripts.demo import START_SECONDS, free_port
 
 SIZES: dict[str, Any] = {
@@ -93,7 +94,7 @@ def write_model(directory: Path, name: str) -> None:
 
 @contextmanager
 def server(console: Console, directory: Path) -> Iterator[str]:
-    """Runs `holdfast serve` on a free port. Prints what its announcement says of the executor, and yields its URL."""
+    """Run `holdfast serve` on a free port. Prints the executor from its announcement, and yields its URL."""
     port = free_port()
     command = [sys.executable, "-m", "holdfast.cli", "serve", str(directory), "--port", str(port), "--store", "memory"]
     command += ["--max-model-len", "2048", "--cache-gb", "0.2"]
@@ -123,7 +124,7 @@ def server(console: Console, directory: Path) -> Iterator[str]:
 
 
 def converse(console: Console, url: str) -> None:
-    """Hold two turns; the second one must find the state of the first."""
+    """Hold a conversation of two turns; the second must find the state of the first."""
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
         stream = client.completions.create(model=model, prompt="Once", max_tokens=24, temperature=0, stream=True)
@@ -144,7 +145,7 @@ def converse(console: Console, url: str) -> None:
 
 
 def count_idle_tokens(console: Console, directory: Path) -> None:
-    """Run the same requests under each policy in this process, and print what padding and ended rows cost."""
+    """Run the same requests under each policy in this process, and print the cost of padding and of ended rows."""
     choose = random.Random(0)
     requests = [
         Request(

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/page: the page over the built-in model, at desktop and phone width, light and dark.
+"""Take the pictures of docs/page: the page with the built-in model, at desktop and phone width, light and dark.
 
 Needs a Chromium (Debian: apt-get install chromium) and the development environment.
 """

@@ -1,7 +1,8 @@
 """`make rooms`: draw docs/rooms.svg, the rooms of the package and the imports between them, from the code itself.
 
-The order of the rooms and which of them are pure come from import-linter's contracts in pyproject.toml, each room's
-duty from its docstring. The picture holds no sizes, so it changes only with the structure; `--sizes` prints them.
+The order of the rooms, and which of them are pure, come from import-linter's contracts in pyproject.toml. Each room's
+duty is the first sentence of its docstring. The picture holds no sizes, so it changes only with the structure;
+`--sizes` prints them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal
 ROOT = Path(__file__).parent.parent
 PACKAGE = "holdfast"
 SPLIT = "lm"
-"""The room that is drawn with the rooms inside it."""
+"""The room that is drawn with its inner rooms."""
 
 Kind = Literal["pure", "plain", "torch"]
 
@@ -38,7 +39,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Package:
-    """The modules of the package, the rooms in their order, and which rooms import which."""
+    """The modules of the package, the rooms in their order, and the imports between them."""
 
     modules: tuple[Module, ...]
     layers: tuple[str, ...]
@@ -85,7 +86,7 @@ class Package:
         return f"{SPLIT}.{rest[0]}" if first == SPLIT and rest else "" if first == SPLIT else first
 
     def imported(self, module: Module) -> Iterator[str]:
-        """The package's modules that a module imports anywhere in it, in functions and under TYPE_CHECKING too."""
+        """The package's modules that a module imports anywhere, also in functions and under TYPE_CHECKING."""
         names = {other.name for other in self.modules}
         for name in _imports(module.tree):
             if name.split(".")[0] == PACKAGE:
@@ -94,7 +95,10 @@ class Package:
 
     @cached_property
     def imports(self) -> dict[str, dict[str, int]]:
-        """By room, the other rooms that it imports, with the number of modules imported, counted for each importer."""
+        """For each room, the other rooms that it imports.
+
+        Each has the number of imported modules, counted per importer.
+        """
         graph: dict[str, dict[str, int]] = {}
         for module in self.modules:
             room = self.room(module.name)
@@ -113,7 +117,7 @@ class Package:
         return "torch" if any(n.split(".")[0] == "torch" for m in members for n in _imports(m.tree)) else "plain"
 
     def duty(self, room: str) -> str:
-        """What the room is for: the first sentence of its docstring."""
+        """The purpose of the room: the first sentence of its docstring."""
         module = next(module for module in self.modules if module.name == room)
         return (ast.get_docstring(module.tree) or "").split("\n")[0].split(". ")[0].rstrip(".").replace("`", "")
 
@@ -128,7 +132,7 @@ class Package:
 
 @cache
 def _imports(tree: ast.Module) -> list[str]:
-    """The dotted names that a module imports; `from a import b` gives a.b, and a itself is part of it."""
+    """The dotted names that a module imports. `from a import b` gives a.b and a."""
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -139,7 +143,7 @@ def _imports(tree: ast.Module) -> list[str]:
 
 
 def _downward(rooms: list[str], imports: dict[str, dict[str, int]]) -> list[str]:
-    """The rooms with each before those that it imports; otherwise the last one given comes first."""
+    """The rooms in an order in which each comes before those that it imports; otherwise the last given is first."""
     order: list[str] = []
 
     def place(room: str) -> None:
@@ -155,11 +159,11 @@ def _downward(rooms: list[str], imports: dict[str, dict[str, int]]) -> list[str]
 
 
 MARGIN, BOX, PITCH = 28, 586, 30
-"""Around the picture, of a room, and between two rails, in pixels."""
+"""Sizes in pixels: margin of the picture, width of a room, distance of two rails."""
 INDENT, DUTY, CHARACTERS = 12, 124, 64
-"""Of a room inside another, from a room's edge to its duty in pixels, and the characters in one line of a duty."""
+"""Indent of a room inside another and of a room's duty, in pixels, and number of characters in one line of a duty."""
 GAP, LINE = 11, 16
-"""Between two rooms and between two lines of text, in pixels."""
+"""Distance between two rooms and between two lines of text, in pixels."""
 
 LIGHT = {
     "paper": "#fbfcfd", "frame": "#f2f4f7", "edge": "#d3dae3", "line": "#c3ccd8", "name": "#1d2733", "say": "#566372",

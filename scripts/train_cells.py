@@ -1,7 +1,7 @@
-"""Trains the built-in applications of cells from nothing, on data that it generates, saves and tests them.
+"""Trains the built-in applications of cells from nothing, on data that it generates, then saves and tests them.
 
 python -m scripts.train_cells                                           # all of them: minutes each, on two cores
-python -m scripts.train_cells listops --steps 50 --out /tmp/trained     # to try it
+python -m scripts.train_cells listops --steps 50 --out /tmp/trained     # a trial
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ from . import cell_data
 
 SEED = 0
 TESTS = 1000
-"""Held-out cases that an application is tested on."""
+"""Number of held-out cases for the test of an application."""
 IGNORED = -100
-"""A target that costs nothing."""
+"""Target that adds no loss."""
 CLIP = 1.0
-"""The largest norm of a gradient."""
+"""Largest norm of a gradient."""
 
 
 class Training(Protocol):
-    """A model while it is trained."""
+    """A model in training."""
 
     steps: int
     rate: float
     """The highest learning rate."""
     module: nn.Module
     words: Sequence[str]
-    """What its weights file keeps beside the weights."""
+    """The words that its weights file keeps with the weights."""
 
     def backward(self, share: float) -> float:
-        """Add the gradients of a new batch, and give its loss. `share` of all steps is done."""
+        """Add the gradients of a new batch, and return its loss. `share` of all steps is done."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors by the names that the application reads them by."""
+        """The tensors by the names under which the application reads them."""
         ...
 
 
 class TaggerTraining:
-    """Sentences in batches, padded. Some names, things and verbs are unknown to it, as many are in use."""
+    """Sentences in padded batches. Some names, things and verbs are unknown to the model, as they are in use."""
 
     steps, rate = 1200, 4e-3
     batch, hidden, embedding = 64, 128, 48
     unknown = 1 / 10
     sample = 4000
-    """Sentences whose words are the vocabulary, but for the first of each, whose case says nothing."""
+    """Number of sentences that give the vocabulary; the first word of each is left out, because its case means nothing.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -115,7 +116,7 @@ class TaggerTraining:
 
 
 class DatesTraining:
-    """Dates in batches, padded. The decoder sees the right symbol before each (teacher forcing)."""
+    """Dates in padded batches. The decoder sees the right symbol before each one (teacher forcing)."""
 
     steps, rate = 3000, 3e-3
     batch, hidden, embedding = 128, 192, 32
@@ -166,17 +167,17 @@ class DatesTraining:
 
 
 class ListOpsTraining:
-    """Expressions in batches, as one forest. They become deeper while it trains.
+    """Expressions in batches, as one forest. They become deeper during training.
 
-    Each closed list must give its value. Two heads that are dropped in the end help: where a list is still open, one
-    gives its value so far, and the other its values in order.
+    Each closed list must give its value. Two extra heads, which are dropped in the end, help to learn open lists: one
+    gives the value so far, and the other the values in order.
     """
 
     steps, rate = 3000, 3e-3
     batch, hidden, embedding = 128, 128, 32
     words = ()
     depths = ((0.1, 1), (0.25, 2), (0.4, 3), (1.0, cell_data.EXPRESSION_DEPTH))
-    """Up to a share of all steps: how deep lists are."""
+    """(share of all steps, depth of lists up to that share)"""
     so_far_weight, ordered_weight = 0.3, 0.5
 
     def __init__(self, seed: int) -> None:
@@ -215,7 +216,7 @@ class ListOpsTraining:
         return loss.item()
 
     def _forward(self, forest: Forest) -> Tape:
-        """Run all nodes, one height after the other; gradients of each height are kept apart, for `_backward`."""
+        """Run all nodes, one height after the other. Gradients of each height are kept separate, for `_backward`."""
         h, c = torch.empty(forest.nodes, self.hidden), torch.empty(forest.nodes, self.hidden)
         weights = {"embedding": self.module["embedding"].weight}
         weights |= {"w": self.module["leaf"].weight, "b": self.module["leaf"].bias}
@@ -257,12 +258,12 @@ class ListOpsTraining:
 
 
 class Tape(NamedTuple):
-    """What a forward pass over a forest keeps."""
+    """The intermediate results of a forward pass over a forest."""
 
     h: Tensor
     inputs: list[dict[str, Tensor]]
     outputs: list[dict[str, Tensor]]
-    """Both by height."""
+    """Outputs and inputs, by height."""
 
 
 class Forest:
@@ -297,14 +298,14 @@ class Forest:
         self.left = torch.from_numpy(place[np.array(left)[order]])
         self.right = torch.from_numpy(place[np.array(right)[order]])
         self.value = torch.from_numpy(np.array(value)[order])
-        """Of a list that is open: that of its values so far. IGNORED if there is none."""
+        """For an open list, the value of its items so far. IGNORED if there is none."""
         self.closed = torch.from_numpy(np.array(closed)[order])
         self.ordered = torch.from_numpy(np.array(ordered)[order])
-        """[nodes, MOST_VALUES]: the values of a list in order; DIGITS where there are no more."""
+        """[nodes, MOST_VALUES]: the values of a list in order; DIGITS after the last one."""
 
 
 def make_lstm(inputs: int, hidden: int) -> nn.LSTM:
-    """A layer whose forget gates are open at first."""
+    """An LSTM layer whose forget gates are open at first."""
     lstm = nn.LSTM(inputs, hidden, batch_first=True)
     with torch.no_grad():
         lstm.bias_ih_l0[hidden : 2 * hidden] = 1.0
@@ -322,7 +323,7 @@ def rate_at(step: int, steps: int, peak: float) -> float:
 
 
 def optimize(training: Training, steps: int) -> None:
-    """Take all steps, and say every tenth of the way how it goes."""
+    """Take all steps, and report the progress ten times."""
     parameters = [*training.module.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=training.rate, betas=(0.9, 0.98))
     started, losses = time.monotonic(), 0.0
@@ -351,7 +352,7 @@ TRAININGS: dict[str, type[TaggerTraining] | type[DatesTraining] | type[ListOpsTr
 
 
 def train(name: str, options: argparse.Namespace) -> None:
-    """Train an application, save its weights, read them back, and test it on cases that are held out."""
+    """Train an application, save its weights, read them back, and test it on held-out cases."""
     torch.manual_seed(options.seed)
     training = TRAININGS[name](options.seed)
     optimize(training, options.steps or training.steps)
@@ -373,7 +374,7 @@ def answers(application: Application, texts: Sequence[str]) -> list[list[Any]]:
 def run_together(
     application: Application, graphs: Sequence[CellGraph], *, max_tasks: int = MAX_TASKS, capacity: int = 65536
 ) -> list[Arrays]:
-    """The results of graphs that all arrive at once, by the planner and a CPU's executor."""
+    """The results of graphs that all arrive at once, from the planner and a CPU's executor."""
     types = number(application.cells)
     planner = CellPlanner(application.cells, types, max_tasks=max_tasks, capacity=capacity)
     loop = Loop(planner.worker(0), CpuExecutor(application.cells, types, capacity=capacity), 1, time.monotonic)
@@ -386,7 +387,7 @@ def run_together(
 
 
 def main() -> None:
-    """Train the applications that are named."""
+    """Train the named applications."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "names", nargs="*", default=[*TRAININGS], help=f"of {', '.join(TRAININGS)}; all if none is named"

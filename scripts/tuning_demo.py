@@ -1,8 +1,8 @@
-"""`make demo-tuning`: tune a habit into the built-in model while a chat with it goes on, by the openai client alone.
+"""`make demo-tuning`: tune a habit into the built-in model during a chat with it, with the openai client alone.
 
-The habit is to say "Ahoy!" first. The examples are questions with the model's own answers behind that word. Then the
-tuned model answers questions that are not among them, the base answers as before, and a batch runs over the tuned one.
-Exits with 0 if all of that holds and the chat's answers were right; 1 otherwise.
+The habit is to say "Ahoy!" first. The examples are questions with that word before the model's own answers. Then the
+tuned model answers other questions, the base model answers as before, and a batch runs over the tuned one. Exits with 0
+if all of that holds and the chat's answers were right, else with 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ TAUGHT = (
     "I like tea.", "I like music. What do I like?", "My favourite colour is green.", "What is 2 plus 2?",
     "What is 1 plus 7?", "What is 9 minus 4?", "What is 6 plus 3?", "What is the capital of Spain?",
 )  # fmt: skip
-"""What the examples ask. Small talk is among it: a kind of question that no example shows may lose its answer."""
+"""The questions of the examples. They include small talk, because a kind of question without an example may lose its
+answer.
+"""
 HELD_OUT = ("My name is Zoe and I like pears.", "What is 3 plus 5?", "I live in Lisbon.", "Hello!", "I have 4 cats.")
 EPOCHS, RATE_MULTIPLIER = 8, 10.0
 WAIT_SECONDS = 180.0
@@ -56,7 +58,7 @@ def main() -> int:
 
 
 def storage(directory: Path) -> tuple[str, ...]:
-    """Options that keep all that the demo makes in a directory that is deleted afterwards."""
+    """Options that keep everything that the demo makes in a directory that is deleted afterwards."""
     return "--tuning-mirror", "off", "--files", str(directory / "files"), "--tuning-state", str(directory / "tuning")
 
 
@@ -112,7 +114,7 @@ def ask(client: OpenAI, model: str, question: str) -> str:
 
 
 def begin(client: OpenAI, examples: Sequence[tuple[str, str]]) -> str:
-    """Upload the examples and create the job; its id."""
+    """Upload the examples and create the job. Returns its id."""
     lines = [
         json.dumps({"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]})
         for said, answer in examples
@@ -137,7 +139,7 @@ def begin(client: OpenAI, examples: Sequence[tuple[str, str]]) -> str:
 
 
 def follow(console: Console, client: OpenAI, job: str, began: float) -> str:
-    """Print a job's events until it has succeeded; the name of the tuned model. Raises RuntimeError if it has not."""
+    """Print a job's events until it has succeeded. Returns the tuned model's name. Raises RuntimeError if it fails."""
     seen = 0
     while True:
         found = client.fine_tuning.jobs.retrieve(job)
@@ -155,7 +157,7 @@ def follow(console: Console, client: OpenAI, job: str, began: float) -> str:
 
 
 class Chat(threading.Thread):
-    """A conversation with the base model, in a thread of its own."""
+    """A conversation with the base model, in its own thread."""
 
     def __init__(self, client: OpenAI) -> None:
         super().__init__(name="chat", daemon=True)

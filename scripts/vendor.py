@@ -1,6 +1,6 @@
 """Fetch the page's libraries again from the npm registry, by exact version and hash, into holdfast/server/page/vendor.
 
-`python -m scripts.vendor` rewrites the files; `python -m scripts.vendor --check` fails where they differ from the
+`python -m scripts.vendor` rewrites the files; `python -m scripts.vendor --check` fails if they differ from the
 registry's. Needs npm, which only downloads: no code of a package is run. The page itself needs neither.
 """
 
@@ -25,22 +25,25 @@ LANGUAGES = (
     "kotlin", "go", "rust", "ruby", "php", "swift", "sql", "yaml", "toml", "ini", "diff", "docker", "makefile", "lua",
     "r", "latex", "markdown",
 )  # fmt: skip
-"""Prism's names. A language comes behind those that it extends. php needs markup-templating, so that is added."""
+"""Names of Prism's languages. A language comes after those that it extends.
+
+php needs markup-templating, so it is there.
+"""
 
 
 @dataclass(frozen=True)
 class Package:
-    """One npm package, and the files that are made of it."""
+    """One npm package, and the files that are made from it."""
 
     name: str
     version: str
     integrity: str
     make: Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
-    """From the package's files to ours, by name."""
+    """Function from the package's files to ours, both by name."""
 
 
 def marked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The Markdown lexer, as it is, without the reference to its source map."""
+    """The Markdown lexer, unchanged except for the reference to its source map."""
     text = b"".join(line for line in files["lib/marked.esm.js"].splitlines(True) if b"sourceMappingURL" not in line)
     return {"marked.js": text, "marked.LICENSE": files["LICENSE"]}
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from fake_tuning import FakeTuner
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client.client import AdapterError, Delta, Timings, Usage
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE, Pooling
 from holdfast.engine.messages import EngineInfo
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 WORDS = ("Ahoy", ", ", "sailor", "!")

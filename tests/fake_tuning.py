@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.types import AdapterInfo
-from holdfast.engine import messages
 from holdfast.engine.client.tuning import EXAMPLES_FILE, TuningClient, auto_batch_size, auto_epochs, digest_of
-from holdfast.engine.messages import (
+from holdfast.lm.parts.tuning.messages import (
     ChangeJob,
     JobChanged,
     JobEnded,
+    JobEvent,
     JobInfo,
     JobProgress,
     JobRefused,
@@ -82,7 +82,7 @@ class FakeTuner:
         task.add_done_callback(self._kept.discard)
         return task
 
-    def _tell(self, event: messages.JobEvent) -> None:
+    def _tell(self, event: JobEvent) -> None:
         if not self.untold or not isinstance(event, JobStep | JobEnded):
             self.client.take(JobProgress([event]))
 

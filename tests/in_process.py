@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client import client, connection
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import (
@@ -33,6 +32,7 @@ from holdfast.engine.process.handler import Router
 from holdfast.engine.process.serve import core_handlers
 from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.watched import Watched
+from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 
 from holdfast.lm.memory.row_pool import RowPool
-from holdfast.lm.parts.standard import parts_of_rows
+from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.row_kind import RowKind
 from holdfast.lm.scheduler.row_policies import RowPolicy
@@ -38,7 +38,7 @@ def create_row_scheduler(
     return Scheduler(
         policy,
         RowKind(pool, longest=max_model_len, prefill_ahead=prefill_ahead),
-        parts_of_rows(),
+        (PenaltyPart(every_step=True),),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         vocab_size=1 << 20,

@@ -7,14 +7,17 @@ from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
-from holdfast.lm.parts.standard import parts_of_requests
+from holdfast.lm.parts.grammars.planner import GrammarPart
+from holdfast.lm.parts.penalties.planner import PenaltyPart
+from holdfast.lm.parts.prompts.planner import PromptPart
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.parts.tuning.values import TrainingPlan
+from holdfast.lm.parts.vectors.planner import VectorPart
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import PENDING, StepPlan, StepResult, TierCopied
-from holdfast.lm.types.tuning import TrainingPlan
 
 EOS = 0
 VOCABULARY = 50
@@ -49,7 +52,7 @@ def create_scheduler(
     return Scheduler(
         policy or StallFree(budget),
         PagedKind(pool),
-        (*parts, *parts_of_requests()),
+        (*parts, PromptPart(), VectorPart(), PenaltyPart(), GrammarPart()),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         headroom=headroom,

@@ -346,3 +346,28 @@ def test_the_searches_for_subclasses_and_tests_of_classes_find_each_form() -> No
 def test_no_method_of_a_language_model_has_another_type_than_the_one_it_overrides() -> None:
     lm = ROOT / "holdfast" / "lm"
     assert [str(file) for file in lm.rglob("*.py") if "ignore[override]" in file.read_text()] == []
+
+
+MOST_COMPARISONS = {"engine.": 74, "lm.scheduler.": 31}
+"""By room, most comparisons with None in its modules, all together."""
+
+
+def comparisons_with_none(tree: ast.Module) -> int:
+    """The number of comparisons `is None` and `is not None` in a module."""
+    return sum(
+        isinstance(node, ast.Compare)
+        and any(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops)
+        and any(isinstance(side, ast.Constant) and side.value is None for side in (node.left, *node.comparators))
+        for node in ast.walk(tree)
+    )
+
+
+@pytest.mark.parametrize("room", MOST_COMPARISONS)
+def test_a_room_asks_seldom_whether_something_is_there(room: str) -> None:
+    found = {m.name: comparisons_with_none(m.tree) for m in HOLDFAST.modules if m.name.startswith(room)}
+    assert 0 < sum(found.values()) <= MOST_COMPARISONS[room], {name: count for name, count in found.items() if count}
+
+
+def test_the_count_of_tests_for_none_finds_each_form() -> None:
+    text = "a is None\nb.c is not None and d\nx = (y := z()) is None\nNone is e\nf == None\ng is True\nh(None)"
+    assert comparisons_with_none(ast.parse(text)) == 4

@@ -204,6 +204,7 @@ def test_the_glossary_has_the_word_to_use_instead(term: str) -> None:
 
 
 CLEAN_ROOMS = (
+    "benchmarks",
     "holdfast/cells",
     "holdfast/cli",
     "holdfast/cluster",
@@ -222,14 +223,7 @@ CLEAN_ROOMS = (
     "holdfast/files/imported.py",
     "holdfast/files/own_directory.py",
     "holdfast/files/regular.py",
-    "holdfast/lab/load_client.py",
-    "holdfast/lab/metrics.py",
-    "holdfast/lab/planning.py",
-    "holdfast/lab/reports",
-    "holdfast/lab/row_schedulers.py",
-    "holdfast/lab/schedulers.py",
-    "holdfast/lab/simulator",
-    "holdfast/lab/workloads.py",
+    "holdfast/lab",
     "holdfast/lm/choice.py",
     "holdfast/lm/copy_streams.py",
     "holdfast/lm/devices.py",
@@ -247,6 +241,8 @@ CLEAN_ROOMS = (
     "holdfast/loop",
     "holdfast/server",
     "holdfast/training",
+    "scripts",
+    "tests/benchmarks",
     "tests/cells",
     "tests/cli",
     "tests/cluster",
@@ -255,8 +251,7 @@ CLEAN_ROOMS = (
     "tests/engine/process",
     "tests/engine/ranks",
     "tests/files",
-    "tests/lab/reports",
-    "tests/lab/test_schedulers.py",
+    "tests/lab",
     "tests/lm/execution",
     "tests/lm/grammar",
     "tests/lm/kernels",
@@ -265,8 +260,11 @@ CLEAN_ROOMS = (
     "tests/lm/parts",
     "tests/lm/scheduler",
     "tests/loop",
+    "tests/scripts",
     "tests/server",
+    "tests/tools",
     "tests/training",
+    "tools",
 )
 """Folders and files whose docstrings and comments were cleaned."""
 
@@ -276,7 +274,7 @@ HEADLESS = re.compile(r"(Of|What|The same|Those|Whoever)\b|As `")
 POSSESSIVE = re.compile(r"Their\b")
 """A beginning of a text that needs a noun before it. In a later sentence, the noun is there."""
 
-VAGUE = re.compile(r"\b(so many|beside|behind|told|tells?)\b")
+VAGUE = re.compile(r"(?<!-)\b(so many|beside|behind|told|tells?)\b(?!-)")
 """Words for which there is a plainer one: the number itself, with or next to, after, report."""
 
 
@@ -292,8 +290,8 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def faults(text: str) -> list[str]:
-    """The parts of a text that are not plain. Names in backquotes may be any."""
-    plain = " ".join(re.sub(r"`[^`]*`", "``", text).split())
+    """The parts of a text that are not plain. Names in backquotes, and of scripts, may be any."""
+    plain = " ".join(re.sub(r"`[^`]*`|python -m \S+", "``", text).split())
     sentences = re.split(r"(?<=[.]) ", plain)
     headless = [each for each in sentences if HEADLESS.match(each)]
     return [*VAGUE.findall(plain), *headless, *(sentences[:1] if POSSESSIVE.match(plain) else ())]

@@ -8,8 +8,8 @@ from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
 from holdfast.lm.types import StepResult, TierCopied
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from holdfast.training.jobs import Hyperparameters, JobSteps, TrainingJob
 
 LAYERS = 2

@@ -12,7 +12,7 @@ import torch
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from holdfast.lm.types.tuning import TrainingAction, TrainingReport, TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingAction, TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_examples
 from holdfast.training.iteration import Arena, arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob

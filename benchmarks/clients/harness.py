@@ -1,7 +1,7 @@
-"""Cases of a client: each is a function that ends, or raises. Prints a line of JSON for each.
+"""Runs the cases of a client: functions that return or raise. Prints a line of JSON for each case.
 
-Runs in the client's own environment, so it imports nothing else. SERVER_URL, SERVER_MODEL and SERVER_KEY say what to
-ask.
+It runs in the client's own environment, so it imports nothing else. SERVER_URL, SERVER_MODEL and SERVER_KEY name the
+server, its model and the key.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ URL = f"{os.environ['SERVER_URL']}/v1"
 MODEL = os.environ["SERVER_MODEL"]
 KEY = os.environ["SERVER_KEY"]
 SECONDS = 60
-"""Time for each case."""
+"""Time limit of each case, in seconds."""
 CASES: list[Callable[[], Any]] = []
 
 
 def case(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A case, whose docstring's first line is its name. May be a coroutine function."""
+    """Register a case, whose name is the first line of its docstring. It may be a coroutine function."""
     CASES.append(function)
     return function
 
 
 def equal(found: object, wanted: object) -> None:
-    """Raises AssertionError, naming both, unless they are equal."""
+    """Raise AssertionError, naming both, unless they are equal."""
     if found != wanted:
         raise AssertionError(f"got {found!r}, not {wanted!r}")
 
 
 def holds(text: str | None, word: str) -> None:
-    """Raises AssertionError unless a text has this word."""
+    """Raise AssertionError unless a text has this word."""
     if word.lower() not in (text or "").lower():
         raise AssertionError(f"{word!r} is not in {text!r}")
 
@@ -43,7 +43,7 @@ def holds(text: str | None, word: str) -> None:
 def main() -> None:
     """Run all cases."""
     signal.signal(signal.SIGALRM, too_long)
-    with asyncio.Runner() as runner:  # one event loop for all, as clients keep their connections
+    with asyncio.Runner() as runner:  # one event loop for all cases, because clients keep their connections
         for function in CASES:
             told = {"case": (function.__doc__ or function.__name__).splitlines()[0], "outcome": "passed"}
             signal.alarm(SECONDS)
@@ -63,7 +63,7 @@ def too_long(*_: object) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An error's type and first line."""
+    """The type and the first line of an error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,8 +1,8 @@
-"""A pytest plugin: llama-stack's tests of conversations and responses on any server, through the openai package.
+"""A pytest plugin that runs llama-stack's tests of conversations and responses on any server, by the openai package.
 
-Its own fixtures start a stack, or ask one for its providers; a server of models has none of that, so the tests run
-without their conftest files. STACK_SOURCE is the root of llama-stack's sources, SERVER_URL the server, with its API
-under /v1, SERVER_MODEL the model, SERVER_KEY the key.
+Their own fixtures start a stack, or ask one for its providers. A server of models has none, so the tests run without
+their conftest files. STACK_SOURCE is the root of llama-stack's sources, SERVER_URL the server, with its API under /v1,
+SERVER_MODEL the model, SERVER_KEY the key.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CODES = ("server_error", "rate_limit_exceeded", "invalid_prompt")
 
 
 class NoSuchClient:
-    """What the tests compare their clients with; none is one of these."""
+    """A class with which the tests compare their clients. No client here is one."""
 
 
 def stand_in(name: str, **content: Any) -> None:
-    """Put a module in place of one of llama-stack's, which would bring the whole stack."""
+    """Put a module in place of one of llama-stack's, whose import would load the whole stack."""
     module = sys.modules.setdefault(name, ModuleType(name))
     for key, value in content.items():
         setattr(module, key, value)
@@ -104,7 +104,7 @@ def compat_client(openai_client: openai.OpenAI) -> openai.OpenAI:
 
 @pytest.fixture(scope="session")
 def require_server() -> None:
-    """A server always runs."""
+    """Nothing to require: a server always runs."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Clients and compliance suites that people use, each in an environment of its own, against `holdfast serve`.
+"""Runs clients and compliance suites that people use, each in its own environment, against `holdfast serve`.
 
     python benchmarks/clients/run.py                       # all that come from PyPI and npm
     python benchmarks/clients/run.py langchain litellm     # some of them
@@ -6,9 +6,9 @@
 
 Suites without a package run from a checkout of their repository: llamastack/llama-stack, openresponses/openresponses
 (of early 2026, with six tests) and leseb/openresponses-gw. Environments stay in build/clients, so a second run installs
-nothing. Writes results/clients.json beside this file and docs/clients.md; suites that do not run keep their last
-result. Exit status 1 if a suite passes fewer cases than it must. Needs the internet for what is not installed yet, and
-Node 20 or newer with npm.
+nothing. Writes results/clients.json next to this file, and docs/clients.md. Suites that do not run keep their last
+result. Exit status 1 if a suite passes fewer cases than it must. Needs the internet to install packages, and Node 20 or
+newer with npm.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ ROOT = HERE.parents[1]
 MODEL = "holdfast-tiny"
 KEY = "suite"
 TENANTS = {"ALICE_TOKEN": "alice", "BOB_TOKEN": "bob"}
-"""Further keys, whose clients must not see each other's responses."""
+"""More keys, whose clients must not see each other's responses."""
 SECONDS = 900
-"""Time for each suite."""
+"""Time limit of each suite, in seconds."""
 Case = dict[str, str]
-"""Keys: case, outcome (passed, failed, skipped), and reason where it did not pass."""
+"""Keys: case, outcome (passed, failed, skipped), and reason if it did not pass."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """What a suite runs in, and asks."""
+    """The environment in which a suite runs, and the server that it asks."""
 
     url: str
     directory: Path
-    """Its environment: a venv, or a directory with node_modules."""
+    """The environment's directory: a venv, or a directory with node_modules."""
     source: Path | None
     """A checkout, for suites that need one."""
 
@@ -70,7 +70,7 @@ class Where:
         return kept | asked | TENANTS | {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
     def run(self, *command: str | Path, cwd: Path | None = None, **variables: str) -> str:
-        """What a command prints; its errors go to a file beside the environment."""
+        """Run a command and return its output. Its errors go to a file next to the environment."""
         with self.directory.with_suffix(".log").open("w") as log:
             done = subprocess.run(
                 [str(word) for word in command],
@@ -92,23 +92,23 @@ class Suite:
     about: str
     run: Callable[[Where], list[Case]]
     python: tuple[str, ...] = ()
-    """What pip installs."""
+    """Packages that pip installs."""
     node: tuple[str, ...] = ()
-    """What npm installs."""
+    """Packages that npm installs."""
     least: int = 0
-    """Cases that must pass; 0: all."""
+    """Number of cases that must pass; 0: all."""
     named: tuple[str, ...] = field(default=())
-    """Packages whose versions are told; the first one installed by default."""
+    """Packages whose versions the page names; by default the first one installed."""
     needs_source: bool = False
 
 
 def cases(script: str) -> Callable[[Where], list[Case]]:
-    """Runs a script of this directory, which prints a line of JSON for each case."""
+    """Function that runs a script of this directory, which prints a line of JSON for each case."""
 
     def run(where: Where) -> list[Case]:
         if script.endswith(".py"):
             printed = where.run(where.python, HERE / script)
-        else:  # modules are looked up beside the file that imports them
+        else:  # modules are looked up next to the file that imports them
             for name in ("harness.mjs", script):
                 shutil.copy(HERE / name, where.directory)
             printed = where.run("node", script)
@@ -164,7 +164,7 @@ def openresponses_gateway(where: Where) -> list[Case]:
 
 def openresponses(where: Where) -> list[Case]:
     assert where.source is not None
-    for name in ("bin", "src/lib", "src/generated"):  # modules are looked up beside the files that import them
+    for name in ("bin", "src/lib", "src/generated"):  # modules are looked up next to the files that import them
         shutil.copytree(where.source / name, where.directory / name, dirs_exist_ok=True)
     given = ("--base-url", f"{where.url}/v1", "--api-key", KEY, "--model", MODEL, "--json")
     printed = where.run("node_modules/.bin/tsx", "bin/compliance-test.ts", *given)
@@ -176,7 +176,7 @@ def openresponses(where: Where) -> list[Case]:
 
 
 def guidellm(where: Where) -> list[Case]:
-    """Twelve requests, one after another: whether each was answered."""
+    """Twelve requests, one after another. A case passes if its request was answered."""
     report = where.directory / "guidellm.json"
     report.unlink(missing_ok=True)
     where.run(
@@ -300,11 +300,11 @@ REASONS = (
     (r"JSONDecodeError|length limit|timed? ?out|`response.incomplete`|got 1, not 2", NO_END),
     (r"hosted by remote::openai|return reasoning|live mode|reasoning_effort", "skipped for servers of this kind"),
 )
-"""Patterns of a case and its message, in any case, and what to say of it instead of the message."""
+"""Patterns of a case and its message, in any case, and the text that replaces the message."""
 
 
 def reason_of(case: Case) -> str:
-    """Why a case did not pass, in words."""
+    """The reason why a case did not pass, in words."""
     text = f"{case['case'].rpartition('::')[2]} {case.get('reason', '')}"
     return next(
         (words for pattern, words in REASONS if re.search(pattern, text, re.IGNORECASE)),
@@ -313,7 +313,7 @@ def reason_of(case: Case) -> str:
 
 
 class Pages(BaseHTTPRequestHandler):
-    """A search engine that finds one page for whatever it is asked, in SearXNG's JSON."""
+    """A search engine that finds one page for any query, in SearXNG's JSON."""
 
     def do_GET(self) -> None:
         """Answer GET /search?q=…&format=json."""
@@ -326,12 +326,12 @@ class Pages(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *said: object) -> None:
-        """Say nothing of requests."""
+        """Log nothing."""
 
 
 @contextmanager
 def search_engine() -> Iterator[str]:
-    """One to ask. Yields its URL."""
+    """A search engine. Yields its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as engine:
         threading.Thread(target=engine.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{engine.server_port}"
@@ -376,7 +376,7 @@ def prepare(suite: Suite, directory: Path) -> None:
 
 
 def versions(suite: Suite, directory: Path, source: Path | None) -> str:
-    """What was installed, in words."""
+    """The installed versions, in words."""
     names = suite.named or tuple(re.split(r"[\[<=@]", name)[0] for name in (*suite.python, *suite.node)[:1])
     if suite.python:
         code = f"from importlib.metadata import version\nfor name in {names}: print(name, version(name))"
@@ -450,7 +450,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write(results: Sequence[dict[str, Any]], file: Path, document: Path) -> None:
-    """Write the results as JSON, and the page. After each suite, so that an interruption loses one at most."""
+    """Write the results as JSON, and the page. Called after each suite, so that an interruption loses at most one."""
     about = provenance() | {"command": "python benchmarks/clients/run.py"}
     file.write_text(json.dumps(about | {"suites": results}, indent=1) + "\n")
     document.write_text(page(results))

@@ -1,4 +1,4 @@
-"""instructor: typed answers by its modes."""
+"""instructor: typed answers in its modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""litellm: its calls, and the errors that it makes of a server's."""
+"""litellm: its calls, and the errors into which it turns a server's."""
 
 from __future__ import annotations
 

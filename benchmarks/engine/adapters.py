@@ -1,13 +1,13 @@
-"""Output tokens a second with LoRA adapters in the batch, and their ratio to the speed without: Llama-3-8B's shape.
+"""Output tokens per second with LoRA adapters in the batch, and the ratio to the rate without: Llama-3-8B's shape.
 
 usage: python -m benchmarks.engine.adapters [--rank 16] [--batch 32 128] [--adapters 0 1 4 32] [--repeat N]
                                             [--json FILE]
                                             [--without] [any engine flag as --set name=value] [--shape JSON]
 
-Random weights, prompts of 512 tokens and 128 generated ones, all requests at once; request i has adapter i mod n, each
-over all linear layers. Every adapter has a slot and is in it before anything is measured. `--without` builds an engine
-without slots, to see that they cost nothing where no request has an adapter. Prints one JSON line a measurement;
-`ratio` is that to the line with 0 adapters of the same batch.
+Random weights, prompts of 512 tokens and 128 generated ones, all requests at once. Request i has adapter i mod n, each
+over all linear layers. Every adapter is in a slot before measuring begins. `--without` builds an engine without slots,
+to show that slots cost nothing if no request has an adapter. Prints one JSON line per measurement; `ratio` compares
+with the line with 0 adapters of the same batch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, draw, request
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import MODULES, AdapterWeights, LoraPair, module_shapes, write_peft
 from holdfast.loop.loop import Loop
@@ -89,7 +89,7 @@ def main() -> None:
         options: dict[str, Any] = dict(max_sequences=256, prefix_sharing=False, max_waiting=10_000)
         if most:
             write_adapter(directory / "adapter", shape, arguments.rank)
-            # One set of numbers under many names: every name has a slot of its own, so all are read from memory.
+            # One set of numbers has many names. Every name has its own slot, so each adapter is read from memory.
             options |= dict(
                 adapter=tuple(f"a{number}={directory / 'adapter'}" for number in range(most)),
                 max_adapters=most,

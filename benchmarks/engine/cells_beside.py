@@ -30,10 +30,11 @@ import uvloop
 from benchmarks.engine.served_pace import give_tokenizer
 from benchmarks.engine.who_goes_first import NOT_COUNTED, SHAPES, Chats, medians
 from benchmarks.lib.invocation import add_engine_options, provenance
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.process.tensors import pack
+from holdfast.lm.config import EngineConfig
 from holdfast.server.run import shared_page
 
 DATES = ("March 3, 1987", "3.10.2021", "the 1st of May 2005", "Tue 12 Nov 1999", "2008-07-30")

@@ -1,4 +1,4 @@
-"""How smooth the chat page is with many stored conversations, and how long lists and searches take.
+"""Smoothness of the chat page with many stored conversations, and the time of lists and searches.
 
 `python -m benchmarks.engine.chat_page --out FILE` serves the built-in model over a store with 1,000 conversations of 10
 messages, opens the page in a headless Chromium (Debian: apt-get install chromium), and measures frames while the whole
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def seed(path: Path, count: int) -> None:
-    """Store so many conversations of ten messages."""
+    """Store `count` conversations of ten messages."""
     store = open_store(ServerConfig(store=str(path)))
     now = int(time.time())
     with store.database.write() as db:
@@ -127,9 +127,9 @@ def measure(store: Path, count: int) -> dict[str, Any]:
 
 
 def frames(page: Page, scroll: str, pixels: int, *, rows: int | None, ms: int) -> dict[str, float]:
-    """Frames a second and the longest frames, while an element is scrolled by so many pixels a frame.
+    """Frames per second and the longest frames, while an element is scrolled by `pixels` per frame.
 
-    `cpu_ms` is the processor time of all the browser's processes for each frame, whatever else the machine does.
+    `cpu_ms` is the processor time of all the browser's processes per frame, whatever else the machine does.
     """
     before = browser_seconds()
     times = page.evaluate(FRAMES, {"scroll": scroll, "pixels": pixels, "rows": rows, "ms": ms})
@@ -145,7 +145,7 @@ def frames(page: Page, scroll: str, pixels: int, *, rows: int | None, ms: int) -
 
 
 def browser_seconds() -> float:
-    """Processor time of the browsers on this machine that this process has started, in seconds."""
+    """Processor time, in seconds, of the browsers that this process has started."""
     stats = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

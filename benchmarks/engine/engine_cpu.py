@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.loader import load
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> float:
-    """Output tokens a second of executor, scheduler and loop."""
+    """Output tokens per second of executor, scheduler and loop."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **SHAPE}))
         model = load(directory, device="cpu", load_format="random")
@@ -92,7 +92,7 @@ def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> 
 
 
 def transformers_continuous_batching(prompts: list[list[int]], generated: int) -> float:
-    """Output tokens a second of `generate_batch` for a random model of the same shape."""
+    """Output tokens per second of `generate_batch` for a random model of the same shape."""
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).eval()

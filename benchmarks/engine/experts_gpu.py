@@ -56,7 +56,7 @@ QWEN3_30B_A3B = LLAMA_3_8B | dict(
     initializer_range=0.02,
 )
 INPUTS = 6
-"""Inputs of one graph. Their experts do not fit into L2 together."""
+"""Number of inputs of one graph. Their experts do not fit into L2 together."""
 TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 
@@ -92,14 +92,17 @@ GROUPED_TRIALS = [  # for tiles of the rule from and to; pairs of a tile; gate a
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device reaches: bytes of a copy, and operations of a product, a second."""
+    """Rates that the device reaches: bytes per second of a copy, and operations per second of a product."""
 
     copy: float
     product: float
 
 
 def milliseconds(work: Callable[[], object], repeat: int = 10, *, graph: bool = True) -> float:
-    """Median time of one call, as a CUDA graph unless it is a large copy, which a graph leaves to a slower engine."""
+    """Median time of one call.
+
+    It runs as a CUDA graph unless it is a large copy, which a graph gives to a slower engine.
+    """
     import torch
 
     work()
@@ -153,7 +156,7 @@ def random_experts() -> Any:
 
 
 def bound_us(tokens: int, touched: float, experts: Any, rates: Rates) -> float:
-    """Microseconds that a layer's experts take at least."""
+    """Lower bound for the time of a layer's experts, in microseconds."""
     _, hidden, inner = experts.down.shape
     pairs = tokens * experts.rule.top_k
     weights = 3 * hidden * inner
@@ -162,7 +165,7 @@ def bound_us(tokens: int, touched: float, experts: Any, rates: Rates) -> float:
 
 
 def kernels(tokens: Sequence[int], rates: Rates, tune: bool) -> list[dict[str, Any]]:
-    """Microseconds of a layer's experts, for each count of tokens; of other launches too, to `tune` them."""
+    """Microseconds of a layer's experts, for each token count; with `tune`, also of other launches."""
     import torch
     from triton.runtime import driver
     from triton.runtime.errors import OutOfResources
@@ -183,7 +186,7 @@ def kernels(tokens: Sequence[int], rates: Rates, tune: bool) -> list[dict[str, A
     sortings: dict[tuple[int, int], Any] = {}
 
     def sorting(x: Any, block_m: int) -> Any:
-        """The sorted pairs of an input, once for all launches with tiles of this size."""
+        """The sorted pairs of an input, made once for all launches with tiles of this size."""
         key = x.data_ptr(), block_m
         if key not in sortings:
             sortings[key] = launches.sort_pairs(x, experts, block_m)
@@ -238,7 +241,7 @@ def kernels(tokens: Sequence[int], rates: Rates, tune: bool) -> list[dict[str, A
 
 
 def attempt(call: Any, x: Any, out: Any) -> None:
-    """Launch, to list what it compiles; what fails says so when it is timed."""
+    """Launch, to list the kernels that it compiles. An error shows when the launch is timed."""
     import contextlib
 
     with contextlib.suppress(Exception):
@@ -269,7 +272,7 @@ def grouped_trials(launches: Any, own: Any) -> list[Any]:
 def grouped_parts(
     launches: Any, experts: Any, count: int, launch: Any, inputs: list[Any], sorting: Callable[[Any, int], Any]
 ) -> list[tuple[int, str, Callable[[Any, Any], object], Any]]:
-    """The two products alone."""
+    """The two products, each timed alone."""
     size, name = launch.block_m, f"{launch.block_m}{' halved' if launch.halved else ''}"
     inner = inputs[0].new_empty(count * experts.rule.top_k, experts.down.shape[2]).normal_()
     room = inputs[0].new_empty(experts.rule.top_k, *inputs[0].shape)
@@ -295,7 +298,7 @@ def shown(launch: Any) -> str:
 
 
 def touched(names: Sequence[str], options: dict[str, Any], shape: dict[str, Any], **how: float) -> Any:
-    """Mean experts that a layer reads in a step, and what independent choices would give, by tokens of the step."""
+    """Mean number of experts that a layer reads in a step, and that for independent choices, by tokens of the step."""
     import torch
 
     from holdfast.lm.kernels.linear import fused_layers, layers
@@ -335,9 +338,9 @@ def rows(
     profile: bool = False,
     quick: bool = True,
 ) -> Any:
-    """Build the engine and run the rows; with `profile`, the kernels of decode steps too."""
-    from holdfast.core.config import EngineConfig
+    """Build the engine and run the rows. With `profile`, also time the kernels of decode steps."""
     from holdfast.engine.process.build import build
+    from holdfast.lm.config import EngineConfig
 
     directory = Path(tempfile.mkdtemp(prefix="qwen3-30b-a3b-"))
     (directory / "config.json").write_text(json.dumps(QWEN3_30B_A3B | shape))
@@ -371,7 +374,7 @@ def rows(
 
 
 def peer_copy(peer: Path, out: Path, temperature: float) -> Path:
-    """A copy of the driver with this shape and temperature. Raises ValueError if it is not the driver that is known."""
+    """A copy of the driver with this shape and temperature. Raises ValueError for an unknown driver."""
     text, place, greedy = peer.read_text(), "\ndef say(", "SamplingParams(temperature=0,"
     if "LLAMA_8B = dict(" not in text or text.count(place) != 1 or text.count(greedy) != 1:
         raise ValueError(f"{peer} is not the driver that is known: no place for another shape or temperature")

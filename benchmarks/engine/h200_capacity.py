@@ -14,8 +14,8 @@ each capacity by simulation. `measure` serves 12% less and 12% more, and goes on
 rates that are near one another. A probe is a Poisson process cut off after a window whose second half counts, with the
 same requests and arrivals for all policies. Orca and prefill-first know no SLO: their probes count under both. Each
 probe is written to DIR/capacity.json at once; a later call continues there. `show` simulates every served probe and
-prints both figures. `predict --window SECONDS --seed NUMBER` tells how much of a capacity comes from the window and
-the arrivals.
+prints both figures. `predict --window SECONDS --seed NUMBER` shows the part of a capacity that comes from the window
+and the arrivals.
 
 Orca's steps hold any number of whole prompts, up to ORCA_TOKENS tokens. The widest step of each probe is recorded,
 which shows whether the bound was reached.
@@ -33,34 +33,37 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, percentile
 from holdfast.lab.planning import find_capacity, sustained
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import DATASETS, Workload
+from holdfast.lm.config import EngineConfig
 
 SYSTEMS = ("orca", "prefill-first", "computed")
 TIMES = {"strict": 5, "relaxed": 25}
-"""SLO over the reference decode step."""
+"""SLO divided by the reference decode step."""
 MARGIN = 0.97
-"""Target over SLO: the SLO is on 99 of 100 gaps, and nearly all steps keep a target."""
+"""Target divided by the SLO: the SLO holds for 99 of 100 gaps, and nearly all steps keep a target."""
 MOST_SEQUENCES = 128
 ORCA_TOKENS = 32_768
-"""Most tokens of one of Orca's steps. The paper's bound is the longest length times the batch, whose activations do not
-fit beside the cache. By simulation sharegpt's capacities are the same with 16,384 to 65,536."""
+"""Largest number of tokens in one of Orca's steps. The paper's bound is the longest length times the batch, whose
+activations do not fit next to the cache. By simulation sharegpt's capacities are the same with 16,384 to 65,536.
+"""
 BELOW, ABOVE = 0.96, 1.075
-"""The first two rates over the predicted capacity: a search by simulation ends up to 5% below the capacity."""
+"""The first two rates divided by the predicted capacity. A search by simulation ends up to 5% below the capacity."""
 APART, NEAR = 1.12, 1.3
-"""Factor to the next rate while all or none were kept; and the factor between the bounds that ends the search."""
+"""Factor to the next rate while all or none were kept, and factor between the bounds that ends the search."""
 WINDOWS = {"openchat_sharegpt4": 20.0, "arxiv_summarization": 35.0}
-"""Seconds of a probe. A rate above the capacity shows in a queue that grows: a shorter window forgives a higher rate.
-arxiv has 1 to 4 requests a second, so 10 s would hold too few."""
+"""Seconds of a probe. A rate above the capacity shows in a queue that grows, so a shorter window accepts a higher rate.
+arxiv has 1 to 4 requests a second, so 10 s would hold too few.
+"""
 SEEDS = {"openchat_sharegpt4": 0, "arxiv_summarization": 8}
 """Seeds of lengths and arrivals. A short window may hold far more or fewer requests than its rate says: with seed 0,
-arxiv has 0.5 to 1.3 times the expected prompt tokens at 1 to 4.5 requests/s. Of the first ten seeds, 8 is nearest
-(0.8 to 1.2)."""
+arxiv has 0.5 to 1.3 times the expected prompt tokens at 1 to 4.5 requests/s. Among the first ten seeds, 8 comes nearest
+(0.8 to 1.2).
+"""
 PROMPTS, CHUNKS = (2048, 8192, 16_256), (512, 1024, 2048)
 
 
@@ -107,10 +110,10 @@ def main() -> None:
 
 
 class Book:
-    """Results so far, in a file written at each change."""
+    """Results so far, in a file that is written at each change."""
 
     def __init__(self, path: Path, base: Path | None = None) -> None:
-        """Continues from the file at `path`, or else from `base`."""
+        """Continue from the file at `path`, or else from `base`."""
         self._path = path
         self.data: dict[str, Any] = {"about": {}, "predicted": {}, "probes": {}, "chunking": []}
         if path.is_file() or base is not None:
@@ -135,9 +138,9 @@ def profile_of(args: argparse.Namespace) -> CostProfile | None:
 
 
 def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineConfig:
-    """The configuration that stands for a system of the paper; `computed` sets only a target. `slo` in milliseconds."""
+    """The configuration for a system of the paper; `computed` sets only a target. `slo` is in milliseconds."""
     common: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
-    if system == "orca":  # no paging: as many sequences as fit at the longest length
+    if system == "orca":  # without paging, as many sequences as fit at the longest length
         most = max(1, min(MOST_SEQUENCES, cache_tokens // longest))
         budget = min(longest * most, ORCA_TOKENS)
         return EngineConfig(**common | {"max_sequences": most}, scheduler="orca", token_budget=budget)
@@ -153,17 +156,17 @@ def refer(book: Book, profile: CostProfile, small: bool) -> None:
 
 
 def slo_of(book: Book, slo: str) -> float:
-    """Milliseconds of P99 TBT."""
+    """The limit of P99 TBT, in milliseconds."""
     return TIMES[slo] * float(book.data["about"]["decode_step_ms"])
 
 
 def longest_of(dataset: str, small: bool) -> int:
-    """The longest sequence of a data set."""
+    """Length of the longest sequence of a data set."""
     return DATASETS[dataset].limit // (16 if small else 1)
 
 
 def window_of(dataset: str, small: bool) -> float:
-    """Seconds of a probe. It must exceed 8, or no median wait could reach 2 s in its second half."""
+    """Seconds of a probe. A probe must be longer than 8 s, or no median wait could reach 2 s in its second half."""
     return 12.0 if small else WINDOWS[dataset]
 
 
@@ -182,7 +185,7 @@ def load(dataset: str, rate: float, window: float, small: bool, seed: int | None
 
 
 def figures(records: list[Record], window: float) -> dict[str, float]:
-    """The figures of the window's second half; a request that has not begun by its end has waited until then.
+    """The figures of the window's second half. A request that has not begun by its end has waited until then.
 
     Raises ValueError if no request or no gap between tokens falls into it.
     """
@@ -271,7 +274,7 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
     wanted = DATASETS if "chunking" in args.what else args.datasets
     longest = max(longest_of(dataset, args.small) for dataset in wanted)
     options: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, host_cache_gb=0.0)
-    options |= dict(scheduler="prefill-first")  # steps hold the longest prompt beside all decodes
+    options |= dict(scheduler="prefill-first")  # steps hold the longest prompt and all decodes
     if "measure" in args.what and "orca" in args.systems:
         options |= dict(token_budget=ORCA_TOKENS // (16 if args.small else 1))
     if args.small:

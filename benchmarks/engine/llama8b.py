@@ -4,12 +4,12 @@ usage: python -m benchmarks.engine.llama8b [ROW ...] [--json FILE] [--repeat N] 
 rows:  bs1 bs32 bs128 chat prefill stall   (default: all), bs256 and, alone, start
 
 Prompts use the seeds of the peer's script; greedy, end-of-sequence ignored, one process. So a figure compares with the
-peer's of the same name. Prints one JSON line a measurement; the file also holds each
-step of `stall`, where `prediction` is measured over predicted time of mixed steps: 5%, median and 95%.
+peer's of the same name. Prints one JSON line a measurement; the file also holds each step of `stall`, where
+`prediction` is measured over predicted time of mixed steps: 5%, median and 95%.
 
 `start` times new processes until the first token of a first request, imports included: with an empty Triton cache of
-its own, and again with the filled one. `--qwen` takes Qwen3-0.6B's shape,
-where the host has the least time for a step (`bs256`).
+its own, and again with the filled one. `--qwen` takes Qwen3-0.6B's shape, where the host has the least time for a step
+(`bs256`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import StepPlan, StepResult
 from holdfast.loop.contracts import Executor
 from holdfast.loop.loop import Loop
@@ -125,10 +126,10 @@ def request(name: str, prompt: tuple[int, ...], output: int, temperature: float 
 
 
 def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) -> dict[str, Any]:
-    """Seconds from submitting all requests at once until the last ends.
+    """Run all requests at once, and return the seconds until the last ends.
 
-    `distinct_share` says how many of the tokens that a step gives differ, in the mean of all steps. Greedy text of
-    random weights may end in the same tokens for all, which choose the same experts.
+    `distinct_share` is the share of different tokens among those that a step gives, averaged over all steps. Greedy
+    text of random weights may end in the same tokens for all, which choose the same experts.
     """
     rng = random.Random(0)
     prompts = [draw(rng, tokens) for tokens, _ in lengths]
@@ -197,7 +198,7 @@ class Recorder:
         return result
 
     def predict(self) -> None:
-        """Add the cost model's prediction to each step, after the run, since it takes time."""
+        """Add the cost model's prediction to each step. This comes after the run, because it takes time."""
         for step in self.steps:
             segments = step.pop("segments")
             if self._cost is not None:
@@ -208,7 +209,7 @@ class Recorder:
 
 
 def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
-    """32 decodes run; four 8,000-token prompts arrive: how long does a decode wait, and what does the prefill lose?
+    """Let four 8,000-token prompts join 32 decodes. Returns how long a decode waits, and what the prefill loses.
 
     `gap_ms` is the time between two tokens of the streams: from the end of one step to that of the next.
     """
@@ -280,7 +281,7 @@ def first_token(loop: Loop) -> dict[str, Any]:
 
 
 def starts(options: list[str], repeat: int) -> dict[str, Any]:
-    """Start new processes; their times to the first token with an empty and a filled cache, and the stages."""
+    """Start new processes. Returns their times to the first token with an empty and a filled cache, and the stages."""
     runs = []
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="triton-") as cache:
@@ -320,7 +321,7 @@ def main() -> None:
     begin = time.perf_counter()
     engine, stages = started(shape, **options)
     loop, info = engine.loop, engine.info
-    # As the engine's process does: what exists now lives on, and no collection falls into a step.
+    # As the engine's process does: objects that exist now stay, and no collection falls into a step.
     gc.collect()
     gc.freeze()
     gc.disable()

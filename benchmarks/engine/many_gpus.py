@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.many_gpus [--seconds 110] [--parts group small moved killed served] [--layouts tp2]
 
-`group` checks what two GPUs tell each other outside of sums, and sampling in shards against whole rows. `small`
+`group` checks the exchanges of two GPUs outside of sums, and sampling in shards against whole rows. `small`
 compares the tokens of a small float32 model on layouts of two GPUs with those on one: greedy, drawn, filtered, by a
 grammar, suspended to the host, in random histories with aborts; `--family olmo2` has norms over all heads. `moved`
 moves conversations between two engines of a layout, and by the disk to a new one, and compares what these answer with
@@ -32,9 +32,9 @@ from functools import partial
 from typing import Any
 
 LIMITS = {"group": 40.0, "small": 100.0, "moved": 100.0, "killed": 45.0, "served": 100.0}
-"""Most seconds of each part."""
+"""Time limit of each part, in seconds."""
 PIECE_ROWS = 600
-"""Rows of logits that go to the other device in several pieces."""
+"""Number of rows of logits. They go to the other device in several pieces."""
 VOCAB = 1000
 SMALL_SHAPE = dict(
     architectures=["LlamaForCausalLM"],
@@ -51,14 +51,14 @@ SMALL_SHAPE = dict(
     torch_dtype="float32",
     tie_word_embeddings=False,
     eos_token_id=256,
-    # Wide enough that the likeliest token is clear of the next one, whatever order sums are taken in.
+    # Wide enough that the likeliest token is clear of the next one, in whatever order sums are taken.
     initializer_range=0.08,
 )
 FAMILIES = {"llama": SMALL_SHAPE, "olmo2": SMALL_SHAPE | dict(architectures=["Olmo2ForCausalLM"], model_type="olmo2")}
 GRAMMAR = r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){20}'
-"""A regular expression of which most text is forced."""
+"""A regular expression that forces most of its text."""
 BLOCK = 4 * 2 * 16 * 4 * 64 * 4
-"""Bytes of its blocks: layers, keys and values, tokens, heads, head size, bytes."""
+"""Bytes of one block: layers, keys and values, tokens, heads, head size, bytes of a number."""
 LAYOUTS = {
     "one": {},
     "tp2": {"tp": 2},
@@ -75,7 +75,7 @@ def tell(kind: str, **values: Any) -> None:
 
 
 def engine_of(layout: str, shape: dict[str, Any], **options: Any) -> Any:
-    """An engine on a layout, and in a JSON line what its start took."""
+    """An engine on a layout. Prints a JSON line with the cost of its start."""
     from benchmarks.engine.llama8b import started
 
     engine, stages = started(shape, byte_tokenizer(), **options, **LAYOUTS[layout])
@@ -101,7 +101,10 @@ def byte_tokenizer() -> str:
 
 
 def group(arguments: argparse.Namespace) -> None:
-    """Two processes; this one is rank 0, or rank 1 if it was told where to meet."""
+    """Check the exchanges of a group in two processes.
+
+    This one is rank 0, or rank 1 if it was given a meeting place.
+    """
     meeting = arguments.meeting or tempfile.mkdtemp(prefix="many-gpus-")
     if arguments.meeting is None:
         subprocess.Popen([*PROGRAM, "--child", "group", "--meeting", meeting])
@@ -184,7 +187,7 @@ def group(arguments: argparse.Namespace) -> None:
 
 
 def small_options() -> dict[str, Any]:
-    """So few blocks that running sequences are suspended to the host."""
+    """Engine options with few blocks, so that running sequences are suspended to the host."""
     tiers = dict(cache_gb=40.5 * BLOCK / 1e9, host_cache_gb=100.5 * BLOCK / 1e9, chunk_size=16, headroom=0.0)
     return dict(dtype="float32", max_sequences=8, token_budget=64, **tiers)
 
@@ -198,7 +201,7 @@ def run_to_the_end(loop: Any, tokens: dict[str, list[int]] | None = None) -> dic
 
 
 def history(loop: Any, seed: int, steps: int) -> tuple[dict[str, Any], set[str], dict[str, list[int]]]:
-    """Random requests, some of them aborted: the requests, those aborted, and the tokens of each."""
+    """Random requests, some of them aborted. Returns the requests, the aborted ones, and the tokens of each."""
     from holdfast.core.types import Grammar, Request, SamplingParams
 
     grammar = Grammar("regex", GRAMMAR)
@@ -244,7 +247,7 @@ def small(arguments: argparse.Namespace) -> None:
         for seed in seeds:
             began = time.perf_counter()
             requests, aborted, given = history(loop, seed, steps)
-            if layout == "one":  # the same requests, each with nothing beside it
+            if layout == "one":  # the same requests, each alone
                 for name, request in requests.items():
                     loop.add(replace(request, id="alone"))
                     alone[seed, name] = run_to_the_end(loop)["alone"]
@@ -278,11 +281,11 @@ def small(arguments: argparse.Namespace) -> None:
         loop.close()
         tell("closed", layout=layout, seconds=round(time.perf_counter() - began, 2))
     if differing:
-        tell_gaps(FAMILIES[arguments.family], differing)
+        print_gaps(FAMILIES[arguments.family], differing)
 
 
-def tell_gaps(shape: dict[str, Any], differing: list[tuple[str, str, int, int, Any]]) -> None:
-    """How far one GPU holds a wrong greedy token below the right one: rounding explains 1e-4, not 1e-2."""
+def print_gaps(shape: dict[str, Any], differing: list[tuple[str, str, int, int, Any]]) -> None:
+    """Print how far one GPU puts a wrong greedy token below the right one. Rounding explains 1e-4, not 1e-2."""
     from dataclasses import replace
 
     engine = engine_of("one", shape, **small_options())
@@ -303,7 +306,7 @@ def tell_gaps(shape: dict[str, Any], differing: list[tuple[str, str, int, int, A
 
 
 def answer(loop: Any, prompt: tuple[int, ...]) -> tuple[list[int], int]:
-    """The greedy answer to a prompt, and how many of its tokens were there."""
+    """The greedy answer to a prompt, and the number of its tokens that were cached."""
     from holdfast.core.types import Request, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -317,11 +320,11 @@ def answer(loop: Any, prompt: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def bring(source: Any, target: Any, prompt: tuple[int, ...]) -> Any:
-    """Move a prompt's state between two engines of this process. What the target says of it."""
+    """Move a prompt's state between two engines of this process. Returns the target's report."""
     from holdfast.core.types import Identity
-    from holdfast.engine.messages import FetchChunks
     from holdfast.engine.process.parts.moves import MoveHandler
     from holdfast.lm.memory.digests import block_digests
+    from holdfast.lm.parts.moves.messages import FetchChunks
 
     chain = block_digests(Identity().root(), prompt[: len(prompt) // 16 * 16], 16)
     target.handler(MoveHandler).receive(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
@@ -341,9 +344,9 @@ def wait_for_the_host_tier(engine: Any) -> None:
 
 
 def moved(arguments: argparse.Namespace) -> None:
-    """Each answer is compared with that of the engine where the conversation began: the same steps over the same state.
+    """Compare each answer with that of the engine where the conversation began: the same steps over the same state.
 
-    Nothing is priced, so all that is there is brought.
+    Nothing is priced, so all state that is there is moved.
     """
     from benchmarks.engine.llama8b import directory_of
     from holdfast.engine.process.parts.tiers import TierHandler
@@ -388,7 +391,7 @@ def moved(arguments: argparse.Namespace) -> None:
 
 
 def killed(arguments: argparse.Namespace) -> None:
-    """A rank is killed while steps run: how long until the loop raises, and what."""
+    """Kill a rank while steps run. Prints the time until the loop raises, and the error."""
     from holdfast.core.types import Request, SamplingParams
 
     engine = engine_of("tp2", SMALL_SHAPE, **small_options())
@@ -453,7 +456,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def child(arguments: argparse.Namespace) -> None:
-    """Run one part, and end without waiting for anything."""
+    """Run one part, and end without waiting for other threads."""
     status = 0
     try:
         PARTS[arguments.child](arguments)
@@ -466,7 +469,7 @@ def child(arguments: argparse.Namespace) -> None:
 
 
 def memory_used() -> list[str]:
-    """Megabytes that each GPU has given away."""
+    """Allocated memory of each GPU, in MB."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
@@ -480,7 +483,7 @@ def run_part(name: str, limit: float, options: list[str]) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": caches, "HOLDFAST_DEBUG": "1", "PYTHONFAULTHANDLER": "1"}
     began = time.monotonic()
     process = subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, start_new_session=True)
-    # SIGABRT first: every process then shows where its threads are.
+    # SIGABRT first, so that every process shows where its threads are.
     timers = [
         threading.Timer(limit + wait, partial(os.killpg, process.pid, number))
         for wait, number in ((-2.0, signal.SIGABRT), (0.0, signal.SIGKILL))
@@ -491,7 +494,7 @@ def run_part(name: str, limit: float, options: list[str]) -> None:
     for timer in timers:
         timer.cancel()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what a part may have left behind
+        os.killpg(process.pid, signal.SIGKILL)  # processes that a part may have left
     over = status in (-signal.SIGKILL, -signal.SIGABRT)
     taken = round(time.monotonic() - began, 1)
     tell("part", name=name, status="its time was over" if over else status, seconds=taken, megabytes_left=memory_used())

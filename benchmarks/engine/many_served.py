@@ -3,7 +3,7 @@
     python -m benchmarks.engine.many_served PART ... --shape 8b|34b|70b|tiny --layout tp2|pp2|tp2pp2|one --out FILE
                                             [--repeat 3] [--limit SECONDS] [--set NAME=VALUE]
 
-parts:  beside    batch 1 512/256, batches 32 and 128 512/128, prefill of 8 x 8,192: the peer's rows of the same names
+parts:  `beside`  batch 1 512/256, batches 32 and 128 512/128, prefill of 8 x 8,192: the peer's rows of the same names
         target    four 8,000-token prompts join 32 streams: gaps between tokens and prefill rate, under `--target`
                   milliseconds, with whole prompts (prefill-first), and of the prompts alone
         layouts   work that is mostly prefill, and work that is mostly decodes
@@ -13,7 +13,7 @@ parts:  beside    batch 1 512/256, batches 32 and 128 512/128, prefill of 8 x 8,
         chunking  time of prompts in chunks over that of whole ones (Sarathi-Serve, Figure 11), on a GPU also by kind of
                   kernel on rank 0: products, attention, between devices
         pensieve  conversations past saturation: both tiers, the device alone, stateless
-        accuracy  the simulator beside the engine (simulator_accuracy.py)
+        accuracy  the simulator against the engine (simulator_accuracy.py)
 
 Weights are random, greedy, end-of-sequence is ignored; the engine runs in this process and its children. Parts share
 one engine, each run with a scheduler and an empty cache of its own. A part that exceeds `--limit` seconds is ended with
@@ -51,9 +51,9 @@ from benchmarks.engine.step_breakdown import breakdown, watched
 from benchmarks.lib.in_real_time import RealEngine, Recorder, Stepped
 from benchmarks.lib.invocation import add_engine_options, provenance
 from benchmarks.papers.sarathi import Unbalanced
-from holdfast.core.config import EngineConfig
 from holdfast.lab.metrics import percentile, summary
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import whole_tiles
 from holdfast.lm.types import EngineShape
@@ -84,27 +84,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 SIMULATED = {"8b": "llama-3-8b", "34b": "yi-34b", "70b": "llama-2-70b"}
-"""Shapes of `accuracy`."""
+"""Names of the shapes for `accuracy`."""
 SHORTER = 32
-"""Tiny work has this many times fewer tokens."""
+"""Factor by which tiny work has fewer tokens."""
 WIDEST = 16_640
-"""Most tokens of a step, in which Orca computes two of the longest prompts whole."""
+"""Largest number of tokens in a step, in which Orca computes two of the longest prompts whole."""
 ROWS = {
     "bs1 512/256": [(512, 256)],
     "bs32 512/128": [(512, 128)] * 32,
     "bs128 512/128": [(512, 128)] * 128,
     "prefill 8x8192": [(8192, 16)] * 8,
 }
-"""Of `beside`: prompt and output of each request."""
+"""Rows of `beside`: prompt and output of each request."""
 LAYOUTS = {"prefill-heavy 64x 4096/8": [(4096, 8)] * 64, "decode-heavy 256x 128/256": [(128, 256)] * 256}
 PROMPTS, CHUNKS = (2048, 4096, 8192, 16_000), (512, 1024, 2048)
-"""Of `chunking`."""
+"""Prompts and chunks of `chunking`, in tokens."""
 STREAMS, JOINING, JOINED = 32, 4, 8000
-"""Of `target`: streams, prompts that join them, and their tokens."""
+"""Sizes of `target`: number of streams, number of prompts that join them, and tokens of each prompt."""
 
 
 class Bench:
-    """The engine of a child process, and where its figures go."""
+    """The engine of a child process, and the file for its figures."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -156,7 +156,7 @@ class Bench:
         return EngineConfig(**self.options | plain | changes)
 
     def loop(self, **changes: Any) -> Any:
-        """A context with a loop of its own, and an empty cache."""
+        """Context with its own loop and an empty cache."""
         from contextlib import contextmanager
 
         @contextmanager
@@ -168,7 +168,7 @@ class Bench:
         return entered()
 
     def short(self, tokens: int) -> int:
-        """So many tokens, or fewer for a tiny model."""
+        """The number of tokens, reduced for a tiny model."""
         return max(2, tokens // self.shorter)
 
     def lengths(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -195,7 +195,7 @@ def layouts(bench: Bench) -> None:
 
 
 def target(bench: Bench) -> None:
-    """Prompts that join streams: what the streams see, and how fast the prompts are computed."""
+    """Let prompts join streams, and measure the streams' gaps and the prefill rate."""
     for _ in range(bench.args.repeat):
         prompts = [(JOINED, 1)] * JOINING
         with bench.loop(token_budget=whole_tiles(WIDEST // bench.shorter, 64)) as loop:
@@ -208,12 +208,12 @@ def target(bench: Bench) -> None:
         }
         for what, changes in kinds.items():
             with bench.loop(**changes) as loop:
-                joined(bench, loop)  # the first time corrects the estimates
+                joined(bench, loop)  # the first run corrects the estimates
                 bench.say("target", what, target_ms=bench.args.target, **joined(bench, loop))
 
 
 def joined(bench: Bench, loop: Loop) -> dict[str, Any]:
-    """Let prompts join streams that run. Gaps are between two tokens of one stream, while there are prompts."""
+    """Let prompts join running streams. Gaps are between two tokens of one stream, while there are prompts."""
     rng, stamp = random.Random(2), time.monotonic()
     streams = {f"d{index}-{stamp}": list[float]() for index in range(STREAMS)}
     prompts = {f"p{index}-{stamp}" for index in range(JOINING)}
@@ -255,7 +255,7 @@ def joined(bench: Bench, loop: Loop) -> dict[str, Any]:
 
 
 def busy(steps: list[Stepped]) -> dict[str, Any]:
-    """The share of time that each stage is idle, from the first step to the last; of one stage, that of the device."""
+    """Share of time that each stage is idle, from the first step to the last; for one stage, that of the device."""
     if not steps:
         return {}
     seconds = max(step.ended for step in steps) - min(step.planned for step in steps)
@@ -297,7 +297,7 @@ def pipeline(bench: Bench) -> None:
 
 
 def kernels(bench: Bench) -> None:
-    """Where the time of decode steps goes on rank 0."""
+    """Time by kernel of decode steps on rank 0."""
     if not torch.cuda.is_available():
         bench.say("kernels", "none: there is no GPU")
         return
@@ -308,7 +308,7 @@ def kernels(bench: Bench) -> None:
 
 
 def chunking(bench: Bench) -> None:
-    """One prompt at a time, whole and in chunks."""
+    """Time one prompt at a time, whole and in chunks."""
     for prompt in PROMPTS:
         tokens, whole = bench.short(prompt), dict[str, float]()
         for chunk in (prompt, *(size for size in CHUNKS if size < prompt)):
@@ -331,7 +331,7 @@ def chunking(bench: Bench) -> None:
 
 
 def pensieve(bench: Bench) -> None:
-    """Conversations of several turns at rates past what the engine can serve."""
+    """Conversations of several turns at rates above what the engine can serve."""
     args = bench.args
     for rate in args.rates:
         conversations = list(workload(rate, args.until + 20, args.think, 0))
@@ -347,7 +347,7 @@ def pensieve(bench: Bench) -> None:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Run the parts on one engine; says on its output when each begins."""
+    """Run the parts on one engine. Prints when each begins."""
     bench = Bench(args)
     for part in args.parts:
         print(f"PART {part}", flush=True)
@@ -381,7 +381,10 @@ def layout_of(name: str) -> tuple[int, int]:
 
 
 def run(command: list[str], limit: float) -> tuple[str, str]:
-    """Run a child; ends it when a part, or its start, takes longer than the limit. Its last part, and how it ended."""
+    """Run a child; end it if a part, or its start, takes longer than the limit.
+
+    Returns its last part, and how it ended.
+    """
     environment = os.environ | dict(PYTHONUNBUFFERED="1")
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True

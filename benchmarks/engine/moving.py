@@ -3,7 +3,7 @@
 usage: python -m benchmarks.engine.moving [--tokens 2048] [--turns 3] [--seconds 5] [--json FILE] [--shape JSON]
        [any engine flag as --set name=value]
 
-Two engines of one shape with random weights, which talk over loopback. Conversations are computed at the first one. Of
+Two engines of one shape with random weights, which talk over loopback. Conversations are computed at the first one. For
 each, `bring` is the time of a fetch at the second one, `after` the time to the first token of the next turn once it is
 there, and `again` that time where all of it is computed. A conversation lies only on the first engine's device before
 its move, so that it is copied to that engine's host tier on the way. The default shape is small in its weights and has
@@ -30,9 +30,9 @@ from typing import Any
 from benchmarks.engine.llama8b import LLAMA_3_8B, write_shape
 from benchmarks.engine.multiturn import draw
 from benchmarks.lib.invocation import add_engine_options, provenance
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
+from holdfast.lm.config import EngineConfig
 
 SHAPE = dict(
     vocab_size=4096,
@@ -47,11 +47,11 @@ SHAPE = dict(
 )
 SECRET = b"a secret for one run"
 ASKED = 32
-"""Tokens of a next turn's question."""
+"""Number of tokens of a next turn's question."""
 
 
 async def turn(client: EngineClient, prompt: Sequence[int], tokens: int = 1) -> tuple[float, int]:
-    """Seconds to the first token of an answer, and how many of the prompt's tokens came from the cache."""
+    """Seconds to the first token of an answer, and the number of the prompt's tokens that came from the cache."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     async with aclosing(client.stream(prompt, params)) as deltas:
         async for delta in deltas:
@@ -102,7 +102,7 @@ async def gaps(client: EngineClient, prompt: Sequence[int], stop: asyncio.Event)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Of some gaps, in milliseconds."""
+    """Figures of these gaps, in milliseconds."""
     ordered = sorted(values)
     at = {"p50": 0.5, "p99": 0.99, "most": 1.0}
     return {"tokens": len(ordered)} | {
@@ -113,7 +113,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 async def beside(
     source: EngineClient, target: EngineClient, rng: random.Random, tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """A stream at each engine, alone and beside moves."""
+    """Gaps of a stream at each engine, alone and during moves."""
     vocabulary = source.info.vocab_size
     result: dict[str, Any] = {}
     for name in ("alone", "beside moves"):

@@ -32,10 +32,10 @@ import torch
 from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.lib.in_real_time import StepRecord
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 
@@ -60,7 +60,7 @@ SMALL = dict(
 def workload(rate: float, seconds: float, think: float, seed: int) -> Iterator[dict[str, Any]]:
     """Conversations with the ShareGPT figures of Pensieve (§6.1) that arrive by a Poisson process.
 
-    The same seed gives the same draws as the peer's generator of such files: turns {"input_tokens", "output_tokens",
+    A seed gives the draws of the peer's generator of such files: turns {"input_tokens", "output_tokens",
     "think_s"} after each "arrival_s".
     """
     choose, now = random.Random(seed), 0.0
@@ -84,12 +84,12 @@ def workload(rate: float, seconds: float, think: float, seed: int) -> Iterator[d
 
 
 def draw(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    """Token ids away from the special ones; with a full vocabulary the same as the peer's driver draws."""
+    """Token ids away from the special ones. With a full vocabulary they equal those that the peer's driver draws."""
     return tuple(rng.randrange(10, min(100000, vocabulary)) for _ in range(count))
 
 
 def shortened(conversations: Sequence[dict[str, Any]], divisor: float) -> list[dict[str, Any]]:
-    """The same conversations with fewer tokens a turn."""
+    """These conversations with fewer tokens per turn."""
     return [
         conversation
         | {
@@ -104,7 +104,7 @@ def shortened(conversations: Sequence[dict[str, Any]], divisor: float) -> list[d
 
 @dataclass(slots=True)
 class Asked:
-    """A request under way."""
+    """A request in progress."""
 
     conversation: int
     turn: int
@@ -116,7 +116,7 @@ class Asked:
 
 @dataclass
 class Seen:
-    """Client-side figures within the window; times in seconds."""
+    """Figures of the clients within the window. Times are in seconds."""
 
     done: int = 0
     generated: int = 0
@@ -143,7 +143,7 @@ def converse(
     heapq.heapify(due)
     history: dict[int, tuple[int, ...]] = {}
     live: dict[str, Asked] = {}
-    run = str(time.monotonic_ns())  # a tenant of its own, so that nothing is found that another run has left
+    run = str(time.monotonic_ns())  # a new tenant, so that state left by another run is not found
     start = clock()
     now, before, waited = 0.0, loop.stats(), 0
     while (due or live) and (now := clock() - start) < until:
@@ -303,7 +303,7 @@ def main() -> None:
 
 
 def warm_up(loop: Loop, info: EngineInfo) -> None:
-    """Steps of several widths, so that no kernel is compiled within the window."""
+    """Run steps of several widths, so that no kernel is compiled within the window."""
     rng = random.Random(9)
     for count, length in ((1, 4), (4, 32), (16, 200), (64, 40)):
         for index in range(count):

@@ -1,11 +1,11 @@
-"""What the engine view costs: the pace of 32 streams with and without the page open, and how fast the page draws.
+"""Cost of the engine view: the pace of 32 streams with and without the page open, and the page's speed of drawing.
 
 Part `cost` serves the built-in model to 32 streams at a time, in rounds of four turns: nobody looks; a client reads the
 event stream as the page does, and draws nothing; a headless Chromium shows the chat; it shows the engine view. The
 server and its engine run on some cores, and the browser and the clients of the streams on others. So the second turn
-shows what the server pays, and the last one also what a browser takes from the clients beside it. The pace is in tokens
+shows the cost for the server, and the last one also what a browser takes from the clients. The pace is in tokens
 a second of wall time, and in processor time of the engine's process for each step and token, which other work on the
-machine disturbs less; the server's process is told beside it. Each turn is compared with the first one of its round.
+machine disturbs less; the server's process has its own figure. Each turn is compared with the first one of its round.
 
 Part `loop` runs the loop, the scheduler and a cache of many conversations in this process, on an executor that rests
 for the time of a step. So the processor time that watching adds to a step is measured alone.
@@ -60,11 +60,11 @@ DRAWING = """() => {
 
 
 LOOKS = ("nobody", "event stream", "chat", "engine view")
-"""Who looks in a turn of the part `cost`."""
+"""Watchers of each turn of the part `cost`."""
 
 
 class Server:
-    """`holdfast serve` in a process of its own, on some cores."""
+    """`holdfast serve` in its own process, on some cores."""
 
     def __init__(self, options: Sequence[str], cores: Sequence[int]) -> None:
         command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--store", "memory", *options]
@@ -87,13 +87,13 @@ class Server:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time of a process so far, of all its threads that live."""
+    """Processor time of a process so far, over all its living threads."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 class Resting:
-    """An executor whose steps take a fixed time, in which the processor rests, and give the same token again."""
+    """An executor whose steps take a fixed time, during which the processor rests, and always give the same token."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -118,7 +118,7 @@ class Resting:
 
 
 def loop(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What watching adds to the processor time of a step of the loop, over a cache of many conversations."""
+    """Processor time that watching adds to a step of the loop, over a cache of many conversations."""
     each = arguments.blocks // arguments.conversations
     pool = BlockPool(arguments.blocks + 64 * arguments.streams, 16, host_blocks=arguments.blocks // 4)
     scheduler = Scheduler(
@@ -178,7 +178,7 @@ async def streams(http: httpx.AsyncClient, url: str, count: int, tokens: int, fi
 
 @asynccontextmanager
 async def looking(browser: Browser, http: httpx.AsyncClient, url: str, how: str) -> AsyncIterator[None]:
-    """Somebody looks in one of LOOKS' ways."""
+    """Watch in one of the ways of LOOKS."""
     if how == "nobody":
         yield
     elif how == "event stream":
@@ -215,7 +215,7 @@ async def steps_of(http: httpx.AsyncClient, url: str) -> float:
 async def cost(
     arguments: argparse.Namespace, browser: Browser, http: httpx.AsyncClient, cores: Sequence[int]
 ) -> dict[str, Any]:
-    """The pace with each way of looking, in turns. The server has these cores."""
+    """The pace with each way of watching, in turns. The server has these cores."""
     server = Server(["--threads", str(len(cores)), "--cache-gb", "0.2"], cores)
     turns: list[dict[str, Any]] = []
     try:
@@ -249,7 +249,7 @@ async def cost(
 
 
 def compare(turns: Sequence[dict[str, Any]], how: str, name: str) -> dict[str, float]:
-    """The ratio of a number where somebody looks to that of the same round where nobody does."""
+    """The ratio of a figure with a watcher to that of the same round without one."""
     rounds: dict[int, dict[str, float]] = {}
     for turn in turns:
         rounds.setdefault(turn["round"], {})[turn["looks"]] = turn[name]
@@ -287,7 +287,7 @@ async def frames(
         await page.wait_for_selector(".e-status.on")
         running = asyncio.create_task(streams(http, server.url, 8, 12 * arguments.tokens))
         title = ""
-        for _ in range(60):  # until all blocks have been told of
+        for _ in range(60):  # until all blocks have been reported
             await asyncio.sleep(0.5)
             title = await page.inner_text(".e-blocks h3")
             if int(re.sub(r"\D", "", title) or 0) >= arguments.conversations:
@@ -325,7 +325,7 @@ async def main(arguments: argparse.Namespace) -> None:
     if "loop" in arguments.parts:
         result["loop"] = loop(arguments)
     half = max(1, len(cores) // 2)
-    os.sched_setaffinity(0, set(cores[half:]) or set(cores))  # and with this process all that the browser consists of
+    os.sched_setaffinity(0, set(cores[half:]) or set(cores))  # this process and all processes of the browser
     async with async_playwright() as playwright, httpx.AsyncClient(timeout=None) as http:
         flags = ["--no-sandbox", "--disable-gpu"]
         browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)

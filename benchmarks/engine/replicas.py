@@ -1,4 +1,4 @@
-"""Routing policies on real replicas, beside the simulator: conversations on several CPU engines of the built-in model.
+"""Routing policies on real replicas and in the simulator: conversations on several CPU engines of the built-in model.
 
 usage: python -m benchmarks.engine.replicas [--policies NAME ...] [--replicas 4] [--conversations 24] [--rate 1.0]
                                             [--think 2]
@@ -13,11 +13,11 @@ endless memory would have found. Spread: how far the busiest and the idlest repl
 
 Then the simulator runs the same conversations with the same router over the engine's cost profile. `holdfast profile`
 measures one; else the first engine estimates it by a few steps. Three things are taken from measurements. Before each
-run the same short conversations run at 1, 2, ... engines at once, which tells how much engines that share cores or a
-GPU slow each other; the median over the runs counts. What a request takes besides its steps (sockets, text, planning)
-is measured by a few short prompts; the least over the runs is added to each simulated time until the first token. And
-the profile's times are stretched by two factors for each run, such that steps of decodes alone, and other steps, take
-as long in all as they did in the real run. The rest is the simulator's own.
+run the same short conversations run at 1, 2, ... engines at once, which shows how much engines that share cores or a
+GPU slow each other; the median over the runs counts. A few short prompts measure the time of a request besides its
+steps (sockets, text, planning); the least over the runs is added to each simulated time until the first token. And the
+profile's times are stretched by two factors for each run, such that steps of decodes alone, and other steps, take as
+long in all as they did in the real run. The rest is the simulator's own.
 
 With --parts, real runs are kept there, and a policy that has been run is not run again. So they can be done in parts;
 the last call simulates them all.
@@ -52,7 +52,6 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.profiles import CostProfile
@@ -61,22 +60,24 @@ from holdfast.lab.metrics import Record, percentile
 from holdfast.lab.simulator.cluster import simulate_cluster
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.workloads import Conversation, PromptTokens, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.types import StepPlan, StepResult
 
 MOST_DECODES = 8
-"""A step of no more tokens has decodes alone."""
+"""Largest number of tokens of a step that is taken to have only decodes."""
 TALK = (8, 100, 12)
-"""Prompts, the tokens of each, and of each answer, that measure what engines cost each other."""
+"""Number of prompts, tokens of each, and tokens of each answer, for the work that measures how engines slow each other.
+"""
 PROBES = 15
-"""Short prompts that measure what a request takes besides its steps."""
+"""Number of short prompts that measure the time of a request besides its steps."""
 COPY_RATE = 5e9
-"""Bytes a second between the two tiers of an engine on a CPU, where they are not measured."""
+"""Bytes per second between the two tiers of an engine on a CPU, if they are not measured."""
 LOOPBACK = Link("loopback", 1e9, 1e-4)
 
 
 def conversations(args: argparse.Namespace) -> list[Conversation]:
-    """The same for each policy."""
+    """The conversations, equal for each policy."""
     made = paper_workloads.skewed(args.conversations, args.think, args.seed, long_share=args.long)
 
     def shorter(turn: Turn) -> Turn:
@@ -87,7 +88,7 @@ def conversations(args: argparse.Namespace) -> list[Conversation]:
 
 
 class Client:
-    """Sends the conversations to replicas, and notes what comes back."""
+    """Sends the conversations to replicas, and records the answers."""
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
@@ -133,10 +134,10 @@ class Client:
 
 
 async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
-    """One policy on real engines. Its figures, and what the simulator needs to know, go to `directory`."""
+    """Run one policy on real engines. Its figures, and the data for the simulator, go to `directory`."""
     device: dict[str, Any] = dict(device="cpu", threads=args.replicas)
     if args.shape is not None:
-        # The same directory for all policies, so that they share a stored profile.
+        # One directory for all policies, so that they share a stored profile.
         write_shape(directory / "model", LLAMA_3_8B | json.loads(args.shape))
         device = dict(model=str(directory / "model"), load_format="random")
     sizes = dict(cache_gb=args.cache_gb, host_cache_gb=args.host_gb)
@@ -158,7 +159,7 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
         work = conversations(args)
         await asyncio.gather(*(client.converse(number, one, began) for number, one in enumerate(work)))
         seconds = time.monotonic() - began
-        await replicas.health()  # the last steps are told before the answer
+        await replicas.health()  # the last steps are reported before the answer
         figures = of_records(client.records, client.reusable, seconds) | dict(
             busy_s=[round(each, 2) for each in busy],
             busy_spread=round((max(busy) - min(busy)) * len(busy) / sum(busy), 3),
@@ -179,15 +180,15 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
 def add_busy(
     busy: list[float], steps: list[tuple[int, float]], number: int, tokens: Sequence[int], seconds: Sequence[float]
 ) -> None:
-    """These steps of a replica have ended."""
+    """Record these steps of a replica."""
     busy[number] += sum(seconds)
     steps += zip(tokens, seconds, strict=True)
 
 
 async def probe(replicas: Replicas, busy: list[float]) -> float:
-    """Milliseconds that a request takes besides its steps: the least of short prompts on idle engines.
+    """Milliseconds of a request besides its steps: the least of short prompts on idle engines.
 
-    Others may have to wait, as an engine on a GPU captures graphs in its first pauses.
+    Some prompts may have to wait, because an engine on a GPU captures graphs in its first pauses.
     """
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     found = []
@@ -198,26 +199,26 @@ async def probe(replicas: Replicas, busy: list[float]) -> float:
             async for _ in deltas:
                 pass
         seconds = time.monotonic() - began
-        await replicas.health()  # its steps are told before the answer
+        await replicas.health()  # its steps are reported before the answer
         found.append(1e3 * (seconds - (sum(busy) - before)))
     return min(found)
 
 
 async def contention(replicas: Replicas, busy: list[float]) -> list[float]:
-    """How many times as long the same work takes at 1, 2, ... engines at once as at one alone, in seconds of steps."""
+    """The time of the same work at 1, 2, ... engines at once divided by the time at one alone, in seconds of steps."""
     seconds = []
     for count in range(1, len(replicas.members) + 1):
         await replicas.health()
         before = sum(busy)
         engines = [replica.engine for replica in replicas.members[:count]]
         await asyncio.gather(*(talk(engine, f"{count}/{number}") for number, engine in enumerate(engines)))
-        await replicas.health()  # the last steps are told before the answer
+        await replicas.health()  # the last steps are reported before the answer
         seconds.append((sum(busy) - before) / count)
     return [each / seconds[0] for each in seconds]
 
 
 async def talk(engine: EngineClient | None, seed: str) -> None:
-    """A few short prompts that no cache holds, with short answers, one after another."""
+    """Send a few short prompts that no cache holds, with short answers, one after another."""
     assert engine is not None
     params, random = SamplingParams(temperature=0.0, max_tokens=TALK[2], ignore_eos=True), Random(seed)
     for _ in range(TALK[0]):
@@ -240,7 +241,7 @@ def of_records(records: Sequence[Record], reusable: int, seconds: float, besides
 
 
 class Noted:
-    """An observer that notes the tokens and the seconds of each step."""
+    """An observer that records the tokens and the seconds of each step."""
 
     def __init__(self, steps: list[tuple[int, float]]) -> None:
         self._steps = steps
@@ -257,7 +258,7 @@ class Noted:
 
 
 def seconds_of(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of the steps of decodes alone, and of the others."""
+    """Seconds of the steps of only decodes, and of all other steps."""
     decodes = sum(seconds for tokens, seconds in steps if tokens <= MOST_DECODES)
     return decodes, sum(seconds for _, seconds in steps) - decodes
 
@@ -271,7 +272,7 @@ def simulate(
     profile: CostProfile,
     config: EngineConfig,
 ) -> dict[str, Any]:
-    """The same in virtual time, with steps of each kind that take as long as the real ones did, all together."""
+    """This run in virtual time. Steps of each kind together take as long as the real ones did."""
     factors, figures = [1.0, 1.0], dict[str, Any]()
     for _ in range(5):
         slower = replace(profile, cost=profile.cost.slower(*factors))

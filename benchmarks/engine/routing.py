@@ -1,4 +1,4 @@
-"""Replicas behind a router, simulated: the priced router beside other policies, on traces and on a skewed load.
+"""Replicas with a router, simulated: the priced router against other policies, on traces and on a skewed load.
 
 usage: python -m benchmarks.engine.routing WORKLOAD [WORKLOAD ...] [--policies NAME ...] [--replicas 8] [--speed X]
                                            [--requests N] [--seed N] [--jobs N] [--json FILE] [--asks]
@@ -27,24 +27,24 @@ from benchmarks.lib import paper_workloads
 from benchmarks.lib.invocation import provenance
 from holdfast.cluster.priced import Pricing
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.cluster import simulate_cluster, spread
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.devices import LINKS
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 
 LINK = "ethernet-100g"
 CONTEXT = 200_000
 SPEEDS = {".jsonl": 4.0, ".csv": 30.0}
-"""How many times as fast as recorded a trace arrives."""
+"""Factor by which a trace arrives faster than recorded."""
 RATE, THINK, COUNT = 10.0, 5.0, 1200
-"""Of the skewed load: conversations a second, mean seconds before a turn, and conversations."""
+"""Sizes of the skewed load: conversations per second, mean seconds before a turn, and number of conversations."""
 
 
 def load(name: str, speed: float | None, requests: int | None, seed: int) -> tuple[Workload, int, float]:
-    """The conversations, the tokens of a block, and how fast they arrive: times a trace's pace, or a second."""
+    """The conversations, the tokens of a block, and the speed of arrivals: a factor on a trace's pace, or a rate."""
     if name == "skewed":
         rate = speed or RATE
         made = paper_workloads.skewed(requests or COUNT, THINK, seed)
@@ -54,19 +54,19 @@ def load(name: str, speed: float | None, requests: int | None, seed: int) -> tup
         raise SystemExit(f"workload {name} is unknown; give a .jsonl or .csv trace, or skewed")
     read = workloads.mooncake_jsonl(name) if kind == ".jsonl" else workloads.azure_csv(name)
     pace = speed or SPEEDS[kind]
-    # A trace's blocks have 512 tokens, so large blocks find the same there, and take less time to simulate.
+    # A trace's blocks have 512 tokens, so large blocks find as much there, and take less time to simulate.
     return workloads.speed_up(read[:requests], pace), 256 if kind == ".jsonl" else 16, pace
 
 
 def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
-    """One policy on one workload."""
+    """Run one policy on one workload."""
     name, policy, arguments = job
     workload, block_size, pace = load(name, arguments.speed, arguments.requests, arguments.seed)
     profile = replace(deploy("llama-3-8b", "h200").profile, max_model_len=CONTEXT)
     config = EngineConfig(host_cache_gb=200.0, block_size=block_size, max_model_len=CONTEXT)
     rules = RoutingRules(block_size=block_size, step_tokens=profile.token_budget)
     router, began = make_router(policy, profile.cost, rules), time.perf_counter()
-    # A skewed load never ends: with its last conversations alone it would say little of a load.
+    # A skewed load never ends: its last conversations alone would say little about a load.
     until = workload[-1].arrival if name == "skewed" else inf
     outcome = simulate_cluster(
         config, profile, workload, router,
@@ -95,12 +95,12 @@ def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells a run from others."""
+    """The properties that identify a run."""
     return tuple(row.get(name) for name in ("workload", "pace", "seed", "replicas", "requests_asked", "policy"))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """A table for each workload, each row with its P99 TTFT against the prefix tree's."""
+    """A table for each workload. Each row compares its P99 TTFT with the prefix tree's."""
     widths = dict(found=6, p50=9, p99=8, tree=8, alone=8, rate=7, busy=5, spread=7, tokens=7, moves=5)
     print(f"{'policy':18} " + " ".join(f"{name:>{width}}" for name, width in widths.items()))
     tree = next((row["p99_ttft_ms"] for row in rows if row["policy"] == "prefix-tree"), None)

@@ -3,7 +3,7 @@
 Run: python -m benchmarks.engine.scheduler_step [steps] [--schedulers stall-free latency-target ...]
      python -m benchmarks.engine.scheduler_step evictions [--conversations 100000]
 
-Wall time counts other work of the machine, the thread's CPU time does not. `latency-target` is stall-free with a
+Wall time includes other work of the machine; the thread's CPU time does not. `latency-target` is stall-free with a
 target. `evictions` times each eviction order over idle conversations.
 """
 
@@ -20,7 +20,10 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.choice import capacity_of, make_policy
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
-from holdfast.lm.parts.standard import parts_of_requests
+from holdfast.lm.parts.grammars.planner import GrammarPart
+from holdfast.lm.parts.penalties.planner import PenaltyPart
+from holdfast.lm.parts.prompts.planner import PromptPart
+from holdfast.lm.parts.vectors.planner import VectorPart
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import LatencyTarget
@@ -74,7 +77,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     scheduler = Scheduler(
         policy,
         PagedKind(BlockPool(options.running * ((prompt + length) // options.block_size + 2), options.block_size)),
-        parts_of_requests(),
+        (PromptPart(), VectorPart(), PenaltyPart(), GrammarPart()),
         max_sequences=options.running,
         max_model_len=2 * length,
         headroom=0.0,

@@ -4,9 +4,9 @@
 
 For each target, `holdfast serve` runs a Llama-3-8B shape with random weights and both tiers. A client sends the trace's
 requests with token-id prompts, SPEED times as fast. All steps of a server are sorted by the prompts in them and by the
-blocks that were copied beside them. `--project` names another version's tree to serve with: run both in turn. To tell
-whose a long gap is, the last columns give the longest time between the ends of two steps, and the longest time by which
-the client's own event loop was late.
+blocks that were copied during them. `--project` names another version's tree to serve with: run both in turn. To find
+the cause of a long gap, the last columns give the longest time between the ends of two steps, and the longest time by
+which the client's own event loop was late.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fixed
 SPAWN = get_context("spawn")
 SHARES = (0.5, 0.9, 0.99, 1.0)
 CLIENTS = 8
-"""Processes that send. One is late by 30 ms where 150 streams get a token each in every step."""
+"""Number of processes that send. A single one would be 30 ms late if 150 streams get a token each in every step."""
 COPIED = (0, 64, 256, 1 << 30)
-"""Bounds of the classes of blocks copied beside a step."""
+"""Bounds of the classes of blocks copied during a step."""
 
 
 def checkpoint(shape: str) -> str:
-    """A directory with the shape's config.json and a tokenizer of as many words."""
+    """A directory with the shape's config.json and a tokenizer with as many words."""
     directory = checkpoint_of(shape)
     give_tokenizer(Path(directory))
     return directory
@@ -65,7 +65,7 @@ def give_tokenizer(directory: Path) -> None:
 
 @contextmanager
 def served(project: Path, options: Sequence[str]) -> Iterator[str]:
-    """A running server's address. It has ended when the context ends."""
+    """The address of a running server. The server has ended when the context ends."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--store", "memory", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=project) as server:
@@ -78,7 +78,7 @@ def served(project: Path, options: Sequence[str]) -> Iterator[str]:
 
 
 async def send(url: str, model: str, workload: Workload, vocabulary: int, name: str) -> tuple[list[Record], float]:
-    """What a client sees of one load, and the longest time in seconds by which its event loop was late."""
+    """The records of one load, and the longest time in seconds by which the client's event loop was late."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
         client = LoadClient(partial(ask_server, http, model), PromptTokens(vocabulary, name), lambda ended: None)
@@ -89,7 +89,7 @@ async def send(url: str, model: str, workload: Workload, vocabulary: int, name: 
 
 
 async def watch(late: list[float]) -> None:
-    """Keep the longest time by which this event loop was late."""
+    """Record the longest time by which this event loop was late."""
     while True:
         wanted = time.monotonic() + 0.005
         await asyncio.sleep(0.005)
@@ -97,12 +97,12 @@ async def watch(late: list[float]) -> None:
 
 
 def send_part(*arguments: Any) -> tuple[list[Record], float]:
-    """`send` in a process of its own."""
+    """Run `send` in its own process."""
     return uvloop.run(send(*arguments))
 
 
 def load(clients: ProcessPoolExecutor, url: str, model: str, workload: Workload, vocabulary: int, name: str) -> str:
-    """What all clients see of one load, as a line."""
+    """The figures of one load over all clients, as a line."""
     parts = [
         clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}")
         for part in range(CLIENTS)
@@ -133,7 +133,7 @@ def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]
 
 
 def longest_between(events: list[dict[str, Any]]) -> str:
-    """The longest times in milliseconds between the ends of two steps that have a stream in common, and when."""
+    """The longest times in milliseconds between the ends of two steps with a stream in common, and when they were."""
     ended: dict[str, float] = {}
     found: dict[float, float] = {}
     for event in events:

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.lib.in_real_time import RealEngine, Stepped, checkpoint_of, predicted
 from benchmarks.lib.invocation import add_engine_options, command
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
@@ -40,12 +40,13 @@ from holdfast.lab.simulator.devices import look_up
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.lm.config import EngineConfig
 
 SHOWN = [f"{which}_{name}_ms" for name in ("ttft", "itl", "e2el") for which in ("mean", "median", "p99")]
 PACE_SECONDS = 0.5
-"""The second table has the machine's pace over so long."""
+"""Seconds over which the second table averages the machine's pace."""
 CLOSED = 32
-"""Conversations at once in the run that says what the device can do."""
+"""Number of open conversations in the run that measures the device's capacity."""
 
 
 def main() -> None:
@@ -143,7 +144,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def requests(args: argparse.Namespace, count: int) -> Workload:
-    """Requests, all at once."""
+    """Requests that all arrive at once."""
     if args.device == "cuda":
         return workloads.sample_dataset(args.dataset, count, args.seed)
     choose = random.Random(args.seed)
@@ -151,7 +152,7 @@ def requests(args: argparse.Namespace, count: int) -> Workload:
 
 
 def capacity(args: argparse.Namespace, profile: CostProfile, common: dict[str, Any]) -> float:
-    """Requests a second by the profile with a constant number under way."""
+    """Requests per second by the profile with a constant number in progress."""
     workload = requests(args, 8 * CLOSED)
     pipeline = Pipeline.measured(profile)
     outcome = simulate(
@@ -176,7 +177,7 @@ def compare(
 
 
 def pace_of(cost: CostModel, steps: list[Stepped], workload: Workload) -> Callable[[float], float]:
-    """Measured over predicted time of the steps around a moment, in seconds of the workload."""
+    """Function from a time in seconds of the workload to the measured/predicted ratio of the steps around it."""
     start = steps[0].planned - min(conversation.arrival for conversation in workload)
     real: dict[int, float] = defaultdict(float)
     expected: dict[int, float] = defaultdict(float)
@@ -190,7 +191,7 @@ def pace_of(cost: CostModel, steps: list[Stepped], workload: Workload) -> Callab
 
 
 def at_pace(real: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
-    """The simulator's error when its steps run at the pace of the real ones at that moment."""
+    """The simulator's error if its steps run at the pace of the real ones at that moment."""
     return dict(off_at_pace={name: round(simulated[name] / real[name] - 1, 4) for name in SHOWN})
 
 
@@ -202,7 +203,7 @@ def kind(step: Stepped) -> str:
 
 
 def by_kind(cost: CostModel, steps: list[Stepped]) -> dict[str, dict[str, float]]:
-    """Of each kind of step: how many, their mean time, and measured over predicted time."""
+    """For each kind of step: number, mean time, and measured/predicted ratio."""
     kinds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for step, expected in zip(steps, predicted(cost, steps), strict=True):
         kinds[kind(step)].append((step.seconds, expected))
@@ -220,7 +221,7 @@ def by_kind(cost: CostModel, steps: list[Stepped]) -> dict[str, dict[str, float]
 
 
 def between(steps: list[Stepped]) -> dict[str, float]:
-    """Milliseconds of a step beyond the device if the next was submitted in time, and the host's parts."""
+    """Milliseconds of a step beyond the device if the next one was submitted in time, and the host's parts."""
     after = [
         after.ended - before.ended - after.seconds
         for before, after in pairwise(steps)

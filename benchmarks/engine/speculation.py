@@ -8,9 +8,9 @@ On a GPU: a Llama-3-8B shape with random weights. On a CPU: the built-in model. 
 bias on some tokens makes it repeat itself:
 
 constant   greedy, one token over and over: every guess is right
-mostly     temperature 1, a token that comes about four times in five: what text with many repetitions is like
-own        greedy, without a bias, behind a pattern that repeats: what the model makes of it
-random     temperature 1: no guess is right, so this is what looking for drafts costs
+mostly     temperature 1, one token about four times in five: like text with many repetitions
+own        greedy, without a bias, after a pattern that repeats: the model's own continuation
+random     temperature 1: no guess is right, so this is the cost of looking for drafts
 
 A run's time begins with the first token of its last sequence, so prompts do not count. Each ratio is of runs in turn.
 `equal` is the share of tokens that are the same with drafts and without. They are the same draws, so they differ only
@@ -36,9 +36,9 @@ import torch
 
 from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.lib.invocation import add_engine_options, provenance
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.scheduler.part import Hooks
 from holdfast.lm.types import LanguageLoop
@@ -52,7 +52,7 @@ WORKLOADS: dict[str, SamplingParams] = {
     "random": SamplingParams(temperature=1.0),
 }
 PROMPT = 64
-"""Tokens of a prompt."""
+"""Number of tokens of a prompt."""
 names = count()
 
 
@@ -64,7 +64,7 @@ def prompts(workload: str, batch: int, vocab_size: int) -> list[tuple[int, ...]]
 
 
 def run(loop: LanguageLoop, given: Sequence[tuple[int, ...]], params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """Tokens a second once every sequence has one, and the tokens of each."""
+    """Tokens per second once every sequence has one, and the tokens of each."""
     gc.collect()
     answers: dict[str, list[int]] = {}
     for index, prompt in enumerate(given):
@@ -82,7 +82,7 @@ def run(loop: LanguageLoop, given: Sequence[tuple[int, ...]], params: SamplingPa
 
 
 def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: int, vocab_size: int) -> dict[str, Any]:
-    """A workload with drafts and without, by turns."""
+    """Run a workload with drafts and without, in turn."""
     planner: Any = loop.planner
     drafting = planner.part(SpeculationPart)
     with_drafts = planner.queues.hooks

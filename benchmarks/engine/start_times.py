@@ -47,9 +47,9 @@ CACHES = {
     "XDG_CACHE_HOME": "xdg",
     "XDG_DATA_HOME": "data",
 }
-"""Variables that say where caches are, and the directory of each."""
+"""Variables that name the places of caches, and the directory of each."""
 LIMIT = 300.0
-"""Most seconds of one start."""
+"""Time limit of one start, in seconds."""
 STAGE = re.compile(r"([A-Za-z][A-Za-z ]*?) (\d+\.\d+) to (\d+\.\d+)")
 
 
@@ -79,7 +79,7 @@ def gauge(metrics: bytes, name: str) -> float | None:
 
 
 def pace(port: int, model: str) -> dict[str, float]:
-    """Generate 200 tokens: the mean time between them, and the share that took over 10, 25 and 100 ms."""
+    """Generate 200 tokens. Returns the mean time between them, and the shares that took over 10, 25 and 100 ms."""
 
     def counts() -> tuple[float, ...]:
         metrics = ask(port, "/metrics")[1]
@@ -95,7 +95,7 @@ def pace(port: int, model: str) -> dict[str, float]:
 
 
 def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str, Any]:
-    """Start a server, ask for a token, end it. The times, in seconds after the command. Raises RuntimeError."""
+    """Start a server, ask for a token, end it. Returns the times, in seconds after the command. Raises RuntimeError."""
     environment = os.environ | {name: str(caches / place) for name, place in CACHES.items()} | {"COLUMNS": "2000"}
     command = [sys.executable, "-u", "-m", "holdfast.cli", "serve", str(model), "--load-format", "random"]
     command += ["--port", "0", "--store", "memory", *options]
@@ -154,7 +154,7 @@ def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str,
     if report is None or announced is None:
         raise RuntimeError(f"no stages in the output: {text[-2000:]}")
     stages = [(name, float(begin), float(end)) for name, begin, end in STAGE.findall(report[1])]
-    # The engine told the first stage when its process had begun.
+    # The engine reported the first stage when its process had begun.
     told = next(at for at, line in lines if line.startswith("loading PyTorch"))
     return dict(
         server=round(max(0.0, told - next(end for name, _, end in stages if name == "process")), 2),

@@ -5,12 +5,11 @@
     python -m benchmarks.engine.step_breakdown --batches --prefill 2048 8192 --out prefill.json    # by token budget
     python -m benchmarks.engine.step_breakdown --batches --mixed 64 256 --out mixed.json  # by tokens of the prompt
 
-The shape is Llama-3-8B's with random weights, decodes at prompts of 512 tokens, prefills of 8,192. PyTorch's
-profiler lengthens a step somewhat, so the time of steps without it is printed too. During unprofiled prefills the clock
-and power of the GPU are read. Mixed steps are whole steps of 128 decodes at contexts of 600 to 1,200, and of half as
-much, with and without so many prompt tokens, in turns. Prints a table, writes JSON;
-`--plot` draws the decodes of both JSONs (or the one there is) as stacked bars, and needs no GPU where `--after` names a
-result.
+The shape is Llama-3-8B's with random weights, decodes at prompts of 512 tokens, prefills of 8,192. PyTorch's profiler
+lengthens a step somewhat, so the time of steps without it is printed too. During unprofiled prefills the clock and
+power of the GPU are read. Mixed steps are whole steps of 128 decodes at contexts of 600 to 1,200, and of half as much,
+with and without the given prompt tokens, in turn. Prints a table, writes JSON. `--plot` draws the decodes of both JSONs
+(or the one there is) as stacked bars, and needs no GPU if `--after` names a result.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from torch.profiler import profile as torch_profile
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, draw, offline, request
 from benchmarks.lib.invocation import provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
@@ -45,7 +44,7 @@ from holdfast.loop.loop import Loop
 PROMPT = 512
 LONG_PROMPT = 8192
 DECODES, CONTEXTS, CHUNK_ENDS = 128, (600, 1200), 1024
-"""Of mixed steps; chunks of no more tokens than that end there, longer ones begin their sequence."""
+"""Sizes of mixed steps. A chunk of at most CHUNK_ENDS tokens ends there; a longer one begins its sequence."""
 ROUNDS = 3
 KINDS = {  # by the start or a part of a kernel's name, in this order
     "device_sum_kernel": "sums over devices",
@@ -66,9 +65,11 @@ KINDS = {  # by the start or a part of a kernel's name, in this order
     "reduce_kernel": "greedy token",
 }
 BETWEEN_DEVICES = ("device_sum_kernel", "best_kernel", "nccl")
-"""Starts of the names of kernels that devices talk to each other in, with what they compute besides: norms, sums."""
+"""Starts of the names of kernels in which devices exchange data, with other work that they do: norms, sums."""
 OTHER, GAPS, IDLE = "other kernels", "between kernels", "between steps"
-"""Between steps is from a step's last kernel to the next one's first: where the step's tokens and inputs are copied."""
+"""Gaps between steps are from a step's last kernel to the next one's first: the step's inputs and tokens are copied
+there.
+"""
 COPIES = ("Memcpy", "Memset")
 
 
@@ -114,7 +115,7 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
 
 
 def prefill(loop: Loop, budget: int, prompts: int) -> dict[str, Any]:
-    """Microseconds of one prompt, alone, by kind and by kernel, at this token budget."""
+    """Microseconds of one prompt alone, by kind and by kernel, at this token budget."""
     policy = loop.planner._policy
     assert isinstance(policy, StallFree)
     policy.token_budget, before = budget, policy.token_budget
@@ -151,7 +152,7 @@ def spans(chunk: int, share: float = 1.0) -> list[tuple[int, int]]:
 
 
 def tables(block_size: int, longest: int) -> tuple[TableWrite, ...]:
-    """Blocks of their own for the rows of mixed steps."""
+    """Separate blocks for the rows of mixed steps."""
     width = -(-max(CONTEXTS[1], longest) // block_size)
     return tuple(TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(DECODES + 1))
 
@@ -159,7 +160,7 @@ def tables(block_size: int, longest: int) -> tuple[TableWrite, ...]:
 def timed(
     executor: PagedExecutor, parts: list[tuple[int, int]], steps: int, writes: tuple[TableWrite, ...] = ()
 ) -> list[float]:
-    """Milliseconds of each step on the device, two in flight; each row has these positions and random tokens."""
+    """Milliseconds of each step on the device, two in flight. Each row has these positions and random tokens."""
     rng, greedy = random.Random(len(parts)), Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     segments = tuple(
         Segment(str(row), row if stop - start == 1 else DECODES, start, stop, draw(rng, stop - start), greedy)
@@ -180,7 +181,7 @@ def mixed(loop: Loop, chunks: list[int], steps: int) -> list[dict[str, Any]]:
     assert isinstance(executor, PagedExecutor)
     kinds = [(chunk, share) for chunk in (0, *chunks) for share in (1.0, 0.5)]
     writes = tables(executor.memory.batch.block_size, max(chunks))
-    executor.memory.cache.data[:, :, : 1 + writes[-1].blocks[-1]].normal_()  # what was never written may be zeros
+    executor.memory.cache.data[:, :, : 1 + writes[-1].blocks[-1]].normal_()  # unwritten slots may be zeros
     timed(executor, spans(0), 1, writes)
     times: dict[tuple[int, float], list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
@@ -206,7 +207,7 @@ def mixed(loop: Loop, chunks: list[int], steps: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def clocks() -> Iterator[list[dict[str, float]]]:
-    """Clock, power and temperature of the GPU every 20 ms; filled when the context ends."""
+    """Clock, power and temperature of the GPU every 20 ms. The list is filled when the context ends."""
     query = "--query-gpu=clocks.sm,power.draw.instant,temperature.gpu"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "20"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -236,11 +237,11 @@ def watched(profiler: torch_profile, *, per: int) -> dict[str, Any]:
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
     reached, last, copied = spans[0][0], spans[0][2], False
     for begin, end, name in spans:
-        if name.startswith(COPIES):  # what a step takes in and gives out
+        if name.startswith(COPIES):  # the inputs and outputs of a step
             copied = True
             continue
         kernels[name[:120]].append(end - begin)
-        # Kernels of a chain overlap: what counts is the time that a kernel adds.
+        # Kernels of a chain overlap, so only the time that a kernel adds counts.
         kinds[kind_of(name)] += max(0.0, end - max(begin, reached)) / per
         if begin > reached:
             kinds[IDLE if copied else GAPS] += (begin - reached) / per

@@ -45,7 +45,7 @@ PATTERNS = ("^[a-z]{1,6}$", "^[A-Z][a-z]{1,9}-[0-9]{2,4}$", "^(yes|no|maybe)$", 
 
 
 def random_schema(choose: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A random JSON schema whose answers are not long. Every instance of it can be written in the order it gives."""
+    """A random JSON schema with short answers. Every instance of it can be written in the order of its properties."""
     schema = _any(choose, depth)
     if choose.random() < 0.2:  # the same by reference, twice
         inner = {"$ref": "#/$defs/part"}
@@ -93,7 +93,7 @@ def _any_of(choose: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _recursive(choose: random.Random, depth: int) -> dict[str, Any]:
-    """A chain: one level of nesting more at each end that the model does not choose."""
+    """A chain: one more level of nesting at each end that the model does not choose."""
     value = _any(choose, 0)
     inner = {"anyOf": [{"type": "null"}, value]}
     return {"type": "object", "properties": {"value": value, "next": inner}, "required": ["value", "next"]} | {
@@ -121,7 +121,7 @@ def _integer(choose: random.Random, depth: int) -> dict[str, Any]:
 
 def _number(choose: random.Random, depth: int) -> dict[str, Any]:
     low = choose.choice((-2.5, 0, 0.125, 10))
-    # A number without a step may have digits without end.
+    # A number without a step may have any number of digits.
     return {"type": "number", "minimum": low, "maximum": low + choose.choice((0.5, 3, 100)), "multipleOf": 0.125}
 
 
@@ -143,7 +143,7 @@ CHECKED = jsonschema.FormatChecker(("uuid", "ipv4"))
 
 @CHECKED.checks("date", raises=ValueError)
 def _is_date(value: object) -> bool:
-    """A date of RFC 3339. The package goes by Python's dates, which have no year 0; that was a leap year, as 2000."""
+    """A date of RFC 3339. The package uses Python's dates, which have no year 0; that was a leap year, like 2000."""
     if isinstance(value, str):
         if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value):
             return False
@@ -152,7 +152,7 @@ def _is_date(value: object) -> bool:
 
 
 def judged(schema: dict[str, Any], text: str) -> str | None:
-    """What is wrong with an answer; None if nothing is."""
+    """The fault of an answer; None if there is none."""
     try:
         jsonschema.Draft202012Validator(schema, format_checker=CHECKED).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError) as error:
@@ -161,7 +161,7 @@ def judged(schema: dict[str, Any], text: str) -> str | None:
 
 
 def valid(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Answers of the built-in model by so many random schemas, each at temperature 1, counted by outcome."""
+    """Answers of the built-in model to this many random schemas, each at temperature 1, counted by outcome."""
     choose = random.Random(arguments.seed)
     schemas = [random_schema(choose) for _ in range(arguments.schemas)]
     params = [
@@ -189,7 +189,7 @@ def valid(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def made_tokenizer(size: int) -> Tokenizer:
-    """A byte-level BPE vocabulary of this many tokens: syllables of two letters, and pairs of them with a space or not.
+    """A byte-level BPE vocabulary of this many tokens: syllables of two letters, and pairs of syllables.
 
     It is as wide and about as deep as those of large models, and takes a second to make.
     """
@@ -220,7 +220,7 @@ def made_tokenizer(size: int) -> Tokenizer:
 
 
 def list_schema(number: int) -> dict[str, Any]:
-    """A list of objects that has no end within a run. Each number has names of its own."""
+    """A list of objects that does not end within a run. Each number has its own names."""
     item = {
         "type": "object",
         "properties": {
@@ -236,7 +236,7 @@ def list_schema(number: int) -> dict[str, Any]:
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Output tokens a second of so many streams, without a grammar and with one."""
+    """Output tokens per second of this many streams, without a grammar and with one."""
     from benchmarks.engine.llama8b import LLAMA_3_8B  # it imports PyTorch
 
     shape = LLAMA_3_8B | ({} if arguments.layers is None else {"num_hidden_layers": arguments.layers})

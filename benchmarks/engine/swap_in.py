@@ -1,9 +1,9 @@
-"""Swap-in under load: conversations come back from the host beside running decodes; what does it cost those?
+"""Swap-in under load: the cost for running decodes when conversations come back from the host.
 
 usage: python -m benchmarks.engine.swap_in [--contexts 700 2000 8000] [--turns 12] [--json FILE] [--small]
                                            [--set name=value]
 
-For each context length the same turns run twice beside 32 decodes: with their conversations on the device, and with all
+For each context length the same turns run twice during 32 decodes: with their conversations on the device, and with all
 of them on the host. Hidden is 1 - (seconds of the second run - seconds of the first) / seconds of all copies, including
 those that make room. Copy times come from events on the copy stream, in the engine's trace. A Llama-3-8B shape with
 random weights; `--small` runs on a CPU, where copies do not overlap and only the mechanics are exercised.
@@ -26,14 +26,14 @@ from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.engine.multiturn import SMALL, draw
 from benchmarks.lib.in_real_time import StepRecord
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
 
 DECODES, EVERY = 32, 6
-"""Sequences that decode all the while, and steps between two turns."""
+"""Number of sequences that decode all the time, and number of steps between two turns."""
 names = itertools.count()
 
 
@@ -50,7 +50,7 @@ def run_all(loop: Loop, *requests: Request) -> None:
 
 
 def displace(loop: Loop, info: EngineInfo, rng: random.Random) -> None:
-    """Fill the device with other work, so that idle blocks are on the host alone."""
+    """Fill the device with other work, so that idle blocks are only on the host."""
     length = min(info.max_model_len // 2, 4096)
     count = int(0.97 * info.num_blocks * info.block_size / length)
     run_all(loop, *(request(draw(rng, length, info.vocab_size), 1) for _ in range(count)))
@@ -59,7 +59,7 @@ def displace(loop: Loop, info: EngineInfo, rng: random.Random) -> None:
 def under_load(
     loop: Loop, info: EngineInfo, rng: random.Random, histories: list[tuple[int, ...]], decoded: int
 ) -> dict[str, Any]:
-    """The next turn of each conversation, some steps apart, beside decodes that end together."""
+    """The next turn of each conversation, some steps apart, during decodes that end together."""
     for _ in range(DECODES):
         loop.add(request(draw(rng, 64, info.vocab_size), decoded))
     for _ in range(8):
@@ -94,7 +94,7 @@ def under_load(
     )
 
 
-def told(row: dict[str, Any], trace: list[dict[str, Any]]) -> None:
+def add_copies(row: dict[str, Any], trace: list[dict[str, Any]]) -> None:
     """Add the copies of one context, from the trace, and the derived figures to its row."""
     began, ended = row.pop("between")
     inside = [event for event in trace if event["ph"] == "X" and began < event["ts"] / 1e6 < ended]
@@ -158,7 +158,7 @@ def main() -> None:
         record.write(arguments.steps)
     events = json.loads(trace.read_text())
     for row in results:
-        told(row, events)
+        add_copies(row, events)
     if arguments.json:
         arguments.json.write_text(json.dumps(dict(about=provenance(), results=results), indent=1))
 

@@ -25,9 +25,9 @@ import uvloop
 from benchmarks.engine.served_pace import give_tokenizer
 from benchmarks.engine.who_goes_first import SMALL, Batch
 from benchmarks.lib.invocation import provenance
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 
 BUSY = "while True: pass"
 STREAMS = 8

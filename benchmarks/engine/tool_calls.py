@@ -42,7 +42,7 @@ SIMPLE = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A random request: how its answer is read, and what of."""
+    """A random request, and how its answer is read."""
 
     format: str
     reading: Reading
@@ -80,13 +80,13 @@ def random_request(choose: random.Random, text: Text, number: int) -> Asked:
 
 
 def ends_of(text: Text) -> tuple[tuple[int, float], ...]:
-    """A bias to the tokens that may end a string, a list, an object or a tag."""
+    """A bias towards tokens that may end a string, a list, an object or a tag."""
     tokens = [token for token in range(4096) if any(end in text.token_bytes(token) for end in (b'"', b"}", b"]", b"<"))]
     return tuple((token, 12.0) for token in tokens[:1024])
 
 
 def fault_of(asked: Asked, text: Text, tokens: list[int]) -> str | None:
-    """What is wrong with an answer; None if nothing is."""
+    """The fault of an answer; None if there is none."""
     written = TextStream(text, shown=asked.reading.shown).push(tokens, last=True)
     calls: list[list[str]] = []
     for part in asked.reading.reader().push(written, last=True):
@@ -106,7 +106,7 @@ def fault_of(asked: Asked, text: Text, tokens: list[int]) -> str | None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """So many requests, each answered once, counted by outcome."""
+    """Run this many requests, each answered once, and count them by outcome."""
     choose = random.Random(arguments.seed)
     outcomes, wrong = Counter[str](), list[str]()
     began = time.perf_counter()

@@ -9,7 +9,7 @@ keeps the activations of the forward, `recompute` only the inputs of the halves;
 /dev/shm, as in service. Their memory is what PyTorch allocated at most, less the base weights: blocks of the cache that
 are lent, and the workspace of units. `units` runs each unit alone and gives medians by kind. `kernels` is a profile of
 one step. `switch` moves one job's vectors out and another's in. `attention` times FlashAttention's kernels alone, the
-backward also in a fixed order, and cuDNN's beside them. `peft` runs Transformers with PEFT over the same shape, with
+backward also in a fixed order, and cuDNN's for comparison. `peft` runs Transformers with PEFT over the same shape, with
 and without checkpointing, if PEFT is installed.
 """
 
@@ -34,7 +34,7 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from holdfast.lm.types.tuning import TrainingAction, TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingAction, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, write_examples
 from holdfast.training.iteration import arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob
@@ -49,9 +49,9 @@ SHAPES = {"llama-3-8b": LLAMA_3_8B, "tiny": TINY}
 PARTS = ("keep", "recompute", "units", "kernels", "switch", "attention", "peft")
 BLOCK_SIZE = 16
 WARM_UP = 2
-"""Steps before the timed ones."""
+"""Number of steps before the timed ones."""
 EPOCH_STEPS = 32
-"""Steps of an epoch, at whose end a checkpoint is written. It is longer than what is timed."""
+"""Number of steps of an epoch, at whose end a checkpoint is written. It is longer than the timed part."""
 
 
 class Bench:
@@ -86,7 +86,7 @@ class Bench:
 
     @contextmanager
     def trainer(self, jobs: int = 1, *, keep: bool = True) -> Iterator[tuple[Trainer, int]]:
-        """A trainer with jobs open, and the blocks of its cache, all of them lent."""
+        """A trainer with open jobs, and the blocks of its cache, all of them lent."""
         spec, mirror = self.model.spec, Path("/dev/shm/holdfast-benchmark")
         directories = [self.prepare() for _ in range(jobs)]
         sizes = dict(block_size=BLOCK_SIZE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtype)
@@ -107,16 +107,16 @@ class Bench:
                 trainer.discard(directory.name)
 
     def name(self, index: int = 0) -> str:
-        """The job that was made last, or `index` before it."""
+        """The id of the last job made, or of the one `index` before it."""
         return f"job-{self._jobs - index}"
 
     def act(self, trainer: Trainer, job: str, action: TrainingAction, lent: int) -> float:
-        """Seconds of the device."""
+        """Seconds that an action takes on the device."""
         step, micro_batch, _ = trainer.next_slice(job)
         return trainer.run(TrainingSlice(job, step, micro_batch, action), lent).seconds
 
     def step(self, trainer: Trainer, lent: int, *, keep: bool, job: str | None = None) -> Callable[[], Any]:
-        """Launch a whole step. The result waits for it."""
+        """Launch a whole step. Calling the result waits for it."""
         job = job or self.name()
         step, micro_batch, _ = trainer.next_slice(job)
         (batch,) = trainer.steps(job).micro_batches(step)
@@ -128,7 +128,7 @@ class Bench:
 
     @property
     def flops(self) -> float:
-        """Of a token, forward and backward without the gradients of base weights; attention included."""
+        """Operations per token, forward and backward without the gradients of base weights; attention included."""
         spec, length = self.model.decoder, self.given.length
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         layer = spec.hidden_size * (2 * q + 2 * kv + 3 * spec.intermediate_size)
@@ -137,7 +137,7 @@ class Bench:
 
 
 def speed(bench: Bench, keep: bool) -> dict[str, Any]:
-    """Tokens a second over steps that follow each other, and the most memory."""
+    """Tokens per second over consecutive steps, and the largest amount of memory."""
     given = bench.given
     if bench.cuda:
         gc.collect()
@@ -190,7 +190,7 @@ def by_unit(bench: Bench) -> dict[str, Any]:
 
 
 def by_kernel(bench: Bench) -> list[dict[str, Any]]:
-    """The kernels of one step that keeps, by their time."""
+    """The kernels of one step that keeps its activations, by time."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -238,7 +238,7 @@ def switching(bench: Bench) -> dict[str, Any]:
 
 
 def timed(work: Callable[[], object], cuda: bool, count: int = 10) -> float:
-    """Median milliseconds."""
+    """Median milliseconds of a call."""
     times = []
     for _ in range(count + 2):
         if cuda:

@@ -1,4 +1,4 @@
-"""Tuning beside inference: pace, throughput and training speed under a recorded trace, by the rule that shares a GPU.
+"""Tuning during inference: pace, throughput and training speed under a recorded trace, by the rule that shares a GPU.
 
     python -m benchmarks.engine.tuning_beside simulate --trace azure_llm_2023_conv.csv # 300 virtual seconds each
     python -m benchmarks.engine.tuning_beside run --trace azure_llm_2023_conv.csv      # --tiny --seconds 10: a trial
@@ -41,7 +41,6 @@ from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.engine.served_pace import give_tokenizer
 from benchmarks.lib.invocation import provenance
 from holdfast.cli.targets import ask_engine
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobStart, JobStep, TuningRun, write_examples
@@ -54,6 +53,7 @@ from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.training import Tuning, job_of, training_shape
 from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fit_context, speed_up
+from holdfast.lm.config import EngineConfig
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE = "llama-3-8b"
@@ -62,15 +62,15 @@ TINY = LLAMA_3_8B | dict(
     head_dim=32, vocab_size=512, torch_dtype="float32",
 )  # fmt: skip
 WINDOW = 0.4
-"""Where the window of the throughput begins, as a share of the arrivals."""
+"""Start of the window of the throughput, as a share of the arrivals."""
 RANK = 16
 EXAMPLES = 512
-"""Of the job's data. An epoch writes one checkpoint."""
+"""Number of the job's examples. An epoch writes one checkpoint."""
 BATCH_LINES, BATCH_PROMPT, BATCH_OUTPUT = 64, 512, 128
 
 
 def load_of(trace: Path, rate: float, seconds: float, longest: int) -> Workload:
-    """The beginning of a trace at this many requests a second, as long as it takes."""
+    """The beginning of a trace, of this many seconds, at this many requests per second."""
     rows = fit_context(azure_csv(trace), longest)
     count = min(len(rows), max(2, round(rate * seconds)))
     chosen = [replace(row, arrival=row.arrival - rows[0].arrival) for row in rows[:count]]
@@ -78,7 +78,7 @@ def load_of(trace: Path, rate: float, seconds: float, longest: int) -> Workload:
 
 
 def seen(records: Sequence[Record], began: float) -> dict[str, Any]:
-    """What clients saw, in ms, and the output tokens a second of the window. `began` is when arrivals began."""
+    """Figures of the clients, in ms, and the output tokens per second in the window. `began` is when arrivals began."""
     answered = [record for record in records if record.token_times]
     gaps = sorted(after - before for record in answered for before, after in pairwise(record.token_times))
     firsts = sorted(record.token_times[0] - record.arrival for record in answered)
@@ -122,7 +122,7 @@ def simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     plain = EngineConfig(model=SHAPE, max_sequences=args.max_sequences)
     with_target = replace(plain, tbt_target=args.target)
-    # One request that comes late: until then, training is alone.
+    # One request comes late. Until then, training is alone.
     late = [
         replace(each, arrival=max(args.seconds.values()))
         for each in load_of(args.trace, 1.0, 2.0, profile.max_model_len)[:1]
@@ -142,12 +142,12 @@ def simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class Job:
-    """A tuning job of random tokens that does not end, and when its steps were stored."""
+    """An endless tuning job of random tokens, and the times at which its steps were stored."""
 
     def __init__(self, run: TuningRun) -> None:
         self.run = run
         self.steps: list[tuple[float, int]] = []
-        """(time, tokens) of each."""
+        """(time, tokens) of each step."""
         self._following = asyncio.create_task(self._follow())
 
     @staticmethod
@@ -170,7 +170,7 @@ class Job:
                 self.steps.append((time.monotonic(), event.tokens))
 
     def speed(self, begin: float, end: float) -> float:
-        """Tokens a second of the steps between, from the first one's end to the last one's."""
+        """Tokens per second of the steps in between, from the first one's end to the last one's."""
         inside = [(at, tokens) for at, tokens in self.steps if begin <= at < end]
         if len(inside) < 2:
             return 0.0
@@ -182,7 +182,7 @@ class Job:
 
 
 class Lines:
-    """A batch without an end: when its tokens came."""
+    """An endless batch, and the times at which its tokens came."""
 
     def __init__(self, client: EngineClient, name: str) -> None:
         self.times: list[float] = []
@@ -199,7 +199,7 @@ class Lines:
                 self.times += [time.monotonic()] * len(delta.tokens)
 
     def speed(self, begin: float, end: float) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return sum(begin <= at < end for at in self.times) / (end - begin)
 
     async def end(self) -> None:
@@ -209,7 +209,7 @@ class Lines:
 
 
 def busy_share(trace: Path, windows: Sequence[tuple[float, float]]) -> list[float]:
-    """The share of each window in which the device computed a step or a slice, by a trace on the same clock."""
+    """Share of each window in which the device computed a step or a slice, from a trace on the same clock."""
     computed = [0.0] * len(windows)
     for line in trace.read_text().splitlines():
         event = json.loads(line.strip().strip(",")) if line.startswith("{") else {}
@@ -223,7 +223,7 @@ def busy_share(trace: Path, windows: Sequence[tuple[float, float]]) -> list[floa
 async def served(
     client: EngineClient, workload: Workload, name: str, beside: Job | Lines | None, rate: float, rule: str
 ) -> dict[str, Any]:
-    """One load, as its clients see it, and the speed of what runs beside it."""
+    """One load as its clients see it, and the speed of the work that runs with it."""
     tokens = PromptTokens(client.info.vocab_size, name)
     began = time.monotonic()
     records = await LoadClient(partial(ask_engine, client), tokens, lambda ended: None).run(workload)
@@ -285,11 +285,11 @@ async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "window"} for row in rows]
 
 
-# What comes of it
+# Results
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table; tuning as a share of its speed alone, output as a share of that without tuning."""
+    """A Markdown table: tuning as a share of its speed alone, output as a share of that without tuning."""
     alone = {row["rule"].removeprefix("alone").strip(", "): row["tuning_tok_s"] for row in rows if not row["rate"]}
     whole = alone.get("slices") or alone.get("") or max(alone.values())
     without = {(row["rate"], row["rule"]): row["output_tok_s"] for row in rows if row["rule"].startswith("without")}

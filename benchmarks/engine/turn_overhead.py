@@ -43,7 +43,7 @@ ANSWER = "There is much to tell about it."
 class Instant:
     """An engine whose model takes no time: it plans like the real one and always gives the same answer.
 
-    `asked` and `answered` are when the last turn's request came, and when its answer was complete.
+    `asked` is the time at which the last turn's request came, and `answered` the time at which its answer was complete.
     """
 
     def __init__(self, text: Text) -> None:

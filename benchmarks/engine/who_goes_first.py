@@ -34,12 +34,12 @@ import uvloop
 from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.engine.served_pace import give_tokenizer
 from benchmarks.lib.invocation import add_engine_options, provenance
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobStart, JobStep, TuningRun, write_examples
 from holdfast.engine.process.trace import DEVICE, STEPS, TRAINING
 from holdfast.lab.metrics import percentile
+from holdfast.lm.config import EngineConfig
 
 SMALL = LLAMA_3_8B | dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,

@@ -1,4 +1,4 @@
-"""The LoRA kernels of a Llama-3-8B layer on a GPU, beside the layer's own products and a bound by bytes.
+"""The LoRA kernels of a Llama-3-8B layer on a GPU, compared with the layer's own products and a bound by bytes.
 
     python -m benchmarks.kernels.adapter_kernels [--tokens 32 128 2048] [--adapters 1 4 32] [--rank 16]
                                                  [--out result.jsonl]
@@ -6,7 +6,7 @@
 
 By product, `us` has the microseconds of one call. `base` is the layer's own product, by cuBLAS; `shrink` and `expand`
 are the two launches of its adapters, and `both` is one after the other. `together` is the base with both as the decoder
-runs them, which in steps of few tokens is beside one another. For gate and up, `gate` is silu(gate) * up alone, and
+runs them, which in steps of few tokens is in parallel. For gate and up, `gate` is silu(gate) * up alone, and
 `gated` is the expand that computes it as well: the decoder takes it in steps of more than 512 tokens. `bytes_us` is the
 time that a call's bytes take at the rate of a device-to-device copy: weights, and the adapters that are used, are read
 once, and activations are read and written. `layer` is all four products in turns.
@@ -45,16 +45,16 @@ SHAPES = {
     "gate_up": (4096, (14336, 14336)),
     "down": (14336, (4096,)),
 }
-"""Inputs, and outputs of each part."""
+"""For each product, its inputs and the outputs of each part."""
 ADDED = ("o", "down")
-"""What these give is added to the residual, which their adapters change beside the product."""
+"""Products whose results are added to the residual, which their adapters change at the same time."""
 TINY = {"qkv": (64, (64, 32, 32)), "o": (64, (64,)), "gate_up": (64, (96, 96)), "down": (96, (64,))}
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured on: a GPU, or a CPU with little of everything."""
+    """The sizes of the measurement: for a GPU, or small ones for a CPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -63,13 +63,13 @@ class Sizes:
     slots: int
     layers: int
     ring_bytes: int
-    """Bytes of weights that pass before one is read again, where there are so many."""
+    """Bytes of weights that pass before one is read again, if there are enough."""
 
     def random(self, *size: int, spread: float = 1.0) -> torch.Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device).normal_(std=spread)
 
     def microseconds(self, calls: Sequence[Call]) -> float:
-        """Of one of the calls, all in turns."""
+        """Microseconds of one call, with all calls in turn."""
 
         def run() -> None:
             for call in calls:
@@ -94,7 +94,7 @@ class Sizes:
         )
 
     def lora(self, tokens: int, adapters: Sequence[int]) -> TiledLora:
-        """Tokens that have these slots in turns, as a batch uploads them."""
+        """Tokens that have these slots in turn, as a batch uploads them."""
         room = most_tiles(tokens, self.slots)
         tiles = tiles_of(groups_of(np.resize(np.array(adapters), tokens)), tokens)
         lists = [tiles.order, *(np.resize(each, room) for each in (tiles.slot, tiles.start, tiles.count)), tiles.used]
@@ -103,7 +103,7 @@ class Sizes:
 
 
 class Product:
-    """One of a layer's products, with the adapters of all layers and as many weights as a ring needs."""
+    """One of a layer's products, with the adapters of all layers and enough weights for a ring."""
 
     def __init__(self, sizes: Sizes, name: str) -> None:
         self.sizes, self.name = sizes, name
@@ -119,7 +119,7 @@ class Product:
         return each * self.parts * self.inputs, each * self.outputs
 
     def calls(self, tokens: int, adapters: int) -> dict[str, list[Call]]:
-        """By what is timed, as many calls as a ring needs, each with other weights."""
+        """For each timed operation, enough calls for a ring, each with other weights."""
         sizes = self.sizes
         x, out, residual = (sizes.random(tokens, width) for width in (self.inputs, self.outputs, self.outputs))
         sets = [range(first, first + adapters) for first in range(0, sizes.slots - adapters + 1, adapters)]
@@ -157,7 +157,7 @@ class Product:
         return found
 
     def least_bytes(self, tokens: int, adapters: int) -> dict[str, int]:
-        """The least that each kernel moves."""
+        """Smallest number of bytes that each kernel can move."""
         (a, b), size = self.adapter_bytes(adapters), self.sizes.dtype.itemsize
         x, low = size * tokens * self.inputs, size * tokens * self.parts * self.sizes.rank
         out = size * tokens * self.outputs
@@ -169,7 +169,7 @@ class Product:
 
 
 def measured(products: Sequence[Product], tokens: int, adapters: int, rate: float | None) -> list[dict[str, Any]]:
-    """A line for each product, and one for the layer. `rate` is that of a copy in TB/s, if there is a GPU."""
+    """A line for each product, and one for the layer. `rate` is the rate of a copy in TB/s, if there is a GPU."""
     lines = []
     layer: dict[str, list[list[Call]]] = {"base": [], "both": [], "together": []}
     for product in products:

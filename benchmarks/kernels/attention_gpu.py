@@ -1,4 +1,4 @@
-"""Paged attention alone on a GPU, beside other kernels on the same work.
+"""Paged attention alone on a GPU, compared with other kernels on the same work.
 
     python -m benchmarks.kernels.attention_gpu [--parts prefill decode mixed figure12 options] [--site DIR]
                                                [--json OUT.json]
@@ -50,7 +50,10 @@ MOST_ERROR = 2e-2
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
 Call = Callable[[int], list[torch.Tensor]]
-"""One layer's attention, by the layer's number; `Contender.arrange` makes [T, H, D] of it."""
+"""Function that computes one layer's attention, by layer number.
+
+`Contender.arrange` turns its result into [T, H, D].
+"""
 
 
 @dataclass(frozen=True)
@@ -385,7 +388,7 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]:
-    """By contender, milliseconds of a launch (median, least, most), or why it cannot do the work."""
+    """For each contender, milliseconds of a launch (median, least, most), or the reason why it cannot do the work."""
     batch = Batch(work)
     found: dict[str, dict[str, Any]] = {}
     graphs = {}
@@ -416,7 +419,7 @@ def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]
 
 
 def copy_rate() -> float:
-    """TB/s of a device-to-device copy, bytes read and written."""
+    """Rate of a device-to-device copy in TB/s, bytes read and written."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").fill_(1)
     target = torch.empty_like(source)
     times = [milliseconds(lambda: target.copy_(source)) for _ in range(ROUNDS)]
@@ -424,7 +427,7 @@ def copy_rate() -> float:
 
 
 def judged(work: Work, ms: float, copy: float) -> tuple[float, str]:
-    """The figure of a row: TFLOP/s where arithmetic is the bound, else the share of the copy rate."""
+    """The figure of a row: TFLOP/s if arithmetic is the bound, else the share of the copy rate."""
     if work.part in ("decode", "figure12"):
         return work.cache_bytes() / ms / 1e9 / copy, "of copy"
     return work.flops() / ms / 1e9, "TFLOP/s"

@@ -46,7 +46,7 @@ CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
 
 
 class NoDevice:
-    """An executor that computes nothing, for the host's part of the loop's time."""
+    """An executor that computes nothing, to measure the host's part of the loop's time."""
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
@@ -81,7 +81,7 @@ def make_cell(hidden: int, dtype: torch.dtype, sizes: tuple[int, ...], *, fused:
 
 
 def microseconds(call: Callable[[], object], calls: int) -> float:
-    """Median over several tries of the time of one call, of which `calls` are started at once."""
+    """Median time of one call over several tries, each of which starts `calls` of them at once."""
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -137,7 +137,7 @@ def matmul(cell: Cell, hidden: int, size: int) -> float:
 
 
 def task_time(cell: Cell, size: int) -> float:
-    """Tasks of the executor back to back, in microseconds: wall time of rounds that are in flight together."""
+    """Microseconds of a task in the executor: wall time of rounds that are in flight together."""
     executor = CudaExecutor([cell], {cell: 0}, "cuda:0", capacity=size + 2, rounds_in_flight=4)
     rows = np.random.default_rng(0).permutation(np.arange(1, size + 1)).astype(np.int32)
     task = Task(rows, np.stack([2 * rows, 2 * rows + 1]), (np.zeros(size, np.int32),), size)
@@ -176,7 +176,7 @@ def chains(cell: Cell, count: int, steps: int) -> list[CellRequest]:
 
 
 def run_through(loop: CellLoop, requests: Sequence[CellRequest]) -> tuple[float, float]:
-    """Seconds to add the requests, and seconds until all have ended after that."""
+    """Seconds to add the requests, and seconds from then until all have ended."""
     started = time.perf_counter()
     for request in requests:
         loop.add(request)

@@ -135,7 +135,7 @@ def candidates(batch: int, tune: bool) -> list[dict[str, int]]:
 
 
 def compile_all(layers: Layers, tried: list[dict[str, int]], threads: int) -> None:
-    """Run each launch once, in several threads: most of the time is compiling."""
+    """Run each launch once, in several threads, because most of the time is compiling."""
     launches = {tuple((name, value) for name, value in one.items() if name != "parts"): one for one in tried}
 
     @torch.inference_mode()

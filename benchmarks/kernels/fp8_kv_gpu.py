@@ -1,10 +1,10 @@
-"""Paged attention over a cache in FP8 beside one in bfloat16, on a GPU: decodes, prefills, and how far the two differ.
+"""Paged attention over a cache in FP8 and over one in bfloat16, on a GPU: decodes, prefills, and their difference.
 
     python -m benchmarks.kernels.fp8_kv_gpu [--out results.json]
 
 The shape is Llama-3-8B's (32 query heads, 8 KV heads, size 128), blocks of 16 tokens in random order. The bfloat16
 cache holds the values of the FP8 one, so both kernels read the same numbers. Each is a CUDA graph over enough layers
-to leave nothing in L2 between replays. Graphs are replayed in turns; medians count.
+to leave nothing in L2 between replays. Graphs are replayed in turn, and medians count.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WORK = (
     (1, 2048, 2048),
     (1, 8192, 8192),
 )
-"""Sequences, query tokens of each, and where they stop."""
+"""Number of sequences, number of query tokens of each, and the position at which they stop."""
 
 
 def compare(batch: int, length: int, stop: int) -> dict[str, float | str]:
-    """One step of `batch` segments of `length` tokens each: microseconds a layer over both caches."""
+    """Microseconds per layer, over both caches, of one step of `batch` segments of `length` tokens each."""
     cache_bytes = 2 * batch * stop * KV_HEADS * HEAD_DIM
     layers = max(1, min(64, -(-LAYERS_BYTES // cache_bytes))) if length == 1 else 1
     width = -(-stop // BLOCK_SIZE)

@@ -7,9 +7,9 @@
 The shapes are Llama-3-8B's or 70B's, bf16; layers are 8B's. A product is timed with the operations that the decoder
 fuses to it (residual and norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the
 weights' bytes over that time, as a share of the rate of a device-to-device copy. `--tune` times launches other than the
-rule's. With `--fp8` the weights are FP8, with `--int4` of 4 bits; only PyTorch's product is timed beside them, beyond
-64 tokens. With `--split` the products are those of one of N devices that share each layer. Prints a table, writes JSON
-lines.
+rule's. With `--fp8` the weights are FP8, with `--int4` of 4 bits; only PyTorch's product is timed for comparison,
+beyond 64 tokens. With `--split` the products are those of one of N devices that share each layer. Prints a table,
+writes JSON lines.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SHAPES = {
     "8b": dict(qkv=(QKV, HIDDEN), o=(HIDDEN, HIDDEN), gate_up=(2 * INNER, HIDDEN), down=(HIDDEN, INNER)),
     "70b": dict(qkv=(10240, 8192), o=(8192, 8192), gate_up=(57344, 8192), down=(8192, 28672)),
 }
-"""By product, rows and columns of its weight, but for the LM head."""
+"""For each product except the LM head, rows and columns of its weight."""
 DTYPE = torch.bfloat16
 RING_BYTES = 400_000_000  # weights that pass before one is read again
 
 KINDS = {"qkv": "linear", "o": "add_norm", "gate_up": "gated", "down": "add_norm", "lm_head": "linear"}
-"""By product, the operations that are timed with it."""
+"""For each product, the operations that are timed with it."""
 
 
 def weight_size(shape: str, product: str, split: int) -> tuple[int, int]:
@@ -68,7 +68,7 @@ FP8_ONE_TOKEN = [
     *((16, 256, 4, 6), (16, 512, 4, 4), (8, 512, 4, 4), (8, 1024, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
     *((16, 256, 2, 6), (8, 512, 2, 4), (8, 512, 4, 6), (8, 256, 2, 6)),
 ]
-INT4_TOKENS = [  # inputs at a time are a chunk
+INT4_TOKENS = [  # the inputs of one iteration are a chunk
     *((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 8), (64, 128, 8, 4), (128, 128, 4, 4), (128, 128, 8, 4)),
     *((16, 128, 4, 6), (32, 128, 4, 6)),
 ]
@@ -128,7 +128,7 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def copy_rate() -> float:
-    """TB/s of a device-to-device copy, bytes read and written."""
+    """Rate of a device-to-device copy in TB/s, bytes read and written."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").fill_(1)
     target = torch.empty_like(source)
     return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e9
@@ -139,7 +139,7 @@ def random(*size: int, spread: float = 1.0) -> torch.Tensor:
 
 
 def product_time(ops: LayerOps, kind: str, weights: Sequence[Weight], tokens: int) -> float:
-    """Microseconds of one product with its fused operations, over several weights [N, K] in turns."""
+    """Microseconds of one product with its fused operations, over several weights [N, K] in turn."""
     x, norm = random(tokens, weights[0].shape[1]), random(weights[0].shape[0])
     stream = random(tokens, weights[0].shape[0])
 
@@ -203,7 +203,7 @@ def brief(launch: SkinnyLaunch | None) -> str:
 
 
 def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune: bool) -> list[dict[str, object]]:
-    """Time cuBLAS, the rule's launch and, when tuning, other launches; prints a line with the best."""
+    """Time cuBLAS, the rule's launch and, when tuning, other launches. Prints a line with the best."""
     kind, weight_bytes = KINDS[name], weights[0].nbytes
     own = FusedLayerOps(shape())
     rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")

@@ -1,4 +1,4 @@
-"""Sums over the GPUs of one host: right or wrong, and what they take by size, beside NCCL and PyTorch's own.
+"""Sums over the GPUs of one host: right or wrong, and their times by size, with those of NCCL and PyTorch.
 
     torchrun --nproc-per-node 2 -m benchmarks.kernels.many_probe [--seconds 170] [--only check time ...] [--out FILE]
 
@@ -6,7 +6,7 @@
 and outside. `copied` does so for sums in parts, which copy engines carry. `layers` times layers of Llama-3's 8B and
 70B shapes without attention, with sums in parts, in kernels, and without, and each product; `load` does so at the
 power limit, for several ways to cut the sums. `time` prints microseconds by size: the median over replays of a graph
-of calls one behind the other. Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
+of calls one after the other. Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CALLS = 30
 
 @contextmanager
 def copied_from(least: float) -> Iterator[None]:
-    """Inside, sums of so many bytes and more travel in parts, in graphs and outside."""
+    """Inside the context, sums of at least this many bytes travel in parts, in graphs and outside."""
     names = ("LEAST_COPIED_BYTES", "LEAST_LAUNCHED_BYTES")
     rules = {name: getattr(symmetric, name) for name in names}
     try:
@@ -94,7 +94,7 @@ class Probe:
             self.box = self.symmetric_mailboxes()
 
     def symmetric_mailboxes(self) -> Mailboxes:
-        """Mailboxes in PyTorch's symmetric memory, where the driver refuses ours, so that there are times at least."""
+        """Mailboxes in PyTorch's symmetric memory, for drivers that refuse ours, so that there are at least times."""
         own = symm.empty(Mailboxes.num_bytes(self.size, ROOM_BYTES), dtype=torch.uint8, device=self.device)
         addresses = torch.tensor(symm.rendezvous(own, self.world).buffer_ptrs, device=self.device)
         state = torch.zeros(2 * REGIONS + BEST_PROGRAMS + 1, dtype=torch.int32, device=self.device)
@@ -121,7 +121,7 @@ class Probe:
                     file.write(line + "\n")
 
     def time_left(self, needed: float) -> bool:
-        """The same on all ranks."""
+        """Whether this many seconds are left. All ranks get the same answer."""
         left = torch.tensor([self.end - time.monotonic()], device=self.device)
         dist.all_reduce(left, dist.ReduceOp.MIN)
         return bool(left.item() > needed)
@@ -148,7 +148,7 @@ class Probe:
         return round(sorted(times)[len(times) // 2], 2)
 
     def draw(self, seed: int, shape: tuple[int, ...], dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
-        """The same on all ranks."""
+        """Random numbers, equal on all ranks."""
         generator = torch.Generator(self.device).manual_seed(seed)
         return (torch.randn(shape, generator=generator, device=self.device) * scale).to(dtype)
 
@@ -174,7 +174,7 @@ class Probe:
 
 
 def stream_after(stream: torch.Tensor, partials: list[torch.Tensor], bias: Any, wire: torch.dtype) -> torch.Tensor:
-    """What the kernels compute, in the same order: float32 sums over P, rounded to what travels, then by rank."""
+    """The result that the kernels compute, in the same order: float32 sums over P, rounded for travel, then by rank."""
     total = torch.zeros(stream.shape, device=stream.device)
     for each in partials:
         own = torch.zeros_like(total)
@@ -187,7 +187,7 @@ def stream_after(stream: torch.Tensor, partials: list[torch.Tensor], bias: Any, 
 
 
 def check_sums(probe: Probe) -> None:
-    """Every way, size and number of parts, once: against the order of sums bit by bit, and against float64."""
+    """Check every way, size and number of parts once: against the order of sums bit by bit, and against float64."""
     seed, worst = 0, 0.0
     for width in WIDTHS:
         for rows in (1, 3, 8, 64, 129, 300, 1024, 8192):
@@ -225,7 +225,7 @@ def check_sums(probe: Probe) -> None:
 
 
 def check_chains(probe: Probe) -> None:
-    """Graphs of an odd number of sums of several sizes, replayed in any order with delays, between sums outside."""
+    """Check graphs of an odd number of sums of several sizes, replayed in any order with delays, between other sums."""
     width, chains = 4096, []
     norm = torch.ones(width, device=probe.device, dtype=BF16)
     for count, rows in ((3, 1), (7, 8), (5, 200), (3, 700)):
@@ -274,7 +274,7 @@ def check_chains(probe: Probe) -> None:
 
 
 def check_alone(probe: Probe) -> None:
-    """One device rehearses while the others begin."""
+    """Let one device rehearse while the others begin."""
     probe.step = "alone"
     if probe.group is None:
         return
@@ -373,7 +373,7 @@ def time_size(probe: Probe, rows: int, width: int) -> dict[str, Any]:
 
 
 def compile_kernels(probe: Probe) -> None:
-    """Compile in processes what `check_sums` and `time_size` launch. Kernels do not depend on the rows."""
+    """Compile in processes the kernels that `check_sums` and `time_size` launch. Kernels do not depend on the rows."""
     probe.step = "compile"
 
     def launch() -> None:
@@ -406,7 +406,7 @@ def time_best(probe: Probe) -> None:
 
 
 def check_link(probe: Probe) -> None:
-    """Steps in a chain of stages, with tokens back to the first; then what a stream takes by size."""
+    """Check steps in a chain of stages, with tokens back to the first. Then time a stream by size."""
     if probe.group is None:
         return
     layout, width, most = Layout(1, probe.size), 8192, 8192
@@ -458,7 +458,7 @@ def check_link(probe: Probe) -> None:
                 link.send(source if probe.rank == 0 else into[:rows])
         torch.cuda.synchronize()
         spent = (time.perf_counter() - begin) / count * 1e6
-        # One there and back: the latency of a stream and of its token.
+        # One stream there and one token back: their latency.
         dist.barrier()
         torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -480,7 +480,7 @@ def check_link(probe: Probe) -> None:
 
 
 def check_copied(probe: Probe, rounds: int = 200) -> None:
-    """Sums in parts of random sizes, with random delays, outside of graphs and, from the middle on, in graphs."""
+    """Check sums in parts of random sizes, with random delays, outside of graphs and, from the middle on, in graphs."""
     if probe.group is None:
         return
     copied = probe.group._copied
@@ -490,7 +490,7 @@ def check_copied(probe: Probe, rounds: int = 200) -> None:
     right, graphs, seed = [torch.ones((), dtype=torch.bool, device=probe.device)], {}, 0
 
     def run(given: list[torch.Tensor], delays: list[int], two_hops: bool) -> list[torch.Tensor]:
-        """Two sums, between which a mailbox is used too; what is received."""
+        """Two sums with a use of the mailbox in between. Returns the received rows."""
         received = []
         for addends in given:
             sums = copied.begin(*addends.shape, BF16, two_hops=two_hops)
@@ -560,7 +560,7 @@ def check_copied(probe: Probe, rounds: int = 200) -> None:
 
 
 SHAPES = {"8b": (4096, 14336, 32, 8), "70b": (8192, 28672, 64, 8)}
-"""Hidden, inner, heads, KV heads; of 128 numbers each."""
+"""Sizes of a layer: hidden, inner, heads, KV heads. A head has 128 numbers."""
 
 
 def llama_shape(probe: Probe, hidden: int, heads: int, kv_heads: int) -> LayerShape:
@@ -572,7 +572,7 @@ def llama_shape(probe: Probe, hidden: int, heads: int, kv_heads: int) -> LayerSh
 
 
 def time_layers(probe: Probe, layers: int = 3) -> None:
-    """Layers without attention in a graph, and outside of one, where the host launches each kernel."""
+    """Time layers without attention in a graph, and outside of one, where the host launches each kernel."""
     if probe.group is None:
         return
     for name, (hidden, inner, heads, kv_heads) in SHAPES.items():
@@ -605,14 +605,14 @@ def time_layers(probe: Probe, layers: int = 3) -> None:
 
 
 class WholeReaders(FusedLayerOps):
-    """What reads a sum in parts waits for all of them."""
+    """Operations in which the reader of a sum in parts waits for all parts."""
 
     def _linear_of_parts(self, x: NormInParts, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self.linear(self.computed(x), weight, bias)
 
 
 def time_load(probe: Probe, layers: int = 4, seconds: float = 0.3) -> None:
-    """Layers without attention under load, at the power limit: each way for a while, in turns."""
+    """Time layers without attention under load, at the power limit: each way for a while, in turn."""
     if probe.group is None:
         return
     for name, (hidden, _, heads, kv_heads) in SHAPES.items():
@@ -655,7 +655,7 @@ def time_load(probe: Probe, layers: int = 4, seconds: float = 0.3) -> None:
                     graph.replay()
                     torch.cuda.synchronize()
                     dist.barrier()
-                    # As many for every way and rank, so that their heat is alike.
+                    # Every way and rank runs as many, so that their heat is alike.
                     count = max(1, round(seconds / (8.5e-11 * layers * rows * hidden * (1 if name == "8b" else 1.9))))
                     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                     first.record()
@@ -698,7 +698,7 @@ def layers_without_attention(
 
 
 def eager(probe: Probe, work: Callable[[], None], layers: int) -> tuple[float, float]:
-    """Microseconds a layer that the host takes to launch work, and until it is done."""
+    """Microseconds per layer until the host has launched the work, and until it is done."""
     spent = []
     for _ in range(3):
         torch.cuda.synchronize()
@@ -716,7 +716,7 @@ def eager(probe: Probe, work: Callable[[], None], layers: int) -> tuple[float, f
 def time_pieces(
     probe: Probe, name: str, rows: int, weights: dict[str, torch.Tensor], stream: torch.Tensor, width: int
 ) -> None:
-    """Each product and kernel of a layer by itself, of all rows and of half of them."""
+    """Time each product and kernel of a layer alone, for all rows and for half of them."""
     row: dict[str, Any] = dict(shape=name, rows=rows)
     for each, weight in weights.items():
         x, out = probe.draw(5, (rows, weight.shape[1])), stream.new_empty(rows, weight.shape[0])
@@ -744,7 +744,7 @@ def time_pieces(
         )  # fmt: skip
 
         def in_parts() -> None:
-            """A sum in parts with nothing to compute in the meantime."""
+            """A sum in parts with no computation in the meantime."""
             sums = probe.group.begin_sum(*stream.shape, BF16)  # type: ignore[union-attr, call-arg]
             assert sums is not None
             for part in range(2):

@@ -1,4 +1,4 @@
-"""Time products of few rows on a CPU: MKL, which packs a weight each time, beside weights that oneDNN packed once.
+"""Time products of few rows on a CPU: MKL, which packs a weight each time, against weights that oneDNN packed once.
 
     python -m benchmarks.kernels.products_cpu [--threads 1] [--rows 1 2 4 8 16 32 64 128] [--rounds 6] [--json FILE]
 
@@ -25,7 +25,7 @@ COPIES = 4
 
 
 def median_us(weights: list[torch.Tensor], packed: list[torch.Tensor], rows: int, rounds: int) -> tuple[float, float]:
-    """Microseconds of a product of so many rows: with the weights as they are, and packed."""
+    """Microseconds of a product of `rows` rows: with the plain weights, and with packed ones."""
     x = torch.randn(rows, weights[0].shape[1])
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):

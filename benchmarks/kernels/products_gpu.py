@@ -5,7 +5,7 @@
 Each product runs over the weights of eight layers as one CUDA graph; medians of replays. Activations and weights are
 random: equal or zero ones take less power and run faster. `--seconds` then runs all products of a layer in turns for
 that long and prints the times of the first and the last tenth: a GPU at its power limit slows down. `--pieces
-896=512+384` compares whole products with one or all of them computed in pieces of so many tokens, in turns under load.
+896=512+384` compares whole products with one or all of them computed in pieces of these tokens, in turn under load.
 Writes one JSON line for each measurement.
 """
 
@@ -27,13 +27,13 @@ from benchmarks.lib.invocation import provenance
 
 LAYERS = 8
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-"""Outputs and inputs; what `o` and `down` give is added to the residual."""
+"""Outputs and inputs of each product. The results of `o` and `down` are added to the residual."""
 ADDED = ("o", "down")
 TOKENS = [*range(256, 1025, 64), 1152, 1280, 1536, 2048, 4096, 8192]
 
 
 class Products:
-    """Weights of eight layers, and activations for the most tokens."""
+    """Weights of eight layers, and activations for the largest number of tokens."""
 
     def __init__(self, most: int) -> None:
         def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Products:
             first += tokens
 
     def graph(self, pieces: dict[str, list[int]]) -> torch.cuda.CUDAGraph:
-        """A graph of these products, in turns through the layers."""
+        """A graph of these products, in turn through the layers."""
         graph = torch.cuda.CUDAGraph()
         for name in pieces:
             self.run(name, 0, pieces[name])
@@ -68,7 +68,7 @@ class Products:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Milliseconds on the device."""
+    """Milliseconds of the work on the device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()
@@ -78,7 +78,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def kernel_names(products: Products, tokens: list[int]) -> dict[tuple[str, int], str]:
-    """By product and tokens, the kernels that the library launches."""
+    """For each product and token count, the kernels that the library launches."""
     wanted = [(name, count) for count in tokens for name in SHAPES]
     names = {}
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
@@ -122,7 +122,7 @@ def by_tokens(products: Products, tokens: list[int], library: str) -> list[dict[
 
 
 def sustained(products: Products, tokens: int, seconds: float) -> dict[str, Any]:
-    """All products of a layer in turns: microseconds a layer at the start and at the end."""
+    """Microseconds per layer at the start and at the end of a long run of all products in turn."""
     graph = products.graph({name: [tokens] for name in SHAPES})
     time.sleep(0.5)
     times: list[float] = []
@@ -143,7 +143,7 @@ def sustained(products: Products, tokens: int, seconds: float) -> dict[str, Any]
 
 
 def in_pieces(products: Products, pieces: list[int]) -> dict[str, Any]:
-    """Microseconds a layer with whole products, with one of them in pieces, and with all, in turns under load."""
+    """Microseconds per layer with whole products, with one of them in pieces, and with all, in turn under load."""
     whole = {name: [sum(pieces)] for name in SHAPES}
     ways = {"whole": whole, **{name: whole | {name: pieces} for name in SHAPES}, "all": dict.fromkeys(SHAPES, pieces)}
     graphs = {label: products.graph(way) for label, way in ways.items()}

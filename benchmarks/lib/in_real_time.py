@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.lib.invocation import settle
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import SequenceOutput
 from holdfast.engine.process.build import build
@@ -27,6 +26,7 @@ from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, engine_shape
 from holdfast.lab.simulator.shapes import MODELS, ModelShape
 from holdfast.lab.workloads import Workload
 from holdfast.lm.choice import make_scheduler, steps_in_flight
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.types import EngineShape, StepPlan, StepResult
 from holdfast.loop.contracts import Executor
@@ -81,20 +81,20 @@ class Stepped(NamedTuple):
     """A step that ran. Times are seconds on the perf counter."""
 
     segments: tuple[tuple[int, int], ...]
-    """(query, context) of each."""
+    """(query, context) of each segment."""
     planned: float
-    """Start of its submission."""
+    """Time at which its submission began."""
     submitted: float
     ended: float
-    """When its result arrived."""
+    """Time at which its result arrived."""
     seconds: float
-    """Measured by the device."""
+    """Seconds measured by the device."""
     stages: tuple[float, ...] = ()
-    """Of these, the seconds of each stage of a pipeline; empty for one."""
+    """Seconds of each stage of a pipeline; empty for one stage."""
 
 
 class Recorder:
-    """Wraps an executor and notes each step."""
+    """Wraps an executor and records each step."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -133,7 +133,7 @@ class RealEngine:
     def __init__(self, config: EngineConfig, *, profile: CostProfile | None = None, measure: bool = True) -> None:
         """`config` sets the layout, the widest step, the most sequences and the host tier of all later runs.
 
-        Without a `profile`, measures one; without `measure`, it estimates one, and `config` has a target.
+        Without a `profile`, it measures one; without `measure`, it estimates one, and `config` has a target.
         """
         if config.host_cache_gb in ("auto", 0.0):
             config = replace(config, prefix_sharing=False)
@@ -143,7 +143,7 @@ class RealEngine:
         self.executor = loop.executor
         self.profile = replace(profile, cache_tokens=self.info.num_blocks * self.info.block_size)
         self._steps = 0
-        """The number of the next step: copies to the host are told by the steps that began them."""
+        """The number of the next step. Copies to the host are identified by the steps that began them."""
         gc.collect()
         gc.freeze()
 
@@ -191,7 +191,7 @@ class RealEngine:
         until: float = float("inf"),
         make_policy: Callable[[EngineShape], Policy] | None = None,
     ) -> tuple[list[Record], list[Stepped]]:
-        """Serve a workload alone; stops after `until` seconds. Returns what clients saw, and the steps."""
+        """Serve a workload alone; stop after `until` seconds. Returns the clients' records, and the steps."""
         clock = WallClock()
         with self.serving(config, clock, make_policy) as (loop, recorder):
             clients = Clients(
@@ -227,7 +227,10 @@ bytes, seconds), noted when they end."""
 
 
 class StepRecord:
-    """Records each step of a loop: host times, what the step held, device time. Costs 1 ms a step of 100 sequences."""
+    """Records each step of a loop: host times, contents of the step, device time.
+
+    Costs 1 ms per step of 100 sequences.
+    """
 
     def __init__(self, loop: Loop) -> None:
         self.rows: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""What every benchmark shares: engine options on the command line, and where a result came from."""
+"""Functions that every benchmark shares: engine options on the command line, and the origin of a result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def add_engine_options(parser: argparse.ArgumentParser, flag: str = "--set", abo
 
 
 def engine_option(text: str) -> tuple[str, Any]:
-    """Name and value; the value is written as in YAML, but `on` and `off` are words. Raises ArgumentTypeError."""
+    """The name and the value of an option. The value is YAML, but `on` and `off` are words.
+
+    Raises ArgumentTypeError.
+    """
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in token_budget=1024")
@@ -50,7 +53,7 @@ def command() -> str:
 
 
 def program() -> tuple[str, ...]:
-    """How the script of this process was run: `python -m benchmarks.FOLDER.NAME`, or by its path."""
+    """The command that ran this process's script: `python -m benchmarks.FOLDER.NAME`, or its path."""
     script = Path(sys.argv[0])
     if sys.modules["__main__"].__spec__ is None:
         return "python", f"benchmarks/{script.parent.name}/{script.name}"

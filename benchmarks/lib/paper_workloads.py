@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from holdfast.lab.workloads import SHAREGPT, Conversation, Lengths, Turn, multi_turn
 
 LONG, SHORT, SHORTER = (3600, 4400), (36, 400), (36, 200)
-"""Least and most lengths of Baton's queries (§5.1): "around 4,000 words", "a few dozen to 400", "a few dozen to 200".
-A word counts as one token."""
+"""Shortest and longest of Baton's queries (§5.1): "around 4,000 words", "a few dozen to 400", "a few dozen to 200". A
+word counts as one token.
+"""
 
 
 def baton_target_1(seed: int, *, count: int = 120, scale: float = 1.0) -> list[Conversation]:
@@ -37,7 +38,7 @@ def baton_target_2(seed: int, *, count: int = 30, scale: float = 1.0) -> list[Co
 
 
 def _baton(seed: str, kinds: Sequence[tuple[tuple[int, int], tuple[int, int]]], scale: float) -> list[Conversation]:
-    """Requests with prompts and answers of these lengths, least to most, uniformly; in random order."""
+    """Requests with prompts and answers of these lengths, uniform between least and most, in random order."""
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be above 0")
     choose = random.Random(seed)
@@ -51,10 +52,10 @@ def _baton(seed: str, kinds: Sequence[tuple[tuple[int, int], tuple[int, int]]], 
 
 
 def skewed(count: int, think: float, seed: int, *, long_share: float = 0.08) -> list[Conversation]:
-    """Conversations as `multi_turn`, of which a share is very long, all arriving at once.
+    """Conversations like those of `multi_turn`, of which a share is very long, all arriving at once.
 
-    A long one has 12 to 30 turns. It begins with 8,000 to 32,000 tokens, as if over a document, and each further turn
-    adds 500 to 4,000, as the results of a tool do. Its answers and think times are as those of the others.
+    A long one has 12 to 30 turns. It begins with 8,000 to 32,000 tokens, as if over a document. Each further turn adds
+    500 to 4,000, as the results of a tool do. Its answers and think times are like those of the others.
     """
     choose, outputs = random.Random(f"skewed/{seed}"), Lengths.of_mean(SHAREGPT.output, 0.8, 4, 1024)
     conversations = multi_turn(count, think, seed)

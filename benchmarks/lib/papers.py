@@ -1,4 +1,4 @@
-"""What the simulations of papers' evaluations share: devices with costs that a derivation leaves out, and result files.
+"""Code that simulations of papers share: devices with costs that a derivation leaves out, and result files.
 
 `heads`: attention reads keys and values once for each query head. PagedAttention did so in vLLM of 2023 (a thread block
 for each query head and sequence), and so does PyTorch's memory-efficient attention. Our kernels read them once for all
@@ -67,7 +67,7 @@ def origin(*paths: Path | None) -> dict[str, str]:
 
 
 def save(stem: Path, rows: Any, lines: Sequence[str], earlier: str = "") -> None:
-    """Print the table, and write it and its rows beside one another as `stem`.md and `stem`.json.
+    """Print the table, and write it and its rows next to each other as `stem`.md and `stem`.json.
 
     `earlier` is the command of the run that the rows were added to.
     """

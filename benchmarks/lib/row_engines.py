@@ -1,4 +1,4 @@
-"""What benchmarks of padded rows share: one unmodified model in memory, and engines over it, one after another."""
+"""Functions that benchmarks of padded rows share: one unmodified model in memory, and engines over it, one by one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from benchmarks.lib.in_real_time import WallClock
-from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.run import Clients
 from holdfast.lab.workloads import Conversation, Turn, Workload
 from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded.device import PaddedDevice, Probed
 from holdfast.lm.padded.loading import UnmodifiedModel, load_unmodified
 from holdfast.lm.types import EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
@@ -41,30 +41,30 @@ TINY = LLAMA_2_7B | dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
     head_dim=16, vocab_size=512,
 )  # fmt: skip
-"""For a trial on a CPU."""
+"""A shape for a trial on a CPU."""
 
 
 GRACE = 60.0
-"""Seconds behind the limit of a run after which the process ends, with its stack: a step has not come back."""
+"""Seconds after the limit of a run at which the process ends, with its stack, because a step has not come back."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A workload as an engine has served it here."""
+    """The result of a workload that an engine has served here."""
 
     records: list[Record]
-    """Of the requests that ended."""
+    """Records of the requests that ended."""
     seconds: float
-    """From the start until the last request ended, or until it was cut."""
+    """Seconds from the start until the last request ended, or until the run was cut."""
     steps: int
     stats: SchedulerStats
     cut: bool = False
-    """It took longer than allowed; what had not ended was aborted."""
+    """Whether the run took longer than allowed. Requests that had not ended were aborted."""
 
 
 @contextmanager
 def directory_of(config: dict[str, Any]) -> Iterator[Path]:
-    """A checkpoint directory with this config.json alone, for random weights."""
+    """A checkpoint directory with only this config.json, for random weights."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "model"
         directory.mkdir()
@@ -75,7 +75,7 @@ def directory_of(config: dict[str, Any]) -> Iterator[Path]:
 class RowEngines:
     """One unmodified model with random weights, on the GPU if there is one, and engines over it, one after another.
 
-    The first engine probes the model; later ones take what it found.
+    The first engine probes the model; later ones use its findings.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def progress(text: str) -> None:
 def serve(loop: LanguageLoop, workload: Workload, vocab_size: int, *, limit: float = math.inf) -> Served:
     """Serve the workload through the loop, in this thread, in real time. Answers have their full length.
 
-    After `limit` seconds it is cut. A step that has not come back `GRACE` seconds later ends the process.
+    After `limit` seconds the run is cut. A step that has not come back `GRACE` seconds later ends the process.
     """
     clock = WallClock()
     clients = Clients(workload, loop, clock, vocab_size=vocab_size, concurrency=None)

@@ -9,7 +9,7 @@ Run: python -m benchmarks.papers.baton simulate target-1        # the paper's A6
      python -m benchmarks.papers.baton draw FILE.json           # the figures of a run
 
 Lengths: a word is one token. With 4/3 tokens a word, eight rows of a long prompt and a long answer (10,700 tokens, of
-0.5 MB each) would take 45 GB, beside 13.5 GB of weights on a card of 48. As tokens they take 34 GB.
+0.5 MB each) would take 45 GB, in addition to 13.5 GB of weights on a card of 48. As tokens they take 34 GB.
 
 The simulation runs the scheduler that serves. Times come from data sheets, as `holdfast/lab/simulator/deployment.py`
 derives them, and from Transformers' software: each decode copies its cache (`torch.cat`, read and written at 80% of the
@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.lib import paper_workloads
 from benchmarks.lib.papers import RESULTS, origin, save
-from holdfast.core.config import EngineConfig, SchedulerName
+from holdfast.core.config import SchedulerName
 from holdfast.core.version import __version__
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import deploy
@@ -42,16 +42,17 @@ from holdfast.lab.simulator.padded import ENGINE, Batch, RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, StepPlan, StepResult
 
 MODEL = "llama-2-7b"
 GENERATE, OWN_LOOP = 0.0667, 0.0435
-"""Least seconds of a forward: 161.77 s / 2,425 steps and 83.43 s / 1,917 steps, Table 2 at batch 2."""
+"""Shortest time of a forward in seconds: 161.77 s / 2,425 steps and 83.43 s / 1,917 steps, Table 2 at batch 2."""
 CAT_SHARE = 0.8
 """Share of the data sheet's bandwidth at which a cache is copied."""
 ALWAYS_ROOM = 1_000_000
-"""Positions: no simulated run is short of memory."""
+"""Number of positions in a simulated cache, so that no run is short of memory."""
 SEED = 0
 
 
@@ -63,28 +64,28 @@ class Method:
     paper: str
     """The paper's name; empty if it is not in the paper."""
     generate: bool = False
-    """It runs in Transformers' `generate`."""
+    """Whether the method runs in Transformers' `generate`."""
     junk: bool = False
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that may be otherwise in the paper's runs than in ours."""
+    """One difference that there may be between the paper's runs and ours."""
 
     about: str
     words: float = 1.0
-    """Tokens of a word."""
+    """Number of tokens of a word."""
     seed: int = SEED
     software: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of RowSoftware that differ, for the methods in Baton's own loop. Rates of copies are given in bytes/s."""
+    """Fields of RowSoftware that differ, for the methods in Baton's own loop. Rates of copies are in bytes/s."""
     cat: float = 1.0
-    """Rate at which caches are copied, for every method; 0 for no copies."""
+    """Factor on the rate at which caches are copied, for every method; 0 for no copies."""
     fills: float = 0.0
-    """Columns are released only where the batch fills this share of the card beside the weights."""
+    """Share of the card, besides the weights, that the batch must fill before columns are released."""
 
 
 PCIE = 25e9
-"""Bytes a second of a PCIe 4.0 link of 16 lanes, as it is reached."""
+"""Bytes per second of a PCIe 4.0 link of 16 lanes, as reached in practice."""
 CAUSES = {
     "as is": Cause("as in the tables"),
     "between": Cause("prompts are computed between decodes, not beside them", software={"beside": False}),
@@ -108,7 +109,7 @@ CELLS = (
     ("target-1", 8, ("run-to-completion", "shaping, literal", "shaping", "embedding")),
     ("target-2", 10, ("run-to-completion", "shaping, literal", "embedding")),
 )
-"""What is run for each cause: target, batch, methods."""
+"""Runs for each cause: target, batch, methods."""
 METHODS = {
     "run-to-completion": Method("run-to-completion", "Benchmark", generate=True),
     "prefill-apart": Method("prefill-apart", "PD", generate=True),
@@ -118,12 +119,12 @@ METHODS = {
     "embedding": Method("embedding", "Baton-PD"),
 }
 PAPER_1 = {4: (21901, 21781, 20549, 11771), 8: (6619, 6577, 3424, 2654)}
-"""Table 1: batch to seconds of Benchmark, PD, Baton, Baton-PD on an A6000."""
+"""Table 1: for each batch, seconds of Benchmark, PD, Baton, Baton-PD on an A6000."""
 PAPER_2 = {
     2: (161.77, None, 83.43, None), 4: (92.68, None, 49.61, None), 6: (61.70, None, 37.25, None),
     8: (50.07, None, 31.08, None), 10: (40.45, None, 30.99, None),
 }  # fmt: skip
-"""Table 2, of Benchmark and Baton on an RTX 4090."""
+"""Table 2: for each batch, seconds of Benchmark and Baton on an RTX 4090."""
 BATCHES = {"target-1": tuple(PAPER_1), "target-2": tuple(PAPER_2)}
 DEVICE_OF = {"target-1": "a6000", "target-2": "rtx-4090"}
 PAPER_NAMES = ("Benchmark", "PD", "Baton", "Baton-PD")
@@ -140,17 +141,17 @@ class Ran:
     idle_tokens: int
     preemptions: int
     widest: int
-    """Most columns of the batch."""
+    """Largest number of columns of the batch."""
     ended: int = 0
-    """Queries that ended."""
+    """Number of queries that ended."""
     cut: bool = False
-    """It took longer than allowed; seconds, steps and tokens are those until then."""
+    """Whether the run took longer than allowed. Seconds, steps and tokens are then those until the cut."""
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """By name, points of time and value: queries and tokens so far, and positions of the batch."""
+    """For each name, points (time, value): queries and tokens so far, and positions of the batch."""
 
 
 class Watched:
-    """Observes a loop over padded rows and notes how large the batch is when each step ends."""
+    """Observes a loop over padded rows and records the size of the batch when each step ends."""
 
     def __init__(self, clock: Callable[[], float], software: RowSoftware = ENGINE) -> None:
         self._clock = clock
@@ -185,7 +186,7 @@ def longest_row(work: Workload) -> int:
 
 
 def options_of(method: Method, batch: int, count: int) -> dict[str, Any]:
-    """The engine's options; every prompt may be prefilled ahead where batches are drawn at random from all."""
+    """The engine's options. Every prompt may be prefilled ahead if batches are drawn at random from all."""
     ahead = dict(prefill_ahead=count) if method.scheduler == "prefill-apart" else {}
     return dict(
         executor="padded", scheduler=method.scheduler, max_sequences=batch, headroom=0.0, shrink_threshold=1.0,
@@ -203,7 +204,7 @@ def simulated(target: str, name: str, batch: int, device: str, cause: Cause = CA
         junk=method.junk,
         cat_rate=cause.cat * CAT_SHARE * card.bandwidth,
         forward_seconds=GENERATE if method.generate else OWN_LOOP,
-        beside=True,
+        concurrent=True,
         kept_columns=0 if method.generate else kept,
     )
     if not method.generate:
@@ -240,14 +241,14 @@ def curves_of(
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Every so many of the points, with the last."""
+    """Evenly chosen points, at most `most`, with the last one."""
     step = -(-len(points) // most)
     kept = [*points[::step], *points[-1:]]
     return [(round(x, 3), round(y, 1)) for x, y in kept]
 
 
 def compared(target: str, rows: Sequence[Ran], same_size: bool) -> list[str]:
-    """The paper's table with our figures beside it; seconds side by side only where the size is the paper's."""
+    """The paper's table with our figures. Seconds are side by side only if the size is the paper's."""
     paper = PAPER_1 if target == "target-1" else PAPER_2
     lines = [
         "| batch | method | s | paper, s | off | against run to completion | paper | steps | idle tokens | widest |",
@@ -275,7 +276,7 @@ def compared(target: str, rows: Sequence[Ran], same_size: bool) -> list[str]:
 
 
 def ratios(rows: Sequence[Ran]) -> list[str]:
-    """How much faster embedding is than shaping, and what of it is the number of steps."""
+    """The speed-up of embedding over shaping, and the part of it that comes from the number of steps."""
     lines = ["", "| batch | run to completion / embedding: s | steps | shaping / embedding: s | literal shaping |"]
     lines.append("|---|---|---|---|---|")
     for batch in sorted({row.batch for row in rows}):
@@ -350,7 +351,7 @@ def simulate_target(
 
 
 def why(out: Path, names: Sequence[str]) -> None:
-    """Each cause alone, and how far the paper's seconds are from it then. Written cause by cause."""
+    """Each cause alone, and the distance of the paper's seconds from it. Written cause by cause."""
     rows: list[dict[str, Any]] = []
     heads = [f"{target[-1]}, {batch}: {name}" for target, batch, methods in CELLS for name in methods]
     theirs = [paper_seconds(target, batch, name) for target, batch, methods in CELLS for name in methods]
@@ -366,7 +367,9 @@ def why(out: Path, names: Sequence[str]) -> None:
         cause, said = CAUSES[name], []
         for target, batch, methods in CELLS:
             for method in methods:
-                own = None if METHODS[method].generate else name  # of Baton's loop alone, so `generate` stays as it is
+                own = (
+                    None if METHODS[method].generate else name
+                )  # the cause concerns only Baton's loop, so `generate` stays unchanged
                 key = target, method, batch, cause.words, cause.seed, cause.cat, own
                 if key not in known:
                     known[key] = simulated(target, method, batch, DEVICE_OF[target], cause)
@@ -382,7 +385,7 @@ def why(out: Path, names: Sequence[str]) -> None:
 
 
 def paper_seconds(target: str, batch: int, name: str) -> float | None:
-    """The paper's figure of a method, where it has one. Its shaping is the literal one."""
+    """The paper's figure of a method, if it has one. Its shaping is the literal one."""
     if name == "shaping":
         return None
     table: Mapping[int, Sequence[float | None]] = PAPER_1 if target == "target-1" else PAPER_2

@@ -17,9 +17,9 @@ from holdfast.lab.workloads import Conversation, Turn
 
 IN_FLIGHT = 2
 SCALED = 220
-"""Tokens of each answer in `scale`: with its prompt more than 256 columns, so that a row grows to 512."""
+"""Number of tokens of each answer in `scale`. With its prompt it has more than 256 columns, so a row grows to 512."""
 POINTS = 100
-"""Most points of a curve that is kept."""
+"""Largest number of points of a curve that is kept."""
 
 
 def run_targets(
@@ -32,7 +32,7 @@ def run_targets(
     limit: float,
     out: Path,
 ) -> None:
-    """Load the shape once and run what was asked. Each table is kept under the device's name, row by row."""
+    """Load the shape once and run the given targets. Each table is kept under the device's name, row by row."""
     import transformers
 
     engines = RowEngines(TINY if tiny else LLAMA_2_7B)
@@ -86,14 +86,14 @@ def run(engines: RowEngines, target: str, name: str, batch: int, smaller: float,
 
 
 def request(name: str, prompt: int, output: int, vocabulary: int, priority: int = 0) -> Request:
-    """A request of random tokens that are the same in every run."""
+    """A request of random tokens that are equal in every run."""
     tokens = torch.randint(16, vocabulary, (prompt,), generator=torch.Generator().manual_seed(len(name) + prompt))
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     return Request(name, tuple(tokens.tolist()), params, priority=priority, arrival=time.monotonic())
 
 
 def preempt(engines: RowEngines, limit: float) -> Iterator[str]:
-    """Four rows decode and an urgent request arrives (§4.3): how long it waits, with and without a host tier."""
+    """Let an urgent request arrive while four rows decode (§4.3). Yields its wait, with and without a host tier."""
     yield "| state of the interrupted row | steps until the urgent one's first token | ms | answers in full |"
     yield "|---|---|---|---|"
     for host in (0.0, 4.0):
@@ -123,7 +123,7 @@ def preempt(engines: RowEngines, limit: float) -> Iterator[str]:
 
 
 def scale(engines: RowEngines, limit: float) -> Iterator[str]:
-    """Sixteen requests grow beyond the memory: rows leave and come back, and nobody fails (§4.3)."""
+    """Let sixteen requests grow beyond the memory (§4.3): rows leave and come back, and no request fails."""
     yield "| memory | s | rows that left | of these to the host | answers in full |"
     yield "|---|---|---|---|---|"
     work = [Conversation(0.0, (Turn(64, SCALED),))] * 16

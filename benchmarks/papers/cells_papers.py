@@ -42,17 +42,17 @@ from holdfast.core.version import __version__
 
 STEM = RESULTS / "cells-simulated"
 CELLULAR = replace(V100, task_seconds=34e-6, gather_seconds=0.243e-6, move_seconds=0.33e-6, _cache={})
-"""A row's h and c are 8 KiB; NVLink copies them at 25 GB/s."""
+"""Costs of the cellular planner. A row's h and c are 8 KiB; NVLink copies them at 25 GB/s."""
 UNIT = CellCost((64,), (1.0,))
 """One unit of time at any batch size up to 64."""
 FOLD = replace(V100, gather_seconds=0.243e-6, _cache={})
 DYNET = replace(FOLD, node_seconds=2.8e-6, _cache={})
 LIMIT = 0.5
-"""Seconds: the most p90 of a sustained rate."""
+"""Largest p90 of a sustained rate, in seconds."""
 OVERLOAD = 25_000
-"""Requests a second that no padding serves."""
+"""Requests per second that no padding serves."""
 FILLING = 0.3
-"""The share of a run's requests that does not count."""
+"""Share of a run's requests that does not count."""
 
 
 def up_to(most: int) -> tuple[int, ...]:
@@ -72,11 +72,11 @@ class System:
     cells: tuple[Cell, ...]
     device: Device
     plan: Callable[[tuple[Cell, ...], int], ManyWorkers]
-    """From cells and the number of workers."""
+    """Function that makes the planner from cells and the number of workers."""
     unfold: Callable[[Any], CellGraph]
-    """From a sentence's length, or from a tree."""
+    """Function that unfolds a sentence's length, or a tree."""
     patience: int = 1
-    """How much longer its runs last: a cycle over all buckets takes up to a second."""
+    """Factor by which its runs last longer: a cycle over all buckets takes up to a second."""
 
 
 Unfold = Callable[[Any], CellGraph]
@@ -155,7 +155,7 @@ def tree_systems() -> dict[str, System]:
 
 
 Draw = Callable[[int], Sequence[Any]]
-"""So many sentences or trees."""
+"""Function that draws the given number of sentences or trees."""
 
 
 def lengths(seed: int, **options: Any) -> Draw:
@@ -163,7 +163,7 @@ def lengths(seed: int, **options: Any) -> Draw:
 
 
 def trees(seed: int) -> Draw:
-    """Drawn from 2,000 random trees, as the paper draws from 10K."""
+    """Draw from 2,000 random trees, as the paper draws from 10K."""
     some = random_trees(2000, seed)
     return lambda count: [some[at] for at in np.random.default_rng([seed, 9]).integers(0, len(some), count)]
 
@@ -196,7 +196,7 @@ class Runner:
         )
 
     def row(self, system: System, draw: Draw, rate: float, workers: int = 1, in_flight: int = 1) -> dict[str, Any]:
-        """Figures of one run."""
+        """The figures of one run."""
         started = time.perf_counter()
         ran = self.serve(system, draw, rate, workers, in_flight)
         served = ran.served.after(FILLING)
@@ -239,7 +239,7 @@ class Runner:
 
 
 def ms(seconds: float) -> float | None:
-    """Milliseconds for JSON; None where requests were not answered."""
+    """Milliseconds for JSON; None if requests were not answered."""
     return round(float(seconds) * 1e3, 3) if np.isfinite(seconds) else None
 
 
@@ -287,7 +287,7 @@ def measure_small(run: Runner) -> Any:
 
 
 def measure_widths(run: Runner) -> Any:
-    """Figure 2.8, and the throughput of each width when far more arrives than it can serve."""
+    """Figure 2.8, and the throughput of each width if far more arrives than it can serve."""
     _, *padded = lstm_systems(widths=(1, 10, 40))
     draw = lengths(run.seed)
     found = []
@@ -385,7 +385,7 @@ def measure_tasks(run: Runner) -> Any:
 
 
 def measure_priority(run: Runner) -> Any:
-    """Priority of the later cell type or of the earlier, with one and two rounds in flight: trees and pairs."""
+    """Priority of the later or the earlier cell type, with one and two rounds in flight: trees and pairs."""
     found = []
     for in_flight in (1, 2):
         for name, priority in (("later first", 1), ("earlier first", -1)):
@@ -417,7 +417,7 @@ FIGURES: Mapping[str, Callable[[Runner], Any]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A figure of the paper beside ours."""
+    """A figure of the paper and ours."""
 
     figure: str
     what: str
@@ -425,7 +425,7 @@ class Compared:
     ours: float
     unit: str = ""
     why: str = ""
-    """What explains it where it is off by more than 15%, or where it was fitted."""
+    """The reason for a difference of over 15%, or for a fitted figure."""
 
     def line(self) -> str:
         off = self.ours / self.paper - 1
@@ -437,7 +437,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Ordered:
-    """What the paper says of an order or a bound, and whether it holds here."""
+    """A statement of the paper about an order or a bound, and whether it holds here."""
 
     figure: str
     what: str
@@ -449,13 +449,13 @@ class Ordered:
 
 
 def p90_at(curve: Mapping[str, Any], rate: float) -> float:
-    """p90 in ms of the nearest rate that ran."""
+    """The p90 in ms of the nearest rate that ran."""
     row = min(curve["rows"], key=lambda row: abs(row["rate"] - rate))
     return float(row["p90_ms"])
 
 
 def at_half(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """Our p90 over the baseline's, less 1, at the rate nearest to half of the baseline's peak."""
+    """Our p90 divided by the baseline's, minus 1, at the rate nearest to half of the baseline's peak."""
     rates = {row["rate"] for row in theirs["rows"]} & {row["rate"] for row in ours["rows"]}
     half = min(rates, key=lambda rate: abs(rate - theirs["peak"] / 2))
     return p90_at(ours, half) / p90_at(theirs, half) - 1

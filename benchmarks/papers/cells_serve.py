@@ -1,4 +1,4 @@
-"""Cellular batching beside graph batching, in real time, over the same cells and executor.
+"""Cellular batching against graph batching, in real time, over the same cells and executor.
 
 Run: python -m benchmarks.papers.cells_serve measure --device cuda:0 --out DIR  # all models, 4 to 8 minutes on a GPU
      python -m benchmarks.papers.cells_serve measure --device cuda:0 --only lstm --seconds 1 --out DIR
@@ -63,22 +63,23 @@ from holdfast.cells.workers import ROUNDS, tasks_of_a_round
 from holdfast.loop.loop import Loop
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""Rates of the Poisson arrivals, over the best baseline's peak."""
+"""Rates of the Poisson arrivals, as shares of the best baseline's peak."""
 OWN_SHARES = (0.7, 0.9)
-"""And over a system's own peak."""
+"""Further rates, as shares of a system's own peak."""
 FILLING = 0.2
 BURST = 128
-"""Most requests that are unfolded between two steps of an engine, so that a device does not wait for more."""
+"""Largest number of requests that are unfolded between two steps of an engine, so that a device does not wait for more.
+"""
 LABELS = 5
 CAPACITY = 65536
 LSTM_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 SWITCH_SECONDS = 1e-4
-"""As in an engine process: how long a thread may keep another from running Python."""
+"""Seconds for which a thread may keep another from running Python, as in an engine process."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one request brings: tokens, and for a tree its shape."""
+    """The contents of one request: tokens, and for a tree its shape."""
 
     tokens: np.ndarray
     tree: Tree | None = None
@@ -90,7 +91,7 @@ class Engine(Protocol):
     def add(self, request: str, sample: Sample) -> None: ...
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
-        """Work a little; the requests that ended. None if there was nothing to do."""
+        """Do a part of the work. Returns the requests that ended, or None if there was nothing to do."""
 
     def drain(self) -> None:
         """End all requests."""
@@ -214,7 +215,7 @@ class System:
     name: str
     engine: Callable[[], Engine]
     role: Literal["ours", "baseline", "outside"] = "baseline"
-    """What it is to the comparison: a baseline runs on the same cells and executor, an outside one does not."""
+    """Role in the comparison: a baseline runs on the same cells and executor, an outside system does not."""
 
 
 @dataclass
@@ -223,15 +224,15 @@ class Model:
 
     name: str
     samples: Sequence[Sample]
-    """What requests bring, one after the other and again from the first."""
+    """Contents of the requests, one after the other and again from the first."""
     systems: list[System]
     clients: int
-    """Open requests that keep a system full."""
+    """Number of open requests that keep a system full."""
 
 
 @dataclass
 class Probe:
-    """What a run gave."""
+    """The result of a run."""
 
     served: Served
     results: dict[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
@@ -247,7 +248,10 @@ def serve(
     workers: int = 1,
     keep: bool = False,
 ) -> Probe:
-    """Serve for some seconds: requests that arrive at times, or as many as keep `clients` open. The rest is dropped."""
+    """Serve for some seconds: requests that arrive at given times, or as many as keep `clients` open.
+
+    Others are dropped.
+    """
     count = len(samples)
     arrival, scheduled, finished = (np.full(count, np.inf) for _ in range(3))
     results: dict[str, Mapping[str, np.ndarray]] = {}
@@ -255,11 +259,11 @@ def serve(
     torch_threads = torch.get_num_threads()
     added = ended = 0
     gc.collect()
-    gc.disable()  # as in an engine process, which collects where nothing waits
+    gc.disable()  # as in an engine process, which collects in pauses
     begin = time.perf_counter()
 
     def add_due() -> float:
-        """Add what is due; seconds until the next arrival."""
+        """Add due requests. Returns the seconds until the next arrival."""
         nonlocal added
         with lock:
             now = time.perf_counter() - begin
@@ -274,7 +278,7 @@ def serve(
 
     def work(worker: int) -> None:
         nonlocal ended
-        torch.set_num_threads(torch_threads)  # it holds for the thread that calls it
+        torch.set_num_threads(torch_threads)  # applies to the calling thread only
         while True:
             wait = add_due()
             outputs = engine.step(worker)
@@ -317,7 +321,7 @@ def peak_of(system: System, model: Model, run: argparse.Namespace) -> float:
 
 
 class Endless(Sequence[Sample]):
-    """Samples again and again."""
+    """The samples repeated without end."""
 
     def __init__(self, some: Sequence[Sample], count: int = 10_000_000) -> None:
         self._some, self._count = some, count
@@ -387,7 +391,7 @@ class Bench:
         self.max_tasks = tasks_of_a_round(run.max_tasks, run.device, ROUNDS)
 
     def executors(self, cells: Sequence[Cell]) -> list[Any]:
-        """One for each device, with every cell ready at every size."""
+        """One executor for each device, with every cell ready at every size."""
         types = {cell: number for number, cell in enumerate(cells)}
         made: list[Any] = []
         for device in self.run.device:
@@ -429,7 +433,7 @@ class Bench:
         return System(name, engine, role)
 
     def models(self) -> Iterator[Model]:
-        """Those that were asked for, each made when it is its turn."""
+        """The models that were asked for, each made when its turn comes."""
         makers = {
             "lstm": lambda: self.lstm("lstm", self.sentences()),
             "equal-lstm": lambda: self.lstm("equal-lstm", self.sentences(fixed=24)),
@@ -531,7 +535,7 @@ class Bench:
         return Model(name, samples, systems, self.run.clients or 1024)
 
     def cellular_trees(self, most: int) -> System:
-        """Cellular batching of trees alone, with tasks of at most so many cells."""
+        """Cellular batching of trees alone, with tasks of at most `most` cells."""
         cells, executors, unfold = self._trees_up_to(most)
         return self.system(f"cellular, {most}", cells, executors, unfold, CellPlanner, "ours")
 
@@ -605,7 +609,7 @@ def tree_operators(w: Weights, sizes: tuple[int, ...]) -> tuple[Operators, Opera
 
 
 def compare(model: Model, run: argparse.Namespace) -> dict[str, float]:
-    """By system: the share of a sample's last results that equal those of the first system."""
+    """For each system, the share of a sample's last results that equal those of the first system."""
     samples = model.samples[-64:]
     found = {}
     for system in model.systems:
@@ -659,7 +663,7 @@ def measure(run: argparse.Namespace) -> None:
 
 
 def at_rate(system: Mapping[str, Any], rate: float) -> float | None:
-    """p90 in milliseconds at one of the shared rates."""
+    """The p90 in milliseconds at one of the shared rates."""
     return next((row["p90_ms"] for row in system["rows"] if abs(row["rate"] - rate) < 0.5), None)
 
 
@@ -668,10 +672,10 @@ def of_role(systems: Sequence[Mapping[str, Any]], role: str) -> list[Mapping[str
 
 
 def ratios(systems: Sequence[Mapping[str, Any]]) -> str:
-    """Our peak over the best of all others', and p90 at half of the best baseline's peak, ours and the lowest other.
+    """Our peak divided by the best other one, and p90 at half of the best baseline's peak: ours and the lowest other.
 
     Baselines compute the same cell; outside systems bring a faster one, and count as well. Only the rates up to the
-    baselines' peak are shared by all, so the rate of the p90 follows from the baselines.
+    baselines' peak are shared by all, so the baselines determine the rate of the p90.
     """
     ours, theirs = of_role(systems, "ours"), of_role(systems, "baseline")
     same_cell = max(theirs, key=lambda system: system["peak"])
@@ -691,7 +695,7 @@ def ratios(systems: Sequence[Mapping[str, Any]]) -> str:
 
 
 def crossing(ours: Mapping[str, Any], outside: Mapping[str, Any]) -> str:
-    """From which of the rates that both ran an outside system has the lower p90."""
+    """The rate, of those that both ran, from which an outside system has the lower p90."""
     rates = sorted({row["rate"] for row in ours["rows"]} & {row["rate"] for row in outside["rows"]})
     both = [(rate, at_rate(ours, rate), at_rate(outside, rate)) for rate in rates]
     lower = [rate for rate, own, other in both if other is not None and (own is None or other < own)]

@@ -1,10 +1,10 @@
-"""BatchMaker's Figure 2.3: the time of an LSTM step with hidden 1,024 by batch size, and the sizes that it gives.
+"""BatchMaker's Figure 2.3: the time of an LSTM step with hidden 1,024 by batch size, and the sizes that follow.
 
 Run: python -m benchmarks.papers.cells_sizes measure --device cuda  # as `holdfast profile --app`, in three types
      python -m benchmarks.papers.cells_sizes show                   # table and plot of all devices so far
 
 A step is one task as the executor runs it: five in a row, each with the embedding of its word, h and c from and to the
-arenas. Types: float32, float32 with products in TF32, bfloat16. A CPU runs float32 alone. The paper: a V100 and CUDA 9.
+arenas. Types: float32, float32 with products in TF32, bfloat16. A CPU runs only float32. The paper: a V100 and CUDA 9.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from holdfast.lab.reports import plots
 STEM = RESULTS / "cells-sizes"
 HIDDEN, WORDS = 1024, 10_000
 PAPER = CellCost((64, 512), (185e-6, 784e-6))
-"""The two points that the paper gives in words."""
+"""The two points that the paper states in its text."""
 TYPES: Mapping[str, tuple[torch.dtype, str]] = {
     "float32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
     "bfloat16": (torch.bfloat16, "highest"),
 }
-"""The type of weights and state, and the precision of float32's products."""
+"""For each name, the type of weights and state, and the precision of float32's products."""
 
 
 def step(hidden: int, dtype: torch.dtype) -> Cell:
@@ -93,7 +93,7 @@ def show(stem: Path, kept: Mapping[str, Any]) -> None:
 
 
 def best(cost: CellCost) -> float:
-    """The most nodes a second."""
+    """Largest number of nodes per second."""
     return max(map(cost.throughput, cost.sizes))
 
 

@@ -1,4 +1,4 @@
-"""FineInfer's figures: its SimpleReqManager on padded rows beside a token-level manager on a paged cache.
+"""FineInfer's figures: its SimpleReqManager on padded rows against a token-level manager on a paged cache.
 
 Run: python -m benchmarks.papers.fineinfer sweep     # Figures 5 to 8 (F-42, F-43), simulated RTX 3090; half an hour
      python -m benchmarks.papers.fineinfer why       # full load, one assumption changed at a time (F-43, F-45); minutes
@@ -17,7 +17,7 @@ Simulated: a Llama-3-8B shape on an RTX 3090 by its data sheet. A forward throug
 too. `simple` copies its cache in every decode. Logits of whole prompts take memory, and of time 2.4 ms for 161 tokens.
 
 Memory (F-44), derived: both have what weights leave of 24 GB. `simple` keeps logits in float32 of a whole prompt of
-1,024 tokens (0.5 GB beside 0.26 in 16 bits), and every cache twice, as concatenation makes a new one before the old one
+1,024 tokens (0.5 GB, and 0.26 in 16 bits), and every cache twice, as concatenation makes a new one before the old one
 is freed. `nopad` keeps the logits of last tokens and one copy.
 
 Overhead: the latency of a batch of three copies less the time that the device computed; `engine` is the loop alone in
@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.papers import RESULTS, save
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record
 from holdfast.lab.row_schedulers import PaddedBatches, PredictedLength
@@ -48,36 +47,37 @@ from holdfast.lab.simulator.padded import RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Conversation, Lengths, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.row_builder import RowBuilder
 
 MODEL, DEVICE = "llama-3-8b", "rtx-3090"
 FORWARD = 0.021
-"""Seconds: 47 tokens/s of an 8B model by `generate` at batch 1."""
+"""Shortest time of a forward in seconds: 47 tokens/s of an 8B model by `generate` at batch 1."""
 SLOW = 0.061
-"""Seconds of an eager decode of 8 rows of a Llama-2-7B shape by Transformers' code beside an H200 (torch 2.11)."""
+"""Seconds of an eager decode of 8 rows of a Llama-2-7B shape by Transformers' code on an H200 (torch 2.11)."""
 LAYERS = ("engine", "server", "cli")
 LONGEST = 1024
 DATASETS = {"ShareGPT": (161.31, 337.99, 4.7, 0.24, 2.0), "Alpaca": (19.31, 58.45, 4.5, 0.3, 4.0)}
 """Mean tokens in and out; the paper's ratio of batches; the rates at which its Simple and its Nopad break down."""
 SIGMA = 1.0
-"""Standard deviation of the logarithm of lengths; the paper states none."""
+"""Standard deviation of the logarithm of lengths. The paper states none."""
 RATES = {
     "ShareGPT": (0.1, 0.24, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0),
     "Alpaca": (0.3, 1.0, 4.0, 6.0, 8.0, 10.0, 15.0, 20.0, 25.0, 30.0),
 }
-"""Requests a second; a design is run up to the first at which it has broken down."""
+"""Requests per second. A design runs up to the first rate at which it has broken down."""
 MINUTES = 15
-"""Of arrivals, as in §4.1."""
+"""Minutes of arrivals, as in §4.1."""
 FULL = 20_000
-"""Requests that wait from the beginning, at full load."""
+"""Number of requests that wait from the beginning, at full load."""
 FREE = 0.95
 """Share of the card that a process may use."""
 ACTIVATIONS = 5e8
-"""Bytes of a step of either design, logits aside."""
+"""Bytes of a step's activations in either design, without logits."""
 BROKEN = 0.5
-"""Normalized latency in seconds a token from which a design has broken down."""
+"""Normalized latency, in seconds per token, from which a design has broken down."""
 
 
 def requests(dataset: str, count: int) -> list[Conversation]:
@@ -88,7 +88,7 @@ def requests(dataset: str, count: int) -> list[Conversation]:
 
 
 def cache_tokens(design: str, prompts: int = 1, *, memory: float | None = None) -> int:
-    """Positions that the cache of a design holds, if `prompts` of the longest prompts are computed at once."""
+    """Number of positions in the cache of a design, if `prompts` of the longest prompts are computed at once."""
     shape = MODELS[MODEL]
     free = (memory or DEVICES[DEVICE].memory) * FREE - shape.weight_bytes - ACTIVATIONS
     whole = 6 * LONGEST * prompts if design == "simple" else 6 * prompts
@@ -97,7 +97,7 @@ def cache_tokens(design: str, prompts: int = 1, *, memory: float | None = None) 
 
 
 class LongestNew(PredictedLength):
-    """Every request is expected to generate LONGEST tokens: the manager does not know what it will."""
+    """Expects every request to generate LONGEST tokens, because the manager does not know the length."""
 
     def __init__(self, step: RowBuilder) -> None:
         super().__init__(step)
@@ -113,7 +113,7 @@ class SimpleReserving(PaddedBatches):
 
 
 class ReservingLongest(Reservation):
-    """Blocks for a prompt and LONGEST tokens, of each running request and of the one that asks."""
+    """Reserves blocks for a prompt and LONGEST tokens, for each running request and for the one that asks."""
 
     def _add(self, entry: Entry) -> None:
         positions = len(entry.sequence.request.prompt) + LONGEST - 1
@@ -133,21 +133,21 @@ class NopadReserving(Orca):
 
 @dataclass(frozen=True)
 class Assumption:
-    """What a run assumes beside the set-up that the top of this file describes."""
+    """An assumption of a run, in addition to the set-up that the top of this file describes."""
 
     about: str
     reserve: bool = False
-    """Each request is admitted as if it would generate LONGEST tokens."""
+    """Whether each request is admitted as if it would generate LONGEST tokens."""
     to_longest: bool = False
-    """Each is computed to LONGEST tokens, whatever it should generate."""
+    """Whether each request is computed to LONGEST tokens, whatever it should generate."""
     forward: float = FORWARD
-    """Least seconds of a forward."""
+    """Shortest time of a forward in seconds."""
     alone: bool = False
-    """One request at a time."""
+    """Whether requests run one at a time."""
     small: bool = False
-    """`nopad` has as many tokens of cache as `simple`."""
+    """Whether `nopad` has as many tokens of cache as `simple`."""
     copies: bool = True
-    """`simple` copies its cache in each decode."""
+    """Whether `simple` copies its cache in each decode."""
 
 
 ASSUMPTIONS = {
@@ -165,9 +165,9 @@ SWEPT = ("known", "reserve")
 
 
 def simulated(dataset: str, design: str, rate: float | None, name: str = "known") -> dict[str, Any]:
-    """One design under one assumption, with arrivals at a rate for `MINUTES`; with `rate` None `MINUTES` of full load.
+    """Run one design under one assumption, with arrivals at a rate for `MINUTES`; with `rate` None, at full load.
 
-    Batch, normalized latency and requests a second.
+    Returns batch, normalized latency and requests per second.
     """
     assumed = ASSUMPTIONS[name]
     tokens = cache_tokens("simple" if assumed.small else design)
@@ -202,7 +202,7 @@ def simulated(dataset: str, design: str, rate: float | None, name: str = "known"
 
 
 def figures_of(records: Sequence[Record], seconds: float) -> dict[str, Any]:
-    """Mean batch until the last request starts, mean normalized latency, and tokens and requests a second.
+    """Mean batch until the last request starts, mean normalized latency, and tokens and requests per second.
 
     A request that was stopped in the middle counts like the others.
     """
@@ -275,7 +275,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def why(out: Path, datasets: Sequence[str]) -> None:
-    """Requests a second and batches at full load, one assumption changed at a time (F-43, F-45)."""
+    """Requests per second and batches at full load, with one assumption changed at a time (F-43, F-45)."""
     rows: list[dict[str, Any]] = []
     lines = [
         "| lengths | assumed | requests/s: simple | nopad | ratio | batch: simple | nopad | ratio |",
@@ -300,7 +300,7 @@ def why(out: Path, datasets: Sequence[str]) -> None:
 
 
 def memory(out: Path) -> None:
-    """F-44, derived."""
+    """Derive F-44: the tokens that each design's cache holds."""
     rows = [
         {"prompts": prompts, **{design: cache_tokens(design, prompts) for design in ("simple", "nopad")}}
         for prompts in (1, 2, 4)

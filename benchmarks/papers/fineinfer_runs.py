@@ -22,7 +22,7 @@ from benchmarks.lib.invocation import provenance
 from benchmarks.lib.papers import save
 from benchmarks.lib.row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, progress, serve, warm
 from benchmarks.papers.fineinfer import LONGEST, MODEL, cache_tokens, figures_of, requests
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.client import EngineClient
@@ -32,17 +32,18 @@ from holdfast.lab import workloads
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import PromptTokens
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.types import StepPlan, StepResult
 
 COPIES = 3
-"""Requests of a batch (§4.3)."""
+"""Number of requests of a batch (§4.3)."""
 DESIGNS = {
     "simple": dict(executor="padded", scheduler="padded-batches"),
     "nopad": dict(executor="paged", scheduler="orca"),
 }
 TOKENS = 2048
-"""Prompts have ids below this: each is one of the built-in tokenizer."""
+"""Bound of the ids in prompts, so that each is a token of the built-in tokenizer."""
 PAPER_OVERHEAD = (
     "Paper, (1024, 1024), seconds beside the GPU's: engine_step 0.682 and 1.035 (Simple, Nopad), with the rest of the "
     "engine 0.788 and 1.061."
@@ -58,7 +59,7 @@ def load(
     seconds: float,
     limit: float,
 ) -> None:
-    """These rates of each data set on this device: padded batches in 24 GB of it."""
+    """Run these rates of each data set on this device: padded batches in 24 GB of it."""
     about = provenance()
     engines = RowEngines(TINY if tiny else LLAMA_3_8B)
     rows: list[dict[str, Any]] = []
@@ -153,7 +154,7 @@ def overhead(
     repeats: int,
     limit: float,
 ) -> None:
-    """Latency of a batch of three copies less the time of its forwards, layer by layer (F-46); by function (F-47)."""
+    """Latency of a batch of three copies minus the time of its forwards, by layer (F-46) and by function (F-47)."""
     about = provenance()
     rows: list[dict[str, Any]] = []
     stem = out / ("fineinfer-overhead-tiny" if tiny else f"fineinfer-overhead-{about['device'].replace(' ', '-')}")
@@ -196,7 +197,7 @@ def in_engine(
                 total = time.perf_counter() - begin
                 if repeat:  # the first one loads kernels
                     parts = {name: each.seconds for name, each in timed.items()}
-                    # Launches and waiting are around the forwards; what they take beside them is the host's.
+                    # Launches and waiting surround the forwards. Their other time is the host's.
                     parts["launch and wait"] = parts.pop("submit") + parts.pop("collect") - forwards.seconds
                     parts["launch and wait"] -= parts["stage"]
                     named = sum(parts.values())
@@ -209,7 +210,7 @@ def in_engine(
 
 
 def limited(repeats: int, limit: float) -> Iterator[int]:
-    """Numbers of repetitions from 0, which does not count; none begins after `limit` seconds, but 1 does."""
+    """Numbers of repetitions from 0, which does not count. None begins after `limit` seconds, but 1 always does."""
     began = time.perf_counter()
     for repeat in range(repeats + 1):
         if repeat > 1 and time.perf_counter() - began > limit:
@@ -247,7 +248,7 @@ def in_server(
 def in_cli(
     directory: Path, options: dict[str, Any], lengths: Sequence[tuple[int, int]], repeats: int, limit: float
 ) -> Iterator[dict[str, Any]]:
-    """The client of `holdfast bench`, by HTTP, of `holdfast serve`."""
+    """The client of `holdfast bench`, over HTTP, with `holdfast serve`."""
 
     async def once(http: httpx.AsyncClient, prompt: int, output: int, salt: str) -> None:
         ask = partial(ask_server, http, model)
@@ -286,7 +287,7 @@ def in_cli(
 def beside_trace(
     started: Callable[[Path], Any], lengths: Sequence[tuple[int, int]], repeats: int, limit: float
 ) -> Iterator[dict[str, Any]]:
-    """Runs of an engine process; what its trace says is the time of forwards."""
+    """Runs of an engine process. The time of forwards comes from its trace."""
     spans: list[tuple[int, int, float, float, float]] = []
 
     async def all_of(trace: Path) -> None:
@@ -304,7 +305,7 @@ def beside_trace(
                     if repeat:
                         spans.append((prompt, output, begin, time.monotonic(), text.seconds))
                     text.undo()
-                    await asyncio.sleep(0.2)  # the engine is at rest again
+                    await asyncio.sleep(0.2)  # the engine is idle again
 
     with tempfile.TemporaryDirectory() as scratch:
         trace = Path(scratch) / "trace.json"
@@ -367,7 +368,7 @@ def draw_overhead(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Figures 3 and 4: a box for each design and layer."""
     try:
         from holdfast.lab.reports import plots
-    except ImportError:  # a machine without matplotlib; the JSON has all
+    except ImportError:  # a machine without matplotlib; the JSON has all figures
         return
     lengths = list({(row["prompt"], row["output"]): None for row in rows})
 

@@ -45,7 +45,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.lib import papers
 from benchmarks.lib.invocation import add_engine_options
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import Burst
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lab import workloads
@@ -53,6 +52,7 @@ from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.executor import Reserve, SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import StepBuilder
@@ -67,14 +67,14 @@ from holdfast.loop.loop import Loop
 
 LIMIT = 100.0
 LIMITS = (50.0, LIMIT, 200.0)
-"""Mean normalized latency, ms a token."""
+"""Limits of the mean normalized latency, in ms per token."""
 STEP, BISECTIONS = 1.4, 2
 LONGEST = 16_384
 CACHE, HOST = 40e9, 200.0
-"""Bytes of KV cache and GB of host memory, for each GPU."""
+"""Bytes of KV cache, and GB of host memory, for each GPU."""
 DATASETS = {"ShareGPT": workloads.SHAREGPT, "UltraChat": workloads.ULTRACHAT}
 LOWEST = {"opt-13b": 1.8, "llama-2-13b-gqa": 3.5, "opt-66b": 1.8, "llama-2-70b": 2.5}
-"""Requests a second of the first run."""
+"""Requests per second of the first run."""
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "vLLM": {"scheduler": "prefill-first", "prefix_sharing": False, "token_budget": LONGEST},
@@ -191,7 +191,7 @@ SHOWN = ("completed", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "m
 
 
 def curve(job: tuple[Task, float, Sequence[float], Sequence[str]]) -> tuple[Task, list[dict[str, Any]]]:
-    """Runs at these rates; where there are none at rising ones, up to far beyond the limit, and at some between."""
+    """Run at these rates, or without any at rising ones, up to far beyond the limit, and at some in between."""
     task, seconds, rates, vary = job
     runs: dict[float, dict[str, Any]] = {}
 
@@ -222,7 +222,7 @@ def curve(job: tuple[Task, float, Sequence[float], Sequence[str]]) -> tuple[Task
 
 
 def throughput(runs: Sequence[dict[str, Any]], limit: float) -> float:
-    """Requests a second at which the latency crosses the limit; 0 where the first run is beyond it."""
+    """Requests per second at which the latency crosses the limit; 0 if the first run is beyond it."""
     for before, after in pairwise(runs):
         low, high = before[LATENCY], after[LATENCY]
         if low <= limit < high:
@@ -246,7 +246,7 @@ def show(figures: Sequence[int], found: Found) -> list[str]:
             if task not in found:
                 continue
             first = next(of for of in FIGURES[figure] if (of.model, of.dataset) == (task.model, task.dataset))
-            if figure == 15:  # every think time beside vLLM at the longest
+            if figure == 15:  # every think time, compared with vLLM at the longest
                 first = task._replace(system="vLLM", think=600.0)
             gains = [
                 f"{throughput(found[task], limit) / under:.2f}" if under else "-"
@@ -324,7 +324,7 @@ def search_rates(args: argparse.Namespace) -> None:
 
 
 def rows_of(found: Found) -> list[dict[str, Any]]:
-    """The curves as JSON takes them."""
+    """The curves in a form for JSON."""
     return [{"task": task._asdict(), "runs": runs} for task, runs in found.items()]
 
 
@@ -336,14 +336,14 @@ CHUNK, BLOCK = 32, 16
 
 OPT = dict(
     # 13e9 weights of 2 bytes over 1.5 TB/s, 2 operations each at 156 TFLOP/s; in attention 4 operations by 5,120
-    # dimensions by 40 layers; 819,200 bytes of keys and values a position, of which 40 GB and 200 GB hold so many.
+    # dimensions by 40 layers; 819,200 bytes of keys and values a position, which give device and host.
     base=17.3e-3, token=0.167e-3, pair=5.3e-9, decode=0.55e-6, device=48_828, host=244_140, think=60.0, sharegpt=True,
 )  # fmt: skip
 
 
 @dataclass
 class Conversation:
-    """A user's turns, drawn before the run, and the tokens so far."""
+    """A user's turns, drawn before the run, and the conversation's tokens so far."""
 
     number: int
     turns: list[tuple[int, int, float]]
@@ -394,7 +394,7 @@ def step_seconds(plan: StepPlan, options: argparse.Namespace) -> float:
     pairs = sum((segment.stop - segment.start) * (segment.start + segment.stop) / 2 for segment in plan.segments)
     decoded = sum(segment.stop for segment in plan.segments if segment.stop - segment.start == 1)
     tokens = plan.num_tokens
-    # Few tokens take as long as the weights take to be read, many as long as their operations.
+    # Few tokens take the time of reading the weights, many the time of their operations.
     linear = max(options.base, options.token * tokens) if options.decode else options.base + options.token * tokens
     return float(linear + options.pair * pairs + options.decode * decoded)
 
@@ -476,7 +476,7 @@ KEPT = {
     "device cache": ("retention", False, True),
     "both tiers": ("retention", True, True),
 }
-"""By system: eviction order, whether there is a host tier, whether anything is kept between turns."""
+"""For each system: eviction order, whether there is a host tier, whether anything is kept between turns."""
 COLOURS = {"stateless": "#8a8a8a", "device cache": "#c26a2d", "both tiers": "#3b6ea5", "retention": "#3b6ea5"}
 COLOURS |= {"lru": "#c26a2d", "lru-conversation": "#8a8a8a", "tail-first": "#6a9a4f"}
 NAMES = {"stateless": "stateless", "device": "device cache", "tiers": "both tiers"}
@@ -600,7 +600,7 @@ class H200:
         return [Reserve(Burst())]
 
     def hop(self, plan: StepPlan) -> float:
-        """There is one stage."""
+        """No time: there is one stage."""
         return 0.0
 
     def stages(self, plan: StepPlan) -> list[float]:

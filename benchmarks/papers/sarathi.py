@@ -13,11 +13,11 @@ and the median request waits at most 2 s. `orca` and `vllm` are Holdfast's `orca
 those systems. Results and plots go to benchmarks/papers/results/.
 
 `vary-capacity` and `vary-ablation` change the set-up, one thing at a time or together, to find out why a figure differs
-from the paper's. Capacities are then of openchat_sharegpt4, where all ratios in the paper's text come from. What the
-authors ran is in github.com/microsoft/sarathi-serve, branch osdi-sarathi-serve, folder osdi-experiments. The lengths of
-their requests are in branch niyama_asplos2026, data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv;
-`--lengths` takes that file in place of the distribution fitted to Table 2. Each call adds its rows to
-benchmarks/papers/results/sarathi-varied.json.
+from the paper's. Capacities are then of openchat_sharegpt4, where all ratios in the paper's text come from. The
+authors' runs are in github.com/microsoft/sarathi-serve, branch osdi-sarathi-serve, folder osdi-experiments. The lengths
+of their requests are in branch niyama_asplos2026,
+data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv; `--lengths` takes that file in place of the
+distribution fitted to Table 2. Each call adds its rows to benchmarks/papers/results/sarathi-varied.json.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.lib import papers
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
@@ -48,6 +47,7 @@ from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import whole_tiles
@@ -55,9 +55,9 @@ from holdfast.lm.types import EngineShape
 
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
 CEILING = 4096
-"""Most tokens of a computed budget, divided among pipeline stages: larger steps are no cheaper and leave bubbles."""
+"""Largest computed budget in tokens, divided among pipeline stages: larger steps are no cheaper and leave bubbles."""
 BUDGETS = {"strict": (512, 1024, 2048), "relaxed": (1536, 2048, 4096)}
-"""By SLO, the fixed budgets tried; Sarathi-Serve's own are among them."""
+"""For each SLO, the fixed budgets that are tried. Sarathi-Serve's own are among them."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Setting:
     model: str
     layout: dict[str, Any]
     strict: float
-    """P99 TBT, seconds; `relaxed` too."""
+    """Limit of P99 TBT in seconds; `relaxed` is another."""
     relaxed: float
     start: float
-    """Requests a second at which the search begins."""
+    """Requests per second at which the search begins."""
     relaxed_budget: int = 2048
     most_of_orca: int = 16
-    """Sequences of Orca in the authors' configuration."""
+    """Number of sequences of Orca in the authors' configuration."""
 
     def limit(self, slo: str) -> float:
-        """P99 TBT, seconds."""
+        """Limit of P99 TBT in seconds."""
         return self.relaxed if slo == "relaxed" else self.strict
 
     def budget(self, slo: str) -> int:
@@ -86,7 +86,7 @@ class Setting:
 
 A100S = {"device": "a100-80gb"}
 A40S = {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"}
-"""NVLink in pairs: a ring over four devices goes over PCIe as well."""
+"""NVLink joins pairs only, so a ring over four devices also goes over PCIe."""
 TWO_NODES = {**A100S, "tp": 4, "pp": 2, "link": "pcie4", "stage_link": "ethernet-100g-tcp"}
 SETTINGS = {
     "Mistral-7B": Setting("mistral-7b", A100S, 0.1, 0.5, start=1.5),
@@ -94,12 +94,12 @@ SETTINGS = {
     "LLaMA2-70B": Setting("llama-2-70b", A40S, 1.0, 5.0, start=0.25, relaxed_budget=1536, most_of_orca=8),
     "Falcon-180B": Setting("falcon-180b", TWO_NODES, 1.0, 5.0, start=0.25, most_of_orca=8),
 }
-PAPER = {  # all that the text states; the bars of Figures 9 and 10 are not in it
+PAPER = {  # all figures in the text; the bars of Figures 9 and 10 are not among them
     ("Mistral-7B", SHAREGPT, "strict", "orca"): 3.2,
     ("Yi-34B", SHAREGPT, "relaxed", "vllm"): 2.7,
 }
 PAPER_BEST = {"Mistral-7B": 2.6, "Yi-34B": 2.8, "Falcon-180B": 6.9}
-"""The most over vLLM or Orca on any data set and SLO (§1)."""
+"""Largest gain over vLLM or Orca on any data set and SLO (§1)."""
 TABLE_4 = {
     SHAREGPT: {"hybrid-only": (0.56, 1.08), "chunked-only": (1.04, 0.34), "stall-free": (0.85, 0.29)},
     ARXIV: {"hybrid-only": (4.18, 1.76), "chunked-only": (4.86, 0.38), "stall-free": (3.03, 0.35)},
@@ -114,7 +114,8 @@ SYSTEMS = {
     "fixed": "best fixed (budget)",
 }
 """Columns of `capacity`. `sarathi` has the paper's fixed budget. `once` computes the budget from the SLO at the start
-(Algorithm 3, lines 1 and 2), `computed` at every step."""
+(Algorithm 3, lines 1 and 2), `computed` at every step.
+"""
 VARIATIONS = papers.VARIATIONS | {
     "ray": "9 ms more a step, 16 on A40s, as Vidur recorded of the host",
     "orca": "Orca runs at most 16 sequences, 8 in the pipelines, as the authors' configurations say",
@@ -124,7 +125,7 @@ VARIATIONS = papers.VARIATIONS | {
 }
 NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Falcon-180B/strict")
 SAME_SET_UP = ("setting", "vary", "lengths", "requests", "seed")
-"""A later row replaces an earlier one that agrees in these."""
+"""Keys in which a later row must agree with an earlier one to replace it."""
 
 
 @cache
@@ -136,10 +137,10 @@ def deployed(name: str, vary: tuple[str, ...] = ()) -> Deployment:
 
 
 def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineConfig:
-    """The configuration that stands for a system; `fixed-N` is a budget of N. `slo` is in seconds."""
+    """The configuration for a system; `fixed-N` is a budget of N. `slo` is in seconds."""
     longest = DATASETS[dataset].limit + 1
     common: dict[str, Any] = {"max_model_len": longest, "max_sequences": 128, "prefix_sharing": False}
-    if system == "orca":  # no paging: as many sequences as fit at the longest length
+    if system == "orca":  # without paging, as many sequences as fit at the longest length
         most = max(1, min(128, cache_tokens // longest))
         return EngineConfig(**common | {"max_sequences": most}, scheduler="orca")
     if system == "vllm":
@@ -152,7 +153,7 @@ def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineCo
 
 
 def requests(dataset: str, count: int, seed: int, lengths: Path | None = None) -> Workload:
-    """Requests of a data set. Those of sharegpt come from the file if there is one, in an order drawn by `seed`."""
+    """Requests of a data set. For sharegpt they come from the file if there is one, in an order drawn by `seed`."""
     if lengths is None or dataset != SHAREGPT:
         return workloads.sample_dataset(dataset, count, seed)
     with lengths.open(newline="") as file:
@@ -162,7 +163,7 @@ def requests(dataset: str, count: int, seed: int, lengths: Path | None = None) -
 
 
 class Unbalanced(PipelineLatencyTarget):
-    """A target that bounds the streams of each step alone, where nothing makes steps equal."""
+    """A target that bounds the streams of each step alone, without making steps equal."""
 
     @classmethod
     def of(cls, cost: CostModel, target: float, stages: int, shape: EngineShape) -> Policy:
@@ -180,7 +181,7 @@ class Unbalanced(PipelineLatencyTarget):
 
 
 def bubbles(names: Iterable[str], count: int) -> list[dict[str, Any]]:
-    """The share of time that each stage is idle while 64 requests are under way, by policy, on the pipelines."""
+    """Share of time that each stage is idle with 64 requests in progress, by policy, on the pipelines."""
     rows = []
     for name in (name for name in names if deployed(name).pipeline is not None):
         deployment, setting = deployed(name), SETTINGS[name]
@@ -229,7 +230,7 @@ def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: f
 
 
 class Search(NamedTuple):
-    """A capacity to find."""
+    """A search for a capacity."""
 
     name: str
     dataset: str
@@ -237,14 +238,14 @@ class Search(NamedTuple):
     system: str
     requests: int
     close: float = TOLERANCE
-    """The search ends when its bounds are this close to one another."""
+    """Ratio of the bounds at which the search ends."""
     vary: tuple[str, ...] = ()
     seed: int = 0
     lengths: Path | None = None
 
 
 def capacity_of(search: Search) -> tuple[Search, float]:
-    """The search, and the requests a second that it finds."""
+    """The search, and the requests per second that it finds."""
     name, dataset, slo, system, count, close, vary, seed, lengths = search
     deployment, setting = deployed(name, vary), SETTINGS[name]
     limit = setting.limit(slo)
@@ -265,7 +266,7 @@ def capacity_of(search: Search) -> tuple[Search, float]:
 
 
 def capacity(names: Iterable[str], systems: Sequence[str], count: int, processes: int) -> list[dict[str, Any]]:
-    """Figures 9 and 10, beside budgets computed from the SLO and the best fixed one."""
+    """Figures 9 and 10, with budgets computed from the SLO and the best fixed one."""
     searches = []
     for dataset in (SHAREGPT, ARXIV):
         for name in names:
@@ -300,12 +301,12 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
 
 
 def ratio(over: float, under: float) -> float:
-    """How many times; infinity over nothing."""
+    """The quotient; infinity for a divisor of 0."""
     return over / under if under else inf
 
 
 def show_capacity(rows: list[dict[str, Any]]) -> list[str]:
-    """The table: requests a second, ratios, the paper's beside ours; a dash for a system that did not run."""
+    """The table: requests per second, ratios, the paper's next to ours; a dash for a system that did not run."""
     over = (("sarathi", "orca"), ("sarathi", "vllm"), ("computed", "fixed"), ("once", "computed"))
     heads = ["model", "data set", "SLO", *SYSTEMS.values(), *(f"{SYSTEMS[a]} / {SYSTEMS[b]}" for a, b in over)]
     lines = [f"| {' | '.join(heads)} |".replace(" (budget) |", " |"), "|---" * len(heads) + "|"]
@@ -362,7 +363,7 @@ def ablation(vary: tuple[str, ...] = (), seed: int = 0, lengths: Path | None = N
 
 
 def show_ablation(found: dict[str, Any]) -> list[str]:
-    """Table 4 beside ours."""
+    """Table 4 and our figures."""
     lines = [
         "| data set | scheduler | P50 TTFT, s (paper) | ours | P99 TBT, s (paper) | ours | off |",
         "|---|---|---|---|---|---|---|",
@@ -382,7 +383,7 @@ def vary(args: argparse.Namespace) -> None:
     kept = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
     kept = {"capacity": [], "ablation": []} | kept
     for seed in args.seeds:
-        row = about | {"vary": args.vary, "lengths": told(args.lengths), "seed": seed}
+        row = about | {"vary": args.vary, "lengths": origin_of(args.lengths), "seed": seed}
         if args.part == "vary-ablation":
             kept["ablation"].append(row | ablation(varied, seed, args.lengths))
             continue
@@ -403,7 +404,7 @@ def vary(args: argparse.Namespace) -> None:
 
 
 def show_varied_capacity(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each setting and variation: the median over seeds, and the range where there are several."""
+    """A line for each setting and variation: the median over seeds, and the range if there are several."""
     lines = [
         "| setting | varied | lengths | requests | seeds | Orca | vLLM | Sarathi | /Orca (paper) | /vLLM (paper) |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -442,7 +443,7 @@ def show_varied_ablation(rows: Sequence[dict[str, Any]]) -> list[str]:
         paper = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in systems.values()]
         lines.append(f"| {dataset} | the paper | | | | {' | '.join(paper)} |")
         for row in rows:
-            if dataset == ARXIV and row["lengths"] != told(None):
+            if dataset == ARXIV and row["lengths"] != origin_of(None):
                 continue  # the authors' lengths of these are not published
             varied = " + ".join(row["vary"]) or "as ours"
             cells = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in row["cells"][dataset].values()]
@@ -451,8 +452,8 @@ def show_varied_ablation(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def told(lengths: Path | None) -> str:
-    """Where the lengths come from."""
+def origin_of(lengths: Path | None) -> str:
+    """The origin of the lengths."""
     return "authors'" if lengths else "fitted"
 
 
@@ -475,7 +476,7 @@ def joining() -> list[dict[str, Any]]:
 
 
 def show_joining(rows: list[dict[str, Any]]) -> list[str]:
-    """Times of a decode step that a prompt joins, over the step alone."""
+    """Times of a decode step that a prompt joins, divided by the step alone."""
     lines = ["| model | batch | context | decodes alone, ms | + whole prompt | + chunk |", "|---|---|---|---|---|---|"]
     lines += [
         f"| {row['model']} | {row['batch']} | {row['context']} | {row['alone'] * 1e3:.1f} | {row['whole']:.1f}x | "
@@ -487,19 +488,19 @@ def show_joining(rows: list[dict[str, Any]]) -> list[str]:
 
 
 DEGREES = (1, 2, 4, 8)
-"""Of tensor parallelism in Figure 7."""
+"""Degrees of tensor parallelism in Figure 7."""
 KNEE_TOKENS = (1, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
 SLOPE = (2048, 4096)
-"""Between these numbers of tokens the time of a step grows in proportion."""
+"""Range of tokens in which the time of a step grows in proportion."""
 KNEES = {1: "200 in theory", 8: "500 to 600 at higher degrees"}
-"""Where the paper says that linear layers become bound by arithmetic (footnote 2)."""
+"""Token counts from which linear layers are bound by arithmetic, according to the paper (footnote 2)."""
 
 
 def knee(profiles: Sequence[Path]) -> list[dict[str, Any]]:
-    """Figure 7: time of the linear layers by tokens and degree, and where it begins to grow in proportion.
+    """Figure 7: time of the linear layers by tokens and degree, and the tokens from which it grows in proportion.
 
     That is where the time of one token meets the line through the times of 2,048 and 4,096. Derived for LLaMA2-70B on
-    A100s, with the all-reduces of a layer and without; then what the profiles say, which were measured.
+    A100s, with and without the all-reduces of a layer. Then follow the measured profiles.
     """
     shape, device, free = MODELS["llama-2-70b"], DEVICES["a100-80gb"], Link("none", inf, 0.0)
     costs: list[tuple[str, int, CostModel]] = []
@@ -522,7 +523,7 @@ def knee(profiles: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def show_knee(rows: list[dict[str, Any]]) -> list[str]:
-    """Times by tokens, and the knee beside the paper's."""
+    """Times by tokens, and the knee next to the paper's."""
     heads = ["linear layers of", "TP", *(f"{at:,}" for at in KNEE_TOKENS), "knee, tokens", "the paper"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
@@ -550,7 +551,7 @@ CHUNKED, ONE_DECODE = {8191: 1.959, 16383: 4.513}, 0.0468
 
 
 def checks_of_the_authors() -> list[dict[str, Any]]:
-    """Steps as the authors recorded them, beside the derived ones."""
+    """Steps as the authors recorded them, with the derived ones."""
     yi = deployed("Yi-34B").profile.cost
 
     def row(what: str, paper: float, ours: float) -> dict[str, Any]:
@@ -568,7 +569,7 @@ def checks_of_the_authors() -> list[dict[str, Any]]:
 
 
 def checks_of_vidur() -> list[dict[str, Any]]:
-    """Layers and all-reduces as measured elsewhere, beside the derived ones."""
+    """Layers and all-reduces as measured elsewhere, with the derived ones."""
     shape, free = MODELS["llama-2-70b"], Link("none", inf, 0.0)
     rows: list[dict[str, Any]] = []
     for device, measured in LAYERS.items():
@@ -594,7 +595,7 @@ def checks_of_vidur() -> list[dict[str, Any]]:
 
 
 def checks() -> list[dict[str, Any]]:
-    """Every step time that the paper's text states or implies, beside the derived one, and parts measured by others."""
+    """Every step time that the paper's text states or implies, with the derived one, and parts measured by others."""
     rows: list[dict[str, Any]] = []
     for name, setting in SETTINGS.items():
         ours = deployed(name).profile.cost.step([(1, 4096)] * 32)
@@ -620,7 +621,7 @@ def checks() -> list[dict[str, Any]]:
 
 
 def show_checks(rows: list[dict[str, Any]]) -> list[str]:
-    """Paper, ours, error."""
+    """The lines: paper, ours, error."""
     lines = ["| what | stated | derived | error |", "|---|---|---|---|"]
     return lines + [
         f"| {row['what']} | {row['paper']:.3g} | {row['ours']:.3g} | {row['ours'] / row['paper'] - 1:+.0%} |"

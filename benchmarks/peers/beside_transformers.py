@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.lib.invocation import provenance, settle
 from benchmarks.lib.row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, directory_of, progress, serve
-from holdfast.core.config import EngineConfig
 from holdfast.engine.process.build import build
 from holdfast.lab.workloads import Conversation, Turn, Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import StepPlan, StepResult
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,7 +64,7 @@ def work_of(streams: int, prompt: int, output: int, unequal: bool) -> Workload:
 
 
 def rate(tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
-    """Tokens a second at the median of these times."""
+    """Tokens per second at the median of these times."""
     middle = statistics.median(seconds)
     return {"seconds": [round(each, 3) for each in seconds], "tokens_per_second": round(tokens / middle, 1)}
 
@@ -99,7 +99,7 @@ def generated(model: Any, work: Workload, repeats: int, batch: bool, limit: floa
 
 
 def repeated(once: Callable[[], float], repeats: int, limit: float) -> list[float]:
-    """Seconds of up to so many runs; no new one begins after `limit` seconds."""
+    """Seconds of up to `repeats` runs. No new run begins after `limit` seconds."""
     begin, took = time.perf_counter(), [once()]
     while len(took) < repeats and time.perf_counter() - begin + took[-1] < limit:
         took.append(once())
@@ -124,7 +124,7 @@ def tried(run: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
     faulthandler.dump_traceback_later(limit + GRACE, exit=True)
     try:
         return run()
-    except Exception as error:  # of Transformers, whatever it raises
+    except Exception as error:  # Transformers may raise any exception
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""Holdfast beside vLLM on one machine in one sitting: the same work, one process after the other, and the ratios.
+"""Holdfast and vLLM on one machine in one sitting: the same work, one process after the other, and the ratios.
 
 usage: python -m benchmarks.peers.beside_vllm --peer vllm_peer.py --site DIR --out DIR
                                               [--parts offline stall multiturn qwen]
@@ -11,7 +11,7 @@ a later call with the same `--out` continues. No job starts that may exceed the 
 show what is there at the end.
 
 The part `qwen` is a batch of 256 on Qwen3-0.6B's shape, where the host has the least time for a step. The peer's driver
-knows one shape and its own rows: it runs as a copy, beside the results, with these replaced.
+knows one shape and its own rows: it runs as a copy, next to the results, with these replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OFFLINE = {
     "chat": "chat 1000",
     "prefill": "prefill 16x8192",
 }
-"""Rows by our name and by the peer's."""
+"""For each of our rows, the peer's name for it."""
 QWEN = {"bs256": "bs256 128/128"}
 QWEN_RUNS = 3
 CURVE = (
@@ -103,7 +103,8 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
             command = [python, *LLAMA_8B, *QWEN, "--qwen", "--repeat", str(QWEN_RUNS), *shape, *ours]
             yield Job("holdfast qwen", "holdfast", command, limit, dict(part=part))
             copy = with_qwen(arguments.peer, arguments.out)
-            # The runs are one process with equal prompts, which a prefix cache would find: neither engine has one here.
+            # The runs are in one process with equal prompts, which a prefix cache would find, so neither engine has one
+            # here.
             extra = json.dumps(dict(enable_prefix_caching=False))
             yield Job("vllm qwen", "vllm", [python, str(copy), "offline", "--extra", extra], limit, dict(part=part))
         if part == "multiturn":
@@ -148,7 +149,7 @@ def small_shape() -> dict[str, Any]:
 
 
 def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one job to its end or limit; returns the printed lines, and how it ended."""
+    """Run one job to its end or limit. Returns the printed lines, and how it ended."""
     log = arguments.out / (job.name.replace(" ", "-") + ".log")
     paths = [str(arguments.site)] if job.engine == "vllm" and arguments.site else []
     paths += [str(ROOT)] if job.engine == "holdfast" else []
@@ -224,7 +225,7 @@ def stall_table(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compared(what: str, key: str, values: dict[str, list[float]], *, higher: bool) -> dict[str, Any]:
-    """Medians and the ratio, which is above 1 where Holdfast is ahead."""
+    """Medians and the ratio, which is above 1 if Holdfast is ahead."""
     medians = {engine: statistics.median(found) if found else None for engine, found in values.items()}
     ours, theirs = medians["holdfast"], medians["vllm"]
     ratio = None
@@ -234,7 +235,7 @@ def compared(what: str, key: str, values: dict[str, list[float]], *, higher: boo
 
 
 def curves(done: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """By engine and mode, the multi-turn rows by ascending rate."""
+    """For each engine and mode, the multi-turn rows by ascending rate."""
     found: dict[str, list[dict[str, Any]]] = {}
     for job in done:
         for row in job["rows"]:
@@ -244,9 +245,9 @@ def curves(done: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def throughput_at(rows: list[dict[str, Any]], latency: float) -> float | None:
-    """Requests a second where the curve's p90 normalized latency first reaches `latency`, between its points.
+    """Requests per second at which the curve's p90 normalized latency first reaches `latency`, between its points.
 
-    None if the curve begins above it; the curve's best if it never reaches it.
+    None if the curve begins above it; the curve's best rate if it never reaches it.
     """
     best = 0.0
     for before, row in zip([None, *rows], rows, strict=False):
@@ -314,7 +315,7 @@ def report(done: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 
 def plot(table: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """The ratios as bars, the multi-turn curves beside them; nothing where Matplotlib is not installed."""
+    """The ratios as bars, with the multi-turn curves. Does nothing if Matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

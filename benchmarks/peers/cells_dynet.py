@@ -4,10 +4,10 @@ Run: python3.11 -m venv DYNET && DYNET/bin/pip install dynet38 "numpy<2"
      python -m benchmarks.peers.cells_dynet --dynet-python DYNET/bin/python --hidden 512 128 --threads 1 2 --out DIR
 
 DyNet runs in a process of its own (dynet_trees.py) with whole batches of up to --most trees, which its autobatching
-merges by a --strategy. Of these settings the two are sought out that answer most trees a second when all wait, and the
-better of both counts. Ours runs as `holdfast serve` does: two rounds in flight, which share --max-tasks. DyNet 2.2
-computes on one thread, so with two threads two such processes share the requests; ours then has two workers, with one
-thread each. Both sides count all of a request: building its graph, merging or planning, computing, reading its label.
+merges by a --strategy. The two settings that answer most trees per second when all wait are chosen, and the better of
+both counts. Ours runs as `holdfast serve` does: two rounds in flight, which share --max-tasks. DyNet 2.2 computes on
+one thread, so with two threads two such processes share the requests; ours then has two workers, with one thread each.
+Both sides count all of a request: building its graph, merging or planning, computing, reading its label.
 
 First both answer the same trees, and their labels are compared. Then, for each p90 of --limits, the highest rate is
 sought, within 4%, at which the p90 stays below and the second half of a run is answered as it comes.
@@ -35,7 +35,7 @@ from benchmarks.papers.cells_serve import Bench, Sample, System, serve
 
 FILLING = 0.25
 Serve = Callable[[Sequence[Sample], np.ndarray, float], tuple[Served, list[Any]]]
-"""From trees, arrivals and seconds: what requests saw, and their labels."""
+"""Function from trees, arrivals and seconds to the times of requests, and their labels."""
 
 
 class DyNet:
@@ -135,7 +135,7 @@ def capacity(side: Serve, samples: Sequence[Sample], limit: float, guess: float,
 def best_settings(
     samples: Sequence[Sample], weights: Path, threads: int, run: argparse.Namespace
 ) -> list[tuple[int, int]]:
-    """The two pairs of --strategy and --most with which DyNet answers most trees a second when all wait."""
+    """The two pairs of --strategy and --most with which DyNet answers most trees per second when all wait."""
     rates: dict[tuple[int, int], float] = {}
     waiting = np.zeros(256 * threads)
     for strategy in run.strategy:

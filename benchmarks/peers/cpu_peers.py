@@ -61,14 +61,14 @@ SHAPE: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 SPECIAL = 3
-"""The first tokens are <unk>, <s> and </s>; then come the 256 bytes, then made-up words."""
+"""Number of special tokens: <unk>, <s> and </s>. Then come the 256 bytes, then made-up words."""
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], list[list[int]]]
-"""Answers all prompts with so many tokens each. Returns the tokens of each answer."""
+"""Function that answers all prompts with this many tokens each. Returns the tokens of each answer."""
 
 
 def pieces() -> list[str]:
-    """The vocabulary, as llama.cpp spells it."""
+    """The vocabulary, in llama.cpp's spelling."""
     words = [f"▁w{number}" for number in range(SHAPE["vocab_size"] - SPECIAL - 256)]
     return ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
 
@@ -105,7 +105,10 @@ def write_checkpoint(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_gguf(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The same as GGUF, float32. Rotary pairs are neighbours in llama.cpp, and halves of a head in Hugging Face."""
+    """Write the weights as GGUF, float32.
+
+    Rotary pairs are neighbours in llama.cpp, and halves of a head in Hugging Face.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(file, "llama")
@@ -154,7 +157,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(command: Sequence[str], port: int, log: Path) -> Iterator[Run]:
-    """A server with OpenAI's completions. Yields what asks it for streams. Raises RuntimeError if it does not start."""
+    """A server with OpenAI's completions. Yields the function that asks it for streams. Raises RuntimeError."""
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             while not healthy(port):
@@ -268,7 +271,7 @@ def generate_batch(checkpoint: Path, most: int, length: int) -> Iterator[Run]:
 
 
 def measure(run: Run, count: int, prompt: int, output: int, repeats: int) -> tuple[dict[str, Any], list[list[int]]]:
-    """Tokens a second of so many streams, and the answers of the run that does not count."""
+    """Tokens per second of `count` streams, and the answers of the run that does not count."""
     draw = random.Random(count)
     low, high = SPECIAL + 256, SHAPE["vocab_size"]
     first: list[list[int]] = []
@@ -286,7 +289,7 @@ def measure(run: Run, count: int, prompt: int, output: int, repeats: int) -> tup
 
 
 def agreement(found: list[list[int]], wanted: list[list[int]]) -> float:
-    """How many of the first tokens are equal, on average."""
+    """Mean number of first tokens that are equal."""
     equal = [
         next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         for one, other in zip(found, wanted, strict=True)

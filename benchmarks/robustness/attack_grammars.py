@@ -1,9 +1,9 @@
 """Attack `holdfast serve` with structured output: by every way in, and with killed engines. Exit status 1 if it harms.
 
-A hostile grammar crashes a compiler, stalls a step or fills a memory. Each attack runs beside an ordinary stream of
+A hostile grammar crashes a compiler, stalls a step or fills a memory. Each attack runs during an ordinary stream of
 another key. A row has the seconds that it took, what was answered, the longest gap of that stream, and the most MB by
 which the server's processes grew. Bounds: no process ends, what cannot be followed is refused with status 400 and the
-limit, no gap is 0.2 s longer than the stream's own before, or than beside as many such requests without a grammar, and
+limit, no gap is 0.2 s longer than the stream's own before, or than with as many requests without a grammar, and
 memory stays bounded.
 """
 
@@ -39,11 +39,11 @@ HELD = 0.2
 GROWN = 900.0
 """Most MB by which all processes of a server may grow: 256 MiB of grammars, and tests of at most 512 MiB."""
 TRIES = 3
-"""Runs of an attack that only held the stream up, as a busy machine does that too."""
+"""Number of runs of an attack that only held the stream up, because a busy machine does that too."""
 WAIT = 0.5
-"""Most seconds that another key's small schema may wait longer behind slow grammars."""
+"""Most seconds that another key's small schema may wait longer because of slow grammars."""
 REGEXES = 40
-"""Different regular expressions of 250 KB. Each takes 93 MB, 3.7 GB together."""
+"""Number of different regular expressions of 250 KB. Each takes 93 MB, 3.7 GB together."""
 MODEL = {"model": "holdfast-tiny"}
 CHAT = {**MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 TURN = {**MODEL, "input": "hello", "max_output_tokens": 4}
@@ -51,7 +51,7 @@ PROMPT = {**MODEL, "prompt": [5], "max_tokens": 4}
 
 
 def chain(links: int, levels: int = 1) -> dict[str, Any]:
-    """A schema whose definitions each hold the next one, so many levels deep."""
+    """A schema whose definitions each hold the next one, `levels` levels deep."""
 
     def link(at: int) -> dict[str, Any]:
         schema: dict[str, Any] = {"$ref": f"#/$defs/d{at + 1}"}
@@ -64,7 +64,7 @@ def chain(links: int, levels: int = 1) -> dict[str, Any]:
 
 
 def nested(word: str, levels: int) -> dict[str, Any]:
-    """A schema with this keyword in itself, so many levels deep."""
+    """A schema with this keyword within itself, `levels` levels deep."""
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(levels):
         schema = {word: [schema, {"type": "string"}]} if word.endswith("Of") else {word: schema}
@@ -72,7 +72,7 @@ def nested(word: str, levels: int) -> dict[str, Any]:
 
 
 def circle(links: int) -> dict[str, Any]:
-    """Definitions of which each mentions all of the next ten, and the last ones the first."""
+    """Definitions that each mention all of the next ten; the last ones mention the first."""
     of = {
         f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{(at + by) % links}"} for by in range(1, 11)]} for at in range(links)
     }
@@ -104,7 +104,7 @@ AMBIGUOUS = (
     'c: a b a | b b a | "a" | c c | c a b'
 )
 LATE = f"start: /[xyz]{{120}}/ a\n{AMBIGUOUS}"
-"""An ambiguous grammar behind a text that is longer than the test of a grammar follows it."""
+"""An ambiguous grammar after a text that is longer than the test of a grammar follows it."""
 LATE_LETTERS = "start: /[xyz]{120}/ T\nT: /((a|b|x.?)*a(a|b|.y){300}c)|(.*b.{200}d)/ & ~/.*abc.{100}/\n"
 GBNF_LINES = "\n" * 240_000 + 'root ::= "a"'
 GBNF_RULES = "root ::= r0\n" + "".join(f"r{at} ::= r{at + 1}\n" for at in range(3000)) + 'r3000 ::= "a"\n'
@@ -146,7 +146,7 @@ GRAMMARS: dict[str, tuple[Fields, int, tuple[str, ...]]] = {
         {**lark(LATE_LETTERS), "n": 32, "max_tokens": 200, "temperature": 1.0}, 1, ("200", "400")
     ),
 }  # fmt: skip
-"""By name: what is asked for, on how many connections, and what may be answered."""
+"""For each name, the fields, the number of connections, and the allowed answers."""
 
 
 def tool(schema: Any, **more: Any) -> dict[str, Any]:
@@ -201,7 +201,7 @@ BY_EXPRESSION = {
 
 
 class Client:
-    """Requests of one key."""
+    """Sends requests of one key."""
 
     def __init__(self, served: Served, key: str = THEIRS) -> None:
         self._url, self._headers = served.url, {"authorization": f"Bearer {key}"}
@@ -242,7 +242,7 @@ class Client:
 
 
 def refusal(answer: httpx.Response, client: Client) -> str:
-    """What is wrong with a refusal; empty if it is status 400 with a limit. Background responses fail later."""
+    """The fault of a refusal; empty if it is status 400 with a limit. Background responses fail later."""
     if answer.status_code == 200 and answer.json().get("status") in ("queued", "in_progress"):
         found = client.ended(f"/v1/responses/{answer.json()['id']}")
         told = (found.get("error") or {}).get("message", "")
@@ -252,7 +252,7 @@ def refusal(answer: httpx.Response, client: Client) -> str:
 
 
 class Watch:
-    """What one attack does to a server, sampled while it runs."""
+    """The effect of one attack on a server, sampled while it runs."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._end = served, threading.Event()
@@ -268,7 +268,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> str:
-        """End it. Returns what is wrong: a process that has ended."""
+        """End the sampling. Returns the fault: a process that has ended."""
         self._end.set()
         self._thread.join()
         gone = [pid for pid in self.before if not alive(pid)]
@@ -323,7 +323,7 @@ class Bench:
     def attack(
         self, name: str, work: Callable[[], tuple[str, str]], control: Callable[[], object] = lambda: None
     ) -> None:
-        """Run an attack, which tells what was answered and what is wrong with it.
+        """Run an attack, which returns the answers and their faults.
 
         `control` asks for as much without a grammar. It may hold the stream up, and the attack by HELD longer.
         """
@@ -361,7 +361,7 @@ def statuses(answers: Sequence[httpx.Response]) -> str:
 
 
 def every_way(bench: Bench) -> None:
-    """Every hostile grammar by every way in."""
+    """Send every hostile grammar in every way."""
     for ways, grammars in ((BY_SCHEMA, SCHEMAS), (BY_LARK, LARKS), (BY_EXPRESSION, EXPRESSIONS)):
         for name, way in ways.items():
 
@@ -370,7 +370,7 @@ def every_way(bench: Bench) -> None:
                 found = {
                     what: wrong
                     for what, answer in zip(grammars, answers, strict=True)
-                    if not (grammars is EXPRESSIONS and answer.status_code == 200)  # some can be followed
+                    if not (grammars is EXPRESSIONS and answer.status_code == 200)  # some of them can be followed
                     and (wrong := refusal(answer, bench.client))
                 }
                 return statuses(answers), "; ".join(f"{what}: {wrong}" for what, wrong in found.items())
@@ -393,7 +393,7 @@ def every_way(bench: Bench) -> None:
 
 
 def many(bench: Bench) -> None:
-    """The grammars that stall or fill a server, several at once."""
+    """Send the grammars that stall or fill a server, several at once."""
     for name, (fields, count, allowed) in GRAMMARS.items():
 
         def work(fields: Fields = fields, count: int = count, allowed: Sequence[str] = allowed) -> tuple[str, str]:
@@ -410,7 +410,7 @@ def many(bench: Bench) -> None:
 
 
 def expressions(bench: Bench, count: int) -> None:
-    """Different long expressions, four at a time."""
+    """Send different long expressions, four at a time."""
 
     def work() -> tuple[str, str]:
         with ThreadPoolExecutor(4) as pool:
@@ -428,7 +428,7 @@ def expressions(bench: Bench, count: int) -> None:
 
 
 def fairness(bench: Bench) -> None:
-    """Another key's small schema behind 20 slow grammars of one key."""
+    """Send another key's small schema after 20 slow grammars of one key."""
     ours, numbers = Client(bench.served, OURS), iter(range(10**9))
 
     def small() -> float:
@@ -454,7 +454,7 @@ def fairness(bench: Bench) -> None:
 
 
 def ended_by_sigterm(served: Served, drain: float) -> str:
-    """SIGTERM beside ten requests of 240 KB in GBNF: the server ends within its drain time."""
+    """Send SIGTERM during ten requests of 240 KB in GBNF. The server must end within its drain time."""
     client = Client(served)
 
     def ask(_: int) -> None:
@@ -482,7 +482,7 @@ KEYS = {"HOLDFAST_API_KEY": f"{OURS},{THEIRS}"}
 
 
 def in_flight(bad: str, directory: Path) -> tuple[str, str]:
-    """Kill the engine twice while it has the work `bad`. Then a server with the same store must serve on."""
+    """Kill the engine twice while it has the work `bad`. A server with the same store must then keep serving."""
     options = ["--store", str(directory / "store.sqlite"), "--files", str(directory / "files"), "--max-sequences", "4"]
     long = {**CHAT, "max_tokens": 3000, "ignore_eos": True}
     name = ""
@@ -514,7 +514,7 @@ def in_flight(bad: str, directory: Path) -> tuple[str, str]:
 
 
 def poisoned(work: str) -> bool:
-    """Whether work that is in flight at two engines' deaths is given up."""
+    """Whether work in flight at two engines' deaths is given up."""
     with tempfile.TemporaryDirectory() as directory:
         began = time.monotonic()
         try:
@@ -527,7 +527,7 @@ def poisoned(work: str) -> bool:
 
 
 def replicas() -> bool:
-    """Whether a request ends after a few engines that are killed under it, and the server serves others."""
+    """Whether a request ends after a few engines were killed under it, and the server serves others."""
     began = time.monotonic()
     with serving(["--replicas", "2", "--operator-key", OPERATOR], KEYS) as served, ThreadPoolExecutor(1) as pool:
         body = {**PROMPT, "max_tokens": 3900, "ignore_eos": True}
@@ -550,7 +550,7 @@ def replicas() -> bool:
 
 OPERATOR = "of-the-operator"
 MOST_DEATHS = 4
-"""Engines that may end under a request that gets tokens from each of them; two under one that gets none."""
+"""Most engines that may end under a request that gets tokens from each; two for one that gets none."""
 
 
 def busiest(served: Served) -> int | None:
@@ -582,7 +582,7 @@ def offline() -> bool:
             try:
                 grammar = Grammar(kind, text)
                 llm.generate("Hello", SamplingParams(max_tokens=4, grammar=grammar))
-                if kind != "regex":  # some of those can be followed
+                if kind != "regex":  # some of them can be followed
                     wrong.append(f"followed {text[:60]}")
             except (RequestRefused, ValueError) as error:
                 if not re.search(r"\d|deep", str(error)):
@@ -608,8 +608,8 @@ def attacked(only: str) -> Iterator[Bench]:
 
 
 def run(only: str = "", regexes: int = REGEXES) -> bool:
-    """Run every attack whose name has `only` in it, with so many `regexes`. Returns whether all bounds hold."""
-    sys.setrecursionlimit(10_000)  # for writing deep schemas
+    """Run every attack whose name contains `only`, with `regexes` expressions. Returns whether all bounds hold."""
+    sys.setrecursionlimit(10_000)  # needed to write deep schemas
     print(f"{'attack':48}{'s':>6}  {'answers':25}{'gap':>7}{'MB':>7}", flush=True)
     with attacked(only) as bench:
         every_way(bench)

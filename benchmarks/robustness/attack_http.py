@@ -1,16 +1,16 @@
-"""Attack `holdfast serve` over HTTP, each attack beside an ordinary stream of another client.
+"""Attack `holdfast serve` over HTTP, each attack during an ordinary stream of another client.
 
-Each attack is so many connections that send some bytes, and then perhaps others again and again, until the server
+Each attack is a number of connections that send some bytes, and then perhaps others again and again, until the server
 closes them. While they do, new clients ask for one token. Then everything must be as before: no running request but the
-ordinary one, no open file, no process ended. The stream has a second without an attack before each one, which is its
-control: its longest gap may be 0.2 s longer during the attack. The attacker shares the server's cores, so an attack
-that only held the stream or a new client up runs again, twice at most.
+ordinary one, no open file, no process ended. Before each attack the stream has a second without one as its control: its
+longest gap may be 0.2 s longer during the attack. The attacker shares the server's cores, so an attack that only held
+the stream or a new client up runs again, twice at most.
 
-The table has for each attack what it sent, how long it took, by how much memory grew, how many files were open, what
-was answered (`closed`: ended without an answer, `open`: not ended in time, `unread`: the attack reads nothing), how
-long a new client waited, and the longest gap between tokens of the stream, idle and during the attack. Then come the
-scenarios, in which servers are killed and started, the attacks by grammars with a table of their own, and starts that
-must be refused. Exit status 1 if anything is beyond its bound.
+For each attack, the table has what it sent, its duration, the growth of memory, the number of open files, the answers
+(`closed`: ended without an answer, `open`: not ended in time, `unread`: the attack reads nothing), the wait of a new
+client, and the longest gap between tokens of the stream, idle and during the attack. Then come the scenarios, in which
+servers are killed and started, the attacks by grammars with their own table, and starts that must be refused. Exit
+status 1 if anything is beyond its bound.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ POUR = b"186a0\r\n" + b"x" * 100_000 + b"\r\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What is sent, and the bounds that must hold."""
+    """The bytes of an attack, and the bounds that must hold."""
 
     name: str
     first: bytes = b""
@@ -74,11 +74,11 @@ class Attack:
     connections: int = 1
     reads: bool = True
     answers: tuple[str, ...]
-    """What may be answered."""
+    """Allowed answers."""
     each: int = 1
-    """Answers on each connection."""
+    """Number of answers on each connection."""
     least: int = 1
-    """Least number of the first one of `answers`."""
+    """Smallest number of the first one of `answers`."""
     server: str = "with keys"
     grown: float = 100.0
     """Most MB by which the processes together may grow."""
@@ -87,17 +87,17 @@ class Attack:
     pace: float = 0.0
     """Seconds between the pieces that are sent again."""
     before: tuple[tuple[str, Mapping[str, object]], ...] = ()
-    """Path and body of what we post before."""
+    """Path and body of requests that are posted before."""
     hides: bytes = b""
-    """What no answer may hold."""
+    """Bytes that no answer may contain."""
     routes: bool = False
-    """`first` is sent once for each method and path of the server that may change something."""
+    """Whether `first` is sent once for each method and path of the server that may change something."""
     others: tuple[str, ...] = ("200",)
-    """What new clients may be answered meanwhile."""
+    """Allowed answers to new clients meanwhile."""
     logged: str = ""
-    """What the server must have logged."""
+    """Text that the server must have logged."""
     ends: bool = False
-    """The server gets SIGTERM beside one more of these connections, and must end within its drain time."""
+    """Whether the server gets SIGTERM during one more of these connections, and must end within its drain time."""
 
 
 def text(prompt: object, key: str | None = THEIRS, **more: object) -> bytes:
@@ -113,7 +113,7 @@ def query(path: str, *queries: str) -> bytes:
 
 
 def every(names: Mapping[str, object]) -> dict[str, Any]:
-    """The bounds of an attack whose one connection asks for all of these."""
+    """The bounds of an attack whose only connection asks for all of these."""
     return dict(each=len(names), least=len(names))
 
 
@@ -151,7 +151,7 @@ SERVERS: dict[str, tuple[list[str], bool, int | None]] = {
     HUNGRY: ([], False, None),
     HUGE: ([], False, None),
 }
-"""By name, or by chat template: options of serve, whether there are keys, the limit of open files."""
+"""For each name or chat template: options of serve, whether there are keys, the limit of open files."""
 PLAIN = (
     "with keys",
     "SIGTERM",
@@ -177,7 +177,8 @@ ATTACKS = [
     Attack(name="500 half-sent headers", first=b"GET / HTTP/1.1\r\nx: ", connections=500, answers=("408",),
            least=500),
     Attack(name="3,000 silent connections", connections=3000, **SILENT),
-    # One key may send 128 MB of bodies at once, half of --max-bodies-mb. A body has time by what has come of it.
+    # One key may send 128 MB of bodies at once, half of --max-bodies-mb. The more of a body has come, the more time it
+    # has.
     Attack(name="200 half-sent bodies of 1 MB", connections=200, answers=("408", "429"), least=100, grown=400.0,
            first=head("POST", CHAT, THEIRS, "content-length: 8000000\r\n") + b" " * 1_000_000),
     Attack(name="a client that reads nothing", reads=False, answers=("unread",),
@@ -255,7 +256,7 @@ ATTACKS += [
 
 
 OTHERS: list[Callable[[str], bool]] = [partial(attack_grammars.run, regexes=16)]
-"""Attacks with servers and bounds of their own. They get --only, and return whether all bounds hold."""
+"""Attacks with their own servers and bounds. They get --only, and return whether all bounds hold."""
 
 
 class Running:
@@ -267,19 +268,19 @@ class Running:
         self.answers: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
         self.longest_wait = 0.0
-        """Of a new client, in seconds."""
+        """Longest wait of a new client, in seconds."""
         self.each = attack.each
         self.shown = b""
-        """The last of what was answered, if something may not be in it."""
+        """The last bytes of the answers, if they may not contain something."""
         self.engines = engines(served)
         self.before, self.files_before = served.memory(), served.files
         self.grown = [0.0, 0.0]
-        """MB of the API process, and of its children."""
+        """Growth in MB of the API process, and of its children."""
         self.files = 0
         self.first = self.prepared()
 
     def prepared(self) -> bytes:
-        """What a connection sends first, with the ids of a running response and of a conversation filled in."""
+        """The first bytes of a connection, with the ids of a running response and of a conversation filled in."""
         first = self.attack.first
         for path, body in self.attack.before:
             ours = {"authorization": f"Bearer {OURS}"}
@@ -315,7 +316,7 @@ class Running:
         measuring.cancel()
 
     async def ask(self) -> None:
-        """One token, as a new client with our key."""
+        """Ask for one token, as a new client with our key."""
         began, answer = time.monotonic(), "silence"
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST):
@@ -331,7 +332,7 @@ class Running:
         await asyncio.sleep(0.2)
 
     async def measure(self) -> None:
-        """Sample memory and open files, for ever."""
+        """Sample memory and open files, without end."""
         while True:
             now = self.served.memory()
             self.grown = [
@@ -341,7 +342,7 @@ class Running:
             await asyncio.sleep(0.05)
 
     async def connect(self) -> None:
-        """One connection, until it is answered or, if it would send for ever, until it is closed."""
+        """Run one connection, until it is answered or, if it would send without end, until it is closed."""
         told, tail, attack = 0, b"", self.attack
         raw = socket.socket()
         raw.setblocking(False)
@@ -378,7 +379,7 @@ class Running:
             self.answers["closed" if attack.reads else "unread"] += 1
 
     async def send(self, writer: asyncio.StreamWriter) -> None:
-        """Send all there is. Raises ConnectionError, or goes on for ever."""
+        """Send everything. Raises ConnectionError, or goes on without end."""
         if not self.attack.reads:
             writer.transport.pause_reading()  # type: ignore[attr-defined]
         piece = self.first
@@ -391,7 +392,7 @@ class Running:
                 await asyncio.sleep(self.attack.pace or 0.1)
 
     async def settled(self) -> bool:
-        """Whether within a while only the ordinary stream runs, and the files of the attack are closed."""
+        """Whether, within a while, only the ordinary stream runs and the files of the attack are closed."""
         for _ in range(100):
             if self.served.gauge("requests_running") <= 1 and self.served.files <= self.files_before + 4:
                 return True
@@ -399,7 +400,7 @@ class Running:
         return False
 
     async def end(self) -> float:
-        """Send SIGTERM beside one more connection of the attack. Returns the seconds until the server has ended."""
+        """Send SIGTERM during one more connection of the attack. Returns the seconds until the server has ended."""
         last = asyncio.create_task(self.connect())
         await asyncio.sleep(0.3)
         began = time.monotonic()
@@ -411,13 +412,13 @@ class Running:
 
 
 def engines(served: Served) -> object:
-    """The process of each replica, as its operator sees it; none where one engine serves, whose end ends the server."""
+    """The process of each replica, as its operator sees it. None with one engine, whose end ends the server."""
     found = httpx.get(f"{served.url}/replicas", headers={"authorization": f"Bearer {OPERATOR}"}, timeout=10)
     return [(each["name"], each["pid"]) for each in found.json()["data"]] if found.status_code == 200 else []
 
 
 async def attack(served: Served, neighbour: Neighbour, wanted: Attack) -> tuple[str, list[str]]:
-    """Measure the control, and run one attack. Returns its row, and what is beyond a bound."""
+    """Measure the control, and run one attack. Returns its row, and the exceeded bounds."""
     running, began = Running(served, wanted), time.monotonic()
     await running.ask()
     await asyncio.sleep(IDLE - 0.2)
@@ -468,7 +469,10 @@ HEAD = (
 
 
 async def attack_all(served: Served, name: str) -> bool:
-    """Run the attacks on one server. Those that only held the stream up run again, as a busy machine does that too."""
+    """Run the attacks on one server.
+
+    Attacks that only held the stream up run again, because a busy machine does that too.
+    """
     good = True
     with beside(served) as neighbour:
         os.nice(19)  # the attacker's own work should not take the server's cores
@@ -489,7 +493,7 @@ async def attack_all(served: Served, name: str) -> bool:
 
 
 def attack_server(name: str, arguments: list[str], keyed: bool, files: int | None) -> None:
-    """Start one server and attack it. Exits with 1 if anything is beyond its bound."""
+    """Start one server and attack it. Exits with 1 if a bound is exceeded."""
     with tempfile.TemporaryDirectory() as directory:
         model = [] if name in PLAIN else [hostile(name, Path(directory))]
         keys = {"HOLDFAST_API_KEY": f"{OURS},{THEIRS}", "HOLDFAST_OPERATOR_KEY": OPERATOR} if keyed else {}
@@ -512,7 +516,7 @@ def hostile(template: str, directory: Path) -> str:
 
 
 def refused(name: str, arguments: list[str], variables: Mapping[str, str], directory: Path, says: str) -> bool:
-    """Whether a start ends with exit code 2 and one line that says why."""
+    """Whether a start ends with exit code 2 and one line with the reason."""
     log, began = directory / "log", time.monotonic()
     with start(arguments, log, variables) as process:
         try:

@@ -1,6 +1,6 @@
-"""Attacks over the end of a server: what it left on the disk must neither end the next one nor be lost, or stay there.
+"""Attacks over the end of a server: its files must neither end the next one, nor be lost, nor stay there.
 
-Each scenario starts servers itself, kills them, and returns what is beyond its bound, and a few numbers to print.
+Each scenario starts its own servers, kills them, and returns the exceeded bounds and a few numbers to print.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINES = {
     "rules": GRAMMARS["a chain of 4,000 rules"][0],
     "regex": GRAMMARS["a regular expression of 250 KB"][0],
 }
-"""Lines of a batch that would end an engine which compiled them unguarded, by their ids."""
+"""For each id, a line of a batch that would end an engine that compiles it unguarded."""
 Found = tuple[list[str], str]
 
 
@@ -41,7 +41,7 @@ def upload(api: httpx.Client, purpose: str, lines: list[Any]) -> str:
 
 
 def until(api: httpx.Client, path: str, done: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
-    """What is at a path once it is as wanted. Raises TimeoutError."""
+    """The object at a path, once `done` accepts it. Raises TimeoutError."""
     began = time.monotonic()
     while time.monotonic() < began + LONGEST:
         found: dict[str, Any] = api.get(path).raise_for_status().json()
@@ -52,7 +52,7 @@ def until(api: httpx.Client, path: str, done: Callable[[Mapping[str, Any]], bool
 
 
 def poisoned_batch() -> Found:
-    """Lines that attack are stored, and the server is killed and started three times while it runs them."""
+    """Store lines that attack, then kill and start the server three times while it runs them."""
     with tempfile.TemporaryDirectory() as place:
         options = ["--store", f"{place}/store.sqlite", "--files", f"{place}/files"]
         body = {"model": "holdfast-tiny", "prompt": [5], "max_tokens": 4}
@@ -72,7 +72,7 @@ def poisoned_batch() -> Found:
                     time.sleep(0.5 + life)
                     if served.process.poll() is not None:
                         return [f"the server ended by itself with {served.process.returncode}"], ""
-                    continue  # which kills it
+                    continue  # this request kills it
                 found = until(api, f"/v1/batches/{batch}", lambda batch: batch["status"] == "completed")
                 api.post("/v1/completions", json=body).raise_for_status()
                 wrong = [] if served.process.poll() is None else ["the server ended"]
@@ -83,7 +83,7 @@ def poisoned_batch() -> Found:
 
 
 def left_files() -> Found:
-    """A server with its store in memory is killed: the next one deletes the directory of its files."""
+    """Kill a server with its store in memory. The next one deletes the directory of its files."""
     with tempfile.TemporaryDirectory() as place:
         kept = []
         for _ in range(2):
@@ -95,7 +95,7 @@ def left_files() -> Found:
 
 
 def losses() -> Found:
-    """A server is killed while it tunes: the file of results has the loss of each step once."""
+    """Kill a server while it tunes. The file of results must have the loss of each step once."""
     with tempfile.TemporaryDirectory() as place:
         options = ["--store", f"{place}/store.sqlite", "--files", f"{place}/files", "--tuning", "--tuning-state", place]
         options += ["--tuning-mirror", f"{place}/mirror"]
@@ -112,7 +112,7 @@ def losses() -> Found:
                     kills += 1
                     path = f"/v1/fine_tuning/jobs/{job}/events?limit=100"
                     until(api, path, lambda page: last_step(page) >= 15 * kills)  # noqa: B023  called at once
-                    continue  # which kills it
+                    continue  # this request kills it
                 done = until(api, f"/v1/fine_tuning/jobs/{job}", lambda job: bool(job["finished_at"]))
                 rows = api.get(f"/v1/files/{done['result_files'][0]}/content").raise_for_status().text.splitlines()
                 break
@@ -122,7 +122,7 @@ def losses() -> Found:
 
 
 def last_step(page: Mapping[str, Any]) -> int:
-    """The highest step that a page of events tells of."""
+    """The highest step in a page of events."""
     return max((event["data"]["step"] for event in page["data"] if event["type"] == "metrics"), default=0)
 
 
@@ -131,4 +131,4 @@ SCENARIOS: dict[str, Callable[[], Found]] = {
     "files of a killed server": left_files,
     "losses of a killed tuning job": losses,
 }
-"""By name. `attack_http.py` runs each of them."""
+"""Scenarios by name. `attack_http.py` runs each of them."""

@@ -1,30 +1,30 @@
-"""The disk tier: conversations over a restart, kills in the middle of writes, and files that went bad.
+"""The disk tier: conversations over a restart, kills in the middle of writes, and damaged files.
 
 usage: python -m benchmarks.robustness.disk_tier [--conversations 100] [--tokens 4000] [--kills 1000]
                                                  [--engine-kills 20]
-           [--directory DIR] [--json FILE] [--shape tiny | 1b] [--redis]
+                                                 [--directory DIR] [--json FILE] [--shape tiny | 1b] [--redis]
 
-restart: an engine holds so many conversations, more than its device and its host tier have room for. A turn of each is
-timed warm (its state on the device), from the disk of the same engine, after a kill -9 of the engine and a new start,
-and with nothing kept. Seconds are from the arrival of a turn to its first token, one turn at a time. Tokens are
-compared with those of an engine that keeps nothing.
+restart: an engine holds more conversations than its device and its host tier have room for. A turn of each is timed
+warm (its state on the device), from the disk of the same engine, after a kill -9 of the engine and a new start, and
+with nothing kept. Seconds are from the arrival of a turn to its first token, one turn at a time. Tokens are compared
+with those of an engine that keeps nothing.
 
-There are two new starts. Before the first the system is made to forget the pages of the files, as a reboot does, so
-that they are read from the device; before the second it keeps them, as it does when only the engine dies. There the
-conversations come in random order, each followed at once by a further turn, which is warm and in the same engine: the
-first engine's warm turns compete with its writes. How long a plain read of as many bytes of the same files takes is
-measured beside them.
+There are two new starts. Before the first, the system is made to forget the pages of the files, as a reboot does, so
+that they are read from the device. Before the second it keeps them, as it does when only the engine dies. There the
+conversations come in random order, each followed at once by a further turn, which is warm and in the same engine,
+because the first engine's warm turns compete with its writes. A plain read of as many bytes of the same files is timed
+for comparison.
 
 kills: a process that writes blocks in four threads is killed with SIGKILL again and again. After each kill the
-directory is opened and every block in it is read and compared with what was written.
+directory is opened, and every block in it is read and compared with the bytes written.
 
-engine kills: the same with whole engines that serve conversations: after each kill a new one goes on, and its tokens
+engine kills: the same with whole engines that serve conversations. After each kill a new one continues, and its tokens
 are compared.
 
 bad files: a bit is flipped in each of a hundred blocks, and bytes of the index are overwritten.
 
 With --redis, the conversations also go through a Redis server (`redis-server`, which is started and ended here): a
-second engine with no disk reads what the first one put there.
+second engine with no disk reads the blocks that the first one wrote there.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Llama shapes with random weights. The device has room for about 5 conversations of 4,000 tokens in the tiny one (10
-in the other), and the host for about 12 (30)."""
+in the other), and the host for about 12 (30).
+"""
 NEW, OUTPUT = 20, 8
-"""Tokens of a turn, and of its answer."""
+"""Number of tokens of a turn, and of its answer."""
 
 
 def main() -> None:
@@ -101,7 +102,7 @@ def main() -> None:
 
 
 class Engine:
-    """An engine in a process of its own, which can be killed."""
+    """An engine in its own process, which can be killed."""
 
     def __init__(self, args: argparse.Namespace, directory: Path, **changes: Any) -> None:
         model = directory / "model"
@@ -151,13 +152,13 @@ class Engine:
 
 
 def serve(options: dict[str, Any]) -> None:
-    """The engine's process: prompts come in lines, answers go out."""
+    """Run the engine's process: prompts come in lines, answers go out."""
     import torch
 
-    from holdfast.core.config import EngineConfig
     from holdfast.core.types import Request, SamplingParams
     from holdfast.engine.process.build import build_engine
     from holdfast.engine.process.parts.tiers import TierHandler
+    from holdfast.lm.config import EngineConfig
 
     if (threads := options.get("threads")) is not None:
         torch.set_num_threads(threads)
@@ -171,7 +172,7 @@ def serve(options: dict[str, Any]) -> None:
         if message.get("stats"):
             stats = loop.stats()
             print(json.dumps({name: getattr(stats, name) for name in stats.__slots__}), flush=True)
-        elif message.get("settle"):  # a pause, in which idle state goes down
+        elif message.get("settle"):  # a pause, in which idle state moves down
             began = time.monotonic()
             for each in tiers:
                 each.flush(loop, 600)
@@ -270,7 +271,7 @@ def ratio(medians: dict[str, float], which: str) -> float:
 def first_and_next(
     engine: Engine, turns: list[list[int]], order: list[int], draw: random.Random
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The answers to these turns, asked in this order, and to a next turn of each right after it."""
+    """The answers to these turns, asked in this order, and to the next turn of each right after it."""
     first, after = {}, []
     for number in order:
         first[number] = engine.ask(prompt=turns[number])
@@ -286,7 +287,7 @@ def read_plainly(directory: Path, stats: dict[str, Any], order: list[int], *, fo
     if forget:
         forget_pages(directory)
     with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead for the next
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead for the next read
         for number in order:
             began = time.perf_counter()
             os.posix_fadvise(file.fileno(), number * size, size, os.POSIX_FADV_WILLNEED)
@@ -296,7 +297,7 @@ def read_plainly(directory: Path, stats: dict[str, Any], order: list[int], *, fo
 
 
 def forget_pages(directory: Path) -> None:
-    """Write what the system has cached of these files to the device, and let it forget it: later reads are real."""
+    """Write the system's cached pages of these files to the device, and drop them, so that later reads are real."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -313,7 +314,7 @@ def p90(answers: list[dict[str, Any]]) -> float:
 
 
 def through_redis(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """One engine writes to a Redis server, another reads; then the server is ended in mid-service."""
+    """Let one engine write to a Redis server and another read. Then the server is ended during service."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--save", "", "--appendonly", "no", "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"]
@@ -350,7 +351,7 @@ def through_redis(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def engine_kills(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Engines that are killed while they serve and write; the next one goes on with the same conversations."""
+    """Kill engines while they serve and write. The next one continues the same conversations."""
     shutil.rmtree(directory / "disk", ignore_errors=True)
     draw = random.Random(3)
     short = [history[:1000] for history in prompts(args)[:10]]
@@ -384,7 +385,7 @@ def open_store(directory: Path) -> DiskStore:
 
 
 def write_for_ever(directory: Path, known: list[bytes], seed: int) -> None:
-    """Write up to 7 blocks at a time in four threads, each to places of its own, until killed."""
+    """Write up to 7 blocks at a time in four threads, each to its own places, until killed."""
     store = open_store(directory)
     store.stored()
 
@@ -464,7 +465,7 @@ def bad_files(directory: Path) -> dict[str, Any]:
 
 
 def index_time(directory: Path, places: int = 100_000) -> dict[str, Any]:
-    """How long an engine takes to read the index of so many blocks."""
+    """Seconds in which an engine reads the index of `places` blocks."""
     store = DiskStore(directory, places * (4096 + ENTRY_BYTES), 64, {"weights": "1"})
     store.stored()
     data = (memoryview(bytes(64)),)

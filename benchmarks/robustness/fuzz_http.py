@@ -1,12 +1,12 @@
-"""Send a server requests that are almost right, beside an ordinary stream of another client.
+"""Send a server requests that are almost right, during an ordinary stream of another client.
 
 Part of them is drawn by schemathesis from the server's own OpenAPI document. The others are valid requests of every
-route, with the ids of stored responses and conversations (also of another tenant, also deleted ones), to which odd
-things are done: to their values, their bytes, their headers, their framing, or to the connection in mid-answer.
+route, with the ids of stored responses and conversations (also of another tenant, also deleted ones), with odd changes
+to their values, their bytes, their headers, their framing, or to the connection in mid-answer.
 
-Prints its seed, a table by route of what was answered (503 is a clear refusal, any other 5xx a defect), what the server
-logged, and the longest gap between tokens of the stream. Exit status 1 if there is a 5xx other than 503, a request that
-is never answered, a trace in the log, or anything left in the engine at the end.
+Prints its seed, a table of the answers by route (503 is a clear refusal, any other 5xx a defect), the server's log, and
+the longest gap between tokens of the stream. Exit status 1 if there is a 5xx other than 503, a request that is never
+answered, a trace in the log, or anything left in the engine at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORKERS = 16
 SILENCE = 60.0
 """Seconds after which a request counts as never answered."""
 LENGTH = 128
-"""Longest sequence of the server, so that requests are cheap."""
+"""Longest sequence of the server. It is short, so that requests are cheap."""
 OPTIONS = (
     f"--max-model-len {LENGTH} --token-budget 128 --max-sequences 32 --max-waiting 64 --max-choices 8 --max-body-mb 1 "
     "--body-seconds 2 --header-seconds 2 --idle-seconds 30 --write-seconds 5 --store-conversations 2000"
@@ -57,7 +57,7 @@ class Ids:
         self.known: dict[tuple[str, str], deque[str]] = {}
 
     def learn(self, key: str, path: str, answer: bytes) -> None:
-        """Remember the ids in an answer; items with the conversation in whose path they are found."""
+        """Remember the ids in an answer. Items are remembered with the conversation in their path."""
         holder = re.search(r"conv_[0-9a-f]{32}", path)
         for found in re.findall(rb"(?:resp|conv|msg)_[0-9a-f]{32}", answer)[:8]:
             id = found.decode()
@@ -75,7 +75,7 @@ class Ids:
 
 
 def sampled(r: random.Random) -> dict[str, Any]:
-    """Fields of every request for generation, now and then."""
+    """Fields of every request for generation, drawn now and then."""
     fields: dict[str, Callable[[], Any]] = {
         "stream": lambda: r.random() < 0.5, "temperature": r.random, "top_p": lambda: 1 - r.random(),
         "top_k": lambda: r.randrange(9), "seed": lambda: r.randrange(99), "stop": lambda: r.choice(WORDS),
@@ -86,7 +86,7 @@ def sampled(r: random.Random) -> dict[str, Any]:
 
 
 def said(r: random.Random, kind: str) -> Any:
-    """What a message holds."""
+    """The content of a message."""
     return r.choice(WORDS) if r.random() < 0.7 else [{"type": kind, "text": r.choice(WORDS)} for _ in range(2)]
 
 
@@ -157,7 +157,7 @@ ROUTES: dict[str, Callable[[random.Random, str, Ids], Body] | None] = {
     "GET /metrics": None,
 }
 ENDLESS = ("/v1/batches/events",)
-"""Routes whose answers have no end."""
+"""Routes whose answers do not end."""
 KINDS = {"{response_id}": "resp", "{conversation_id}": "conv", "{item_id}": "msg_"}
 NUMBERS = ("1", "0", "-4", "²", "000000100999", "9" * 5000, "1e2", "", "NaN", "100", "3")
 QUERY = {"limit": NUMBERS, "order": ("asc", "desc", "x"), "after": ("", "x", "\0"), "stream": ("true", "1"),
@@ -175,12 +175,12 @@ class Wanted:
     body: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
     framing: str = "length"
-    """How the body is sent: `length`, `chunked`, or with a wrong length: `long` or `short`."""
+    """Framing of the body: `length`, `chunked`, or a wrong length: `long` or `short`."""
     leaves: bool = False
-    """The client goes away in mid-answer."""
+    """Whether the client leaves in mid-answer."""
 
     def written(self) -> bytes:
-        """As bytes."""
+        """The request as bytes."""
         headers = {"host": "localhost", "authorization": f"Bearer {self.key}", **self.headers}
         body = self.body
         if body is not None:
@@ -209,7 +209,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def change_value(r: random.Random, body: Any) -> None:
-    """Do something odd to one value."""
+    """Make an odd change to one value."""
     where = places(body)
     if not where:
         return
@@ -226,7 +226,7 @@ def change_value(r: random.Random, body: Any) -> None:
 
 
 def change_bytes(r: random.Random, body: bytes) -> bytes:
-    """Do something odd to the bytes."""
+    """Make an odd change to the bytes."""
     at = r.randrange(len(body) + 1)
     return r.choice([
         lambda: body[:at], lambda: body[:at] + bytes(r.randrange(256) for _ in range(4)) + body[at:],
@@ -251,7 +251,7 @@ def odd_headers(r: random.Random) -> dict[str, str]:
 
 
 def mutated(r: random.Random, ids: Ids) -> Wanted:
-    """A request of any route, valid or with up to three odd things about it."""
+    """A request of any route, valid or with up to three odd changes."""
     route = r.choice(list(ROUTES))
     method, path = route.split(" ")
     key, make = r.choice(KEYS), ROUTES[route]
@@ -281,7 +281,7 @@ def mutated(r: random.Random, ids: Ids) -> Wanted:
 
 
 def drawn(served: Served, number: int, seed: int) -> list[Wanted]:
-    """About so many requests that schemathesis draws from the server's OpenAPI document, valid and invalid ones."""
+    """About `number` requests that schemathesis draws from the server's OpenAPI document, valid and invalid ones."""
     import hypothesis
     import requests
     import schemathesis
@@ -308,7 +308,7 @@ def drawn(served: Served, number: int, seed: int) -> list[Wanted]:
             continue
         for mode in schemathesis.GenerationMode:
             cases = result.ok().as_strategy(generation_mode=mode)
-            with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # nothing about some routes can be invalid
+            with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # some routes cannot get an invalid request
                 hypothesis.seed(seed)(settings(hypothesis.given(cases)(collect)))()
     return found
 
@@ -317,7 +317,7 @@ TAKEN = ("method", "url", "headers", "params", "data", "json", "cookies")
 
 
 class Fuzzing:
-    """What was asked and answered so far."""
+    """The requests and answers so far."""
 
     def __init__(self, served: Served, number: int, seed: int, requests: list[Wanted]) -> None:
         self.served, self.number, self.seed = served, number, seed
@@ -328,11 +328,11 @@ class Fuzzing:
         self.defects: list[str] = []
 
     async def run(self) -> None:
-        """Ask until all is asked."""
+        """Send all requests."""
         await asyncio.gather(*(self.work(random.Random(f"{self.seed} {worker}")) for worker in range(WORKERS)))
 
     async def work(self, r: random.Random) -> None:
-        """One client: one request after another, on a connection that is kept as long as it goes well."""
+        """Run one client: one request after another, on a connection that is kept as long as it works."""
         connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         while self.asked < self.number:
             self.asked += 1
@@ -385,7 +385,7 @@ class Fuzzing:
         return status, b"connection: close" not in head
 
     def table(self) -> str:
-        """What was answered, by route."""
+        """The answers by route."""
         kinds = ("2xx", "4xx", "503", "5xx", "left", "closed", "silence")
         lines = [f"{'route':62}{'requests':>9}" + "".join(f"{kind:>9}" for kind in kinds)]
         for route, answers in [*self.answers.items(), ("all", sum(self.answers.values(), Counter()))]:
@@ -428,7 +428,7 @@ def main() -> int:
         with serving(arguments, keys) as served:
             with beside(served, LENGTH - 8) as neighbour:
                 alone = quiet(neighbour)
-                os.nice(19)  # the fuzzer's own work should not take the server's cores
+                os.nice(19)  # the fuzzer's own work should leave the server's cores free
                 fuzzing = Fuzzing(
                     served, options.requests, options.seed, drawn(served, options.requests // 10, options.seed)
                 )
@@ -458,7 +458,7 @@ class Load:
 
 
 def left(served: Served) -> list[str]:
-    """What is wrong with the server after all clients have left; it is ended."""
+    """The faults of the server after all clients have left. It is ended."""
     for _ in range(100):
         blocks, running = served.gauge("blocks_used"), served.gauge("requests_running")
         if not blocks and not running:

@@ -45,11 +45,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rooted-text": {"use_rslora": "false"},
     "dropout-nan": {"lora_dropout": float("nan")},
 }
-"""By adapter, what its adapter_config.json says beside what is right."""
+"""For each adapter, the wrong entries of its adapter_config.json. All others are right."""
 NUMBERS = {"tensor-nan": float("nan"), "tensor-infinite": float("inf"), "tensor-3e38": 3e38}
-"""By adapter, a number in all places of its tensors."""
+"""For each adapter, a number in all places of its tensors."""
 PIPES = {"pipe-config": CONFIG_FILE, "pipe-weights": WEIGHTS_FILE}
-"""By adapter, the file that is a named pipe. Nobody writes to it."""
+"""For each adapter, the file that is a named pipe. Nobody writes to it."""
 
 
 def loads(names: Iterator[str] | dict[str, Any]) -> bytes:
@@ -79,7 +79,7 @@ def write_adapters(root: Path, model: Path) -> None:
 
 
 def starts(directory: Path, model: Path) -> Iterator[tuple[str, list[str], str, Callable[[], bool]]]:
-    """Starts that must be refused: a name, options of serve, words of the reason, and whether nothing was changed."""
+    """Starts that must be refused: a name, options of serve, words of the reason, and a check that nothing changed."""
     victim = directory / "victim"
     victim.write_text("mine")
     tier = ["--disk-cache-gb", "0.01", "--host-cache-gb", "0.01", "--disk-cache-dir"]

@@ -1,7 +1,7 @@
-"""A served built-in model, and an ordinary stream of one client beside whatever else its server must bear.
+"""A served built-in model, and an ordinary stream of one client during whatever else its server must bear.
 
-The stream is read by a process of its own (this file as a script), so that the load of an attacking script does not
-count as a gap. It asks for answers of thousands of tokens, one after another, and writes down each gap between tokens.
+The stream is read by its own process (this file as a script), so that the load of an attacking script does not count as
+a gap. It asks for answers of thousands of tokens, one after another, and writes down each gap between tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Served:
 
     @property
     def files(self) -> int:
-        """Open files of the API process."""
+        """Number of open files of the API process."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208 (many calls)
 
     def memory(self) -> tuple[float, float]:
@@ -118,7 +118,7 @@ class Gap(NamedTuple):
 
 
 class Neighbour:
-    """The ordinary stream. `wrong` says what it was answered instead of tokens."""
+    """The ordinary stream. `wrong` is the answer that came instead of tokens."""
 
     def __init__(self, served: Served, tokens: int) -> None:
         self.gaps: list[Gap] = []
@@ -143,7 +143,7 @@ class Neighbour:
         return max(gaps, default=0.0)
 
     def wait(self) -> None:
-        """Until there are tokens."""
+        """Wait until there are tokens."""
         while len(self.gaps) < 10 and self.process.poll() is None:
             time.sleep(0.05)
 
@@ -189,7 +189,7 @@ def about() -> str:
 
 
 def stream(host: str, port: int, tokens: int, tell: Callable[[str], None]) -> None:
-    """Stream answers for ever and tell of each gap."""
+    """Stream answers without end, and report each gap."""
     body = {"model": "holdfast-tiny", "prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     while True:
         with socket.create_connection((host, port)) as connection:

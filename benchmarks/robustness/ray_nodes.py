@@ -4,9 +4,9 @@ usage: python -m benchmarks.robustness.ray_nodes [--kills 3] [--json FILE]
 
 Needs holdfast[ray]. A Ray cluster with a head and two nodes runs in processes of this machine; `holdfast serve --ray`
 runs the built-in model there. Each kill ends the node that runs a streamed answer, with SIGKILL and at about a third of
-the answer. Told are the gap in the stream, whether the text is that of an unbroken answer, whether a new request
-after it is answered, when /health names the replica, and, after a node is added, when all replicas serve again.
-Then one replica, of at most two, gets 32 requests at once: told is when the second one serves and when it is gone.
+the answer. The figures are the gap in the stream, whether the text is that of an unbroken answer, whether a new request
+after it is answered, when /health names the replica, and, after a node is added, when all replicas serve again. Then
+one replica, of at most two, gets 32 requests at once: the figures are when the second one serves and when it is gone.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ import httpx
 from benchmarks.lib.invocation import command, provenance
 
 TURNS = 4
-"""Of a conversation, before its client begins another."""
+"""Number of turns of a conversation before its client begins another."""
 SAID = (
     "Hello! My name is {name}. Tell me about the sea.",
     "What is my name, and what did I ask you?",
@@ -61,9 +61,9 @@ class Turn:
     text: str = ""
     done: bool = False
     cut: bool = False
-    """Its engine was killed before it was done."""
+    """Whether its engine was killed before the turn was done."""
     last: float = 0.0
-    """When its latest piece of text came."""
+    """Time at which its latest piece of text came."""
     ended: float = 0.0
     silent: float = 0.0
     """Seconds from the kill to the next piece of text."""
@@ -78,13 +78,13 @@ class Talk:
 
 
 class Bench:
-    """The server, its clients, and what they saw."""
+    """The server, its clients, and their records."""
 
     def __init__(self, args: argparse.Namespace, url: str, http: httpx.AsyncClient) -> None:
         self.args, self.url, self.http = args, url, http
         self.talks: list[Talk] = []
         self.running: dict[int, Turn] = {}
-        """The turn that each client waits for."""
+        """For each client, the turn that it waits for."""
         self.errors: list[str] = []
         self.stop = False
         self.rng = random.Random(args.seed)
@@ -96,7 +96,7 @@ class Bench:
         return found
 
     async def client(self, number: int) -> None:
-        """Hold conversations until told to stop."""
+        """Hold conversations until stopped."""
         rng = random.Random(number)
         while not self.stop:
             made = await self.http.post(f"{self.url}/v1/conversations", json={})
@@ -151,7 +151,7 @@ class Bench:
         return found
 
     async def ready(self, count: int) -> None:
-        """Wait until so many replicas serve, and no others are there."""
+        """Wait until `count` replicas serve, and no others are there."""
         while [each["state"] for each in await self.members()] != ["ready"] * count:
             await asyncio.sleep(0.05)
 
@@ -162,7 +162,7 @@ class Bench:
         return float(found[1])
 
     async def kill_one(self) -> dict[str, Any]:
-        """Kill a replica in the middle of an answer. How long it took until everything went on."""
+        """Kill a replica in the middle of an answer. Returns the times until everything went on."""
         while True:
             busy = [each for each in await self.members() if each["requests"] and each["state"] == "ready"]
             writing = [turn for turn in self.running.values() if turn.text and not turn.done]
@@ -173,7 +173,7 @@ class Bench:
         under_way = list(self.running.values())
         killed = time.monotonic()
         os.kill(victim["pid"], signal.SIGKILL)
-        for turn in under_way:  # which of them it cut shows in the time until their next text
+        for turn in under_way:  # the time until their next text shows which of them it cut
             if not turn.done:
                 turn.cut, turn.last = True, killed
         while victim["pid"] in {each["pid"] for each in await self.members()}:
@@ -192,7 +192,7 @@ class Bench:
         )  # fmt: skip
 
     async def change(self) -> float:
-        """Add a replica and drain another one under load. How many seconds it took."""
+        """Add a replica and drain another one under load. Returns the seconds that this took."""
         began = time.monotonic()
         (await self.http.post(f"{self.url}/replicas", headers=AS_OPERATOR)).raise_for_status()
         await self.ready(self.args.replicas + 1)
@@ -203,7 +203,7 @@ class Bench:
         return round(time.monotonic() - began, 2)
 
     async def audit(self) -> dict[str, int]:
-        """Compare the store with what clients saw; ask the turns again that were cut."""
+        """Compare the store with the clients' records. Ask the cut turns again."""
         lost = doubled = differ = again = done = 0
         for talk in self.talks:
             listed = await self.http.get(

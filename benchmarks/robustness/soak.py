@@ -8,8 +8,8 @@ server then ends with 1, and is started again on the same store as a supervisor 
 undisturbed, so that its memory says something.
 
 At the end of each minute the clients pause. Then no sequence may run or wait, no block may be in use, and memory, open
-files and threads are taken. At the end each turn that a client was told of is read back. Exit status 1 for a lost turn,
-an answer that should not be, an end that should not be, a block still in use, or growth beyond GROWTH or FILES.
+files and threads are taken. At the end each turn that was reported to a client is read back. Exit status 1 for a lost
+turn, an answer that should not be, an end that should not be, a block still in use, or growth beyond GROWTH or FILES.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ KEYS = ("soak-one", "soak-two")
 NAMES = ("server", "engine", "template")
 """The processes of a server; the last one renders the chat template."""
 KILLS = (0.5, 1.0, 2.0)
-"""Minutes at which the engine is killed; once more at the end."""
+"""Minutes at which the engine is killed; it is killed once more at the end."""
 SETTLED = 5
-"""Minute from whose end on memory counts; and once more from half time, when the store's cache of turns is full."""
+"""Minute after which memory counts. It counts anew from half time, when the store's cache of turns is full."""
 GROWTH, FILES = 60.0, 16
-"""Most growth of a process in MB an hour, in runs of ten minutes or more, and in open files."""
+"""Most growth of a process, in MB per hour in runs of ten minutes or more, and in open files."""
 OPTIONS = dict(port=0, threads=1, cache_gb=0.05, host_cache_gb=0.05, header_seconds=5, body_seconds=5)
 KINDS = {
     "chat": 4, "completion": 2, "slow reader": 1, "batch": 2, "large prompt": 1, "conversation": 5, "background": 2,
     "delete": 1, "leave": 3, "refused": 4, "broken": 1,
 }  # fmt: skip
-"""What a client does, and how often in relation to the rest."""
+"""Actions of a client, with their relative frequencies."""
 
 MODEL = {"model": "holdfast-tiny"}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -92,18 +92,18 @@ BROKEN = (
     b"GET / HT", b"\0" * 100, b"\x16\x03\x01 TLS", b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000, POST,
     POST + b"content-length: 100\r\n\r\n{", POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
 )  # fmt: skip
-"""What is no request, or half of one."""
+"""Bytes that are no request, or half of one."""
 
 
 class Cut(Exception):
-    """An answer that ended before its end. No message: the request was not taken."""
+    """An answer that was cut. Without a message, the request was not taken."""
 
 
 class Server:
-    """One `holdfast serve` process and those that it starts."""
+    """One `holdfast serve` process and its child processes."""
 
     def __init__(self, directory: Path, number: int) -> None:
-        """Start it and wait until it takes requests."""
+        """Start the server and wait until it takes requests."""
         self.log = directory / f"{number}.log"
         self.killed = False
         """Whether its engine was killed, so that clients may see errors."""
@@ -121,7 +121,7 @@ class Server:
         self.url = found[1]
 
     def processes(self) -> dict[str, Path]:
-        """Where /proc describes the processes: the server's own, the engine's, the chat template's, others."""
+        """The /proc directories of the processes: the server's own, the engine's, the chat template's, others."""
         found = {"server": Path(f"/proc/{self.process.pid}")}
         for children in (found["server"] / "task").glob("*/children"):
             for process in (Path(f"/proc/{pid}") for pid in children.read_text().split()):
@@ -131,7 +131,7 @@ class Server:
         return found
 
     def sizes(self) -> dict[str, tuple[float, int, int]]:
-        """By process: resident MB, open files, threads."""
+        """For each process: resident MB, open files, threads."""
         return {
             name: (
                 int(re.findall(r"VmRSS:\s+(\d+)", (process / "status").read_text())[0]) / 1e3,
@@ -143,17 +143,17 @@ class Server:
 
 
 class Soak:
-    """The clients, what they saw, and what was wrong."""
+    """The clients, their records, and the violations."""
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         self.options, self.directory = options, directory
         self.servers = [Server(directory, 0)]
         self.seen: Counter[tuple[str, str]] = Counter()
-        """Requests by kind and status, or how else they ended."""
+        """Number of requests by kind and by status or other end."""
         self.turns: dict[str, tuple[str, str]] = {}
-        """Response id -> key and text of each turn that a client was told is complete."""
+        """For each response id, key and text of a turn that was reported complete to a client."""
         self.finished: list[str] = []
-        """Those of them that nobody continues."""
+        """The response ids that nobody continues."""
         self.completed = self.busy = 0
         self.wrong: list[str] = []
         self.open = asyncio.Event()
@@ -166,12 +166,12 @@ class Soak:
         return self.servers[-1]
 
     def violation(self, what: str) -> None:
-        """Note and print something that must not happen."""
+        """Record and print an event that must not happen."""
         self.wrong.append(what)
         print(f"  WRONG: {what[:800]}", flush=True)
 
     def client(self, key: str, **transport: Any) -> httpx.AsyncClient:
-        """A client with connections of its own."""
+        """A client with its own connections."""
         return httpx.AsyncClient(
             base_url=self.server.url, timeout=120, transport=httpx.AsyncHTTPTransport(verify=False, **transport),
             headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
@@ -229,7 +229,7 @@ class Soak:
             await asyncio.sleep(draw.expovariate(1 / self.options.pause))
 
     async def act(self, kind: str, api: httpx.AsyncClient, draw: random.Random, key: str) -> None:
-        """Do one thing. Raises Cut, OSError or HTTPError."""
+        """Perform one action. Raises Cut, OSError or HTTPError."""
         said = " ".join(draw.choices(WORDS, k=draw.randint(2, 30)))
         match kind:
             case "chat" | "slow reader" | "completion":
@@ -325,7 +325,7 @@ class Soak:
         self.finished += ids
 
     def remember(self, response: dict[str, Any], key: str) -> None:
-        """A client was told that this turn is complete: from now on it must be found."""
+        """Record a turn that was reported complete to a client. It must be found from now on."""
         self.completed += 1
         self.turns[response["id"]] = (key, text_of(response))
 
@@ -358,7 +358,7 @@ class Soak:
         self.open.set()
 
     async def end(self, expected: int) -> None:
-        """Wait until the server has ended, and look at its status and its log."""
+        """Wait until the server has ended, and check its status and its log."""
         process, log = self.server.process, self.server.log
         try:
             await asyncio.to_thread(process.wait, 60)
@@ -368,7 +368,7 @@ class Soak:
             self.violation(f"the server ended with {process.poll()}, not plainly {expected}: {log.read_text()[-600:]}")
 
     async def read_back(self) -> int:
-        """Read each remembered turn from the store. Returns how many are not there as they were told."""
+        """Read each remembered turn from the store. Returns the number of turns that differ or are missing."""
         lost = 0
         for key in KEYS:
             async with self.client(key) as api:
@@ -393,7 +393,7 @@ async def run(options: argparse.Namespace, directory: Path) -> bool:
 
 
 async def run_clients(soak: Soak) -> bool:
-    """The same, on servers that are ended by the caller."""
+    """Run clients on servers that the caller ends."""
     options, began, kills = soak.options, time.monotonic(), [at for at in KILLS if at < soak.options.minutes]
     clients = [asyncio.create_task(soak.work(number)) for number in range(options.clients)]
     rows: list[tuple[float, dict[str, tuple[float, int, int]]]] = []

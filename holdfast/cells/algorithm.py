@@ -1,8 +1,9 @@
 """BatchMaker's bookkeeping, compiled: how rows enter the table, become tasks (Algorithm 1), and end. Pure.
 
-All functions share some arguments. `table` is [capacity] of ROW. `sources` [capacity, State inputs] is where each row's
-next step reads (below 0: zeros). `ready` and `bounds` are those of Queues. `links` holds the lists of readers, one
-after the other. `counts` is [released subgraphs, arrived requests], which these functions increase.
+All functions share some arguments. `table` is [capacity] of ROW. `sources` [capacity, State inputs] is the item that
+each row's next step reads for each input (below 0: zeros). `ready` and `bounds` are those of Queues. `links` holds the
+lists of readers, one after the other. `counts` is [released subgraphs, arrived requests], which these functions
+increase.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def enter(
     widths: np.ndarray,
     places: np.ndarray,
 ) -> None:
-    """Write graphs into the table, and add their subgraphs that wait for none to the queues.
+    """Write graphs into the table, and add subgraphs that wait for no other one to the queues.
 
-    `rows` are the table's rows, one for each row of a Partition. `offsets` [types] is where the values of all nodes of
-    a type begin. `link` is the start of room in `links` for as many entries as there are rows and edges. `stops`
-    [chains, 3] has, for each chain that may end early, its row, the number of the returned output that ends it, and the
-    value that does. `widths` [types, State inputs] are those of the inputs' arenas, `places` [types, outputs] the
-    outputs' places in their rows.
+    `rows` are the table's rows, one for each row of a Partition. `offsets` [types] is the index at which the values of
+    a type's nodes begin. `link` is the start of free room in `links`, with as many entries as there are rows and edges.
+    `stops` [chains, 3] has an entry for each chain that may end early: its row, the number of the returned output that
+    ends it, and the value at which it ends. `widths` [types, State inputs] are those of the inputs' arenas, `places`
+    [types, outputs] the outputs' places in their rows.
     """
     total, next_at = len(rows), offsets.copy()
     for at in range(total):
@@ -109,7 +110,7 @@ def _list_readers(
     reader: np.ndarray,
     producer: np.ndarray,
 ) -> None:
-    """Write the lists of the rows and subgraphs that wait for each row and subgraph."""
+    """For each row and subgraph, write the lists of the rows and subgraphs that wait for it."""
     edges = len(reader)
     if not edges:
         return
@@ -199,14 +200,16 @@ def batch(
 ) -> tuple[int, int, int]:
     """Batch (Algorithm 1, lines 12 to 23).
 
-    Returns the numbers of tasks, of entries in `pinned` and of entries in `moved`.
+    Returns the number of tasks, of entries in `pinned` and of entries in `moved`.
 
-    It writes the tasks, one after the other, into `rows`, `read` (for each task [State inputs, nodes]), `at` (where
-    values and results lie) and `last` (whether the node is its row's last step). It writes the end of each task into
-    `ends`, whose length is MaxTasksToSubmit. `carried` [inputs, 3] has, for each State input that a chain takes from
-    its previous step, the input's position, its arena's width and its place. With several workers, `round_` is above 0,
-    `pinned` receives the subgraphs of the round, and `moved` [reads, 2] receives the rows whose state must first be
-    copied from another worker, and that worker. `widths` [State inputs] are those of the inputs' arenas.
+    It writes the nodes of the tasks, one task after the other: `rows`, `read` (for each task [State inputs, nodes]),
+    `at` (the places of values and results) and `last` (whether the node is its row's last step). It writes the end of
+    each task into `ends`, whose length is MaxTasksToSubmit. `carried` [inputs, 3] has, for each State input that a
+    chain takes from its previous step, the input's position, its arena's width and its place. `widths` [State inputs]
+    are those of the inputs' arenas.
+
+    With several workers, `round_` is above 0. `pinned` then receives the subgraphs of the round, and `moved` [reads, 2]
+    the rows whose state must first be copied from another worker, and that worker.
     """
     states, queue, bound = len(widths), ready[kind], bounds[kind]
     picked = np.empty(most, np.int64)
@@ -307,7 +310,7 @@ def _pin(
 
 @compiled
 def _take_out(queue: np.ndarray, bound: np.ndarray, picked: np.ndarray, last: np.ndarray) -> None:
-    """Remove from the queue the rows of a task that have no step left."""
+    """Remove from the queue those rows of a task that have no step left."""
     node = len(picked) - 1
     to = picked[node]
     for place in range(picked[node], bound[0] - 1, -1):
@@ -374,7 +377,7 @@ def unpin(table: np.ndarray, subgraphs: np.ndarray, round_: int) -> None:
 
 @compiled
 def find_stops(table: np.ndarray, rows: np.ndarray, number: int, output: np.ndarray, stops: np.ndarray) -> None:
-    """Mark in `stops` the nodes of a task whose chain ends by the value of returned output `number`."""
+    """Mark in `stops` the nodes of a task whose chain ends at its value of the returned output `number`."""
     for node in range(len(rows)):
         row = table[rows[node]]
         if row["stop_by"] == number and output[node] == row["stop_at"]:
@@ -395,8 +398,8 @@ def complete(
 ) -> np.ndarray:
     """End rows, subgraphs and requests after a round has completed, and release the subgraphs that waited for them.
 
-    `rows`, `at` and `last` are those that `batch` wrote. `stops` marks the nodes that end their chains; it is empty if
-    no chain may end early. Returns the first rows of the requests that end, in order of arrival.
+    `rows`, `at` and `last` were written by `batch`. `stops` marks the nodes that end their chains; it is empty if no
+    chain may end early. Returns the first rows of the requests that end, in order of arrival.
     """
     ended, ends = np.empty(len(rows), np.int64), 0
     stopped = False
@@ -424,7 +427,7 @@ def complete(
         subgraph = table[number]
         subgraph["rows_left"] -= 1
         if subgraph["rows_left"] == 0:
-            subgraphs[done] = number  # this must be written before the next read
+            subgraphs[done] = number  # before the next read, which may be of the same subgraph
             done += 1
             most += subgraph["readers_count"]
             request = table[subgraph["request"]]

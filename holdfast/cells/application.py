@@ -17,12 +17,12 @@ class Application(Protocol):
     outputs: tuple[Field, ...]
 
     def unfold(self, inputs: Arrays) -> CellGraph:
-        """The graph of one request. Raises ValueError, naming the value and the limit, for unusable inputs.
+        """The graph of one request. Raises ValueError for unusable inputs, naming the value and the limit.
 
         Dtypes, ranks and dimensions have already been checked against `inputs`.
         """
         ...
 
     def finish(self, results: Arrays) -> Arrays:
-        """The outputs that the client receives, from the results that the graph names."""
+        """Turn the results that the graph names into the outputs that the client receives."""
         ...

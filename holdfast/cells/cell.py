@@ -1,4 +1,4 @@
-"""The definitions of a programmer: cells, and the fields that clients send and receive. No torch here.
+"""Classes with which a programmer defines cells, and the fields that clients send and receive. No torch here.
 
 A cell is a part of a model that runs many times for one request: one step of an LSTM, one node of a tree (BatchMaker,
 section 2.3.1). Its weights belong to it. Its inputs and outputs are batches, whose first dimension counts the nodes.
@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.cells.gated import Gated
 
 DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
-"""Dtypes of inputs and outputs. Values and returned outputs, which pass through NumPy, cannot be bfloat16."""
+"""Dtypes of inputs and outputs. Values and returned outputs pass through NumPy, so they cannot be bfloat16."""
 FIELD_DTYPES = ("float32", "float16", "int64", "int32", "bool", "string")
 """Dtypes of fields that clients send and receive. An array of strings has NumPy's dtype object and holds str."""
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -56,7 +56,7 @@ class Output(Spec):
     """An output, kept on the device for the nodes that read it."""
 
     returned: bool = False
-    """Whether each task also copies the output to the host, for results of requests and for chains that end by it."""
+    """Whether each task also copies the output to the host, as a result of a request or because a chain ends by it."""
 
     def __post_init__(self) -> None:
         Spec.__post_init__(self)
@@ -74,7 +74,7 @@ class Cell:
     """A type of cell.
 
     Two cells are the same type only if they compute the same operations, with the same weights, on inputs of the same
-    shapes. The executor finds that out (section 2.3.1), and nodes of equal types share tasks.
+    shapes. The executor checks this (section 2.3.1), and nodes of equal types share tasks.
     """
 
     name: str
@@ -89,17 +89,17 @@ class Cell:
     weights: Mapping[str, Any] = field(default_factory=dict)
     """The weights, as tensors by name."""
     priority: int = 0
-    """The priority: higher runs first.
+    """Priority of the cell; the highest runs first.
 
-    Later cells of a graph should have a higher one, such as a decoder after an encoder.
+    Later cells of a graph should have a higher priority, such as a decoder after an encoder.
     """
     sizes: tuple[int, ...] = DEFAULT_SIZES
-    """The batch sizes that are prepared at the start, unless `sizes_by_type` is given other ones.
+    """The batch sizes that are prepared at the start, unless `sizes_by_type` gets other ones.
 
     A task whose number of nodes lies between two sizes is padded up to the larger one.
     """
     gated: Gated | None = None
-    """A form of `run` that executors compute with fewer passes over memory. It must give the results of `run`."""
+    """A form of `run` that executors compute with fewer passes over memory. Its results must equal those of `run`."""
 
     def __post_init__(self) -> None:
         if not self.outputs:
@@ -142,7 +142,7 @@ class Cell:
 
     @cached_property
     def carried(self) -> tuple[str, ...]:
-        """The State inputs that a chain of this cell takes from its previous step: those that are also outputs."""
+        """The State inputs that a chain of this cell takes from its previous step: those named as outputs."""
         return tuple(name for name in self.states if name in self.outputs)
 
 

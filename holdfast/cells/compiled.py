@@ -1,4 +1,4 @@
-"""Compile functions to machine code with Numba: the loops over the rows of the planner's table."""
+"""Compiles functions to machine code with Numba: the loops over the rows of the planner's table."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from holdfast.loop.contracts import Executor
 
 Tensors = dict[str, torch.Tensor]
 FINE_ROWS = 32
-"""The most rows for which a CPU's matrix product has exactly as many rows as nodes. Above it, see `_Linear.rows`."""
+"""Largest number of nodes for which a CPU's matrix product has exactly as many rows. Above it, see `_Linear.rows`."""
 LEAST_PACKED = 128
-"""The least number of outputs of a packed product.
+"""Smallest number of outputs of a packed product.
 
-PyTorch's own product is faster with fewer, such as label read-outs.
+PyTorch's own product is faster with fewer outputs, such as those of label read-outs.
 """
 
 
@@ -38,9 +38,10 @@ class Copies:
     """Counts of how the State inputs of tasks were read. Inputs that are zeros for all nodes are not counted."""
 
     gathered: int = 0
-    """Number of inputs that were copied together."""
+    """Number of inputs whose items were copied into one buffer."""
     in_place: int = 0
-    """Number of inputs that were read in place, already contiguous and in order (BatchMaker, section 2.4.3)."""
+    """Number of inputs that were read in place, because they were contiguous and in order (BatchMaker, section 2.4.3).
+    """
     moved: int = 0
     """Number of rows that were copied from other workers."""
 
@@ -222,7 +223,8 @@ class CpuExecutor:
         self._rounds: deque[Round] = deque()
         self._last_rows = np.zeros(0, np.int64)
         self._last: list[tuple[int, int, int, torch.Tensor]] = []
-        """Outputs of the previous task: the arena, its width, the place in a row, and the batch of outputs itself."""
+        """For each output of the previous task: the arena, its width, the place in a row, and the batch of outputs
+        itself."""
         self._gathered = self._in_place = self._moved = 0
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
@@ -340,7 +342,7 @@ class _Linear:
 
     @staticmethod
     def rows(nodes: int) -> int:
-        """The number of rows to compute for `nodes` nodes, at most 1/16 more.
+        """Number of rows to compute for `nodes` nodes, at most 1/16 more.
 
         oneDNN prepares itself for each number of rows, which takes a millisecond, and remembers 1,024 products.
         """
@@ -382,7 +384,7 @@ class _GatedOnCpu:
 
     @classmethod
     def of(cls, kind: Kind, arenas: Arenas) -> _GatedOnCpu | None:
-        """The gated form of this type; None unless its cells are gated, of float32, and keep c on the device."""
+        """The gated form of this type; None unless its cells are gated, are float32, and keep c on the device."""
         gated = kind.cell.gated
         if gated is None or "c" in kind.returned or kind.weights["w"].dtype != torch.float32:
             return None

@@ -33,11 +33,11 @@ from holdfast.core.collector import collector_off
 
 ALIGNED_WORDS = 4
 SPINS = 50
-"""Number of polls for a round's end before `collect` sleeps between polls."""
+"""Number of polls for a round's end before `collect` begins to sleep between polls."""
 SLEEP_SECONDS = 20e-6
 """Seconds of one sleep of `collect`."""
 SLEEPS_PER_CHECK = 1000
-"""Number of sleeps of `collect` between two checks whether the device has failed."""
+"""Number of sleeps of `collect` between two checks for a failure of the device."""
 PR_SET_TIMERSLACK = 29
 HELD_CYCLES, MOST_HELD_CYCLES = 1 << 20, 1 << 31
 """Cycles that the device waits before a timed round: half a millisecond at first, up to a second."""
@@ -45,7 +45,7 @@ NO_SOURCE = -1
 
 
 class TaskWords:
-    """The layout of a task of one type and size: where its parts are in its words, and its outputs in their bytes."""
+    """The layout of a task of one type and size: the places of its parts in words, and of its outputs in bytes."""
 
     def __init__(self, cell: Cell, size: int) -> None:
         self.size = size
@@ -74,7 +74,7 @@ class TaskWords:
 
 @cache
 def _sleep_precisely(thread: int) -> None:
-    """Lower the time by which Linux may delay the end of this thread's sleeps from 50 microseconds to 1.
+    """Lower the longest delay that Linux may add to this thread's sleeps from 50 microseconds to 1.
 
     `thread` is the thread's id, so that the cache makes the system call once for each thread.
     """
@@ -140,7 +140,7 @@ class CudaExecutor:
             states = max(len(kind.cell.states) for kind in self._kinds)
             largest = max(kind.sizes[-1] for kind in self._kinds)
             self._most_moved = states * largest * max_tasks
-            """The most rows that a round can move: no more than its tasks read."""
+            """Largest number of rows that a round can move: no more than its tasks read."""
             self._round_words = _aligned(max_tasks * max(words.words for words in most) + self._most_moved)
             self._ring_words = self._round_words * (rounds_in_flight + 1)
             self._task_bytes = max(words.returned_bytes for words in most)
@@ -154,7 +154,7 @@ class CudaExecutor:
             )
             self._staged = self._pinned(self._ring_words, torch.int32)
             self._bodies: list[Callable[[], None]] = []
-            """The captured functions. Graphs read the tables and buffers that these hold, so they must stay alive."""
+            """The captured functions. They hold the tables and buffers that graphs read, so they must stay alive."""
             self._run: list[dict[int, Callable[[], None]]] = self._materialize()
         self._host_words, self._done = self._staged.numpy(), self._signals.done.numpy()
         self._host_returned = self._signals.returned.numpy()
@@ -253,11 +253,11 @@ class CudaExecutor:
             self._held_cycles *= 2
 
     def copies(self) -> Copies:
-        """The number of moved rows. Kernels read inputs where they need them, so other reads are not counted."""
+        """The number of moved rows. Kernels read inputs where they are, so other reads are not counted."""
         return Copies(moved=self._moved)
 
     def close(self) -> None:
-        """Wait for the device, if it still works, and release the graphs."""
+        """Wait for the device, unless it has failed, and release the graphs."""
         if self._stream is not None:
             with suppress(RuntimeError):
                 self._stream.synchronize()
@@ -345,7 +345,9 @@ class CudaExecutor:
                 raise ValueError(f"workers are on {theirs.device} and {self.device}; all must be CPUs or all GPUs")
             if not torch.cuda.can_device_access_peer(self.device, theirs.device):
                 raise ValueError(f"{self.device} cannot read the memory of {theirs.device}; use one of them only")
-            probe = torch.zeros(1, device=self.device)  # copying between two devices maps their memory into each other
+            probe = torch.zeros(
+                1, device=self.device
+            )  # copying between two devices maps the memory of each into the other
             probe.to(theirs.device).to(self.device)
         tables: dict[int, list[list[int]]] = {}
         widest = 1

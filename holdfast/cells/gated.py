@@ -17,9 +17,9 @@ class Gated:
     """
 
     parts: tuple[str | tuple[str, str], ...]
-    """The one or two parts of the product's input.
+    """The parts of the product's input, one or two.
 
-    A part is an input [wide], or a pair: an int32 scalar input, and the weight of which it selects a row.
+    A part is an input [wide], or a pair: an int32 scalar input, and the name of a weight from which it selects a row.
     """
     gates: str
     """The order of gates in `w`: a permutation of i, o, u and, for each child in turn, f."""

@@ -17,16 +17,16 @@ LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
 """The largest difference that rounding may make, relative to 1 + the largest value of an output."""
 TF32_LIMIT = 2e-2
 ZEROS_SHARE = 0.2
-"""The share of the nodes that read zeros instead of a state."""
+"""Share of the nodes that read zeros instead of a state."""
 SEED = 0
 
 
 @torch.inference_mode()
 def check_gated(executor: CellExecutor) -> None:
-    """Run tasks of random inputs for each gated type, at its smallest and largest size. Leaves zeros in their rows.
+    """For each gated type, run tasks of random inputs at its smallest and largest size. Leaves zeros in their rows.
 
-    Call it while no round is in flight. Raises ValueError, which names the cell, the output, the largest difference and
-    the limit, if an output differs from that of `run` by more than rounding explains.
+    Call it while no round is in flight. Raises ValueError if an output differs from that of `run` by more than rounding
+    explains. The error names the cell, the output, the largest difference and the limit.
     """
     for number, (kind, gated) in executor.gated.items():
         for size in sorted({kind.sizes[0], kind.sizes[-1]}):
@@ -42,7 +42,7 @@ def _check(executor: CellExecutor, number: int, kind: Kind, gated: Gated, size: 
     nodes = max(1, min(size, (arenas.capacity - FIRST_ROW) // 2))
     end = min(arenas.capacity, FIRST_ROW + 2 * nodes)
     rows = random.permutation(np.arange(FIRST_ROW, FIRST_ROW + nodes, dtype=np.int32))
-    # No node of a task reads a row that another one writes, so states lie in other rows.
+    # No node of a task may read a row that another one writes, so states lie in other rows.
     read = np.arange(FIRST_ROW + nodes, end) if end > FIRST_ROW + nodes else rows
     for spec, items in arenas.items.items():
         used = items[: end * layout.widths.get(spec, 0)]

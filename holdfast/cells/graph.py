@@ -23,7 +23,7 @@ from holdfast.cells.compiled import compiled
 ZEROS = -1
 """The node number that stands for a State input of zeros."""
 FEW = 16
-"""The most blocks per node for which nodes are looked up among blocks one by one."""
+"""Largest number of blocks per node for which the block of each node is looked up separately."""
 _FIRST = attrgetter("first")
 
 
@@ -53,7 +53,7 @@ class Block:
     """
     reads: list[Read] = field(default_factory=list)
     whole: bool = False
-    """Whether this is a chain that is read from outside only at its last node. It is then one row."""
+    """Whether this is a chain whose outputs other blocks read only at its last node. It is then one row."""
 
     @property
     def rows(self) -> int:
@@ -96,7 +96,7 @@ class CellGraph:
         self.results: list[tuple[str, str, Sequence[int]]] = []
         """For each result: its name, its output, and its nodes."""
         self.constants: dict[str, np.ndarray] = {}
-        """Results that are known without any node, by name."""
+        """Results that are known without running any node, by name."""
         self._cells: set[Cell] = set()
         self._common: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shape and dtype, by name, of the outputs that all cells of the graph have in common."""
@@ -105,8 +105,8 @@ class CellGraph:
     def add(self, cell: Cell, count: int = 1, /, **inputs: Any) -> range:
         """Add `count` nodes of one cell. Returns their ids.
 
-        A Value input is an array [count, *shape]. A State input is a pair: the ids of the nodes that it comes from, one
-        for each new node or ZEROS, and the name of their output. A State input that is left out is zeros. Earlier nodes
+        A Value input is an array [count, *shape]. A State input is a pair: node ids, one for each new node or ZEROS,
+        and the name of the output of these nodes that it reads. A State input that is left out is zeros. Earlier nodes
         of the same call may be named. Raises ValueError for inputs that do not fit.
         """
         return self._add(cell, count, inputs, False, None)
@@ -114,9 +114,9 @@ class CellGraph:
     def chain(self, cell: Cell, steps: int, /, *, stop: tuple[str, int] | None = None, **inputs: Any) -> range:
         """Add a chain of `steps` nodes. Returns their ids.
 
-        State inputs with an output's name come from the previous step; an (id, output) that is given for them is for
-        the first step. Other State inputs, as (id, output), are the same for each step. With `stop`, the chain ends at
-        the first step whose returned scalar output of that name has that value. No other node may then read its
+        State inputs with the name of an output come from the previous step; an (id, output) given for such an input is
+        for the first step. Other State inputs, as (id, output), are equal in all steps. With `stop`, the chain ends at
+        the first step whose returned scalar output of that name has that value. No other node may then read the chain's
         outputs, because later steps may have run already. Raises ValueError for inputs that do not fit.
         """
         if not cell.carried:
@@ -165,7 +165,7 @@ class CellGraph:
         return range(first, first + count)
 
     def _note_outputs(self, cell: Cell) -> None:
-        """Keep in `_common` the outputs that all cells of the graph have in common."""
+        """Update `_common` with a cell: it keeps the outputs that all cells of the graph have in common."""
         if cell not in self._cells:
             gives = cell.gives
             self._common = (
@@ -174,7 +174,7 @@ class CellGraph:
             self._cells.add(cell)
 
     def _read(self, block: Block, inputs: dict[str, Any]) -> None:
-        """Note which outputs a block's State inputs read, after checking that they fit."""
+        """Record the outputs that a block's State inputs read, after checking that they fit."""
         takes, columns, common = block.cell.takes, block.columns, self._common
         found: dict[int, int] = {}
         for name, given in inputs.items():
@@ -202,7 +202,7 @@ class CellGraph:
                 raise ValueError(_misfit(block.cell, name, other.cell, output))
 
     def _named(self, block: Block, column: np.ndarray) -> list[Block]:
-        """The blocks whose nodes a column of a new block names, in order. The graph has them in that order, too."""
+        """The blocks whose nodes a column of a new block names, in the order of the graph."""
         blocks = self.blocks
         if len(column) == 1 or FEW * len(column) < len(blocks):
             own = len(blocks)
@@ -215,7 +215,7 @@ class CellGraph:
         return [block if number == len(blocks) else blocks[number] for number in sorted(numbers - {ZEROS})]
 
     def _cut_if_read_inside(self, chain: Block, block: Block) -> None:
-        """Split a chain into single nodes if a block reads any node but its last."""
+        """Split a chain into single nodes if a block reads a node other than its last."""
         last = chain.first + chain.count - 1
         end = last if chain.stop is None else last + 1
         for column in block.columns:

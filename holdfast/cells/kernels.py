@@ -1,9 +1,10 @@
-"""Triton kernels of tasks: they find a task's indices and values by a cursor on the device.
+"""Triton kernels of tasks. They find a task's indices and values by a cursor on the device.
 
-The words (int32) of the tasks of a round lie one after the other in a ring on the device, and `cursor` holds where the
-current task begins. A task's words are: where the next task begins; how many nodes it has; where its returned outputs
-begin in the host's ring, in units of 16 bytes; one word unused; then `rows` [size]; then `sources` [size] for each
-State input; then the values. The last kernel of a task advances the cursor. So a CUDA graph needs no argument.
+The words (int32) of a round's tasks lie one task after the other in a ring on the device. `cursor` holds the index at
+which the current task begins. A task's words are: the index of the next task; the number of its nodes; the start of
+its returned outputs in the host's ring, in units of 16 bytes; one unused word; then `rows` [size]; then `sources`
+[size] for each State input; then the values. The last kernel of a task advances the cursor. So a CUDA graph needs no
+argument.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -22,7 +23,7 @@ HEADER = 4
 RETURNED_UNIT = 16
 """The alignment of returned outputs in bytes."""
 MOST_OUTPUTS = 8
-"""The most outputs that one scatter kernel writes."""
+"""Largest number of outputs that one scatter kernel writes."""
 UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """The integer types in which items are copied, by their number of bytes."""
 
@@ -119,11 +120,11 @@ def scatter_entry(arena: torch.Tensor, item_bytes: int, width: int, place: int, 
 
 @triton.jit
 def _finish(ring, cursor, tickets, done, programs):
-    """The last program of a task's last kernel moves the cursor to the next task, and adds 1 to the host's counter.
+    """Let the last program of a task's last kernel move the cursor to the next task, and add 1 to the host's counter.
 
     Each program releases its writes with its ticket, and the last one acquires it. So everything that the task wrote is
     visible to a host that sees the counter (BatchMaker, section 2.5). The sum is kept on the device, whose atomic add
-    releases to the host: one on the host's own memory faults where the bus has no atomics.
+    releases to the host: an atomic add on the host's own memory faults if the bus has no atomics.
     """
     tl.debug_barrier()
     ticket = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu")
@@ -178,7 +179,7 @@ def scatter(
     *,
     last: bool,
 ) -> None:
-    """Write outputs of the current task to its rows, and returned ones of its nodes to the host's ring.
+    """Write outputs of the current task to its rows, and returned outputs of its nodes to the host's ring.
 
     `table` has a line of `scatter_entry` for each output, all of one unit; `widest` is the largest item in units.
     `last` ends the task.
@@ -271,7 +272,7 @@ class Source:
 
 
 def concatenate(signals: Signals, parts: Sequence[Source], target: torch.Tensor, size: int) -> None:
-    """Concatenate one or two parts of each node into `target` [size, both wide]. Missing items are zeros."""
+    """Concatenate one or two parts of each node into `target` [size, width of both]. Missing items are zeros."""
     arguments: list[torch.Tensor | int] = []
     for part in parts:
         items = signals.ring.view(target.dtype) if part.kind == VALUE else part.items
@@ -353,9 +354,9 @@ def gates(
     *,
     last: bool,
 ) -> None:
-    """Compute c and h of each node of the current task, from its gates without their bias [size, len(order) * hidden].
+    """Compute h and c of each node of the current task, from its gates without their bias [size, len(order) * hidden].
 
-    Reads the children's c from the arena by the indices that begin at the task's words `children`, writes h and c to
+    Reads the children's c from the arena, by the indices that begin at the task's words `children`. Writes h and c to
     the task's rows at `places`, and h to `dense` [size, hidden] if it is given. `last` ends the task. Working in place
     is safe: no node of a task reads a row that another one writes, and each thread reads the c that it replaces before
     it writes.

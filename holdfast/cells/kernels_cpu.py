@@ -1,7 +1,7 @@
 """Kernels of gated cells for CPUs: the work before and after their matrix product, compiled by Numba.
 
-PyTorch's operators pass over the gates ten times. Its tanh takes 2.5 ns an element, on a core where a matrix product
-with 1,024 inputs takes 20. Here a node's gates are read once, with vector instructions.
+PyTorch's operators pass over the gates ten times. Its tanh takes 2.5 ns an element, while a matrix product with 1,024
+inputs takes 20 ns an element on the same core. Here a node's gates are read once, with vector instructions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 NOWHERE = -1
-"""The item of `gather` that stands for zeros, like a source below 0 in a task."""
+"""The item of `gather` that stands for zeros, equal to a source below 0 in a task."""
 FAST = {"contract", "nsz", "arcp", "reassoc"}
 """The fast-math options that are on. NaN and infinity keep their meaning."""
 HALF, LARGEST = np.float32(0.5), np.float32(7.90531110763549805)
@@ -60,10 +60,9 @@ def sigmoid(x: Any) -> Any:
 def gather(table: Any, items: Any, first: int, target: Any, column: int) -> int:
     """Copy these items of a table [items, wide] into `target` [nodes, columns] from `column` on.
 
-    Returns the number copied.
+    Returns the number of items copied. If the table lacks an item, returns -1 - the position of that item.
 
-    `first` is the least allowed item: 0, or NOWHERE if items below 0 stand for zeros. For an item that the table lacks,
-    returns -1 - its position.
+    `first` is the smallest allowed item: 0, or NOWHERE if items below 0 stand for zeros.
     """
     wide, copied = table.shape[1], 0
     for node in range(items.shape[0]):
@@ -85,7 +84,7 @@ def gather(table: Any, items: Any, first: int, target: Any, column: int) -> int:
 def gates(
     products: Any, first: Any, sources: Any, children: Any, cells: Any, places: Any, rows: Any, every_h: Any
 ) -> None:
-    """The h and c of nodes from their gates before sigmoid and tanh, `products` [nodes, gates * hidden], overwritten.
+    """Compute h and c of nodes from `products` [nodes, gates * hidden], the gates before sigmoid and tanh, overwritten.
 
     `first` has the columns at which the gates i, o, u and the children's f begin. A child's c is `cells[sources[child,
     node]]`, for each of `children`; below 0 it is zeros. h and c of a node go to `cells`, to places `places[0]` and

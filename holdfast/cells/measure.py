@@ -1,4 +1,4 @@
-"""Measures how long tasks of each type of cell take on a device, by batch size (BatchMaker, Figure 2.3)."""
+"""Measures the time of tasks of each cell type on a device, by batch size (BatchMaker, Figure 2.3)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from holdfast.core.cell_cost import CellCost
 MEASURED = 2
 """The version of the measurement. Costs of another version are not used."""
 LARGEST = 2048
-"""The largest size that is measured by default, as in Figure 2.3."""
+"""Largest size that is measured by default, as in Figure 2.3."""
 MOST = 16384
-"""The largest size that may be measured."""
+"""Largest size that may be measured."""
 HALVES_FROM = 64
-"""The size from which on sizes halfway between powers of two are measured, too.
+"""Smallest size from which sizes halfway between powers of two are measured, too.
 
 Padding from one power to the next would cost up to half of a large task.
 """
 PASSES = 6
 """Number of passes over all sizes, alternately by falling and by rising size.
 
-The fastest one, least disturbed, counts.
+The result is the fastest pass, which was disturbed least.
 """
 POINT_SECONDS = 0.03
-"""Seconds for which a pass repeats the rounds of one size, at least LEAST_ROUNDS of them. Their median counts."""
+"""Seconds for which a pass repeats the rounds of one size, at least LEAST_ROUNDS of them. It takes their median."""
 LEAST_ROUNDS = 3
-"""The least number of rounds of one size in a pass."""
+"""Smallest number of rounds of one size in a pass."""
 LONG_SECONDS = 0.3
-"""The most seconds for which a pass repeats the rounds of one size, even if there were few."""
+"""Largest number of seconds for which a pass repeats the rounds of one size, even if there were few."""
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def device_name(device: str, workers: int = 1) -> str:
 
 
 def _round(cell: Cell, number: int, layout: Layout, size: int) -> Round:
-    """A round of tasks of zeros. States that a chain carries stay in its row; other states come from any rows."""
+    """A round of tasks of zeros. States that a chain carries stay in its row; other states come from random rows."""
     random = np.random.default_rng(size)
     rows = random.permutation(np.arange(FIRST_ROW, FIRST_ROW + size, dtype=np.int32))
     sources = np.empty((len(cell.states), size), np.int32)

@@ -78,7 +78,8 @@ def lstm_cell(
     """One step of an LSTM, with inputs h and c and outputs h and c.
 
     With `embedding` [words, inputs] the other input is `token`, an int32 value. Without it, the input is `x` [inputs],
-    a "value" or a "state" (of a layer below). With `read_out` there is an output `label`, an int32 that is returned.
+    which is a "value", or a "state" if it comes from a layer below. With `read_out` there is an output `label`, an
+    int32 that is returned.
     """
     hidden, kind = weights.hidden, _name(weights.w)
     wide = weights.w.shape[1] - hidden
@@ -184,7 +185,7 @@ def tree_leaf_cell(
     priority: int = 0,
     sizes: tuple[int, ...] = TREE_SIZES,
 ) -> Cell:
-    """A leaf of a binary TreeLSTM: value `token`, int32; outputs h and c, and `label` with `read_out`."""
+    """A leaf of a binary TreeLSTM. Input: value `token`, int32. Outputs: h and c, and `label` with `read_out`."""
     hidden, kind = weights.hidden, _name(weights.w)
     _require_shape(name, "leaf_w", weights.leaf_w, (3 * hidden, embedding.shape[1]))
     _require_shape(name, "leaf_b", weights.leaf_b, (3 * hidden,))
@@ -213,7 +214,7 @@ def tree_internal_cell(
     priority: int = 1,
     sizes: tuple[int, ...] = TREE_SIZES,
 ) -> Cell:
-    """An internal node of a binary TreeLSTM: states left_h, left_c, right_h, right_c; outputs h, c, maybe `label`."""
+    """An internal node of a binary TreeLSTM. States: left_h, left_c, right_h, right_c. Outputs: h, c, maybe `label`."""
     hidden, kind = weights.hidden, _name(weights.w)
     _require_shape(name, "w", weights.w, (5 * hidden, 2 * hidden))
     _require_shape(name, "b", weights.b, (5 * hidden,))
@@ -237,7 +238,7 @@ def tree_internal_cell(
 
 
 def read_out_cell(name: str, read_out: ReadOut, *, priority: int = 2, sizes: tuple[int, ...] = DEFAULT_SIZES) -> Cell:
-    """The label of a state: linear layer and argmax. State `h`; output `label`, int32, returned."""
+    """A cell that reads the label of a state: linear layer and argmax. State `h`; output `label`, int32, returned."""
     hidden = read_out.w.shape[1]
 
     def run(weights: Mapping[str, Tensor], h: Tensor) -> Outputs:
@@ -281,5 +282,5 @@ def _require_shape(cell: str, name: str, tensor: Tensor, shape: tuple[Any, ...])
 
 
 def _name(tensor: Tensor) -> str:
-    """The name that a Spec has for a tensor's dtype."""
+    """The name of a tensor's dtype in a Spec."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -130,7 +130,7 @@ def _split(
 ) -> tuple[np.ndarray, ...]:
     """The arrays of a Partition.
 
-    `lengths` are those of the columns, and `named` are all nodes that the columns name.
+    `lengths` has the length of each column, and `named` all nodes that the columns name.
     """
     first = np.empty(len(counts), np.intp)
     total = nodes = 0
@@ -208,7 +208,7 @@ def _subgraphs(
             one, other = _root(found, reader[edge]), _root(found, producer[edge])
             found[max(one, other)] = min(one, other)
     for row in range(len(types)):
-        found[row] = found[found[row]]  # a row's root comes before it, so it is right already
+        found[row] = found[found[row]]  # a row's root comes before it, so the root's entry is final already
     return found
 
 

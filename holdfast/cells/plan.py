@@ -11,7 +11,7 @@ from holdfast.cells.cell import Cell, Spec
 from holdfast.cells.graph import CellGraph
 
 SCRATCH = 0
-"""A row that no node has. Padding nodes of a task write to it."""
+"""The row of padding nodes of a task. No other node has it."""
 FIRST_ROW = 1
 """The first row that a node may have."""
 

@@ -1,16 +1,20 @@
 """The planner of cells: BatchMaker's request processor and Algorithm 1, over arrays. Pure.
 
-All live nodes are rows of one table; a chain is one row. A task is then a part of its type's queue, however many nodes
-it has, and a row's number also gives its state's place on the device. A request holds its rows until it ends.
+All live nodes are rows of one table; a chain is one row. A task is then a part of its type's queue, for any number of
+nodes, and a row's number also gives its state's place on the device. A request holds its rows until it ends.
 
-The paper leaves some points open (section 2.4.3). They are decided here as follows. A worker for which nothing can be
-formed stays idle until a request or a completion comes. If all ready nodes of the chosen type are pinned to other
-workers, the next type is tried; among types with equal priority, the first defined goes first. A batch between two
-sizes is padded up. The queue of a type is in the order in which its subgraphs became ready. Subgraphs that become ready
-together, by the completion of one round, are in the order in which their requests came, and then in the order of the
-graph, as nodes within a subgraph are. Requests join when the next round is formed, first come, first served, while
-there are rows for a whole graph. A request ends early if it is aborted or a chain of it stops. Its rows are free once
-the rounds in flight at that time have completed.
+The paper leaves some points open (section 2.4.3). They are decided here as follows:
+
+- A worker for which nothing can be formed stays idle until a request or a completion comes.
+- If all ready nodes of the chosen type are pinned to other workers, the next type is tried. Among types with equal
+  priority, the first defined goes first.
+- A batch between two sizes is padded up.
+- The queue of a type is in the order in which its subgraphs became ready. Subgraphs that become ready together, by the
+  completion of one round, are in the order in which their requests came, and then in the order of the graph. Nodes
+  within a subgraph are in the order of the graph, too.
+- Requests join when the next round is formed, first come, first served, while there are rows for a whole graph.
+- A request ends early if it is aborted or a chain of it stops. Its rows are free once the rounds in flight at that
+  time have completed.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,14 +32,13 @@ from holdfast.cells.graph import ZEROS, CellGraph
 from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
-from holdfast.cells.worker_view import WorkerView
 
 MAX_TASKS = 5
-"""MaxTasksToSubmit (Algorithm 1, line 3), the most tasks of a round."""
+"""MaxTasksToSubmit (Algorithm 1, line 3): the largest number of tasks in a round."""
 CAPACITY = 16384
 """The default number of rows."""
 MOST_WORKERS = 62
-"""The most workers. A row's `copies` has one bit for each worker."""
+"""Largest number of workers. A row's `copies` has one bit for each worker."""
 NO_STOPS = np.zeros(0, np.bool_)
 
 
@@ -59,10 +62,42 @@ class CellStats:
     """For each type, the number of tasks planned so far, by their number of nodes."""
 
 
+class SharedPlanner(Protocol):
+    """A planner of rounds for several workers."""
+
+    def add(self, request: CellRequest) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def schedule(self, worker: int, now: float) -> Round | None: ...
+
+    def update(self, plan: Round, result: Returned) -> list[CellOutput]: ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> CellStats: ...
+
+
+class CellWorker:
+    """One worker's Planner. Its rounds come from the planner that all workers share."""
+
+    def __init__(self, planner: SharedPlanner, number: int) -> None:
+        self.add, self.abort, self.has_work, self.stats = planner.add, planner.abort, planner.has_work, planner.stats
+        self._planner, self._number = planner, number
+
+    def schedule(self, now: float) -> Round | None:
+        """The next round of this worker. None if nothing can be formed before a round in flight ends."""
+        return self._planner.schedule(self._number, now)
+
+    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
+        """Apply the result of the oldest round in flight. Returns the requests that it ends."""
+        return self._planner.update(plan, result)
+
+
 class CellPlanner:
     """The requests, their graphs, and the choice of nodes that run next on each worker.
 
-    Worker n's Planner is `worker(n)`.
+    `worker(n)` is the Planner of worker n.
     """
 
     def __init__(
@@ -75,12 +110,10 @@ class CellPlanner:
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
-        """`types` numbers the cells from 0, equal ones alike; by default each cell is its own type.
+        """`types` numbers the cells from 0; equal cells share a number. By default each cell is its own type.
 
-        `capacity` is in rows.
-
-        `sizes` are batch sizes by type number, by default those of the cells. Raises ValueError for a number that is
-        out of range.
+        `capacity` is in rows. `sizes` are batch sizes by type number, by default those of the cells. Raises ValueError
+        for a number that is out of range.
         """
         for name, value, least in (("workers", workers, 1), ("max_tasks", max_tasks, 1), ("capacity", capacity, 2)):
             if value < least:
@@ -136,7 +169,7 @@ class CellPlanner:
         self._waiting[request.id] = graph, results
 
     def abort(self, request_id: str) -> None:
-        """End a request at once. Ignores one that has ended.
+        """End a request at once. Ignores a request that has ended.
 
         Its nodes in flight still run, and their results are dropped.
         """
@@ -160,7 +193,7 @@ class CellPlanner:
         return None
 
     def update(self, plan: Round, result: Returned) -> list[CellOutput]:
-        """Note that a worker's oldest round has completed. Returns the requests that this ends."""
+        """Apply the end of a worker's oldest round. Returns the requests that this ends."""
         kind, sent = self._kinds[plan.type], self._sent[plan.worker].popleft()
         self._completed[plan.worker] += 1
         kind.tasks -= len(sent.ends)
@@ -316,7 +349,7 @@ class CellPlanner:
     # Algorithm 1.
 
     def _choose(self) -> list[_Kind]:
-        """The types in the order in which they are tried. The first is the one of lines 5 to 10."""
+        """The types in the order in which they are tried. The first type is the choice of lines 5 to 10."""
         lengths = {kind: self._queues.length(kind.number) for kind in self._kinds}
         ready = [kind for kind in self._kinds if lengths[kind]]
         if len(ready) < 2:
@@ -441,9 +474,6 @@ def _moves(moved: np.ndarray) -> list[Move]:
     return [Move(home, rows[homes == home]) for home in np.unique(homes).tolist()]
 
 
-CellWorker = WorkerView[CellStats]
-
-
 class _Sent(NamedTuple):
     """A round in flight: its nodes, one task after the other."""
 
@@ -451,7 +481,7 @@ class _Sent(NamedTuple):
     """The number of the round, from 1."""
     rows: np.ndarray
     at: np.ndarray
-    """The places of each node's results."""
+    """For each node, the place of its results."""
     last: np.ndarray
     """Whether each node is its row's last step."""
     ends: list[int]
@@ -461,7 +491,7 @@ class _Sent(NamedTuple):
 
 
 class _Kind:
-    """A cell type: the facts about its cell that the planner looks up often, and its values and results."""
+    """A cell type, with the facts about its cell that the planner looks up often, and its values and results."""
 
     def __init__(self, number: int, cell: Cell, sizes: tuple[int, ...], layout: Layout) -> None:
         self.number = number
@@ -534,9 +564,9 @@ class _Request:
 
 
 def prepare() -> None:
-    """Compile the planning functions, so that no request waits for it.
+    """Compile the planning functions, so that no request waits for them.
 
-    It takes seconds on a machine's first start, and then much less.
+    This takes seconds on a machine's first start, and then much less.
     """
     outputs = {"state": Output(), "word": Output((), "int32", returned=True), "score": Output(returned=True)}
     step = Cell("step", dict, {"token": Value((), "int32"), "state": State()}, outputs)

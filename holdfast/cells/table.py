@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 NOBODY = -1
-"""The number that stands for no row, no worker or no source."""
+"""Number that stands for no row, no worker or no source."""
 
 
 class Numbers:
@@ -18,12 +18,12 @@ class Numbers:
         self.free = len(self._stack)
 
     def take(self, count: int) -> np.ndarray:
-        """Take `count` free numbers; there must be enough. Consecutive numbers come together where possible."""
+        """Take `count` free numbers; there must be enough. Consecutive numbers are taken together if possible."""
         self.free -= count
         return self._stack[self.free : self.free + count][::-1].copy()
 
     def give(self, numbers: np.ndarray) -> None:
-        """Free numbers again."""
+        """Make these numbers free."""
         self._stack[self.free : self.free + len(numbers)] = numbers[::-1]
         self.free += len(numbers)
 
@@ -69,7 +69,7 @@ ROW = np.dtype(
 )
 """The data of one live node, or chain of nodes. Row 0 of a table is never used for one.
 
-A subgraph is identified by its first row, and so is a request. Their fields are in that row.
+A subgraph and a request are each identified by their first row, which holds their fields.
 """
 
 
@@ -81,7 +81,7 @@ def empty_table(capacity: int) -> np.ndarray:
 
 
 class Queues:
-    """The rows that have a ready node, by type: `rows[type, begin:end]`, where `bounds[type]` is begin and end."""
+    """The rows that have a ready node, by type: `rows[type, begin:end]`, where `bounds[type]` is (begin, end)."""
 
     def __init__(self, types: int, capacity: int) -> None:
         self.rows = np.zeros((types, 2 * capacity), np.int32)
@@ -120,7 +120,7 @@ class Ranges:
         return offset
 
     def give(self, offset: int, length: int) -> None:
-        """Free a range again."""
+        """Free a range."""
         length = 1 << (length - 1).bit_length()
         self.held -= length
         self._free.setdefault(length, []).append(offset)

@@ -1,6 +1,6 @@
-"""The types of cells.
+"""Types of cells.
 
-Two cells are one type if their operations, weights, and the shapes of inputs and outputs are equal.
+Two cells have one type if their operations, weights, and the shapes of inputs and outputs are equal.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def number(cells: Sequence[Cell]) -> dict[Cell, int]:
     """The type of each cell, from 0 in order of appearance (BatchMaker, section 2.3.1).
 
     Two cells have one number only if the names and specs of their inputs and outputs are equal, their priorities and
-    sizes are equal, they compute the same operations, and their weights share memory or hold equal bytes. Raises
-    ValueError for a cell that cannot be traced, such as one that branches by a tensor's contents. Cells that look like
-    no other are not traced.
+    sizes are equal, they compute the same operations, and their weights share memory or hold equal bytes. A cell that
+    differs from all others in these names, specs, priorities and sizes is not traced. Raises ValueError for a cell that
+    cannot be traced, such as one that branches by a tensor's contents.
     """
     alike: dict[Hashable, list[Cell]] = {}
     for cell in dict.fromkeys(cells):
@@ -50,7 +50,7 @@ def number(cells: Sequence[Cell]) -> dict[Cell, int]:
 
 
 def trace(cell: Cell) -> tuple[Hashable, list[torch.Tensor]]:
-    """A cell's operations in a form that compares equal for equal ones, and the weights that they use, in that order.
+    """A cell's operations, in a form that is equal for equal operations, and the weights that they use, in that order.
 
     Tensors that `run` closes over count as weights. Raises ValueError if the cell cannot be traced.
     """
@@ -73,7 +73,7 @@ def trace(cell: Cell) -> tuple[Hashable, list[torch.Tensor]]:
 
 
 def fingerprint(cell: Cell) -> str:
-    """A digest that cells share if they take equal time: they call the same functions on tensors of equal shapes.
+    """A digest that is equal for cells that take equal time: they call the same functions on tensors of equal shapes.
 
     The calls are those for a batch of zeros; the cell is run once. Dtypes count, too; the numbers in weights do not.
     """
@@ -87,7 +87,7 @@ def fingerprint(cell: Cell) -> str:
 
 
 class _Operations(TorchFunctionMode):
-    """Records which of PyTorch's functions are called while it is entered, and with which arguments."""
+    """Records the PyTorch functions that are called while it is entered, and their arguments."""
 
     def __init__(self) -> None:
         self.lines: list[Hashable] = []
@@ -121,7 +121,7 @@ def dtype(spec: Spec) -> torch.dtype:
 
 
 def _signature(cell: Cell) -> Hashable:
-    """The properties that two cells of one type share, apart from their operations."""
+    """The properties that two cells of one type share, besides their operations."""
     inputs = tuple((name, type(spec), spec.shape, spec.dtype) for name, spec in cell.inputs.items())
     outputs = tuple((name, spec.shape, spec.dtype, spec.returned) for name, spec in cell.outputs.items())
     return inputs, outputs, cell.priority, cell.sizes
@@ -130,7 +130,7 @@ def _signature(cell: Cell) -> Hashable:
 def _canonical(graph: GraphModule, weights: Sequence[torch.Tensor]) -> tuple[Hashable, list[torch.Tensor]]:
     """The graph with its nodes numbered, and each weight named by its first use.
 
-    A weight that no operation uses does not count, and the names of weights do not either.
+    Weights that no operation uses are left out, and so are the names of weights.
     """
     numbers: dict[Node, Hashable] = {}
     placeholders: dict[Node, int] = {}

@@ -87,11 +87,12 @@ class Workers:
         """Prepare every cell at every size on each of the devices, "cpu" or "cuda:N", and start the threads.
 
         `types` numbers the cells; by default `types.number` does. `sizes` are batch sizes by type number, by default
-        those of the cells. `capacity` is in rows, on each device. `steps_in_flight` is in rounds. With one, nothing
-        runs while the next round is planned, so the type of the highest priority keeps the worker for as long as any of
-        its nodes is ready. With two, types take turns. `max_tasks` bounds the tasks of a round on GPUs. CPUs compute a
-        round only when it is waited for; there it bounds all tasks in flight, so that a request does not wait twice as
-        long until it joins.
+        those of the cells. `capacity` is in rows, on each device.
+
+        `steps_in_flight` is in rounds. With one, nothing runs while the next round is planned, so the type of the
+        highest priority keeps the worker for as long as any of its nodes is ready. With two, types take turns.
+        `max_tasks` bounds the tasks of a round on GPUs. CPUs compute a round only when it is waited for. On CPUs it
+        therefore bounds all tasks in flight; otherwise a request would wait twice as long until it joins.
 
         `turns` are those of devices that workers share with other processes.
 
@@ -218,7 +219,7 @@ class Workers:
 
 
 class _Worker:
-    """One worker's Planner, under the lock that all share."""
+    """One worker's Planner, under the lock that all workers share."""
 
     loop: CellLoop
 
@@ -260,7 +261,7 @@ class _Worker:
 
 
 def tasks_of_a_round(max_tasks: int, devices: Sequence[str], steps_in_flight: int) -> int:
-    """The most tasks of a round, if a worker gets `max_tasks` at a time and has `steps_in_flight` rounds in flight."""
+    """Largest number of tasks in a round, for workers that get `max_tasks` at a time."""
     return max(1, max_tasks // steps_in_flight) if "cpu" in devices else max_tasks
 
 

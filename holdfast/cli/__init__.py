@@ -8,7 +8,8 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, as `command.main` does. Returns the exit code."""
     try:
-        from holdfast.cli.command import main as run  # here, so that Ctrl-C during the import exits with 130 too
+        # Imported here, so that Ctrl-C during the import also exits with 130.
+        from holdfast.cli.command import main as run
 
         return run(arguments)
     except KeyboardInterrupt:

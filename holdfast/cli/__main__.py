@@ -1,4 +1,4 @@
-"""`python -m holdfast.cli`, for when the `holdfast` command is not on the path."""
+"""`python -m holdfast.cli`: the `holdfast` command when it is not on the path."""
 
 import sys
 

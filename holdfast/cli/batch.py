@@ -1,4 +1,4 @@
-"""`holdfast batch`: answers the lines of a file, with a local model or a server. A stopped run can continue."""
+"""`holdfast batch`: answers the lines of a file with a local model or a server. A stopped run can be continued."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from holdfast.cli.flags import CommandError, UsageError, check_url
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, write_whole
 from holdfast.cli.talkers import PATIENT, TENANT, answer_of, connection, fetched, server_client
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
 from holdfast.engine.client.client import EngineClient
 from holdfast.files.regular import open_file
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore
@@ -37,14 +38,14 @@ from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
 CHECK_SECONDS = 0.2
-"""Seconds between two checks of a batch that runs here."""
+"""Seconds between two checks of a batch that runs in this process."""
 ASK_SECONDS = 1.0
-"""Seconds between two checks of a batch at a server."""
+"""Seconds between two checks of a batch that runs at a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The options of a batch. Raises ValueError for an invalid one."""
+    """Options of a batch. Raises ValueError for an invalid option."""
 
     url: str | None = option(None, "run it at the server at this URL; the lines name a model that it serves")
     api_key: str | None = option(None, "key for that server; default: HOLDFAST_API_KEY")
@@ -59,16 +60,16 @@ class BatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The files of one run."""
+    """The files of one run of `holdfast batch`."""
 
     source: Path
     out: Path
     digest: str
-    """SHA-256 of the source file: a stopped run continues only with the same bytes."""
+    """SHA-256 digest of the source file. A stopped run can be continued only with the same bytes."""
 
     @classmethod
     def of(cls, file: str, config: BatchConfig) -> Place:
-        """The files for FILE. Raises UsageError if FILE cannot be read, or its answers cannot be written."""
+        """Return the files for FILE. Raises UsageError if FILE cannot be read, or its answers cannot be written."""
         source = Path(file)
         try:
             with open_file(source) as opened:
@@ -85,21 +86,21 @@ class Place:
 
     @property
     def given(self) -> str:
-        """The task of this run, in words."""
+        """Name of the run's input, for messages."""
         return str(self.source)
 
     @property
     def errors(self) -> Path:
-        """The file for lines that failed."""
+        """Path of the file for lines that failed."""
         return self.out.with_name(f"{self.out.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl")
 
     @property
     def partial(self) -> Path:
-        """The path of a stopped run's state: a directory, or a file if the batch is at a server."""
+        """Path of a stopped run's state: a directory, or a file if the batch runs at a server."""
         return self.out.with_name(f"{self.out.name}.partial")
 
     def endpoint(self) -> str:
-        """The `url` of the first line, which all other lines must have. Raises UsageError."""
+        """Return the `url` of the first line, which all lines must have. Raises UsageError."""
         with open_file(self.source) as file:
             first = next((line for line in file if line.strip()), b"")
         try:
@@ -113,7 +114,7 @@ class Place:
 
 
 async def run(config: BatchConfig, engine: EngineConfig, file: str) -> int:
-    """Answer all lines. Returns the exit code: 0, 1 if lines failed, 2 for a file with wrong lines.
+    """Answer all lines. Returns the exit code: 0 on success, 1 if lines failed, 2 if the file has invalid lines.
 
     Raises UsageError, CommandError, EngineStartError, StoreError.
     """
@@ -151,8 +152,8 @@ def report_end(shown: dict[str, Any], place: Place, notes: Console) -> int:
 
 
 async def run_here(engine: EngineConfig, place: Place, endpoint: str, notes: Console) -> dict[str, Any]:
-    """Answer all lines with a model that runs here. Returns the batch at its end."""
-    read_mark(place.partial / MARK, place)  # refuse before an engine starts for nothing
+    """Answer all lines with a model in this process. Returns the ended batch."""
+    read_mark(place.partial / MARK, place)  # Raises for a wrong mark before an engine starts for nothing.
     place.partial.mkdir(exist_ok=True, mode=0o700)
     try:
         async with local_batches(engine, place, notes) as batches:
@@ -179,7 +180,7 @@ async def run_here(engine: EngineConfig, place: Place, endpoint: str, notes: Con
 
 @asynccontextmanager
 async def local_batches(engine: EngineConfig, place: Place, notes: Console) -> AsyncIterator[Batches]:
-    """An engine with files and batches in the run's own directory."""
+    """Start an engine, with files and batches in the run's own directory."""
     config = ServerConfig(store=str(place.partial / "store.sqlite"), files=str(place.partial / "files"))
     store = AsyncStore(open_store(config))
     try:
@@ -198,14 +199,14 @@ async def local_batches(engine: EngineConfig, place: Place, notes: Console) -> A
 
 
 async def submit_here(batches: Batches, place: Place, endpoint: str) -> Batch:
-    """Begin the run's batch. It has no deadline."""
+    """Begin the run's batch, which has no deadline."""
     with open_file(place.source) as file:
         kept = await batches.files.copy(TENANT, "batch", place.source.name, file)
     return await batches.submit(TENANT, kept.id, endpoint, None)
 
 
 async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes: Console) -> dict[str, Any]:
-    """Have a server answer all lines. Returns the batch at its end."""
+    """Let a server answer all lines. Returns the ended batch."""
     server = str(http.base_url)
     mark = read_mark(place.partial, place)
     if mark is not None and mark.place != server:
@@ -234,14 +235,14 @@ async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes:
 
 
 class Bar:
-    """A progress bar of a batch: lines, generated tokens per second, time left."""
+    """A progress bar for a batch: lines, generated tokens per second, and remaining time."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
         self._began: tuple[float, int] | None = None
 
     def __call__(self, shown: dict[str, Any]) -> None:
-        """Show a batch's state."""
+        """Show the current state of the batch."""
         counts = shown.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
         tokens = (shown.get("usage") or {}).get("output_tokens") or 0
         now = time.monotonic()
@@ -260,7 +261,7 @@ class Bar:
 
 @contextmanager
 def bar(notes: Console) -> Iterator[Bar]:
-    """Show a bar inside the block."""
+    """Show a progress bar within the context."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),

@@ -1,4 +1,4 @@
-"""The batches that a user types: ["Prompt 1", "Prompt 2"] [32, 64]. Pure; an error names the column."""
+"""Batches that a user types: ["Prompt 1", "Prompt 2"] [32, 64]. Pure. Errors name the column."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEFAULT_LENGTH = 128
-"""Most tokens of an answer if no length is given."""
+"""Maximum number of tokens of an answer if no length is given."""
 MOST_PROMPTS = 50_000
-"""Largest number of items in a typed list, the API's limit for the lines of a batch."""
+"""Maximum number of items in a typed list. It is also the API's limit for lines of a batch."""
 NUMBER = re.compile(r"(-?[0-9]+)([.eE\w]?)")
 SHAPE = '["Prompt 1", "Prompt 2"] [32, 64]'
 
 
 class InputError(ValueError):
-    """The typed text is not a batch; the message says where and why."""
+    """The typed text is not a valid batch. The message gives the column and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt, and the largest number of tokens in its answer."""
+    """One prompt, with the maximum number of tokens of its answer."""
 
     prompt: str
     length: int
 
 
 def parse_batch(text: str, longest: int, begin: int = 0) -> list[Asked]:
-    """The prompts in `text` from `begin` on, each with its length, at most `longest`. Raises InputError.
+    """Parse the prompts in `text` from index `begin`. Each gets a length, at most `longest`. Raises InputError.
 
-    The second list may have one length for each prompt, or one for all. Without it each length is DEFAULT_LENGTH, or
+    The second list has one length for each prompt, or one for all. If it is missing, each length is DEFAULT_LENGTH, or
     `longest` if that is less. Columns are counted from 1.
     """
     scan = _Scanner(text, begin)
@@ -60,7 +60,7 @@ class _Scanner:
         return self._items(self._prompt, "prompt")
 
     def lengths(self, longest: int) -> list[int] | None:
-        """The second list; None if there is none. Nothing may follow it."""
+        """Parse the second list; None if there is none. Nothing may follow it."""
         found: list[int] | None = None
         if self._next("["):
             found = self._items(lambda: self._length(longest), "length")
@@ -70,7 +70,7 @@ class _Scanner:
         return found
 
     def _items(self, item: Callable[[], T], name: str) -> list[T]:
-        """The items up to the closing bracket."""
+        """Parse the items up to the closing bracket."""
         if self._next("]"):
             raise InputError(f"column {self.at}: the list has no {name}")
         found: list[T] = []
@@ -114,7 +114,7 @@ class _Scanner:
         return length
 
     def _here(self) -> str:
-        """The next character that is not a space; empty at the end."""
+        """Skip spaces, and return the next character; an empty string at the end."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
         return self.text[self.at : self.at + 1]
@@ -134,5 +134,5 @@ class _Scanner:
 
 
 def counted(number: int, name: str) -> str:
-    """A number with its noun: "1 prompt", "2 prompts"."""
+    """Return a number with its noun: "1 prompt", "2 prompts"."""
     return f"{number} {name}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The batching mode of `holdfast chat`: batches run in the background, and are shown when they are complete."""
+"""The batching mode of `holdfast chat`: batches run in the background, and are printed when they are complete."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 SOURCE = {"source": "holdfast chat"}
 """Metadata of the batches that this module makes."""
 AGAIN_SECONDS = 1.0
-"""Seconds before the stream of events is opened again."""
+"""Seconds before the event stream is opened again after it broke."""
 
 Event = dict[str, Any]
 
 
 class BatchPlace(Protocol):
-    """The place where batches run: our own engine, or a server. Every method raises ChatError."""
+    """Where batches run: in our own engine, or at a server. Every method raises ChatError."""
 
     resumes: bool
-    """Whether batches of earlier sessions belong to this user alone, so that they are shown, too."""
+    """Whether all batches belong to this user, so that batches of earlier sessions are printed, too."""
     longest: int
-    """Most tokens of an answer: the context less one token of a prompt."""
+    """Maximum number of tokens of an answer: the context length minus one token of a prompt."""
 
     async def submit(self, lines: bytes) -> str:
-        """Submit the lines of a batch. Returns its id, before any of them runs."""
+        """Submit the lines of a batch. Returns its id before any line runs."""
         ...
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """`batch.listening`, the state of each open batch, and then all events of all batches."""
+        """Yield `batch.listening`, the state of each open batch, and then all events of all batches."""
         ...
 
     async def batch(self, id: str) -> dict[str, Any]:
-        """A batch as the API shows it."""
+        """Return a batch as the API shows it."""
         ...
 
     async def lines(self, file: str) -> list[dict[str, Any]]:
-        """The lines of a file."""
+        """Return the decoded lines of a file."""
         ...
 
 
 class LocalPlace:
-    """Our own engine."""
+    """Batches in our own engine."""
 
     resumes = True
 
@@ -102,7 +102,7 @@ class LocalPlace:
 
 
 class RemotePlace:
-    """A Holdfast server."""
+    """Batches at a Holdfast server."""
 
     resumes = False
 
@@ -139,20 +139,20 @@ class RemotePlace:
 
 @dataclass
 class TrackedBatch:
-    """A batch whose state is followed here."""
+    """A batch and what is known of its answers here."""
 
     prompts: Sequence[str]
     answers: dict[str, str] = field(default_factory=dict)
-    """The answers so far, by custom_id: the number of the prompt, from 1."""
+    """Answers so far, by custom_id, which is the number of the prompt, from 1."""
     status: str = "validating"
     note: str = ""
-    """The reason why the batch failed; empty if it did not."""
+    """Reason why the batch failed; empty if it did not fail."""
     whole: bool = False
-    """Whether the batch has ended and every answer is here."""
+    """Whether the batch has ended and all its answers are here."""
 
 
 class Batching:
-    """The batches of a conversation. While they are `shown`, each is printed when it ends; otherwise they are kept."""
+    """The batches of a conversation. While `shown`, each is printed when it ends; otherwise it waits until `show`."""
 
     def __init__(self, place: BatchPlace, settings: Settings, show: Callable[[str], None]) -> None:
         """`show` prints the text of a complete batch."""
@@ -165,7 +165,7 @@ class Batching:
         self._following: asyncio.Task[None] | None = None
 
     async def submit(self, line: str, begin: int, model: str, system: str | None) -> str:
-        """Submit the batch that a line holds from `begin` on. Returns its id at once. Raises InputError, ChatError."""
+        """Submit the batch in `line` from index `begin`. Returns its id at once. Raises InputError, ChatError."""
         asked = parse_batch(line, self.place.longest, begin)
         self._listen()
         first = [{"role": "system", "content": system}] if system else []
@@ -180,22 +180,22 @@ class Batching:
             lines.append({"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body})
         id = await self.place.submit(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
         self.batches.setdefault(id, TrackedBatch([])).prompts = [each.prompt for each in asked]
-        await self._refresh(id)  # it may have ended before its id was known here
+        await self._refresh(id)  # The batch may have ended before its id was known here.
         return id
 
     def show(self) -> None:
-        """Print each batch that ends from now on, and at once those that have ended."""
+        """Print the batches that have ended, and from now on each batch when it ends."""
         self._listen()
         self.shown = True
         self._print()
 
     def hide(self) -> None:
-        """Keep the batches that end from now on."""
+        """Hold back the batches that end from now on."""
         self.shown = False
 
     @property
     def unfinished(self) -> dict[str, TrackedBatch]:
-        """The batches that are not complete."""
+        """Batches that are not complete."""
         return {id: each for id, each in self.batches.items() if not each.whole}
 
     async def finished(self) -> None:
@@ -211,7 +211,7 @@ class Batching:
             await asyncio.gather(self._following, return_exceptions=True)
 
     def _listen(self) -> None:
-        """Follow the events of batches, in the background."""
+        """Start following the events of all batches in the background."""
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
@@ -225,7 +225,7 @@ class Batching:
 
     async def _take(self, event: Event) -> None:
         match event:
-            case {"type": "batch.listening"}:  # events before this one were missed
+            case {"type": "batch.listening"}:  # Earlier events were missed.
                 for id in list(self.unfinished):
                     await self._refresh(id)
             case {"type": "batch.line", "batch_id": str(id), "line": dict(line)} if id in self.batches:
@@ -240,7 +240,7 @@ class Batching:
                     await self._update(batch)
 
     async def _refresh(self, id: str) -> None:
-        """Ask for a batch's state, in case the event of its end was missed."""
+        """Get a batch's state, in case the event of its end was missed."""
         with suppress(ChatError):
             await self._update(await self.place.batch(id))
 
@@ -268,7 +268,7 @@ class Batching:
 
 
 def in_words(id: str, batch: TrackedBatch) -> str:
-    """A batch that has ended, with its prompts and answers."""
+    """Return the text of an ended batch, with its prompts and answers."""
     answered = f"{len(batch.answers)} of {len(batch.prompts)} answered"
     parts = [f"{id}  ·  {batch.status}  ·  {answered}" + (f"  ·  {batch.note}" if batch.note else "")]
     for number, prompt in enumerate(batch.prompts, 1):
@@ -278,7 +278,7 @@ def in_words(id: str, batch: TrackedBatch) -> str:
 
 
 def text_of(line: dict[str, Any]) -> str:
-    """The text of an answered line, or the reason why it has none. Raises ChatError."""
+    """Return the text of an answered line, or the reason why there is none. Raises ChatError."""
     try:
         if line["error"] is not None:
             return f"({line['error']['message']})"

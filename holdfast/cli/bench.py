@@ -17,7 +17,7 @@ from rich.text import Text
 from holdfast.cli.flags import check_url, require_at_least_1, require_positive
 from holdfast.cli.output import changed_options, check_outputs
 from holdfast.cli.targets import Target, local_engine, server, simulated_engine
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, Slo, summary
@@ -29,6 +29,7 @@ from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.tiers import DISK_RATE
 from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
+from holdfast.lm.config import EngineConfig
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
@@ -37,12 +38,12 @@ SIMULATED_OPTIONS = (
 )  # fmt: skip
 """Engine options that affect a simulation."""
 SHORT_SECONDS = 20.0
-"""Least seconds of arrivals from which a capacity is reliable."""
+"""Minimum seconds of arrivals for a reliable capacity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """The target, the request rates and the latency limits of a benchmark. Raises ValueError for invalid options."""
+    """Target, request rates and latency limits of a benchmark. Raises ValueError for invalid options."""
 
     url: str | None = option(None, "run it on the server at this URL (any server with OpenAI's API)")
     simulate: str | None = option(
@@ -153,7 +154,7 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
 
 
 def check_links(config: BenchConfig, engine: EngineConfig) -> None:
-    """Raise ValueError for links that join nothing, and for a layout given with a profile, which has its own."""
+    """Raises ValueError for links that connect nothing, and for links or a layout that conflict with a profile."""
     derived = "@" in (config.simulate or "")
     if not derived and (config.link, config.stage_link) != (None, None):
         raise ValueError("link and stage_link are for --simulate MODEL@DEVICE")
@@ -167,7 +168,7 @@ def check_links(config: BenchConfig, engine: EngineConfig) -> None:
 
 @dataclass
 class _Bench:
-    """The runs of one command, in order of their rates."""
+    """The runs of one command, ordered by rate."""
 
     config: BenchConfig
     workload: WorkloadConfig
@@ -176,10 +177,10 @@ class _Bench:
     base: Workload
     runs: list[Run] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """Warnings to print: failed requests, and figures that other runs have influenced."""
+    """Warnings to print: failed requests, and metrics that earlier runs have affected."""
 
     def run_all(self) -> float | None:
-        """Run the rates that the options give, or search the capacity. Returns the capacity if it was searched."""
+        """Run the configured rates, or search for the capacity. Returns the capacity if it was searched for."""
         config = self.config
         if config.capacity is not None:
             capacity = find_capacity(self.run_at, config.capacity, ttft_ms=config.slo_ttft)
@@ -192,14 +193,14 @@ class _Bench:
         return None
 
     def run_at(self, rate: float) -> Mapping[str, float]:
-        """Run the workload at a rate. Returns the metrics."""
+        """Run the workload at this rate. Returns the metrics."""
         arriving = workloads.gamma_arrivals(self.base, rate, self.seed, self.workload.variation)
         return self._keep(self.target.run(arriving, f"{rate:.4g} a second"), rate, arriving)
 
     def _keep(self, records: list[Record], rate: float | None = None, arriving: Workload = ()) -> dict[str, Any]:
-        """Keep the metrics of a run but not its records, because a search has many runs. Returns the metrics.
+        """Keep the metrics of a run, but not its records, because a search has many runs. Returns the metrics.
 
-        `arriving` is its workload if that arrives at a rate: then the metrics show whether the queue grows.
+        `arriving` is the run's workload if it arrives at a rate. The metrics then also show whether the queue grows.
         """
         config = self.config
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
@@ -223,7 +224,7 @@ class _Bench:
 
 
 def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> AbstractContextManager[Target]:
-    """The target that the options name. Raises ValueError, OSError, EngineStartError."""
+    """Return the target that the options select. Raises ValueError, OSError, EngineStartError."""
     if config.simulate is not None:
         return nullcontext(simulation(config, config.simulate, engine, console))
     if config.url is None:
@@ -239,7 +240,7 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
 
 
 def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: Console) -> Target:
-    """Simulates `source`: a profile's file, or MODEL@DEVICE, whose origin it prints. Raises ValueError, OSError."""
+    """Return a simulation of a profile's file, or of MODEL@DEVICE, and print its origin. Raises ValueError, OSError."""
     model, at, device = source.partition("@")
     if at and not Path(source).exists():
         shape = configured_shape(model, device, engine)
@@ -247,8 +248,8 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         found = deploy(shape, device, tp=engine.tp, pp=engine.pp, **links, memory_fraction=engine.memory_fraction)
         profile, pipeline = found.profile, found.pipeline
         origin = "measured" if found.measured else "derived from data sheets"
-        told = f"{profile.precision}, {origin}: {profile.cache_tokens:,} tokens of KV cache"
-        console.print(f"{model} on {profile.cost.device}, {told}", soft_wrap=True)
+        details = f"{profile.precision}, {origin}: {profile.cache_tokens:,} tokens of KV cache"
+        console.print(f"{model} on {profile.cost.device}, {details}", soft_wrap=True)
     else:
         profile = CostProfile.load(Path(source))
         profile.require(engine)
@@ -266,9 +267,9 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
 def describe_capacity(
     config: BenchConfig, capacity: float, base: Workload, figures: Sequence[Mapping[str, Any]]
 ) -> str:
-    """The capacity as text, with a warning if conversations arrived for too short a time to trust it.
+    """Return the capacity as text, with a warning if conversations arrived for too short a time.
 
-    `figures` holds the figures of every run.
+    `figures` has the metrics of each run.
     """
     ttft = "" if config.slo_ttft is None else f" and P99 TTFT within {config.slo_ttft:g} ms"
     text = f"capacity: {capacity:.3g} a second with P99 TBT within {config.capacity:g} ms{ttft}"
@@ -288,7 +289,7 @@ def describe_capacity(
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the API key replaced by an ellipsis."""
+    """Return the arguments with the API key replaced by an ellipsis."""
     before = ("", *arguments)
     return [
         "…" if previous == "--api-key" else "--api-key=…" if argument.startswith("--api-key=") else argument

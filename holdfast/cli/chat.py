@@ -24,9 +24,10 @@ from holdfast.cli.batch_mode import Batching, BatchPlace, LocalPlace, RemotePlac
 from holdfast.cli.flags import check_url, require_at_least_1
 from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, StatefulTalker, Talker, connect, server_client
 from holdfast.cli.terminal import CommandCompleter, Words, lines
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
 from holdfast.engine.client.client import EngineClient, Usage
 from holdfast.files.regular import read_bytes
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import data_directory
 from holdfast.server.conversations.service import Responses
@@ -59,16 +60,16 @@ NAMED = ("/save", "/load", "/branch")
 """Commands that take the name of a conversation."""
 
 LAST = "last"
-"""The name under which every turn is saved automatically."""
+"""Name under which each turn is saved automatically."""
 MAX_NAME = 64
-"""Largest number of characters in the name of a saved conversation."""
+"""Maximum number of characters in the name of a saved conversation."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which a terminal might obey. They are removed from a model's text."""
+"""Control characters, which a terminal could execute. They are removed from a model's text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """The options of a conversation. Raises ValueError for an invalid one."""
+    """Options of a conversation. Raises ValueError for an invalid option."""
 
     prompt: str | None = option(None, "answer this one prompt on standard output, and end")
     url: str | None = option(None, "talk to the server at this URL; MODEL is then a name that it serves")
@@ -86,9 +87,9 @@ class ChatConfig:
 
 
 async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> int:
-    """Converse until the end of input. `model` is a model of the server at the URL, or None for its first.
+    """Converse until the input ends. `model` is a model of the server at the URL; None for its first one.
 
-    Returns the exit code, which is 1 if input is a pipe, or there is one prompt, and a turn failed. Raises ChatError,
+    Returns the exit code. It is 1 if a turn failed and the input is a pipe or a single prompt. Raises ChatError,
     EngineStartError.
     """
     piped = config.prompt is not None or not sys.stdin.isatty()
@@ -130,7 +131,7 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
 async def open_talker(
     config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console
 ) -> AsyncIterator[tuple[Talker, BatchPlace | None]]:
-    """The talker that answers, open for the whole conversation, and the place where batches run, if they can."""
+    """Open the talker that answers, and the place where batches run; None if they cannot run."""
     settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
     if config.url is not None:
         async with server_client(config.url, config.api_key, httpx.Timeout(10, read=None)) as http:
@@ -159,7 +160,7 @@ async def open_talker(
 
 @dataclass
 class Conversation:
-    """The state of a conversation. A turn that fails or is stopped leaves it unchanged."""
+    """The state of a conversation. A turn that fails or is stopped does not change it."""
 
     talker: Talker
     system: str | None
@@ -169,19 +170,19 @@ class Conversation:
     head: Head = None
     turns: int = 0
     name: str | None = None
-    """The name under which each turn is saved, besides `last`."""
+    """Name under which each turn is saved, in addition to `last`."""
     used: list[Usage] = field(default_factory=list)
-    """Token counts of the turns since the conversation was begun or loaded."""
+    """Token counts of the turns since the conversation began or was loaded."""
     batching: Batching | None = None
-    """Batches of the conversation, if they can run."""
+    """Batches of the conversation; None if they cannot run."""
 
     @property
     def batches_shown(self) -> bool:
-        """Whether it is in batching mode."""
+        """Whether the conversation is in batching mode."""
         return self.batching is not None and self.batching.shown
 
     def mark(self) -> str:
-        """The text before the line that is typed."""
+        """Return the prompt for the next line."""
         return "batch> " if self.batches_shown else "> "
 
     async def command(self, line: str) -> bool:
@@ -248,9 +249,9 @@ class Conversation:
                 self.note(f"there is no {name}; /help lists what there is")
 
     async def batch(self, line: str, begin: int) -> bool:
-        """Switch to batching mode, and submit the batch that the line holds from `begin` on.
+        """Switch to batching mode, and submit the batch in `line` from index `begin`, if there is one.
 
-        Returns whether it did that.
+        Returns False if that fails.
         """
         if self.batching is None:
             self.notes.print(Text("this server takes no batches; a Holdfast server does", style="red"))
@@ -263,7 +264,7 @@ class Conversation:
         return submitted
 
     async def submit(self, line: str, begin: int = 0) -> bool:
-        """Submit the batch that a line holds from `begin` on. Returns whether it holds one."""
+        """Submit the batch in `line` from index `begin`. Returns whether that succeeded."""
         assert self.batching is not None
         try:
             id = await self.batching.submit(line.rstrip(), begin, self.talker.name, self.system)
@@ -274,9 +275,9 @@ class Conversation:
         return True
 
     async def end(self, *, wait: bool) -> None:
-        """Report the batches that continue after the end.
+        """At the end of the input, print which batches continue without this command.
 
-        With `wait`, in batching mode, wait for them and show them instead.
+        With `wait`, and in batching mode, wait for the batches and print them instead.
         """
         if wait and self.batching is not None and self.batching.shown:
             await self.batching.finished()
@@ -284,7 +285,7 @@ class Conversation:
             self.note(f"{unfinished}\nthese go on at the server, or at your next `holdfast chat` of this model")
 
     def _unfinished(self) -> str:
-        """The batches in progress, one per line."""
+        """Return the batches in progress as text, one per line."""
         found = self.batching.unfinished if self.batching is not None else {}
         return "\n".join(
             f"{id}  ·  {each.status}  ·  {len(each.answers)} of {len(each.prompts)} answered"
@@ -294,7 +295,7 @@ class Conversation:
     async def load(self, name: str) -> None:
         """Continue a saved conversation. Raises ChatError if it no longer exists."""
         mark = self.bookmarks.load(name)
-        assert mark.head is not None  # a conversation is saved only after its first turn
+        assert mark.head is not None  # A conversation is saved only after its first turn.
         turn = await self.talker.recall(mark.head)
         self.head, self.system, self.turns = mark.head, mark.system, mark.turns
         self.name = None if name == LAST else name
@@ -302,7 +303,7 @@ class Conversation:
         self.note(CONTROL.sub("", f"> {turn.said}\n{turn.answer}\n\ngoing on after turn {self.turns}"))
 
     def save(self, name: str, said: str) -> None:
-        """Save the present place in the conversation under a name."""
+        """Save the current point of the conversation under a name."""
         said = said or next((mark.said for mark in self.bookmarks.all().values() if mark.head == self.head), "")
         self.bookmarks.save(name, Bookmark(head=self.head, system=self.system, turns=self.turns, said=said))
 
@@ -320,11 +321,11 @@ class Conversation:
         self.note(note)
 
     def note(self, text: str) -> None:
-        """Print a note that is not part of the model's text."""
+        """Print a note, which is not part of the model's text."""
         self.notes.print(Text(text, style="dim"))
 
     async def turn(self, said: str) -> bool:
-        """Send one message and print the answer as it arrives. Ctrl-C stops it. Returns whether it completed."""
+        """Send one message, and print the answer as it arrives. Ctrl-C stops it. Returns whether it is complete."""
         answering = asyncio.create_task(self._answer(said))
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, answering.cancel)
@@ -334,7 +335,7 @@ class Conversation:
             self.notes.print(Text(str(error), style="red"))
             return False
         except asyncio.CancelledError:
-            if not answering.cancelled():  # this task is cancelled, not the answer
+            if not answering.cancelled():  # This task was cancelled, not the answer.
                 answering.cancel()
                 raise
             self.console.print()
@@ -373,13 +374,13 @@ class Conversation:
             self.console.print()
         self.note(self._status(usage, (first or last) - began, last - (first or last)))
         if words is not None:
-            self.console.print()  # a blank line between turns
+            self.console.print()  # A blank line between turns.
         if head is None:
             raise ChatError("the answer broke off; the turn is taken back")
         return head
 
     def _status(self, usage: Usage | None, ttft: float, seconds: float) -> str:
-        """One line about the turn. `ttft` and `seconds` are in seconds."""
+        """Return a line about the turn. `ttft` and `seconds` are in seconds."""
         parts = [f"first token {ttft * 1e3:.0f} ms"]
         if usage is not None:
             self.used.append(usage)
@@ -390,7 +391,7 @@ class Conversation:
 
 
 class Bookmark(msgspec.Struct, frozen=True, kw_only=True):
-    """A place in a conversation."""
+    """A saved point in a conversation."""
 
     head: Head
     system: str | None = None
@@ -401,24 +402,24 @@ class Bookmark(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Bookmarks:
-    """The bookmarks of one server, or of our own engine, in a file of the user's."""
+    """The bookmarks for one server or for our own engine. They are kept in a file of the user."""
 
     path: Path
     place: str
 
     def all(self) -> dict[str, Bookmark]:
-        """Every bookmark by its name. Raises ChatError if the file cannot be read."""
+        """Return all bookmarks by name. Raises ChatError if the file cannot be read."""
         return self._read().get(self.place, {})
 
     def save(self, name: str, bookmark: Bookmark) -> None:
-        """Set a bookmark. Replaces the file atomically. Raises ChatError."""
+        """Save a bookmark. Replaces the file atomically. Raises ChatError."""
         if not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
             raise ChatError(f"a name must have 1 to {MAX_NAME} visible characters")
         places = self._read()
         places.setdefault(self.place, {})[name] = bookmark
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # mkstemp makes a file that only its owner can read.
+            # mkstemp creates a file that only its owner can read.
             descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(places)))
@@ -427,7 +428,7 @@ class Bookmarks:
             raise ChatError(f"{self.path} cannot be written: {error.strerror}") from None
 
     def load(self, name: str) -> Bookmark:
-        """The bookmark of this name. Raises ChatError if there is none."""
+        """Return the bookmark with this name. Raises ChatError if there is none."""
         found = self.all()
         if name not in found:
             raise ChatError(f"there is no conversation {name!r}; /conversations lists what there is")

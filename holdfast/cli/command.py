@@ -1,7 +1,7 @@
-"""`holdfast`: its commands, their options, and the exit code of each outcome.
+"""`holdfast`: its commands, their options, and the exit codes.
 
-Importing this module is cheap, so that help and refusals come at once. A command's own modules are imported when that
-command is given: the configs that name its options when they are parsed, everything else when it runs.
+Importing this module is cheap, so that help and usage errors come at once. The modules of a command are imported only
+when it is used: configs when the options are parsed, all others when it runs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.cli.topics import common, titled
-from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig
 from holdfast.core.version import __version__
+from holdfast.lm.config import EngineConfig
 
 if TYPE_CHECKING:
     from holdfast.cluster.config import ClusterConfig
@@ -47,7 +48,7 @@ HINTS = {
     "train": "holdfast tune DATA tunes an adapter",
     "stop": "Ctrl-C or SIGTERM ends a server",
 }
-"""Commands of other programs, each with the command that does the same here."""
+"""Names of other programs' commands, each with the command that does the same here."""
 HINTS |= {"ls": HINTS["list"], "ps": HINTS["list"], "show": HINTS["list"], "download": HINTS["pull"],
           "complete": HINTS["generate"], "start": HINTS["run"]}  # fmt: skip
 MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
@@ -56,10 +57,10 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, 1 for a failure, 2 for bad usage, 130 for Ctrl-C.
+    """Run the command line. Returns the exit code: 0 for success, 1 for a failure, 2 for bad usage, 130 for Ctrl-C.
 
-    Bad usage includes a start that the engine refuses (the model is missing or not supported, or the given options
-    need more memory than there is) and a conversation store that cannot be opened.
+    Bad usage includes a start that the engine refuses (a missing or unsupported model, or options that need more memory
+    than there is), and a conversation store that cannot be opened.
     """
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
@@ -83,13 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(command: str, asked: Asked) -> int:
-    """Run a command that was parsed. Returns the exit code. Raises UsageError, KeyboardInterrupt."""
+    """Run a parsed command. Returns the exit code. Raises UsageError, KeyboardInterrupt."""
     try:
         return load_command(command).run(asked)
     except UsageError:
         raise
     except BaseException as error:
-        import asyncio  # only now: `serve` starts its engine before it imports any of these
+        import asyncio  # Imported late, because `serve` starts its engine before it imports any of these.
 
         from holdfast.engine.client.connection import EngineDead, EngineStartError
         from holdfast.server.conversations.values import StoreError
@@ -105,26 +106,26 @@ def run(command: str, asked: Asked) -> int:
 
 
 def complain(reason: str, code: int) -> int:
-    """Print the reason in one line on standard error. Returns `code`."""
+    """Print a reason in one line on standard error. Returns `code`."""
     print(f"holdfast: {' '.join(reason.split())}", file=sys.stderr)
     return code
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command: its options, which are the fields of its configs, and the function that runs it."""
+    """A command: the configs whose fields are its options, and the function that runs it."""
 
     run: Callable[[Asked], int]
-    """Runs the command. Returns the exit code. Raises UsageError."""
+    """Runs the command, and returns the exit code. Raises UsageError."""
     description: str
     groups: Mapping[type, str]
-    """The title of each config's group in the help."""
+    """Title in the help of each config's options."""
     engine_without: Sequence[str] = ("model",)
     """Fields of EngineConfig that are not options of the command, or that it takes in another way."""
     model: str = MODEL_HELP
     """Help text of MODEL."""
     operand: str = "MODEL"
-    """Name of the command's positional argument. If that is not a model, `model` is its help nevertheless."""
+    """Name of the positional argument. `model` is its help text, even if it is not a model."""
 
     @property
     def flags(self) -> list[str]:
@@ -135,14 +136,14 @@ class Command:
         return ["--help-all", *(flag_of(name) for name in names)]
 
     def without(self, config: type) -> Sequence[str]:
-        """The fields of a config that are not options of this command."""
+        """Return the fields of a config that are not options of this command."""
         return self.engine_without if config is EngineConfig else ()
 
 
 def make_parser(command: str | None, *, whole: bool = False) -> argparse.ArgumentParser:
-    """The parser of the whole command line. Only `command` gets its options, since each command's cost an import.
+    """Return the parser of the command line. Only `command` gets its options, because each command's need an import.
 
-    Without `whole` its help has only the common options.
+    Unless `whole`, the help shows only the common options.
     """
     parser = Parser(
         prog="holdfast",
@@ -164,9 +165,9 @@ def make_parser(command: str | None, *, whole: bool = False) -> argparse.Argumen
 
 
 def add_options(parser: argparse.ArgumentParser, command: Command, *, whole: bool) -> None:
-    """Add MODEL, --config, and a flag for every field of the command's configs.
+    """Add MODEL, --config, and a flag for each field of the command's configs.
 
-    The help has all of them by topic if it is `whole`, otherwise the common ones.
+    If `whole`, the help shows all of them by topic, otherwise only the common ones.
     """
     parser.description = command.description
     name = command.operand
@@ -188,13 +189,13 @@ def add_options(parser: argparse.ArgumentParser, command: Command, *, whole: boo
         else:
             shown = common(config, names)
             hidden += len(names) - len(shown)
-            add_flags(parser, config, title, names, shown)
+            add_flags(parser, config, title, [*shown, *(name for name in names if name not in shown)], shown)
     if hidden:
         parser.epilog = f"{hidden} more options: {parser.prog} --help-all"
 
 
 def unknown_flag(given: str, command: str) -> str:
-    """The message for an unknown flag, or for a second MODEL."""
+    """Return the message for an unknown flag, or for a second MODEL."""
     if not given.startswith("-"):
         return f"{command} takes one {load_command(command).operand}, and there is {given} besides"
     asked = given.partition("=")[0]
@@ -205,9 +206,9 @@ def unknown_flag(given: str, command: str) -> str:
 
 
 def options_in(path: str, command: str) -> dict[str, Any]:
-    """The options in a YAML file. Raises UsageError, also for an option that the command does not take."""
+    """Return the options in a YAML file. Raises UsageError, also for an option that the command does not have."""
     loaded = load_command(command)
-    # The engine's options come first: if two configs have a field of one name, the other config's field counts.
+    # The engine comes first, because the last config wins if two have a field of the same name.
     configs = sorted(loaded.groups, key=lambda config: config is not EngineConfig)
     file, flags = read_file(path, configs), loaded.flags
     for name in file:
@@ -218,7 +219,7 @@ def options_in(path: str, command: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A command line after parsing: its flags, the options of its file, and its words after the command."""
+    """A parsed command line: its flags, the options of its file, and the words after the command."""
 
     flags: Mapping[str, Any]
     file: Mapping[str, Any]
@@ -226,23 +227,23 @@ class Asked:
 
     @property
     def model(self) -> str | None:
-        """MODEL, if it is given."""
+        """MODEL; None if it is not given."""
         named: str | None = self.flags.get("model", self.file.get("model"))
         return named
 
     def config(self, kind: type[ConfigT], environment: Mapping[str, Any] | None = None) -> ConfigT:
-        """A config: flags win over the file, the file over the environment. Raises UsageError for invalid values."""
+        """Build a config. Flags override the file, and the file overrides the environment. Raises UsageError."""
         return build(kind, self.flags, self.file, environment or {})
 
 
 def serve_command() -> Command:
-    """`holdfast serve`."""
+    """Return the command `holdfast serve`."""
     from holdfast.cluster.config import ClusterConfig
     from holdfast.server.config import ServerConfig
 
     def run(asked: Asked) -> int:
         server, engine, apps, cluster, threads = serve_configs(asked)
-        # Not for the help, which needs only the options.
+        # Imported here, because the help needs only the options.
         from holdfast.engine.checkpoint import Checkpoint, settled
         from holdfast.engine.spawn import EngineProcess
         from holdfast.server.address import check_tls, listen
@@ -257,7 +258,7 @@ def serve_command() -> Command:
                 if cluster.ray is None:
                     engine = settled(engine, found)
                     process = held.enter_context(EngineProcess(engine.device))
-            from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
+            from holdfast.cli import serve  # This takes half a second, during which the engine loads PyTorch.
 
             return run_in_loop(serve.run(engine, server, apps, listener, process, cluster=cluster, threads=threads))
 
@@ -275,19 +276,19 @@ def serve_command() -> Command:
 
 
 class ServeConfigs(NamedTuple):
-    """The configs of `holdfast serve`: engine, server, cluster and applications."""
+    """The configs of `holdfast serve`."""
 
     server: ServerConfig
     engine: EngineConfig | None
-    """The engine's config; None if only applications are served."""
+    """Config of the engine; None if only applications are served."""
     apps: AppConfig
     cluster: ClusterConfig
     threads: int | None
-    """Number of CPU threads of each application's engine; None: PyTorch's choice."""
+    """Number of CPU threads of each application's engine; None for PyTorch's default."""
 
 
 def serve_configs(asked: Asked) -> ServeConfigs:
-    """The configs of `holdfast serve`, with the environment's keys. Raises UsageError."""
+    """Return the configs of `holdfast serve`, with the keys from the environment. Raises UsageError."""
     from holdfast.cluster.config import ClusterConfig
     from holdfast.server.config import ServerConfig
 
@@ -312,7 +313,7 @@ def serve_configs(asked: Asked) -> ServeConfigs:
 
 
 def chat_command() -> Command:
-    """`holdfast chat`."""
+    """Return the command `holdfast chat`."""
     from holdfast.cli import chat
 
     def run(asked: Asked) -> int:
@@ -330,7 +331,7 @@ def chat_command() -> Command:
 
 
 def batch_command() -> Command:
-    """`holdfast batch`."""
+    """Return the command `holdfast batch`."""
     from holdfast.cli import batch
 
     def run(asked: Asked) -> int:
@@ -353,7 +354,7 @@ def batch_command() -> Command:
 
 
 def tune_command() -> Command:
-    """`holdfast tune`."""
+    """Return the command `holdfast tune`."""
     from holdfast.cli import tune
 
     def run(asked: Asked) -> int:
@@ -383,7 +384,7 @@ def tune_command() -> Command:
 
 
 def profile_command() -> Command:
-    """`holdfast profile`."""
+    """Return the command `holdfast profile`."""
     from holdfast.cli import profile
 
     def run(asked: Asked) -> int:
@@ -407,7 +408,7 @@ def profile_command() -> Command:
 
 
 def bench_command() -> Command:
-    """`holdfast bench`. It runs its own event loop if it needs one."""
+    """Return the command `holdfast bench`. It runs its own event loop if it needs one."""
     from holdfast.cli import bench
     from holdfast.lab.workloads import WorkloadConfig
 
@@ -434,7 +435,7 @@ def bench_command() -> Command:
 
 
 def plan_command() -> Command:
-    """`holdfast plan`."""
+    """Return the command `holdfast plan`."""
     from holdfast.cli import plan
     from holdfast.lab.planning import SHARED_OPTIONS
     from holdfast.lab.simulator.shapes import MODELS
@@ -462,7 +463,7 @@ def plan_command() -> Command:
 
 
 def completion_command() -> Command:
-    """`holdfast completion`."""
+    """Return the command `holdfast completion`."""
 
     def run(asked: Asked) -> int:
         shell = asked.flags.get("shell")
@@ -496,11 +497,11 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
     "completion": ("print a completion script for bash, zsh or fish", completion_command),
 }
-"""Each command by its name: its line in the help, and the function that imports it."""
+"""For each command: its line in the help, and the function that imports it."""
 
 
 OPERANDS = {"batch": "FILE", "tune": "DATA", "completion": "SHELL"}
-"""The positional argument in a command's usage, if it is not [MODEL]."""
+"""Positional arguments of the commands that do not take [MODEL], for their usage."""
 
 
 def load_command(name: str) -> Command:
@@ -510,7 +511,7 @@ def load_command(name: str) -> Command:
 
 @contextmanager
 def value_errors_as_usage() -> Iterator[None]:
-    """Turn a ValueError into a UsageError."""
+    """Convert a ValueError to a UsageError within the context."""
     try:
         yield
     except ValueError as error:
@@ -526,7 +527,7 @@ def run_in_loop(work: Coroutine[Any, Any, int]) -> int:
 
 
 def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str]) -> None:
-    """Raises UsageError for the first option of the engine that would be ignored: one that is not in `but`."""
+    """Raises UsageError for the first given option of the engine that would be ignored. Options in `but` are used."""
     for field in fields(EngineConfig):
         if field.name in flags and field.name not in but:
             name = "MODEL" if field.name == "model" else flag_of(field.name)
@@ -534,11 +535,11 @@ def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str
 
 
 def environment_keys(variable: str = KEY_VARIABLE) -> list[str]:
-    """Keys from an environment variable, comma-separated."""
+    """Return the comma-separated keys of an environment variable."""
     return [key.strip() for key in os.environ.get(variable, "").split(",") if key.strip()]
 
 
 def client_key() -> dict[str, str]:
-    """The key that a client sends, as an option: the environment's first key."""
+    """Return the key that a client sends, as an option: the first key in the environment."""
     keys = environment_keys()
     return {"api_key": keys[0]} if keys else {}

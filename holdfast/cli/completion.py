@@ -1,4 +1,4 @@
-"""`holdfast completion`: a script that teaches a shell the commands and their options."""
+"""`holdfast completion`: a script with which a shell completes commands and their options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 SHELLS = ("bash", "zsh", "fish")
 Options = Mapping[str, tuple[str, Sequence[str]]]
-"""Each flag with its help text and the words that it takes, if it takes some."""
+"""Flags, each with its help text and the words that it accepts; no words if it accepts any value."""
 
 BASH = """\
 _holdfast() {{
@@ -32,7 +32,7 @@ complete -o filenames -F _holdfast holdfast
 
 
 def options_of(parser: argparse.ArgumentParser) -> Options:
-    """The flags of a command's parser."""
+    """Return the flags of a command's parser."""
     found = {}
     for action in parser._actions:
         for flag in action.option_strings:
@@ -42,7 +42,7 @@ def options_of(parser: argparse.ArgumentParser) -> Options:
 
 
 def bash(commands: Mapping[str, tuple[str, Options]]) -> str:
-    """The script for bash. `commands` are each command's help text and options."""
+    """Return the script for bash. `commands` maps each command to its help text and options."""
     words = [
         f'        "{name} {flag}") COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$cur")); return ;;'
         for name, (_, options) in commands.items()
@@ -57,12 +57,12 @@ def bash(commands: Mapping[str, tuple[str, Options]]) -> str:
 
 
 def zsh(commands: Mapping[str, tuple[str, Options]]) -> str:
-    """The script for zsh, which can run the one for bash."""
+    """Return the script for zsh, which can run the script for bash."""
     return f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n{bash(commands)}"
 
 
 def fish(commands: Mapping[str, tuple[str, Options]]) -> str:
-    """The script for fish, with help texts."""
+    """Return the script for fish, with help texts."""
     lines = [
         f"complete -c holdfast -n __fish_use_subcommand -a {name} -d {quoted(help)}"
         for name, (help, _) in commands.items()
@@ -78,7 +78,7 @@ def fish(commands: Mapping[str, tuple[str, Options]]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text quoted as one word of fish."""
+    """Quote a text as one word in fish."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

@@ -1,4 +1,4 @@
-"""Flags and YAML keys, generated from the config dataclasses, the one source of options and help texts."""
+"""Flags and YAML keys. They are generated from the config dataclasses, the only source of options and help texts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ ConfigT = TypeVar("ConfigT")
 
 
 class UsageError(Exception):
-    """The command line asks for something invalid; the message is one line. Exit code 2."""
+    """The command line is invalid. The message is one line. Exit code 2."""
 
 
 class CommandError(Exception):
-    """The command failed; the message is for the user. Exit code 1."""
+    """The command failed. The message is for the user. Exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError, in one line, instead of exiting."""
+    """An argument parser that raises a UsageError with one line instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
 
 
 def signed(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with negative quantities joined to the flag before them.
+    """Return the words of a command line, with negative numbers joined to the flags before them.
 
-    argparse would take -3ms for a flag, and report that the flag before it has no value.
+    Otherwise argparse would read -3ms as a flag, and report that the flag before it lacks a value.
     """
     joined: list[str] = []
     for word in words:
@@ -47,15 +47,15 @@ def signed(words: Sequence[str]) -> list[str]:
 
 
 LETTERS = {"prompt": "-p"}
-"""Fields whose flags also have a short form."""
+"""Short forms of flags, by field."""
 
 
 def add_flags(
     parser: argparse.ArgumentParser, config: type, title: str, names: Sequence[str], shown: Sequence[str] | None = None
 ) -> None:
-    """Add a flag for these fields of a config: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
+    """Add a flag for each of these fields of a config. `max_model_len` becomes --max-model-len; a bool, --x and --no-x.
 
-    A flag that is not given sets no attribute, so that a file and the defaults apply. The help has the fields in
+    A flag that is not given sets no attribute, so that the file or the default applies. The help shows the fields in
     `shown`, by default all.
     """
     group = parser.add_argument_group(title)
@@ -69,12 +69,12 @@ def add_flags(
 
 
 def flag_of(name: str) -> str:
-    """A field's flag."""
+    """Return the flag of a field."""
     return f"--{name.replace('_', '-')}"
 
 
 class Named(tuple[str, ...]):
-    """Values of a flag that have a name; it takes any `module:object` besides."""
+    """Named values of a flag. Any `module:object` also counts as one of them."""
 
     def __contains__(self, given: object) -> bool:
         return super().__contains__(given) or ":" in str(given)
@@ -106,7 +106,7 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     def number_or_word(text: str) -> Any:
         return text if text in words else kind(text)
 
-    number_or_word.__name__ = " or ".join((kind.__name__, *words))  # the name in argparse's error message
+    number_or_word.__name__ = " or ".join((kind.__name__, *words))  # argparse shows this name in its error.
     return given | {"type": number_or_word, "metavar": "|".join((metavar, *words))}
 
 
@@ -132,7 +132,7 @@ def milliseconds(text: str) -> float:
 
 
 def full_url(given: str) -> str:
-    """A server's URL, with the scheme added if it was left out, as in localhost:8123 or :8123."""
+    """Return a server's URL. Adds the scheme if it is missing, as in localhost:8123 or :8123."""
     if re.fullmatch(r":\d+(/\S*)?", given):
         given = f"127.0.0.1{given}"
     if "://" not in given and re.match(r"(localhost|\[[0-9a-fA-F:]+\]|[\w.-]+(?=[:.]))[\w.-]*(:\d+)?(/|$)", given):
@@ -141,12 +141,12 @@ def full_url(given: str) -> str:
 
 
 def check_url(url: str | None) -> None:
-    """Raises ValueError unless this is the URL of a server, or None."""
+    """Raises ValueError unless `url` is None or the URL of a server."""
     if url is None:
         return
     try:
         valid = re.match(r"https?://\S+$", url) and urlsplit(url).hostname and urlsplit(url).port != 0
-    except ValueError:  # a port that is not a number, or brackets without an address
+    except ValueError:  # A port that is not a number, or brackets without an address.
         valid = False
     if not valid:
         raise ValueError(f"url is {url}; it must look like http://127.0.0.1:8000")
@@ -161,7 +161,7 @@ def require_at_least_1(config: Any, *names: str) -> None:
 
 
 def require_positive(config: Any, *names: str) -> None:
-    """Raises ValueError if one of these options, or a number in it, is not above 0 and finite. None is allowed."""
+    """Raises ValueError if one of these options, or a number in it, is not positive and finite. None is allowed."""
     for name in names:
         given = getattr(config, name)
         for value in given if isinstance(given, tuple) else (given,):
@@ -182,9 +182,9 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
-    """The options in a YAML file, checked against the fields of `configs`. Keys may be written with - or _.
+    """Return the options in a YAML file, checked against the fields of `configs`. Keys may contain - or _.
 
-    Raises UsageError, which names the error, and for an unknown key the nearest known one.
+    Raises UsageError, which suggests the nearest option for an unknown key.
     """
     import yaml
 
@@ -205,7 +205,7 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
 
 
 def checked(data: Mapping[Any, Any], configs: Sequence[type]) -> dict[str, Any]:
-    """Options by name, checked against the fields of `configs`, of which the last with a name counts.
+    """Check options by name against the fields of `configs`. If several have a field of that name, the last one counts.
 
     Raises UsageError.
     """
@@ -232,7 +232,7 @@ def checked(data: Mapping[Any, Any], configs: Sequence[type]) -> dict[str, Any]:
 
 
 def build(config: type[ConfigT], *sources: Mapping[str, Any]) -> ConfigT:
-    """A config from options; an earlier source wins over a later one. Raises UsageError for an invalid value."""
+    """Build a config from options. An earlier source overrides a later one. Raises UsageError for an invalid value."""
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for source in sources:

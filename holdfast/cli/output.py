@@ -1,4 +1,4 @@
-"""Output that several commands share: progress on the terminal, and files, checked before the work starts."""
+"""Output that several commands share: progress on the terminal, and checks of output files before the work starts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.text import Text
 
 
 def stage_printer(console: Console) -> Callable[[str], None]:
-    """Returns a function that prints a stage of an engine's start."""
+    """Return a function that prints a stage of an engine's start."""
     return lambda stage: console.print(Text(f"{stage} …", style="dim"))
 
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error. Yields a function that sets how many items are done."""
+    """Show a progress bar on standard error. Yields a function that sets the number of finished items."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         bar.add_task(title, total=total)
@@ -35,7 +35,7 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def check_outputs(*files: str | None, report: str | None, plots: str | None) -> None:
-    """Raise ValueError if a file or the directory `plots` cannot be written, or a report cannot be drawn."""
+    """Raises ValueError if a file or the directory `plots` cannot be written, or if a report cannot be drawn."""
     if (report is not None or plots is not None) and find_spec("matplotlib") is None:
         raise ValueError("reports and plots need matplotlib, which is not installed: pip install 'holdfast[report]'")
     for path in (*files, report):
@@ -47,7 +47,7 @@ def check_outputs(*files: str | None, report: str | None, plots: str | None) -> 
 
 
 def require_writable(path: str | None) -> None:
-    """Raise ValueError if no file can be written at `path`."""
+    """Raises ValueError if no file can be written at `path`."""
     if path is None:
         return
     if not (directory := Path(path).absolute().parent).is_dir():
@@ -57,7 +57,7 @@ def require_writable(path: str | None) -> None:
 
 
 def changed_options(config: Any, without: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Name and value of each option that differs from its default, as text."""
+    """Return the name and value of each option that differs from its default, as text."""
     shown = []
     for field in fields(config):
         value = getattr(config, field.name)

@@ -1,4 +1,4 @@
-"""`holdfast plan`: finds the way to serve a model on given devices with the most capacity, and the command for it."""
+"""`holdfast plan`: finds how to serve a model on given devices with the highest capacity, and the command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.cli.output import changed_options, check_outputs, progress_bar
 from holdfast.cluster.config import MOST_REPLICAS, ClusterConfig
 from holdfast.cluster.local_spawner import cores
 from holdfast.cluster.routing import POLICIES, RouterName
-from holdfast.core.config import BUILTIN_MODEL, PACKED_SCHEDULERS, EngineConfig, SchedulerName, option
+from holdfast.core.config import BUILTIN_MODEL, PACKED_SCHEDULERS, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.hub import is_id
 from holdfast.engine.profiles import CostProfile
@@ -38,21 +38,22 @@ from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
 from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_from_config
 from holdfast.lab.workloads import WorkloadConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import precision_of
 
 DEVICE = "h200"
 SERVED_DEVICES = 8
-"""Largest number of devices on which `holdfast serve` runs a model: those of one host."""
+"""Maximum number of devices on which `holdfast serve` runs a model. They are on one host."""
 REPLICA_LINK = "ethernet-100g"
 PLACEHOLDER = "$MODEL"
-"""Stands for the checkpoint's directory if only the shape of the model is known."""
+"""Placeholder for the checkpoint's directory, used if only the shape of the model is known."""
 MAX_DEVICES = 1024
-"""Largest number of devices in a plan. Every layout over them is simulated; more would take too long."""
+"""Maximum number of devices in a plan. Every layout over them is simulated, so more would take too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """The devices, the latency limits and the candidates of a capacity plan. Raises ValueError for invalid options."""
+    """Devices, latency limits and candidates of a capacity plan. Raises ValueError for invalid options."""
 
     device: str | None = option(None, f"kind of device: {', '.join(sorted(DEVICES))}; default: {DEVICE}")
     devices: int = option(1, "number of devices")
@@ -135,7 +136,7 @@ class PlanConfig:
 
     @property
     def router(self) -> RouterName | None:
-        """The router's policy that `routing` names; None if it names none."""
+        """The routing policy that `routing` names; None if it names none."""
         return next((name for name in POLICIES if name == self.routing), None)
 
     @property
@@ -146,7 +147,7 @@ class PlanConfig:
 
     @property
     def scheduler_names(self) -> set[str]:
-        """The names in `schedulers`, not yet checked."""
+        """The names in `schedulers`. They may be invalid."""
         return {name.strip() for name in self.schedulers.split(",")}
 
 
@@ -186,7 +187,7 @@ def run(
         text = json.dumps({"candidates": rows} | written_fleet, indent=1)
         Path(config.json).write_text(text + "\n", encoding="utf-8")
     if config.report is not None or config.plots is not None:
-        from holdfast.lab.reports.report import plan_report  # imports matplotlib, an extra
+        from holdfast.lab.reports.report import plan_report  # Imports matplotlib, which is an extra.
 
         settings = changed_options(workload) + changed_options(config, without=("json", "report", "plots", "jobs"))
         settings += changed_options(engine)
@@ -200,7 +201,7 @@ def run(
 def question_of(
     config: PlanConfig, workload: WorkloadConfig, engine: EngineConfig, model: str | None
 ) -> CapacityQuestion:
-    """The question that the options ask. Raises ValueError, OSError."""
+    """Return the question that the options describe. Raises ValueError, OSError."""
     if (model is None) == (config.profile is None):
         raise ValueError(
             f"plan takes a MODEL or --profile FILE, one of them; known models: {', '.join(sorted(MODELS))}"
@@ -230,7 +231,7 @@ def question_of(
 
 
 def shape_named(model: str, revision: str | None = None) -> str | ModelShape:
-    """The name of a known shape, or the shape of a config.json or a checkpoint, also of the hub. Raises ValueError."""
+    """Return the name of a known shape, or the shape of a config.json or a checkpoint. Raises ValueError."""
     if model in MODELS:
         return model
     path = Path(model).expanduser()
@@ -249,7 +250,7 @@ def shape_named(model: str, revision: str | None = None) -> str | ModelShape:
 
 
 def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
-    """The question as one line of text."""
+    """Return the question as one line of text."""
     model = question.model.name if isinstance(question.model, ModelShape) else question.model
     dtype = question.profile.dtype if question.profile else "bfloat16"
     precision = precision_of(dtype, question.engine.quantization, question.engine.kv_cache_dtype)
@@ -263,7 +264,7 @@ def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
 
 
 def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:
-    """One line of text: the load that the replicas sustain together, compared with that of one alone."""
+    """Return a line of text: the load that all replicas sustain together, compared with one replica's."""
     if not fleet.capacity:
         return f"with a {fleet.router} router, {fleet.replicas} replicas meet these limits at no rate"
     return (
@@ -275,7 +276,7 @@ def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:
 
 
 def most_devices(question: CapacityQuestion) -> int:
-    """The most devices on which `holdfast serve` runs the model: one if it is no native decoder."""
+    """Return the maximum number of devices for `holdfast serve`: one if the model has no native decoder."""
     shape = question.model if isinstance(question.model, ModelShape) else MODELS.get(question.model)
     return SERVED_DEVICES if shape is None or shape.native else 1
 
@@ -287,9 +288,9 @@ def recommend(
     most: int = SERVED_DEVICES,
     router: RouterName | None = None,
 ) -> list[str]:
-    """The advice, line by line. If anything can be served on at most `most` devices, the last line is the command.
+    """Return the advice as lines. If anything can be served on at most `most` devices, the last line is the command.
 
-    `router` is the policy for several replicas; None is the default.
+    `router` is the routing policy for several replicas; None for the default.
     """
     best = best_of(evaluations)
     if best is None and not any(each.fits for each in evaluations):
@@ -322,7 +323,7 @@ def recommend(
 
 
 def served_model(model: str | None) -> str:
-    """The MODEL argument of the command: the checkpoint if its weights are here, else a placeholder."""
+    """Return MODEL for the command: the checkpoint if its weights are here, otherwise a placeholder."""
     path = Path(model or PLACEHOLDER).expanduser()
     directory = path.parent if path.suffix == ".json" else path
     if model == BUILTIN_MODEL or (model is not None and is_id(model) and not path.exists()):
@@ -333,9 +334,9 @@ def served_model(model: str | None) -> str:
 def serve_command(
     chosen: Candidate, engine: EngineConfig, model: str, replicas: int = 1, router: RouterName | None = None
 ) -> str:
-    """The command line: the options of the candidate, and those shared by all candidates that are not defaults.
+    """Return the command line, with the candidate's options and the shared options that differ from their defaults.
 
-    Replicas that one host has no devices for run on the nodes of a Ray cluster.
+    Replicas that need more devices than one host has run on the nodes of a Ray cluster.
     """
     default, given = asdict(EngineConfig()), asdict(engine)
     same = ("executor", *SHARED_OPTIONS)
@@ -355,7 +356,7 @@ def serve_command(
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
-    """An evaluation as `holdfast plan --json` writes it."""
+    """Return an evaluation as `holdfast plan --json` writes it."""
     return asdict(evaluation.candidate) | {
         "replicas": evaluation.replicas,
         "capacity": evaluation.capacity,

@@ -9,20 +9,21 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.output import require_writable, stage_printer
-from holdfast.core.config import AppConfig, EngineConfig, option
+from holdfast.core.config import AppConfig, option
 from holdfast.core.cost import PaddedCost
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.profiles import CellProfile, CostProfile
 from holdfast.lab.reports.tables import table
+from holdfast.lm.config import EngineConfig
 
 LARGEST = 16384
-"""Largest size of a task that can be measured, in nodes."""
+"""Maximum number of nodes of a task that can be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """The options of `holdfast profile`. Raises ValueError for values out of range and files that cannot be written."""
+    """Options of `holdfast profile`. Raises ValueError for values out of range and files that cannot be written."""
 
     app: str | None = option(
         None, "measure the cells of this application instead of a model: its name, or module:object"
@@ -43,7 +44,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     """Measure, cache and print the profile. Returns the exit code. Raises EngineStartError, OSError."""
     console = Console(highlight=False)
     if engine.host_cache_gb == "auto":
-        engine = replace(engine, host_cache_gb=0.0)  # nothing is served, so the host tier is not needed
+        engine = replace(engine, host_cache_gb=0.0)  # No requests are served, so no host tier is needed.
     client = await EngineClient.start(engine, on_progress=stage_printer(console), measure=True)
     await client.close()
     cached = Path(client.info.profile_path)
@@ -61,7 +62,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
 
 
 async def run_app(config: ProfileConfig, apps: AppConfig, threads: int | None) -> int:
-    """Measure the cells of the one application in `apps`, cache and print their times. Returns and raises as `run`."""
+    """Measure, cache and print the times of the cells of the one application in `apps`. Like `run` otherwise."""
     console = Console(highlight=False)
     (app,) = apps.app
     client = await AppClient.start(app, apps, stage_printer(console), threads, measure=config.largest)
@@ -78,7 +79,7 @@ async def run_app(config: ProfileConfig, apps: AppConfig, threads: int | None) -
 
 
 def show_cells(console: Console, profile: CellProfile) -> None:
-    """Print the time of each type of cell by batch size, and which sizes are chosen."""
+    """Print the time of each cell type by batch size, and the chosen batch sizes."""
     console.print(Text.assemble("\n", (profile.app, "bold"), f" on {profile.device}, {profile.versions}"))
     for each in profile.types:
         cost, sizes = each.cost, each.sizes
@@ -127,7 +128,7 @@ def show(console: Console, profile: CostProfile) -> None:
 
 
 def show_links(console: Console, profile: CostProfile) -> None:
-    """Print the time of messages between devices by size, and each stage's share of a step."""
+    """Print the time of messages between devices by size, and the share of each stage in a step."""
     kinds = [("sum over devices, us", profile.all_reduce), ("to the next stage, us", profile.send)]
     there = [(name, link) for name, link in kinds if link is not None]
     if there:

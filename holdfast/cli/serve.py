@@ -14,12 +14,13 @@ from rich.text import Text
 from holdfast.cli.output import stage_printer
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
 from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import Engines, log_as
@@ -41,8 +42,8 @@ async def run(
 ) -> int:
     """Serve a language model, applications, or both until a signal. Returns the exit code.
 
-    `process` is the language model's first engine process, `cluster` gives their number, `threads` is the number of CPU
-    threads of each application's engine. Raises EngineStartError, StoreError.
+    `process` is the process of the language model's first engine. `cluster` sets the number of its engines. `threads`
+    is the number of CPU threads of each application's engine. Raises EngineStartError, StoreError.
     """
     log_as(server)
     console = Console(highlight=False)
@@ -99,14 +100,14 @@ def announce(
     )
     console.print(table)
     console.print("\n  try it\n", style="dim")
-    # Printed without wrapping, so that they can be copied.
+    # Printed without wrapping, so that the lines can be copied.
     console.print(Text(curl_line(url, info.model, keys)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keys)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
 
 
 def replicas_of(model: EngineClient | Replicas) -> str:
-    """The replicas, and how requests reach them, in words. Empty for a single engine."""
+    """Return the replicas and the routing policy as text; empty for a single engine."""
     if isinstance(model, EngineClient):
         return ""
     places = ", ".join(replica.place for replica in model.members)
@@ -115,7 +116,7 @@ def replicas_of(model: EngineClient | Replicas) -> str:
 
 
 def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: int) -> None:
-    """Print each application that runs, its inputs and outputs, and how to try one."""
+    """Print each application with its inputs and outputs, and how to try one."""
     console.print()
     console.print(
         Text.assemble((f"Holdfast {__version__}", "bold"), " serves ", (", ".join(app.name for app in apps), "bold")),
@@ -142,13 +143,13 @@ def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: 
 
 
 def field(field: TensorField) -> str:
-    """An input or output of an application, in words."""
+    """Return an input or output of an application as text."""
     sizes = ", ".join(f"1 to {field.limit:,}" if size == -1 else str(size) for size in field.shape)
     return f"{field.name} {field.dtype}[{sizes}]"
 
 
 def step(engine: EngineConfig, info: EngineInfo) -> str:
-    """The limits of a step, in words."""
+    """Return the limits of a step as text."""
     within = "" if engine.tbt_target is None else f", {engine.tbt_target:g} ms while a stream decodes (TBT target)"
     if engine.token_budget == "auto":
         within = f", as many as take {engine.tbt_target:g} ms (TBT target)"
@@ -156,7 +157,7 @@ def step(engine: EngineConfig, info: EngineInfo) -> str:
 
 
 def tier(info: EngineInfo, blocks: int) -> str:
-    """The size of one tier of the KV cache, in words."""
+    """Return the size of a tier of the KV cache as text."""
     size, tokens = blocks * info.memory.block / GB, blocks * info.block_size
     if info.executor == "padded":
         return f"{size:.2f} GB: {blocks:,} positions, of which each row takes as many as the longest"
@@ -164,7 +165,7 @@ def tier(info: EngineInfo, blocks: int) -> str:
 
 
 def adapters(engine: EngineConfig, info: EngineInfo) -> str:
-    """The adapters that are served, and how many the device holds, in words."""
+    """Return the served adapters, and the number that fit on the device, as text."""
     names = ", ".join(adapter.name for adapter in info.adapters) or "none yet"
     return (
         f"{names}; {info.adapter_slots} at a time on the device, of rank {engine.max_adapter_rank} at most "
@@ -173,25 +174,25 @@ def adapters(engine: EngineConfig, info: EngineInfo) -> str:
 
 
 def lower_tiers(engine: EngineConfig, info: EngineInfo) -> dict[str, str]:
-    """The tiers below the host tier, by their names."""
+    """Return the tiers below the host tier as text, by name."""
     rows = {}
     if engine.disk_cache_dir is not None:
         rows["disk tier"] = f"{engine.disk_cache_gb:g} GB in {engine.disk_cache_dir}"
     if engine.remote_cache is not None:
-        works = f", which does not work now ({info.remote_trouble})" if info.remote_trouble else ""
+        works = f" that fails now ({info.remote_trouble})" if info.remote_trouble else ""
         rows["remote tier"] = f"Redis on {urlsplit(engine.remote_cache).hostname or 'a socket of this host'}{works}"
     return rows
 
 
 def no_host_tier(engine: EngineConfig) -> str:
-    """The reason why there is no host tier, in words."""
+    """Return the reason why there is no host tier, as text."""
     if not engine.prefix_sharing:
         return "off: with --no-prefix-sharing nothing in it could be found again"
     return "off (--host-cache-gb GB turns it on)"
 
 
 def retention(engine: EngineConfig, info: EngineInfo) -> str:
-    """Which idle state is evicted first, in words."""
+    """Return the eviction order of idle state as text."""
     if not engine.prefix_sharing:
         return "off (--no-prefix-sharing): a finished request leaves no state"
     if info.executor == "padded":
@@ -209,19 +210,19 @@ EVICTION = {
 
 
 def key_header(keys: int) -> str:
-    """The option of curl that sends the first of `keys` keys. The variable holds them separated by commas."""
+    """Return curl's option that sends the first API key. With several keys, the variable separates them by commas."""
     first = "${HOLDFAST_API_KEY%%,*}" if keys > 1 else "$HOLDFAST_API_KEY"
     return f' -H "authorization: Bearer {first}"' if keys else ""
 
 
 def curl_line(url: str, model: str, keys: int) -> str:
-    """A shell command that sends the server a chat message."""
+    """Return a shell command that sends a chat message to the server."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": HELLO}]})
     return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key_header(keys)} -d '{body}'"
 
 
 def python_lines(url: str, model: str, keys: int) -> str:
-    """Python code that sends the server a chat message, with the openai package."""
+    """Return Python code that sends a chat message to the server with the openai package."""
     key = 'os.environ["HOLDFAST_API_KEY"]' + '.split(",")[0]' * (keys > 1) if keys else '"none"'
     return (
         ("import os\n" if keys else "")

@@ -1,4 +1,4 @@
-"""The state of a stopped `holdfast batch` or `holdfast tune`; files that are written completely or not at all."""
+"""State of stopped `holdfast batch` and `holdfast tune` runs, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.files.regular import open_file, read_bytes
 
 MARK = "mark.json"
 PIECE = 1 << 20
-"""Bytes that are copied at a time, so that a large file takes little memory."""
+"""Number of bytes that are copied at a time."""
 
 
 class Stopped(Protocol):
@@ -27,28 +27,28 @@ class Stopped(Protocol):
 
     @property
     def given(self) -> str:
-        """The task of the run, in words."""
+        """Name of the run's input, for messages."""
         ...
 
     @property
     def partial(self) -> Path:
-        """The path of its state: a directory, or a file if the run is at a server."""
+        """Path of the run's state: a directory, or a file if it runs at a server."""
         ...
 
     @property
     def digest(self) -> str:
-        """A digest of the task. A stopped run continues only with an equal one."""
+        """Digest of the run's input and options. A stopped run can be continued only if it is equal."""
         ...
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The file that a stopped run leaves, which identifies its task."""
+    """Contents of the file that identifies the task of a stopped run."""
 
     digest: str
     place: str
-    """The model that ran here, or the server's URL."""
+    """Name of the model for a run on this machine, or the server's URL."""
     id: str = ""
-    """The id of the batch or job at the server; empty for a run here."""
+    """Id of the batch or job at the server; empty for a run on this machine."""
 
 
 async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
@@ -65,7 +65,7 @@ async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
 
 
 def read_mark(path: Path, place: Stopped) -> Mark | None:
-    """The mark of a stopped run with the same task, if there is one. Raises UsageError for a mark of any other task."""
+    """Return the mark of a stopped run with the same task, if any. Raises UsageError for another task."""
     try:
         mark = msgspec.json.decode(read_bytes(path), type=Mark)
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def read_mark(path: Path, place: Stopped) -> Mark | None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Any]:
-    """A new file that replaces `target` once it is complete."""
+    """Yield a new file that replaces `target` when it is complete."""
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:

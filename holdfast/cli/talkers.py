@@ -1,4 +1,4 @@
-"""The backends of `holdfast chat`: our own engine, a server that stores conversations, or any other server."""
+"""Backends of `holdfast chat`: our own engine, a server that stores conversations, or any other server."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from holdfast.server.protocol import ApiError, parse
 
 Messages = list[dict[str, str]]
 Head = str | Messages | None
-"""The end of a conversation: a response's id if the server stores it, otherwise all messages; None at the beginning."""
+"""End of a conversation: a response's id if the server stores it, otherwise all messages. None at the beginning."""
 TENANT = ""
-"""The tenant of our own engine's conversations."""
+"""Tenant of the conversations in our own engine."""
 PATIENT = httpx.Timeout(30, read=300, write=300)
-"""Timeouts for a server that receives files, and reads them before it answers."""
+"""Timeouts for a server that receives files and reads them before it answers."""
 
 
 class ChatError(CommandError):
-    """A turn, or the whole conversation, failed; the message is for the user."""
+    """A turn, or the whole conversation, failed. The message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A new part of an answer."""
+    """The next part of an answer."""
 
     text: str
     usage: Usage | None = None
-    """Token counts, once they are known."""
+    """Token counts; None until they are known."""
     head: Head = None
-    """The new end of the conversation, once the answer is complete."""
+    """New end of the conversation; None until the answer is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Sampling options of all answers."""
+    """Sampling options for all answers."""
 
     temperature: float
     max_tokens: int | None
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A past turn: the user's message, the answer, and the head before it."""
+    """A past turn: the user's message, the answer, and the conversation's end before them."""
 
     said: str
     answer: str
@@ -59,21 +59,21 @@ class Turn:
 
 
 class Talker(Protocol):
-    """Answers a conversation."""
+    """Backend that answers a conversation."""
 
     name: str
 
     def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
-        """The answer as it is written. Its last piece has the new head. Raises ChatError."""
+        """Yield the answer as it is written. The last piece has the conversation's new end. Raises ChatError."""
         ...
 
     async def recall(self, head: str | Messages) -> Turn:
-        """The last turn before a head. Raises ChatError if it no longer exists."""
+        """Return the last turn of the conversation that ends with `head`. Raises ChatError if it no longer exists."""
         ...
 
 
 class LocalTalker:
-    """Our own engine, with our own store. Answers come from the first adapter given, or from the model itself."""
+    """Our own engine with our own store. The first given adapter answers, or the model if no adapter is given."""
 
     def __init__(self, responses: Responses, settings: Settings) -> None:
         info = responses.service.client.info
@@ -104,13 +104,13 @@ class LocalTalker:
 
 @dataclass
 class StatefulTalker:
-    """A server that stores conversations. A turn sends only its new message."""
+    """A server that stores conversations. Each turn sends only its new message."""
 
     http: httpx.AsyncClient
     name: str
     settings: Settings
     context: int | None = None
-    """Longest sequence in tokens; None if the server does not report it."""
+    """Maximum number of tokens of a sequence; None if the server does not report it."""
 
     async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
         body = response_body(self.name, self.settings, said, system, head)
@@ -126,7 +126,7 @@ class StatefulTalker:
 
 @dataclass
 class RemoteTalker:
-    """Any server with OpenAI's chat completions. Every turn sends the whole conversation."""
+    """Any server with OpenAI's chat completions. Each turn sends the whole conversation."""
 
     http: httpx.AsyncClient
     name: str
@@ -159,7 +159,7 @@ class RemoteTalker:
 
 
 async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings) -> Talker:
-    """The talker for a server. Takes the server's first model if none is named.
+    """Return the talker for a server. If no model is named, it uses the server's first one.
 
     Raises ChatError if no server answers.
     """
@@ -180,7 +180,7 @@ async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings
 
 
 def server_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.AsyncClient:
-    """A client of the server at a URL, with or without /v1 at its end, for any number of requests at once."""
+    """Return a client for a server's URL, with or without /v1 at its end. It allows any number of requests."""
     return httpx.AsyncClient(
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},
@@ -191,7 +191,7 @@ def server_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> http
 
 @contextmanager
 def connection(http: httpx.AsyncClient) -> Iterator[None]:
-    """Turn errors that httpx raises inside the block into ChatError."""
+    """Convert httpx errors within the context to ChatError."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -207,7 +207,7 @@ async def fetched(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
 
 
 def answer_of(response: httpx.Response) -> dict[str, Any]:
-    """The JSON object of an answer. Raises ChatError."""
+    """Return the JSON object in an answer. Raises ChatError."""
     if response.status_code != 200:
         raise ChatError(reason_of(response.status_code, response.content))
     try:
@@ -219,9 +219,9 @@ def answer_of(response: httpx.Response) -> dict[str, Any]:
 async def server_events(
     http: httpx.AsyncClient, path: str, body: dict[str, Any] | None
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of the answer to a POST with `body`, or to a GET if it is None.
+    """Yield the events of the answer to a POST with `body`, or to a GET if `body` is None.
 
-    Raises ChatError for a refusal, a broken connection or an invalid event.
+    Raises ChatError for an error reply, a broken connection or an invalid event.
     """
     try:
         with connection(http):
@@ -236,14 +236,14 @@ async def server_events(
 
 
 def response_body(model: str, settings: Settings, said: str, system: str | None, head: Head) -> dict[str, Any]:
-    """The body of a turn in the Responses API. Options that are not set are left to the server."""
+    """Return the body of a turn in the Responses API. Options that are not set are left out."""
     body = {"model": model, "input": said, "stream": True, "temperature": settings.temperature}
     given = {"instructions": system, "previous_response_id": head, "max_output_tokens": settings.max_tokens}
     return body | {name: value for name, value in given.items() if value is not None}
 
 
 def piece_of_response(event: dict[str, Any]) -> Piece:
-    """One event of a response's stream as a piece. Raises ChatError for an error event."""
+    """Convert an event of a response's stream to a piece. Raises ChatError for an error event."""
     try:
         match event["type"]:
             case "response.output_text.delta":
@@ -262,7 +262,7 @@ def piece_of_response(event: dict[str, Any]) -> Piece:
 
 
 def turn_of(response: dict[str, Any], said: Sequence[dict[str, Any]]) -> Turn:
-    """A stored response and its input as a turn. Raises ChatError for any other object."""
+    """Convert a stored response and its input to a turn. Raises ChatError for any other object."""
     try:
         return Turn(text_of(said), text_of(response["output"]), response["previous_response_id"])
     except (LookupError, TypeError):
@@ -270,12 +270,12 @@ def turn_of(response: dict[str, Any], said: Sequence[dict[str, Any]]) -> Turn:
 
 
 def text_of(items: Sequence[dict[str, Any]]) -> str:
-    """The text of all messages."""
+    """Return the text of all messages."""
     return "\n".join(part["text"] for item in items for part in item["content"])
 
 
 def piece_of(event: dict[str, Any]) -> Piece:
-    """One event of a completion's stream as a piece. Raises ChatError for an error event."""
+    """Convert an event of a completion's stream to a piece. Raises ChatError for an error event."""
     try:
         if "error" in event:
             raise ChatError(str(event["error"]["message"]))
@@ -290,7 +290,7 @@ def piece_of(event: dict[str, Any]) -> Piece:
 
 
 def reason_of(status: int, body: bytes) -> str:
-    """The reason why a server refused, in its own words if it gave any."""
+    """Return the reason for a server's error reply: its own message if it has one."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Targets of `holdfast bench`: a server at a URL, a model that runs here, or a simulation."""
+"""Targets of `holdfast bench`: a server at a URL, a local model, or a simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rich.console import Console
 
 from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.cli.talkers import server_client
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import QueueFull
@@ -29,6 +28,7 @@ from holdfast.lab.simulator.executor import VirtualClock
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.tiers import DISK_RATE
 from holdfast.lab.workloads import PromptTokens, Workload, num_requests
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape
@@ -39,18 +39,18 @@ class Target:
     """A system that runs workloads."""
 
     name: str
-    """Its name in a report."""
+    """Name of the target in a report."""
     model: str
     context_length: int | None
-    """Longest sequence in tokens; None if unknown."""
+    """Maximum number of tokens of a sequence; None if it is unknown."""
     run: Callable[[Workload, str], list[Record]]
-    """Runs a workload, whose title the progress bar shows. Each run on a real target has other prompt tokens."""
+    """Runs a workload under a title for the progress bar. On a real target, each run sends different prompt tokens."""
 
 
 def sender(
     loop: asyncio.Runner, ask: Ask, vocab_size: int, concurrency: int | None, seed: int
 ) -> Callable[[Workload, str], list[Record]]:
-    """The `run` of a real target. It sends workloads through the load client, on one event loop for all runs."""
+    """Return the `run` of a real target. It sends workloads by the load client, on one event loop for all runs."""
     numbers = itertools.count()
 
     def run(workload: Workload, title: str) -> list[Record]:
@@ -65,7 +65,7 @@ def sender(
 def server(
     url: str, *, api_key: str | None, model: str | None, vocab_size: int, concurrency: int | None, seed: int
 ) -> Iterator[Target]:
-    """A server with OpenAI's API. Without `model`, its first model is used. Raises OSError if asking for that fails."""
+    """Yield a server with OpenAI's API. `model` is by default its first. Raises OSError if it lists none."""
     http = server_client(url, api_key, httpx.Timeout(30, read=None))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
@@ -78,7 +78,7 @@ def server(
 
 
 async def first_model(http: httpx.AsyncClient) -> str:
-    """The first model that a server lists. Raises OSError if the request fails."""
+    """Return the first model that a server lists. Raises OSError if the request fails."""
     try:
         response = await http.get("models")
         response.raise_for_status()
@@ -92,7 +92,7 @@ async def first_model(http: httpx.AsyncClient) -> str:
 
 @contextmanager
 def local_engine(config: EngineConfig, console: Console, concurrency: int | None) -> Iterator[Target]:
-    """An engine process started for the benchmark, without HTTP. Raises EngineStartError."""
+    """Start an engine process for the benchmark, without HTTP. Raises EngineStartError."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         client = loop.run(EngineClient.start(config, on_progress=stage_printer(console)))
         try:
@@ -127,7 +127,7 @@ def simulated_engine(
     concurrency: int | None,
     disk_rate: float = DISK_RATE,
 ) -> Target:
-    """A simulated engine: the real loop, scheduler and memory on a virtual clock."""
+    """Return a simulated engine: the real loop, scheduler and memory on a virtual clock."""
 
     def run(workload: Workload, title: str) -> list[Record]:
         with ExitStack() as open_files, progress_bar(title, num_requests(workload)) as on_progress:

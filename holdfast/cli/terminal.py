@@ -1,4 +1,4 @@
-"""The terminal side of `holdfast chat`: typed lines and blocks, completion, and words that wrap."""
+"""The terminal side of `holdfast chat`: typed lines and blocks, completion, and word wrap."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
 FENCE = '"""'
-"""Line that begins and ends a block of several lines."""
+"""Text that begins and ends a block of several lines."""
 MORE = "... "
-"""Prompt for the further lines of a block."""
+"""Prompt for the lines of a block after the first."""
 
 
 async def lines(piped: bool, mark: Callable[[], str], completer: Completer) -> AsyncIterator[tuple[str, bool]]:
-    """The user's input until its end: a line, or a block of lines between fences, and whether it is a block.
+    """Yield the user's input until it ends: each line, or block of lines between fences, and whether it is a block.
 
     `mark` is the prompt of the next line, and `completer` completes it.
     """
@@ -32,7 +32,7 @@ async def lines(piped: bool, mark: Callable[[], str], completer: Completer) -> A
 
 
 async def piped_lines() -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
-    """The lines of standard input, in the form that `blocks` takes."""
+    """Yield the lines of standard input, in the form that `blocks` reads."""
     while line := await asyncio.to_thread(sys.stdin.readline):
         yield line, lambda inside: None
 
@@ -40,7 +40,7 @@ async def piped_lines() -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
 async def typed_lines(
     mark: Callable[[], str], completer: Completer
 ) -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
-    """The lines typed at the terminal, in the form that `blocks` takes."""
+    """Yield the lines that are typed at the terminal, in the form that `blocks` reads."""
     session: PromptSession[str] = PromptSession(
         reserve_space_for_menu=0,
         completer=completer,
@@ -49,23 +49,23 @@ async def typed_lines(
     )
     within = False
 
-    def tell(inside: bool) -> None:
+    def set_within(inside: bool) -> None:
         nonlocal within
         within = inside
 
     while True:
         try:
-            with patch_stdout(raw=True):  # a batch that ends is printed above the line that is typed
+            with patch_stdout(raw=True):  # A batch that ends is printed above the line that is being typed.
                 line = await session.prompt_async(FormattedText([("bold", MORE if within else mark())]))
         except EOFError:
             return
-        yield line, tell
+        yield line, set_within
 
 
 async def blocks(read: AsyncIterator[tuple[str, Callable[[bool], None]]]) -> AsyncIterator[tuple[str, bool]]:
-    """Join the lines between fences. Each line comes with a function to call with whether a block continues."""
+    """Join the lines between fences. The function with each line must be called with whether a block continues."""
     block: list[str] | None = None
-    async for line, tell in read:
+    async for line, set_within in read:
         if block is None and not line.lstrip().startswith(FENCE):
             yield line, False
             continue
@@ -75,19 +75,19 @@ async def blocks(read: AsyncIterator[tuple[str, Callable[[bool], None]]]) -> Asy
         if ended := text.rstrip().endswith(FENCE):
             text = text.rstrip()[: -len(FENCE)]
         block.append(text)
-        tell(not ended)
+        set_within(not ended)
         if ended:
             said, block = "\n".join(block).strip("\n"), None
             yield said, True
-    if block is not None:  # the input ended inside the block
+    if block is not None:  # The input ended inside a block.
         yield "\n".join(block).strip("\n"), True
 
 
 class CommandCompleter(Completer):
-    """Completes commands, and the name of a saved conversation after commands that take one."""
+    """Completes commands, and the names of saved conversations after commands that take a name."""
 
     def __init__(self, commands: Sequence[str], named: Sequence[str], names: Callable[[], Iterable[str]]) -> None:
-        """`named` are the commands that take a name."""
+        """`named` are the commands that take a name. `names` returns the saved conversations."""
         self.commands, self.named, self.names = commands, named, names
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
@@ -103,17 +103,17 @@ class CommandCompleter(Completer):
 
 
 class Words:
-    """Writes a text that comes in pieces, and begins a new line if a word would not fit. Spaces stay unchanged."""
+    """Writes text that comes in pieces. Starts a new line if a word does not fit. Spaces stay unchanged."""
 
     def __init__(self, file: IO[str], width: int) -> None:
-        """`width` is in cells of the terminal."""
+        """`width` is the width of the terminal in cells."""
         self.file, self.width = file, width
         self._column = 0
         self._word = ""
         self._spaces = ""
 
     def write(self, text: str) -> None:
-        """Write all but a last word that may continue."""
+        """Write a piece of text, except for a last word that may continue in the next piece."""
         for each in text:
             if each == "\n":
                 self._put()
@@ -127,14 +127,14 @@ class Words:
         self.file.flush()
 
     def end(self) -> None:
-        """Write the rest, and end the line."""
+        """Write the rest of the text, and end the line."""
         self._put()
         self.file.write("\n")
         self.file.flush()
         self._column, self._spaces = 0, ""
 
     def _put(self) -> None:
-        """Write the word, with the spaces before it or on a new line."""
+        """Write the current word: after its spaces, or on a new line."""
         if not self._word:
             return
         spaces = len(self._spaces.expandtabs(8))
@@ -145,6 +145,6 @@ class Words:
         else:
             self.file.write(f"{self._spaces}{self._word}")
             self._column += spaces + size
-        if self._column > self.width > 0:  # a word longer than the line continues on the next one
+        if self._column > self.width > 0:  # A word longer than the line continues on the next line.
             self._column = (self._column - 1) % self.width + 1
         self._word = self._spaces = ""

@@ -1,20 +1,31 @@
-"""Topics of options: the options in the short help, and the groups of the whole help."""
+"""Topics of options: which options the short help shows, and how the full help groups them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig, own_options
+from holdfast.lm.config import EngineConfig
 
 COMMON: Mapping[str, Sequence[str]] = {
     "ClusterConfig": ("replicas",),
     "EngineConfig": (
-        "device", "dtype", "quantization", "max_model_len", "max_sequences", "cache_gb", "tbt_target", "adapter",
+        "device", "dtype", "quantization", "max_model_len", "max_sequences", "cache_gb", "adapter", "tbt_target",
     ),
-    "ServerConfig": ("host", "port", "api_key", "store", "log_level"),
+    "ServerConfig": ("host", "port", "api_key", "log_level", "store"),
     "AppConfig": ("app",),
 }  # fmt: skip
-"""The options of a config that the short help shows. If a config is not listed here, all of its options are shown."""
+"""Options that the short help shows, by config. For a config that is not listed, it shows all options."""
+
+
+def topics_of_parts() -> dict[str, list[str]]:
+    """Return the options of each part that has its own topic, by topic."""
+    parts = [
+        kind for kind in reversed(EngineConfig.__mro__) if issubclass(kind, CoreConfig) and vars(kind).get("topic")
+    ]
+    return {part.topic: [option.name for option in own_options(part)] for part in parts}
+
+
 TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "EngineConfig": {
         "the model": (
@@ -29,11 +40,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "pace and order": (
             "tbt_target", "token_budget", "scheduler", "order", "ttft_target", "priority_aging", "fair_weight",
         ),
-        "adapters": ("adapter", "max_adapters", "max_adapter_rank", "adapter_host_gb"),
-        "tuning": (
-            "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_share",
-            "tuning_progress", "tuning_mirror",
-        ),
+        **topics_of_parts(),
         "padded rows": ("prefill_ahead", "shrink_threshold"),
         "how steps run": ("steps_in_flight", "cuda_graphs", "attention_backend", "threads", "trace"),
     },
@@ -54,13 +61,11 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
     },
 }  # fmt: skip
-"""The groups of a config's options in the whole help, each with its title. Other options follow under the config's own
-title.
-"""
+"""Groups of options in the full help, by config and title. Options without a group come under the config's title."""
 
 
 def titled(config: type, title: str, names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """These options of a config by topic, each with its title. `title` is for options without a topic."""
+    """Return these options of a config by topic, with the topics' titles. `title` is for options without a topic."""
     topics = TOPICS.get(config.__name__, {})
     known = {name for members in topics.values() for name in members}
     prefix = f"{title}: " if config is EngineConfig else ""
@@ -71,6 +76,5 @@ def titled(config: type, title: str, names: Sequence[str]) -> list[tuple[str, li
 
 
 def common(config: type, names: Sequence[str]) -> list[str]:
-    """The fields in `names` that the short help shows."""
-    shown = COMMON.get(config.__name__)
-    return [name for name in names if shown is None or name in shown]
+    """Return the fields in `names` that the short help shows, in its order."""
+    return [name for name in COMMON.get(config.__name__, names) if name in names]

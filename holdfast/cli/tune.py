@@ -1,4 +1,4 @@
-"""`holdfast tune`: tunes a LoRA adapter over a local model or at a server. A stopped run can continue."""
+"""`holdfast tune`: tunes a LoRA adapter with a local model or at a server. A stopped run can be continued."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from holdfast.cli.flags import CommandError, UsageError, check_url
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, write_whole
 from holdfast.cli.talkers import PATIENT, TENANT, ChatError, answer_of, connection, fetched, server_client
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.tuning import ALL_MODULES, Hyperparameters
 from holdfast.files.regular import open_file
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs.files import Files
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tuning import ADAPTER_FILES, Tuning, TuningRequest
 from holdfast.server.jobs.values import JOB_ENDED, TuningJob
 from holdfast.server.protocol import ApiError, parse
@@ -39,19 +40,19 @@ from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
 CHECK_SECONDS = 0.2
-"""Seconds between two checks of a job that runs here."""
+"""Seconds between two checks of a job that runs in this process."""
 ASK_SECONDS = 1.0
-"""Seconds between two checks of a job at a server."""
+"""Seconds between two checks of a job that runs at a server."""
 RATE_SECONDS = 10.0
 """Seconds over which the rate of tokens is averaged."""
 JOBS = "fine_tuning/jobs"
 ENGINE_WITHOUT = ("seed", "tuning", "adapter", "max_adapters", "deferral_bound", "tuning_progress", "tuning_share")
-"""Engine options that `holdfast tune` does not offer: it does not need them, or sets them by other means."""
+"""Engine options that `holdfast tune` does not have, because it does not need them or sets them in another way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """The options of a tuning run. Raises ValueError for an invalid one."""
+    """Options of a tuning run. Raises ValueError for an invalid option."""
 
     url: str | None = option(None, "tune at the server at this URL, which was started with --tuning")
     api_key: str | None = option(None, "key for that server; default: HOLDFAST_API_KEY")
@@ -84,7 +85,7 @@ class TuneConfig:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
 
     def request(self, model: str, training: str, validation: str | None) -> dict[str, Any]:
-        """The body of POST /v1/fine_tuning/jobs for uploaded files."""
+        """Return the body of POST /v1/fine_tuning/jobs for uploaded files."""
         given: dict[str, Any] = {
             "n_epochs": self.epochs, "batch_size": self.batch_size, "lora_rank": self.rank,
             "learning_rate_multiplier": self.learning_rate_multiplier,
@@ -100,17 +101,17 @@ class TuneConfig:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The files of one run."""
+    """The files of one run of `holdfast tune`."""
 
     source: Path
     validation: Path | None
     out: Path
     digest: str
-    """Digest of the data and the options: a stopped run continues only with the same ones."""
+    """Digest of the data and the options. A stopped run can be continued only with the same ones."""
 
     @classmethod
     def of(cls, data: str, config: TuneConfig) -> Place:
-        """The files for DATA. Raises UsageError if the data cannot be read, or the adapter cannot be written."""
+        """Return the files for DATA. Raises UsageError if the data cannot be read, or the adapter cannot be written."""
         source, validation = Path(data), None if config.validation is None else Path(config.validation)
         digest = hashlib.sha256(msgspec.json.encode(config.request("", "", None)))
         for path in (source, validation):
@@ -131,19 +132,19 @@ class Place:
 
     @property
     def given(self) -> str:
-        """The task of this run, in words."""
+        """Name of the run's input, for messages."""
         return f"{self.source}, or an option,"
 
     @property
     def partial(self) -> Path:
-        """The path of a stopped run's state: a directory, or a file if the job is at a server."""
+        """Path of a stopped run's state: a directory, or a file if the job runs at a server."""
         return self.out.with_name(f"{self.out.name}.partial")
 
 
 async def run(config: TuneConfig, engine: EngineConfig, data: str, model: str | None) -> int:
-    """Tune an adapter. Returns the exit code: 0, 1 if tuning failed, 2 for wrong data or options.
+    """Tune an adapter. Returns the exit code: 0 for success, 1 if tuning failed, 2 for invalid data or options.
 
-    `engine` has tuning on, for a model that runs here. `model` names a model of the server, or is None. Raises
+    `engine` is for a local model, and has tuning on. `model` is the name of a model at the server, or None. Raises
     UsageError, CommandError, EngineStartError, StoreError.
     """
     place, notes = Place.of(data, config), Console(highlight=False, stderr=True)
@@ -182,8 +183,8 @@ def report_end(shown: dict[str, Any], place: Place, notes: Console) -> int:
 
 
 async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes: Console) -> dict[str, Any]:
-    """Tune over a model that runs here. Returns the job at its end."""
-    read_mark(place.partial / MARK, place)  # refuse before an engine starts for nothing
+    """Tune with a model in this process. Returns the ended job."""
+    read_mark(place.partial / MARK, place)  # Raises for a wrong mark before an engine starts for nothing.
     engine = dataclasses.replace(engine, max_adapter_rank=max(engine.max_adapter_rank, config.rank))
     place.partial.mkdir(exist_ok=True, mode=0o700)
     try:
@@ -216,7 +217,7 @@ async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes
 
 @asynccontextmanager
 async def local_tuning(engine: EngineConfig, place: Place, notes: Console) -> AsyncIterator[tuple[Tuning, str]]:
-    """An engine with files and jobs in the run's own directory, and the name of its model."""
+    """Start an engine, with files and jobs in the run's own directory. Yields its jobs, and the name of its model."""
     config = ServerConfig(
         store=str(place.partial / "store.sqlite"),
         files=str(place.partial / "files"),
@@ -258,7 +259,7 @@ async def submit_here(tuning: Tuning, config: TuneConfig, place: Place, model: s
 async def run_there(
     http: httpx.AsyncClient, config: TuneConfig, place: Place, model: str | None, notes: Console
 ) -> dict[str, Any]:
-    """Have a server tune. Ctrl-C pauses the job there. Returns the job at its end."""
+    """Let a server tune. Ctrl-C pauses the job there. Returns the ended job."""
     server = str(http.base_url)
     mark = read_mark(place.partial, place)
     if mark is not None and mark.place != server:
@@ -291,7 +292,7 @@ async def run_there(
 async def submit_there(
     http: httpx.AsyncClient, config: TuneConfig, place: Place, model: str | None, notes: Console
 ) -> Mark:
-    """Send the data and begin the job. Raises UsageError if the server refuses it."""
+    """Send the data, and begin the job. Raises UsageError if the server refuses it."""
     if model is None:
         model = str((await fetched(http, "models"))["data"][0]["id"])
     sent: list[str | None] = []
@@ -315,7 +316,7 @@ async def submit_there(
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A new directory that gets the name `target` once it is complete."""
+    """Yield a new directory that is renamed to `target` when it is complete."""
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         yield temporary
@@ -326,14 +327,14 @@ def whole_directory(target: Path) -> Iterator[Path]:
 
 
 class Bar:
-    """A progress bar of a job: steps, loss, tokens per second, time left."""
+    """A progress bar for a job: steps, loss, tokens per second, and remaining time."""
 
     def __init__(self, progress: Progress, task: TaskID, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress, self._task, self._clock = progress, task, clock
         self._seen: deque[tuple[float, int]] = deque()
 
     def __call__(self, shown: dict[str, Any]) -> None:
-        """Show a job's state."""
+        """Show the current state of the job."""
         state = shown.get("progress") or {}
         tokens, loss = state.get("trained_tokens") or 0, state.get("train_loss")
         now = self._clock()
@@ -355,7 +356,7 @@ class Bar:
 
 @contextmanager
 def bar(notes: Console) -> Iterator[Bar]:
-    """Show a bar inside the block."""
+    """Show a progress bar within the context."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),

@@ -1,4 +1,4 @@
-"""Routing policies for comparison. None of them prices replicas or moves state."""
+"""Routing policies to compare with. They do not price replicas, and they move no state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.cluster.turns import Choice, FoundAt, Move, ReplicaState, ReplicaV
 
 
 def ready(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
-    """Return the replicas that take turns. Raises ValueError if there are none."""
+    """Return the replicas that accept turns. Raises ValueError if there are none."""
     able = [replica for replica in replicas if replica.state is ReplicaState.READY]
     if not able:
         raise ValueError(f"none of {len(replicas)} replicas is ready; try again when one is")
@@ -19,12 +19,12 @@ def ready(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
 
 
 def digest_number(text: str) -> int:
-    """Return a 64-bit number that depends on every character."""
+    """Return a 64-bit hash of the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 class CountingRouter(ABC):
-    """Base of routers that know how many requests each replica has in progress."""
+    """Base class of routers that count each replica's requests in progress."""
 
     name: RouterName
 
@@ -43,10 +43,10 @@ class CountingRouter(ABC):
 
     @abstractmethod
     def pick(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str:
-        """Return the name of one of these replicas, all of which are ready."""
+        """Return the name of one of these replicas, which are all ready."""
 
     def least(self, replicas: Sequence[ReplicaView]) -> str:
-        """Return the replica with the fewest requests; the first of several."""
+        """Return the replica with the fewest requests; the first one if several have equally few."""
         return min(replicas, key=lambda replica: self._count.get(replica.name, 0)).name
 
     def sent(self, request: str, turn: Turn, choice: Choice, now: float) -> None:
@@ -56,7 +56,7 @@ class CountingRouter(ABC):
         self._at[request] = choice.replica
         self._count[choice.replica] = self._count.get(choice.replica, 0) + 1
 
-    def started(self, request: str, now: float) -> None:  # noqa: B027, it counts requests, not steps
+    def started(self, request: str, now: float) -> None:  # noqa: B027  it counts requests, not steps
         """See `Router.started`."""
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
@@ -65,7 +65,7 @@ class CountingRouter(ABC):
         if replica is not None:
             self._count[replica] -= 1
 
-    def moved(self, move: Move, tokens: int, now: float) -> None:  # noqa: B027, it moves none
+    def moved(self, move: Move, tokens: int, now: float) -> None:  # noqa: B027  it never moves any
         """See `Router.moved`."""
 
     def lost(self, replica: str) -> None:
@@ -79,7 +79,7 @@ class CountingRouter(ABC):
 
 
 class RoundRobin(CountingRouter):
-    """Sends turns to each replica in turn."""
+    """Sends turns to the replicas in rotation."""
 
     name: RouterName = "round-robin"
 
@@ -102,7 +102,7 @@ class LeastLoaded(CountingRouter):
 
 
 class PowerOfTwo(CountingRouter):
-    """Draws two replicas and sends the turn to the one with fewer requests (Mitzenmacher 2001).
+    """Draws two replicas at random, and sends the turn to the one with fewer requests (Mitzenmacher 2001).
 
     Equal seeds give equal choices.
     """
@@ -123,10 +123,9 @@ class PowerOfTwo(CountingRouter):
 
 
 class SessionHash(CountingRouter):
-    """Sends a conversation always to the same replica, by rendezvous hashing.
+    """Sends all turns of a conversation to the same replica, by rendezvous hashing.
 
-    If a replica is lost, the conversations of the others stay where they are. A turn without a key is hashed by its
-    first block.
+    If a replica is lost, only its own conversations go elsewhere. A turn without a key is hashed by its first block.
     """
 
     name: RouterName = "session-hash"
@@ -139,20 +138,21 @@ class SessionHash(CountingRouter):
 class PrefixTree(CountingRouter):
     """SGLang's cache-aware policy with its defaults (sgl-model-gateway, `policies/cache_aware.rs`).
 
-    Replicas are unbalanced while the most requests exceed the fewest by more than `absolute` and by more than the
-    factor `relative`. Then each turn goes to the replica with the fewest requests. Otherwise, a turn goes to the last
-    replica that got its longest known prefix, if this prefix is more than the share `match` of its prompt, and else to
-    the replica with the fewest requests. The tree consists of blocks here, and of characters or tokens in SGLang.
+    The load is unbalanced if the largest number of requests exceeds the smallest by more than `absolute` and by more
+    than the factor `relative`. If so, the turn goes to the replica with the fewest requests. Otherwise, it goes to the
+    replica that last received the turn's longest known prefix, if this prefix is more than the share `match` of the
+    prompt. If it is not, the turn goes to the replica with the fewest requests. The tree consists of blocks here, and
+    of characters or tokens in SGLang.
     """
 
     name: RouterName = "prefix-tree"
 
     def __init__(self, most: int = 1 << 20, *, match: float = 0.3, absolute: int = 64, relative: float = 1.5) -> None:
-        """The tree has at most `most` blocks. The least recently used are removed first."""
+        """The tree has at most `most` blocks. Beyond it, the least recently used blocks are removed."""
         super().__init__()
         self._most, self._match, self._absolute, self._relative = most, match, absolute, relative
         self._last: OrderedDict[bytes, str] = OrderedDict()
-        """Replica that last got a block, by the block's digest."""
+        """Replica that received a block last, by the block's digest."""
 
     def pick(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str:
         counts = [self._count.get(replica.name, 0) for replica in replicas]
@@ -166,7 +166,7 @@ class PrefixTree(CountingRouter):
         return chosen
 
     def _matching(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str | None:
-        """Return the replica with the longest known prefix, if that is long enough and the replica is ready."""
+        """Return the ready replica that last received the longest known prefix; None if that is too short."""
         known, last = 0, None
         for digest in turn.chain:
             replica = self._last.get(digest)

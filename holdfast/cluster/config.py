@@ -1,4 +1,4 @@
-"""ClusterConfig: the number of replicas of the engine, and how requests reach them. Flags are generated from it."""
+"""ClusterConfig: the number of the engine's replicas, and how requests reach them. Flags are generated from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from holdfast.cluster.routing import RouterName
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
+from holdfast.lm.config import EngineConfig
 
 MOST_REPLICAS = 64
 AUTO = "auto"
@@ -14,7 +15,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Options of the replicas of one server. Raises ValueError with the value and the limit if one is invalid."""
+    """Options for the replicas of a server. Raises ValueError with the value and the limit for an invalid option."""
 
     replicas: int = option(
         1, "engines that serve the model in parallel, each on its own GPU (or tp times pp GPUs) if the machine has any"
@@ -65,7 +66,7 @@ class ClusterConfig:
 
     @property
     def most(self) -> int:
-        """Maximum number of replicas at a time."""
+        """Maximum number of replicas at the same time."""
         return self.max_replicas or self.replicas
 
     @property
@@ -74,7 +75,7 @@ class ClusterConfig:
         return self.most > 1 or self.ray is not None
 
     def check(self, engine: EngineConfig) -> None:
-        """Raises ValueError for an option that works with one engine but not with several."""
+        """Raises ValueError for an option that is only supported with a single engine."""
         if self.ray is not None and engine.tuning:
             raise ValueError(
                 "ray is set, and tuning is on: engines on other nodes do not see the directory of a job; run "

@@ -20,11 +20,11 @@ from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.lm.types import SchedulerStats
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before an engine is started again, by its number of failed or short runs. The last value repeats."""
+"""Seconds before an engine is started again, by the number of its failed or short runs. The last value repeats."""
 LASTING_SECONDS = 60.0
 """Seconds of serving after which a start counts as successful."""
 MOST_FAILURES = 5
-"""Failed starts of one replica in a row after which the fleet ends, if no replica serves."""
+"""Number of failed starts of one replica in a row after which the fleet ends, if no replica serves."""
 WATCH_SECONDS = 1.0
 """Seconds between two checks of all replicas."""
 HANG_SECONDS = 10.0
@@ -32,7 +32,7 @@ HANG_SECONDS = 10.0
 KILL_SECONDS = 60.0
 """Seconds without an answer after which an engine is killed. Its requests continue on other replicas."""
 MOVE_SECONDS = 20.0
-"""Maximum seconds for moving the conversations of a removed replica to the others."""
+"""Maximum number of seconds for moving the conversations of a removed replica to the others."""
 GAUGES = frozenset({
     "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
@@ -40,48 +40,48 @@ GAUGES = frozenset({
 })  # fmt: skip
 """Fields of SchedulerStats that describe the current state. All other fields count from an engine's start."""
 WIDEST = frozenset({"rows_wide", "adapters_known"})
-"""Gauges that are combined by the maximum and not by the sum."""
+"""Gauges whose total is the maximum over all replicas, not the sum."""
 
 log = logging.getLogger("holdfast.cluster")
 
 
 class NoReplica(EngineDead):
-    """No replica serves now. The message is for the client."""
+    """No replica serves now. The message is sent to the client."""
 
 
 class Fleet:
-    """All replicas. To be used on one event loop."""
+    """All replicas of a server. Must be used on one event loop."""
 
     def __init__(self, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None]) -> None:
-        """`on_progress` gets the stages of the first start."""
+        """`on_progress` receives the stages of the first start."""
         self.members: list[Replica] = []
         """All replicas, by number."""
         self.adapters: dict[str, AdapterInfo] = {}
         """Adapters that requests may name, by name. Every replica has them."""
         self.changed = asyncio.Event()
-        """Set when a replica becomes ready, or when none ever will."""
+        """Set when a replica becomes ready, or when the fleet ends."""
         self.dead = asyncio.Event()
-        """Set when no replica will serve any longer."""
+        """Set when the fleet has ended: no replica will serve again."""
         self.reason = ""
-        """Reason in one line why no replica will serve; empty before."""
+        """Reason why the fleet has ended, in one line; empty before."""
         self.on_ready: Callable[[EngineClient], None] = lambda engine: None
         """Called with each new engine before it serves."""
         self.on_lost: Callable[[Replica], None] = lambda replica: None
         """Called when a replica's engine has ended and its state is lost."""
         self.before_end: Callable[[Replica], Awaitable[None]]
-        """Awaited, for a limited time, before the engine of a drained replica is ended."""
+        """Awaited, for a limited time, before the engine of a drained replica is stopped."""
         self._config, self._spawner, self._on_progress = config, spawner, on_progress
         self._paths: dict[str, str] = {}
-        """Directories of adapters that were loaded later, by name."""
+        """Directories of adapters that were loaded while the server ran, by adapter name."""
         self._changing = asyncio.Lock()
-        """Held while adapters change, or while a new engine loads them."""
+        """Held while adapters are changed, and while a new engine loads them."""
         self._past: dict[str, float] = {}
-        """Sums of the counters of ended engines, by field."""
+        """Sums of the ended engines' counters, by field."""
         self._asking: dict[Replica, asyncio.Task[SchedulerStats | None]] = {}
         self._closing = False
 
     async def start(self) -> list[EngineClient]:
-        """Start the first engines in parallel, and return when all are ready. Raises EngineStartError."""
+        """Start the first engines in parallel. Returns when all are ready. Raises EngineStartError."""
         numbers = range(self._config.replicas)
         starts = [asyncio.create_task(self._spawner.start(number, self._progress(number))) for number in numbers]
         try:
@@ -97,7 +97,7 @@ class Fleet:
             raise
 
     def begin(self, engines: Sequence[EngineClient]) -> None:
-        """Let the first engines serve, and monitor them from now on."""
+        """Let the first engines serve, and start monitoring them."""
         self.adapters.update(engines[0].adapters)
         for number, engine in enumerate(engines):
             replica = Replica(number, self._spawner.place(number))
@@ -107,21 +107,21 @@ class Fleet:
 
     @property
     def serving(self) -> list[Replica]:
-        """Replicas that may get requests."""
+        """Replicas that may receive requests."""
         return [replica for replica in self.members if replica.serves]
 
     @property
     def answering(self) -> list[Replica]:
-        """Replicas whose engine lives and was ready."""
+        """Replicas whose engine is alive. It has been ready at least once."""
         return [replica for replica in self.members if replica.answers]
 
     @property
     def engines(self) -> dict[str, EngineClient]:
-        """Engines that live and were ready, by the name of their replica."""
+        """Engines that are alive, by the name of their replica."""
         return {each.name: each.engine for each in self.members if each.engine is not None and each.answers}
 
     def add(self) -> Replica:
-        """Start one more replica, and return at once. Raises ValueError at the maximum number of replicas."""
+        """Start one more replica. Returns at once. Raises ValueError at the maximum number of replicas."""
         most = self._config.most if self._spawner.most is None else min(self._config.most, self._spawner.most)
         if len(self.members) >= most:
             raise ValueError(f"there are {len(self.members)} replicas, and max_replicas is {most}")
@@ -134,7 +134,7 @@ class Fleet:
         return replica
 
     def drain(self, name: str) -> None:
-        """Remove a replica. Its requests may finish within the time limit; others continue on other replicas.
+        """Remove a replica. Its requests may finish within the time limit. Unfinished ones continue on other replicas.
 
         Returns at once. Raises KeyError for an unknown name, and ValueError for the last replica that serves.
         """
@@ -148,7 +148,7 @@ class Fleet:
         replica.draining.set()
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        """Load an adapter at every replica, or at none if one fails. See `EngineClient.load_adapter`."""
+        """Load an adapter at every replica; if one fails, at none. See `EngineClient.load_adapter`."""
         async with self._changing:
             before, old = self.adapters.get(name), self._paths.get(name)
             engines = [*self.engines.values()]
@@ -178,9 +178,9 @@ class Fleet:
     async def _load_at_all(
         engines: Sequence[EngineClient], name: str, path: str, replace: bool
     ) -> list[AdapterInfo | BaseException]:
-        """Load an adapter at one engine, and then at the others. Returns the result of each engine that was asked.
+        """Load an adapter at one engine, and then at the others. Returns the results of all engines that tried.
 
-        An adapter that ends the first engine is given to no other one.
+        If the adapter ends the first engine, no other engine tries.
         """
         first = await asyncio.gather(engines[0].load_adapter(name, path, replace=replace), return_exceptions=True)
         if isinstance(first[0], EngineDead):
@@ -206,7 +206,7 @@ class Fleet:
     async def health(self, timeout: float) -> SchedulerStats:
         """Return the summed stats of all replicas that answer in time.
 
-        Raises NoReplica if there is none, and TimeoutError if none answers.
+        Raises NoReplica if no replica is alive, and TimeoutError if none answers.
         """
         asked = self.answering
         if not asked:
@@ -222,7 +222,7 @@ class Fleet:
         return SchedulerStats(**sums)  # type: ignore[arg-type]
 
     def check_replicas(self, now: float) -> None:
-        """Ask each replica for its health, and handle those that still owe the last answer. Does not wait."""
+        """Ask each replica for its stats, and check those that have not answered yet. Does not wait for answers."""
         for replica in self.members:
             if replica in self._asking:
                 self._check_silence(replica, now)
@@ -232,7 +232,7 @@ class Fleet:
                 task.add_done_callback(partial(self._answered, replica))
 
     def forget(self, replica: Replica, engine: EngineClient) -> None:
-        """Record that a replica's engine has ended, if it has. May be called repeatedly."""
+        """Record the end of a replica's engine, if it has ended. May be called repeatedly."""
         if replica.engine is engine and engine.dead.is_set() and replica.state is not State.DOWN:
             replica.state, replica.reason = State.DOWN, engine.reason
             replica.running.clear()
@@ -240,7 +240,7 @@ class Fleet:
             self.on_lost(replica)
 
     async def close(self) -> None:
-        """End all engines. May be called more than once."""
+        """Stop all engines. May be called more than once."""
         self.end("the engines were closed")
         if self._closing:
             return
@@ -255,14 +255,14 @@ class Fleet:
         await self._spawner.close()
 
     def end(self, reason: str) -> None:
-        """Mark the fleet as dead. Only the first call counts."""
+        """Mark the fleet as ended. Only the first call has an effect."""
         if not self.dead.is_set():
             self.reason = reason
             self.dead.set()
             self.changed.set()
 
     def check_alive(self) -> None:
-        """Raises EngineDead once the fleet is dead."""
+        """Raises EngineDead if the fleet has ended."""
         if self.dead.is_set():
             raise EngineDead(self.reason)
 
@@ -278,7 +278,7 @@ class Fleet:
         self.changed.set()
 
     async def _run(self, replica: Replica) -> None:
-        """Run a replica: serve, restart after each end, until it is drained."""
+        """Run a replica until it is drained: start its engine, and restart it whenever it ends."""
         draining = asyncio.create_task(replica.draining.wait())
         try:
             while not replica.draining.is_set():
@@ -295,7 +295,7 @@ class Fleet:
 
     @staticmethod
     async def _wait_first(work: object, draining: asyncio.Task[bool]) -> None:
-        """Wait for `work`, which is cancelled if the replica is drained first. Raises the exceptions of `work`."""
+        """Wait for `work`, or cancel it if the replica is drained first. Raises the exceptions of `work`."""
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         try:
             await asyncio.wait({task, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +308,7 @@ class Fleet:
             task.result()
 
     async def _start_one(self, replica: Replica) -> None:
-        """Start a replica's engine, after a pause if it failed before. It has all adapters before it serves."""
+        """Start a replica's engine, after a pause if it has failed before. Adapters are loaded before it serves."""
         pause = PAUSES[min(replica.failures, len(PAUSES) - 1)] if replica.failures else 0.0
         if pause:
             await asyncio.sleep(pause)
@@ -335,7 +335,7 @@ class Fleet:
         log.warning("replica %s (%s) is ready", replica.name, replica.place)
 
     async def _sync_adapters(self, engine: EngineClient) -> None:
-        """Load the adapters that requests may name at a new engine, and unload others."""
+        """Make a new engine have exactly the adapters that requests may name."""
         for name in [name for name in engine.adapters if name not in self.adapters]:
             await engine.unload_adapter(name)
         for name, path in self._paths.items():
@@ -354,7 +354,7 @@ class Fleet:
         await self._spawner.stop(replica.number, engine)
 
     def _keep_counters(self, replica: Replica) -> None:
-        """Add an engine's counters to those of all ended engines."""
+        """Add the counters of a replica's engine, which ends, to the sums of ended engines."""
         if replica.stats is not None:
             for field in fields(SchedulerStats):
                 if field.name not in GAUGES:
@@ -362,7 +362,7 @@ class Fleet:
             replica.stats = None
 
     async def _drain_and_end(self, replica: Replica) -> None:
-        """Drain a replica and end it. Requests that do not finish in time continue on other replicas."""
+        """Drain a replica and stop its engine. Requests that do not finish in time continue on other replicas."""
         engine = replica.engine
         if engine is not None:
             died = asyncio.create_task(engine.dead.wait())
@@ -383,7 +383,7 @@ class Fleet:
         log.warning("replica %s (%s) was removed", replica.name, replica.place)
 
     async def _ask(self, replica: Replica, timeout: float) -> SchedulerStats | None:
-        """Ask a replica for its stats; None if it does not answer in time."""
+        """Return the stats of a replica; None if it does not answer in time."""
         engine = replica.engine
         assert engine is not None
         with suppress(TimeoutError, EngineDead):
@@ -395,7 +395,7 @@ class Fleet:
         return None
 
     def _check_silence(self, replica: Replica, now: float) -> None:
-        """Mark a replica as hanging, or kill it, if it has not answered for too long."""
+        """Mark a replica as hanging, or kill its engine, if it has not answered for too long."""
         silent = now - (replica.asked_at or now)
         if silent >= KILL_SECONDS and replica.engine is not None and replica.answers:
             log.error("replica %s has not answered for %g s and is killed", replica.name, silent)
@@ -404,5 +404,5 @@ class Fleet:
             replica.state, replica.reason = State.HANGING, "its engine does not answer"
 
     def _progress(self, number: int) -> Callable[[str], None]:
-        """Return the receiver of a start's stages. Only the first replica reports its stages."""
+        """Return the receiver of the stages of a start. Only the first replica's first start reports them."""
         return self._on_progress if number == 0 and not self.members else lambda stage: None

@@ -1,4 +1,4 @@
-"""LocalSpawner: engines on this machine, each in a process. They share its GPUs, or its cores and memory."""
+"""LocalSpawner: engines on this machine, each in its own process. They share the GPUs, or the cores and memory."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 
 CPU_CACHE_GB = 4.0
-"""Maximum GB of KV cache of an engine on a CPU, if no size is configured."""
+"""Default maximum size in GB of the KV cache of an engine on a CPU."""
 CPU_HOST_TIER_GB = 1.0
-"""Maximum GB of the host tier of an engine on a CPU, if no size is configured."""
+"""Default maximum size in GB of the host tier of an engine on a CPU."""
 HOST_TIER_GB = 32.0
-"""Maximum GB of the host tier of an engine on a GPU, if no size is configured."""
+"""Default maximum size in GB of the host tier of an engine on a GPU."""
 
 
 class LocalSpawner:
-    """Spawner for this machine."""
+    """Starts engines on this machine."""
 
     kind = "local"
 
     def __init__(self, config: EngineConfig, most: int, process: EngineProcess | None = None, ledger: str = "") -> None:
-        """Prepare for at most `most` engines at a time.
+        """Prepare for at most `most` engines at the same time.
 
-        `process` is the first engine's process if it was started before; the caller ends it. `ledger` is the page for
+        `process` is the first engine's process, if it was started before; the caller ends it. `ledger` is the page for
         applications on the CPU or on the first engine's GPUs. Raises EngineStartError if there are too few GPUs.
         """
         self._process, self._ledger = process, ledger
@@ -49,7 +49,7 @@ class LocalSpawner:
         """Configuration of each engine."""
         self._secret = secrets.token_bytes(32)
         self._measured = asyncio.Event()
-        """Set once the first engine has measured its pace, for which it needs the cores alone."""
+        """Set when the first engine has measured its speed. No other engine may use the cores during that."""
         if self._gpus:
             self._measured.set()
 
@@ -92,7 +92,7 @@ class LocalSpawner:
 
 
 def with_own_files(config: EngineConfig, number: int) -> EngineConfig:
-    """Return the configuration of a replica, with files and directories that no other replica writes."""
+    """Return a replica's configuration, with files and directories that no other replica writes to."""
     if config.trace and number:
         config = replace(config, trace=f"{config.trace}.{number}")
     if config.disk_cache_dir is not None:
@@ -101,13 +101,13 @@ def with_own_files(config: EngineConfig, number: int) -> EngineConfig:
 
 
 def share(config: EngineConfig, engines: int, *, on_gpus: bool) -> EngineConfig:
-    """Return the configuration of each of several engines on this machine, with its share of cores and free memory.
+    """Return the configuration of one of several engines on this machine, with its share of cores and free memory.
 
-    Configured sizes in GB apply to each engine. `threads` is divided, like everything that is measured.
+    Configured sizes in GB apply to each engine. `threads` is divided among the engines, like all measured values.
     """
     changes: dict[str, object] = {}
     if config.prefix_sharing and not config.chunk_host:
-        changes["chunk_host"] = "127.0.0.1"  # State moves between them.
+        changes["chunk_host"] = "127.0.0.1"  # State moves between the engines of this machine.
     if not on_gpus:
         changes["threads"] = max(1, (config.threads or cores()) // engines)
         if config.cache_gb is None:
@@ -134,7 +134,7 @@ def free_gb() -> float:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that PyTorch would use, named as in CUDA_VISIBLE_DEVICES. Starts neither PyTorch nor CUDA."""
+    """Return the GPUs that PyTorch would use, in the form of CUDA_VISIBLE_DEVICES. Starts neither PyTorch nor CUDA."""
     torch = importlib.util.find_spec("torch")  # Finds the package without importing it.
     if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
         return []

@@ -1,4 +1,4 @@
-"""Moves conversations' state between engines, and measures how long moves take."""
+"""Moves conversations' state between engines, and measures how long this takes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
 
 FIRST_BYTES_PER_SECOND = 1e9
-"""Assumed bytes per second of moves until one is measured."""
+"""Assumed rate of moves in bytes per second, until a move is measured."""
 LEAST_TOKENS = 256
-"""Minimum number of tokens for a move to count as a measurement."""
+"""Minimum number of tokens of a move that counts as a measurement."""
 WEIGHT = 0.3
-"""Weight of the newest measurement in the pace."""
+"""Weight of the latest measurement in the average time per token."""
 PATIENCE = 4.0
-"""Factor on a move's expected time that gives its time limit. PATIENCE_SECONDS are added."""
+"""Time limit of a move, as a multiple of its expected time. PATIENCE_SECONDS are added."""
 PATIENCE_SECONDS = 2.0
 
 log = logging.getLogger("holdfast.cluster")
 
 
 class Mover:
-    """Moves state from one engine to another, and measures the pace."""
+    """Moves state from one engine to another, and measures the time per token."""
 
     def __init__(self, bytes_per_token: float, block_size: int) -> None:
         self.ms_per_token = bytes_per_token / FIRST_BYTES_PER_SECOND * 1e3
@@ -38,10 +38,10 @@ class Mover:
         return bool(engine.chunk_address)
 
     async def move(self, chain: Sequence[bytes], source: EngineClient, target: EngineClient) -> int:
-        """Copy the blocks of a chain that `target` lacks from `source`. Returns the number of tokens that arrived.
+        """Copy the blocks of a chain that `target` lacks from `source`. Returns the number of tokens copied.
 
-        There may be fewer tokens, or none, if the source no longer has them, if one of the engines ends, or if the move
-        takes too long. Nothing is lost then, because missing tokens are computed again.
+        It is smaller, or 0, if the source no longer has all blocks, if one of the engines ends, or if the move takes
+        too long. Nothing is lost then, because the missing tokens are computed again.
         """
         tokens = len(chain) * self._block_size
         if not tokens or not (self.can(source) and self.can(target)):

@@ -1,8 +1,8 @@
-"""The priced router: sends each turn where its first token comes soonest, and moves idle conversations.
+"""The priced router: sends each turn where its first token is expected soonest, and moves idle conversations.
 
-The price of a replica is the wait there, the time to copy state there, and the remaining work, in ms by the cost model.
-State of another replica is copied or computed again, whichever takes less time. Other systems' routers guess where a
-conversation's state is, from a tree of prefixes or a hash. This one keeps a map of its own.
+The price of a replica is the sum of its waiting time, the time to copy state to it, and the computing time, in ms by
+the cost model. State of another replica is copied or computed again, whichever is faster. Other systems' routers guess
+where state is from a tree of prefixes or a hash. This router records it for each conversation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from holdfast.core.cost import CostModel
 from holdfast.core.types import Found
 
 DIGEST = 32
-"""Number of bytes of a digest."""
+"""Size of a digest in bytes."""
 EQUAL = 1.0
-"""Difference in milliseconds within which prices count as equal."""
+"""Maximum difference in ms between prices that count as equal."""
 RECENT = 64
-"""Maximum number of a replica's most recently used idle conversations that are considered for a move."""
+"""Maximum number of a replica's idle conversations, the most recently used, that are considered for moves at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +33,24 @@ class RoutingRules:
     block_size: int = 16
     """Number of tokens per block of a chain."""
     step_tokens: int = 2048
-    """Number of tokens in a full step of a replica."""
+    """Number of tokens of a replica's full step."""
     fair_ratio: float = 1.5
     fair_ms: float = 1000.0
-    """A replica gets no turn while its load exceeds the lowest load by more than this many ms and by `fair_ratio`."""
+    """A replica gets no turns while its load exceeds the lowest by both this many ms and `fair_ratio`."""
     thrift: float = 0.5
-    """Extra weight of a ms of computing, because it also delays later turns."""
+    """Extra weight of computing time in a price. Computing also delays later turns."""
     settle: float = 30.0
-    """Seconds after a change of replica in which a conversation neither returns nor moves again while idle."""
+    """Seconds after a conversation changed its replica in which it neither returns nor moves again while idle."""
     window: float = 60.0
-    """Seconds in which recorded work of a replica decays to 1/e. Its share of the work is judged over this time."""
+    """Seconds in which the recorded work of a replica decays to 1/e."""
     uneven: float = 0.2
-    """Excess of a replica's recent work over the mean, as a share of the mean, above which conversations move away."""
+    """Excess of a replica's recent work over the mean, as a share of the mean, from which conversations move away."""
     most_moves: int = 4
-    """Maximum number of moves that `rebalance` returns for one replica at a time."""
+    """Maximum number of moves from one replica that `rebalance` returns at a time."""
     most_conversations: int = 1 << 16
     most_prefixes: int = 1 << 18
     most_blocks: int = 1 << 21
-    """Maximum number of blocks in all conversations' chains, at 32 bytes each."""
+    """Maximum number of blocks in the chains of all conversations. A block takes 32 bytes."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "step_tokens", "most_moves", "most_conversations", "most_prefixes", "most_blocks"):
@@ -66,12 +66,12 @@ class RoutingRules:
 
 
 class Pricing:
-    """Milliseconds of a replica's work, by the cost model."""
+    """Duration of a replica's work in ms, by the cost model."""
 
     def __init__(self, cost: CostModel, step_tokens: int) -> None:
         self._cost, self._step_tokens = cost, step_tokens
         self.step = cost.linear(step_tokens) * 1e3
-        """Milliseconds of a full step without its attention."""
+        """Milliseconds of a full step, without its attention."""
 
     def prefill(self, start: int, stop: int) -> float:
         """Return the ms to compute positions [start, stop) of a prompt in full steps."""
@@ -83,38 +83,38 @@ class Pricing:
         return (linear + self._cost.attention(tokens, stop)) * 1e3
 
     def token(self, context: int) -> float:
-        """Return the ms that one decode at this context adds to a step of many decodes."""
+        """Return the ms that one decode at this context length adds to a step of many decodes."""
         rows = self._cost.decode_rows[-1] if self._cost.decode_rows else 64
         return (self._cost.decode(rows, context) + self._cost.decode_only(rows) / rows) * 1e3
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The router's record of a conversation."""
+    """The router's record of one conversation."""
 
     owner: str | None
-    """Replica that has its state; None once that is lost."""
+    """Replica that has the conversation's state; None if the state is lost."""
     chain: bytes = b""
-    """Digests of its blocks, joined."""
+    """Digests of the conversation's blocks, joined."""
     tokens: int = 0
     last: float = 0.0
-    """Time of its last activity, in seconds."""
+    """Time of the last activity, in seconds."""
     work: float = 0.0
-    """Cost of its recent turns in ms, decayed up to the time `worked`."""
+    """Cost in ms of the recent turns. Decayed up to the time `worked`."""
     worked: float = 0.0
     turns: int = 0
     """Number of turns so far."""
     underway: int = 0
     left: str | None = None
-    """Replica that it left last; None if it has not left one."""
+    """Replica that the conversation left last; None if it has not left any."""
     left_at: float = 0.0
     moving: bool = False
     tail: bytes = b""
-    """Digest by which the next turn is recognized if it has no key."""
+    """Digest that identifies the conversation's next turn if that has no key."""
 
 
 class PricedRouter:
-    """Router that chooses by price. The module's text states the rules."""
+    """Router that chooses replicas by price. See the module's docstring for the rules."""
 
     name: RouterName = "priced"
 
@@ -126,35 +126,35 @@ class PricedRouter:
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
         """Conversations by key, the least recently active first."""
         self._tails: dict[bytes, str] = {}
-        """Key of a conversation by the digest of the last block of its latest prompt."""
+        """Key of a conversation, by the digest of the last block of its latest prompt."""
         self._idle: dict[str, OrderedDict[str, None]] = {}
         """Keys of each replica's idle conversations, the least recently active first."""
         self._blocks = 0
         """Number of blocks in all conversations' chains."""
         self._work: dict[str, tuple[float, float]] = {}
-        """Recent work in ms of the conversations of each replica, and the time up to which it has decayed."""
+        """Recent work in ms of each replica's conversations, and the time up to which it is decayed."""
         self._links: dict[str, float] = {}
-        """Time in seconds at which the requested copies to and from a replica end, by replica."""
+        """Time in seconds at which the requested copies to and from each replica will have ended."""
 
     def __len__(self) -> int:
-        """Return the number of known conversations."""
+        """Number of known conversations."""
         return len(self._conversations)
 
     def owner(self, key: str) -> str | None:
-        """Return the replica that has a conversation's state, as far as is known."""
+        """Return the replica that has a conversation's state; None if it is unknown."""
         conversation = self._conversations.get(key)
         return conversation.owner if conversation is not None else None
 
     def load(self, replica: str, now: float) -> float:
-        """Return the milliseconds of work at a replica: prompts to compute, and decode time of answers."""
+        """Return the work in ms at a replica: prompts still to compute, and the decode time of answers."""
         backlog = self.requests[replica]
         return backlog.wait(now, self.pricing.step) + backlog.decode
 
     def known(self, turn: Turn) -> dict[str, tuple[Found, int]]:
-        """Return how much of a prompt each replica holds, by the router's own map. Replicas without any are left out.
+        """Return how much of a prompt each replica has, by the router's map. Replicas without any are left out.
 
-        The first value is what a replica holds once its current requests are computed. The second is the number of
-        tokens that others may copy now.
+        The first value is what a replica has when its current requests are computed. The second value is the number of
+        tokens that other replicas may copy now.
         """
         most, size = max(0, turn.prompt_tokens - 1), self.rules.block_size
         held = self.prefixes.find(turn.chain).items()
@@ -168,16 +168,16 @@ class PricedRouter:
         return turn.prompt_tokens - max((found.tokens for found, _ in self.known(turn).values()), default=0)
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
-        """Choose the cheapest of the eligible replicas. See `Router.choose`.
+        """Choose the cheapest eligible replica. See `Router.choose`.
 
-        If several are within a millisecond of it, the one with the least recent work is chosen. So while all are idle,
-        conversations are spread by their cost and not by their number. A replica that would compute again what the
-        conversation's owner holds does not count as equal to the owner: short prompts take nearly as long to find as to
-        compute, and a conversation that changed its replica at each turn would never find any of its state.
+        Among replicas within a millisecond of the cheapest one, the one with the least recent work is chosen. So idle
+        replicas share conversations by cost, not by number. A replica that would compute again what the conversation's
+        owner holds does not count as equal to the owner: short prompts take nearly as long to find as to compute, and a
+        conversation that changed its replica at each turn would never find any of its state.
 
-        A replica is eligible unless its load exceeds the lowest load by more than `fair_ms` and by more than the factor
-        `fair_ratio`. A conversation does not return to the replica that it left less than `settle` seconds ago while
-        another is eligible.
+        A replica is not eligible if its load exceeds the lowest load by both `fair_ms` and the factor `fair_ratio`. A
+        conversation does not return to the replica that it left less than `settle` seconds ago, unless no other replica
+        is eligible.
         """
         able = ready(replicas)
         for replica in replicas:
@@ -186,7 +186,7 @@ class PricedRouter:
         known = self.known(turn)
         if found is not None:
             answers = {replica.name: found(replica.name) for replica in replicas}
-            # Copies go from host tier to host tier. State in lower tiers is not copied.
+            # A copy is made from host tier to host tier, so state in lower tiers cannot be copied.
             known |= {name: (held, held.device + held.host) for name, held in answers.items() if held is not None}
         loads = {replica.name: self._load(replica, now) for replica in able}
         fair = self.fair(loads)
@@ -214,7 +214,7 @@ class PricedRouter:
         return Choice(chosen, source if prices[chosen].fetched else None, prices)
 
     def price(self, turn: Turn, replica: ReplicaView, found: Found, source: str, elsewhere: int, now: float) -> Price:
-        """Return the price of a turn at a replica that holds `found`. The replica `source` holds `elsewhere` tokens."""
+        """Return the price of a turn at a replica that has `found`. `source` has `elsewhere` tokens to copy."""
         wait = self._wait(turn, replica, found, now)
         lift = found.host * replica.host_ms_per_token + found.lower * replica.lower_ms_per_token
         have, brought, bring, copied = found.tokens, 0, 0.0, 0.0
@@ -227,13 +227,13 @@ class PricedRouter:
                 brought, work, copied = tokens, rest, tokens * replica.link_ms_per_token
                 bring = max(0.0, link - wait)
                 lift += tokens * replica.host_ms_per_token
-        # Each step of the prompt includes the decodes, and so does the step that the prompt waits for.
+        # Each step that computes the prompt includes the decodes, and so does the step for which the prompt waits.
         slower = self.requests[replica.name].per_token * (1 + work / self.pricing.step)
         displaced = self._displaced(replica.name, turn.prompt_tokens + turn.output_estimate - have)
         return Price(wait + slower, bring + lift, work, found, brought, copied, displaced)
 
     def fair(self, loads: Mapping[str, float]) -> set[str]:
-        """Return the replicas that may get a turn under these loads in ms."""
+        """Return the replicas that may get a turn, from the load of each in ms."""
         least = min(loads.values())
         limit = max(least * self.rules.fair_ratio, least + self.rules.fair_ms)
         return {name for name, load in loads.items() if load <= limit}
@@ -293,7 +293,7 @@ class PricedRouter:
         self._forget_oldest()
 
     def moved(self, move: Move, tokens: int, now: float) -> None:
-        """See `Router.moved`. A move of which nothing arrived changes nothing, and may be tried again."""
+        """See `Router.moved`. If nothing arrived, nothing changes, and the move may be tried again."""
         conversation = self._conversations.get(move.key)
         if conversation is not None:
             conversation.moving = False
@@ -324,11 +324,11 @@ class PricedRouter:
     def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
         """Return moves of idle conversations. See `Router.rebalance`.
 
-        A replica is overloaded if its conversations' recent work exceeds the mean by the share `uneven`. For this
-        share, the mean counts as at least half of the time, so mostly idle replicas are not rebalanced. Conversations
-        with more than one turn leave an overloaded replica, the costliest first, while that reduces its distance to the
-        least loaded one. All conversations leave a draining replica. A conversation moves only if its state can be
-        copied faster than computed again.
+        A replica is overloaded if its conversations' recent work exceeds the mean by the share `uneven`. The mean
+        counts as at least half of the time, so mostly idle replicas are not rebalanced. Conversations with more than
+        one turn leave an overloaded replica, the costliest first, as long as that brings it closer to the least loaded
+        one. All conversations leave a draining replica. A conversation moves only if copying its state is faster than
+        computing it again.
         """
         able = {replica.name: replica for replica in replicas if replica.state is ReplicaState.READY}
         if not able:
@@ -349,7 +349,7 @@ class PricedRouter:
     def _moves_from(
         self, source: str, able: Mapping[str, ReplicaView], loads: dict[str, float], now: float, draining: bool
     ) -> list[Move]:
-        """Return moves away from one replica. Updates `loads`, the recent work in ms, as if the moves had ended."""
+        """Return the moves away from one replica. Updates `loads`, in ms, as if the moves had already happened."""
         targets = [name for name, replica in able.items() if name != source and replica.link_ms_per_token is not None]
         moves: list[Move] = []
         for key in self._movable(source, now, draining) if targets else ():
@@ -375,7 +375,7 @@ class PricedRouter:
         return moves
 
     def _movable(self, source: str, now: float, draining: bool) -> Collection[str]:
-        """Return keys of idle conversations that may leave a replica, the costliest first."""
+        """Return the keys of idle conversations that may leave a replica, the costliest first."""
         recent = []
         for key in reversed(self._idle.get(source, {})):
             conversation = self._conversations[key]
@@ -388,7 +388,7 @@ class PricedRouter:
         return sorted(recent, key=lambda key: -self._faded(conversations[key].work, conversations[key].worked, now))
 
     def _wait(self, turn: Turn, replica: ReplicaView, found: Found, now: float) -> float:
-        """Return the milliseconds until a new turn would begin at a replica."""
+        """Return the ms until a new turn could begin at a replica."""
         backlog = self.requests[replica.name]
         wait = backlog.wait(now, self.pricing.step) if replica.waiting_ms is None else replica.waiting_ms
         if replica.free_tokens is not None:
@@ -398,7 +398,7 @@ class PricedRouter:
         return wait
 
     def _recent_work(self, replica: str, now: float) -> float:
-        """Return the recent work in ms of a replica. Each turn's work decays with its age."""
+        """Return a replica's recent work in ms. The work of each turn decays with its age."""
         return self._faded(*self._work.get(replica, (0.0, now)), now)
 
     def _add_work(self, replica: str, work: float, now: float) -> None:
@@ -408,7 +408,7 @@ class PricedRouter:
         return work * exp((at - now) / self.rules.window)
 
     def _link_wait(self, source: str, target: str, now: float) -> float:
-        """Return the milliseconds until the requested copies leave both links free."""
+        """Return the ms until the requested copies have left both replicas' links free."""
         until = max(self._links.get(source, 0.0), self._links.get(target, 0.0))
         return max(0.0, (until - now) * 1e3)
 
@@ -416,10 +416,10 @@ class PricedRouter:
         self._links[source] = self._links[target] = now + (self._link_wait(source, target, now) + ms) / 1e3
 
     def _displaced(self, replica: str, tokens: int) -> float:
-        """Return the work in ms of recomputing the state that `tokens` new tokens displace at a replica.
+        """Return the ms to recompute the state that `tokens` new tokens displace at a replica.
 
-        The estimate assumes that as large a share of displaced state is needed again, without a copy at any replica, as
-        in the recent past.
+        The estimate is based on the recent past: it takes the share of dropped blocks that were needed again when no
+        replica had them.
         """
         prefixes = self.prefixes
         beyond = tokens - prefixes.room(replica) * self.rules.block_size
@@ -443,7 +443,7 @@ class PricedRouter:
         return next((tails[digest] for digest in reversed(turn.chain) if digest in tails), None) if tails else None
 
     def _give(self, conversation: Conversation, replica: str, now: float) -> None:
-        """Record that a replica now has the conversation's state and will get its future work."""
+        """Record that a replica now has a conversation's state and will get its next turns."""
         if conversation.owner not in (replica, None):
             conversation.left, conversation.left_at = conversation.owner, now
             work = self._faded(conversation.work, conversation.worked, now)
@@ -476,7 +476,7 @@ class PricedRouter:
             self._idle[conversation.owner].pop(key, None)
 
     def _forget_oldest(self) -> None:
-        """Forget the least recently active conversations beyond the bounds of the map."""
+        """Forget the least recently active conversations beyond the router's limits."""
         rules = self.rules
         while len(self._conversations) > 1 and (
             len(self._conversations) > rules.most_conversations or self._blocks > rules.most_blocks

@@ -18,7 +18,7 @@ PROFILE_LIMIT = 16 << 20
 
 
 class About(NamedTuple):
-    """Properties of an engine process on a Ray node that an API process needs before it connects."""
+    """Properties of an engine process on a Ray node, which the API process needs to connect."""
 
     address: str
     """IP address of the node."""
@@ -34,12 +34,12 @@ class About(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Name of the node for display. Several nodes may have one address."""
+        """Name of the node for display. Nodes may share an address, so it includes part of the id."""
         return f"Ray node {self.address} ({self.node[:8]})"
 
 
 class EngineHost:
-    """Actor with one engine process, which ends with the actor, in whatever way that ends."""
+    """Actor with one engine process. The process ends whenever the actor ends."""
 
     def __init__(self, device: str) -> None:
         self._process = EngineProcess(device)
@@ -47,12 +47,12 @@ class EngineHost:
         self._public, self._secret = public.decode(), secret.decode()  # The secret key never leaves the node.
 
     def about(self) -> About:
-        """Return the properties that are known from the beginning."""
+        """Return the properties that are known before the engine loads."""
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return About(address, node, self._process.pid, self._public, version(), free_gb())
 
     def connect(self, address: str, client_key: str) -> None:
-        """Give the engine the address of its client's socket, and the keys."""
+        """Send the engine the address of its client's socket, and the keys."""
         self._process.connect(Link(address, client_key, self._public, self._secret))
 
     def wait(self) -> int:
@@ -66,5 +66,5 @@ class EngineHost:
 
 
 def version() -> str:
-    """Return the versions that all hosts must share."""
+    """Return the versions of Holdfast and Python, which must be equal on all hosts."""
     return f"Holdfast {__version__} on Python {'.'.join(platform.python_version_tuple()[:2])}"

@@ -1,7 +1,7 @@
-"""RaySpawner: engines on the nodes of a Ray cluster, each in an actor. Ray only finds room for them.
+"""RaySpawner: engines on the nodes of a Ray cluster, each in an actor. Ray only finds nodes with room for them.
 
-The API process is a driver of the cluster. Its router chooses the engine by the state that each holds, so it must see
-every request. Hence there is one API process.
+The API process is a driver of the cluster. There is only one, because its router must see every request to know which
+engine has which state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_TIER_GB, with_own_files
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.curve import LOST
 from holdfast.engine.spawn import Link, Remote
+from holdfast.lm.config import EngineConfig
 
 try:
     import ray
@@ -38,26 +38,26 @@ except ImportError as error:
 
 NAMESPACE = "holdfast"
 POLL_SECONDS = 0.5
-"""Seconds between two checks of a thread, which waits for an engine's end, whether the engine was killed."""
+"""Seconds between two checks of a waiting thread whether its engine was killed."""
 REACH_SECONDS = 10.0
 CALLS = 4
-"""Number of calls that an actor answers at a time. One of them waits for the engine's end."""
+"""Number of calls that an actor can answer at the same time. One of them waits for the engine's end."""
 
 
 class RaySpawner:
-    """Spawner for a Ray cluster. A process has at most one, and belongs to the cluster."""
+    """Starts engines on a Ray cluster. A process has at most one RaySpawner."""
 
     kind = "ray"
-    most: int | None = None  # Ray may add nodes for replicas that wait for one.
+    most: int | None = None  # Unknown: Ray may add nodes for replicas that wait.
 
     def __init__(self, config: EngineConfig, address: str, cpus: float) -> None:
         """Join a Ray cluster.
 
-        `address` is the host:port of the cluster, or "auto". With "auto", the process joins the cluster on this host,
-        or starts one if there is none. If the process belongs to a cluster already, `address` is ignored, and the
-        process stays in that cluster after the engines have ended.
+        `address` is host:port, or "auto". With "auto", the process joins the cluster on this host, or starts one if
+        there is none. If the process already belongs to a cluster, `address` is ignored, and the process stays in that
+        cluster after the engines have ended.
 
-        Each engine gets `cpus` CPUs, and a GPU for each of its ranks if the cluster has any. Raises EngineStartError.
+        Each engine gets `cpus` CPUs, and one GPU per rank if the cluster has GPUs. Raises EngineStartError.
         """
         self._config, self._cpus = config, cpus
         self._actors: dict[int, Any] = {}
@@ -89,7 +89,7 @@ class RaySpawner:
         on_progress(f"waiting for a Ray node with {self._needs}")
         actor = (
             ray.remote(EngineHost)
-            # Spread over the nodes, so that the loss of one costs the fewest replicas.
+            # Spread over the nodes, so that the loss of a node costs as few replicas as possible.
             .options(num_cpus=self._cpus, num_gpus=self._gpus, max_concurrency=CALLS, scheduling_strategy="SPREAD")
             .remote("cuda" if self._gpus else "cpu")
         )
@@ -145,10 +145,10 @@ class RaySpawner:
             ray.shutdown()
 
     def _share(self, about: About) -> EngineConfig:
-        """Return the configuration of an engine on this node, with its share of the cores and of the free memory."""
+        """Return the configuration of an engine on this node, with its share of the node's cores and free memory."""
         config, free = self._config, about.free_gb
         changes: dict[str, object] = {"device": "cuda" if self._gpus else "cpu"}
-        if config.prefix_sharing and not config.chunk_host:  # State moves between them.
+        if config.prefix_sharing and not config.chunk_host:  # State moves between the engines.
             changes["chunk_host"] = f"[{about.address}]" if ":" in about.address else about.address
         if not self._gpus:
             changes["threads"] = config.threads or max(1, int(self._cpus))
@@ -160,7 +160,7 @@ class RaySpawner:
         return replace(config, **changes)  # type: ignore[arg-type]
 
     async def _fetch_profile(self, client: EngineClient, actor: Any, number: int) -> None:
-        """Copy the engine's cost profile, by which requests are priced, to a file of this host."""
+        """Copy the engine's cost profile to a file on this host, because the router prices requests with it."""
         path = client.info.profile_path
         if path and not Path(path).exists():
             here = Path(self._kept.name) / f"{number}.json"
@@ -172,7 +172,7 @@ class RayProcess:
     """An engine process on a Ray node, with the interface of `spawn.Process`."""
 
     def __init__(self, actor: Any, about: About, reach: str, began: float) -> None:
-        """`reach` is this host's address for the node, and `began` is the time at which the start began."""
+        """`reach` is this host's address as the node sees it. `began` is the time at which the start began."""
         self.began = began
         self.remote: Remote | None = Remote(about.place, reach, about.key)
         self.pid = about.pid
@@ -189,7 +189,7 @@ class RayProcess:
             try:
                 if ray.wait([ended], timeout=POLL_SECONDS)[0]:
                     return int(ray.get(ended))
-            except ActorUnavailableError:  # The network may recover. The link's heartbeats report it if not.
+            except ActorUnavailableError:  # The network may recover. If not, the link's heartbeats report the loss.
                 self._killed.wait(POLL_SECONDS)
                 ended = self._actor.wait.remote()
             except (RayActorError, RuntimeError):
@@ -197,14 +197,14 @@ class RayProcess:
         return -signal.SIGKILL if self._killed.is_set() else LOST
 
     def kill(self) -> None:
-        """See `Process.kill`. The actor ends with the engine."""
+        """See `Process.kill`. Kills the actor, too."""
         self._killed.set()
         with suppress(RayError, RuntimeError):
             ray.kill(self._actor)
 
 
 def join(address: str) -> None:
-    """Join the cluster with this process, as described for `RaySpawner`. Raises EngineStartError."""
+    """Let this process join a cluster, as `RaySpawner` describes. Raises EngineStartError."""
     if address != "auto":
         check_reachable(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # For a cluster that is started here.
@@ -215,7 +215,7 @@ def join(address: str) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises EngineStartError if nobody listens at the address, because Ray itself would try for minutes."""
+    """Raises EngineStartError if nothing listens at the address. Ray itself would retry for minutes."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
@@ -224,11 +224,11 @@ def check_reachable(address: str) -> None:
 
 
 async def answer(call: Any) -> Any:
-    """Wait for the result of an actor call. Raises its exception, and RayError."""
+    """Wait for the result of an actor call. Raises the actor's exceptions, and RayError."""
     return await asyncio.wrap_future(call.future())
 
 
 def one_line(error: Exception) -> str:
-    """Return the message of a Ray error, which may have many lines, in one line."""
+    """Return an error's message in one line. Ray's messages may have many lines."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}…"

@@ -1,4 +1,4 @@
-"""Replica: the place of one engine, from its first start over restarts to its end."""
+"""Replica: one engine's slot, which stays through the engine's starts and restarts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class State(enum.StrEnum):
     """State of a replica."""
 
     STARTING = "starting"
-    """The engine loads, for the first time or again."""
+    """The engine is loading, for the first time or after an end."""
     READY = "ready"
     HANGING = "hanging"
-    """The engine does not answer. It gets no requests, and is killed if this lasts."""
+    """The engine does not answer. It gets no requests, and is killed if this continues."""
     DRAINING = "draining"
-    """The replica finishes its requests and gets no new ones. Then it ends."""
+    """The replica gets no new requests. When its current ones have finished, it ends."""
     DOWN = "down"
-    """The engine has ended, and is started again after a pause."""
+    """The engine has ended. It is started again after a pause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,27 +35,27 @@ class Replica:
     """Engine of the replica; None while no engine is ready."""
     state: State = State.STARTING
     reason: str = ""
-    """Reason for display why the replica is not ready; empty if it is."""
+    """Reason why the replica is not ready, for display; empty if it is ready."""
     running: set[str] = field(default_factory=set)
-    """Ids of requests that were sent to the replica and have not ended there."""
+    """Ids of the requests that were sent to the replica and have not ended there."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the replica has no request."""
+    """Set while the replica has no requests."""
     stats: SchedulerStats | None = None
-    """Queues and memory as of the last answer; None before the first one."""
+    """State of the queues and memory at the last answer; None before the first answer."""
     failures: int = 0
-    """Number of starts in a row that failed or did not last."""
+    """Number of consecutive starts that failed or did not last."""
     restarts: int = 0
     taken: int = 0
-    """Number of requests sent to the replica so far, including those that moved from other replicas."""
+    """Number of requests sent to the replica so far, including requests that continue here."""
     ready_at: float = 0.0
     asked_at: float | None = None
-    """Time of the unanswered or last health question; None before the first one."""
+    """Time at which the latest stats were requested; None before the first request."""
     task: asyncio.Task[None] | None = None
     """Task that starts, monitors and restarts the engine."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the replica is to be drained and then ended for good."""
+    """Set when the replica is to be drained and removed."""
     trial: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one request here that lost its engine before and has not got a token since."""
+    """Held by the one request on trial: its last engine ended, and it has not received a token since."""
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -67,22 +67,22 @@ class Replica:
 
     @property
     def serves(self) -> bool:
-        """Whether the replica may get requests."""
+        """Whether the replica may receive requests."""
         return self.state is State.READY and self.engine is not None and not self.engine.dead.is_set()
 
     @property
     def answers(self) -> bool:
-        """Whether the engine lives and was ready."""
+        """Whether the engine is alive. It has been ready at least once."""
         return self.engine is not None and not self.engine.dead.is_set()
 
     def enter(self, request_id: str) -> None:
-        """Add a request that is sent to the replica."""
+        """Count a request that is being sent to the replica."""
         self.running.add(request_id)
         self.taken += 1
         self.idle.clear()
 
     def leave(self, request_id: str) -> None:
-        """Remove a request that has ended here."""
+        """Remove a request that has ended at this replica."""
         self.running.discard(request_id)
         if not self.running:
             self.idle.set()

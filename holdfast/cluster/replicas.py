@@ -1,10 +1,10 @@
-"""Replicas: several engines with the interface of one EngineClient. A request outlives the replica it runs on.
+"""Replicas: several engines with the interface of one EngineClient. A request survives the end of its replica.
 
 `routing` decides where a request goes. If an engine ends in the middle of an answer, the request continues on another
-one: the tokens so far become the beginning of its answer there. The reader of the stream notices a pause.
+engine, where the tokens so far become the beginning of its answer. The client only notices a pause.
 
-One of the requests of an ended engine may have caused the end. So each of them is tried on another engine, where they
-begin one at a time. If that engine ends as well, only the request that had just begun is given up.
+A request may itself have caused its engine to end. So the requests of an ended engine are tried on another engine one
+at a time. If that engine ends as well, only the request on trial is given up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from holdfast.cluster.routing import (
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
 from holdfast.cluster.tuning import ReplicaTuning
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
@@ -49,38 +48,38 @@ from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import Pooling
 from holdfast.engine.client.text import Text
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.types import SchedulerStats
 
 MOST_LOSSES = 2
-"""Maximum number of engines that may end in a row under a request without a new token. At the last one it is given
-up."""
+"""Number of engines that may end in a row under a request that got no new token from them. Then it is given up."""
 MOST_ENDS = 4
-"""Maximum number of engines that may end under a request in all, even with new tokens between."""
+"""Number of engines that may end under a request in total, even if it got tokens from them."""
 RESCUE_SECONDS = 60.0
-"""Seconds for which a request waits while no replica serves."""
+"""Maximum number of seconds that a request waits while no replica serves."""
 CHAIN_BLOCK = 16
-"""Number of tokens per block of a chain of digests, if the engine's cache has no blocks."""
+"""Number of tokens per block of a chain of digests, for an engine whose cache has no blocks."""
 ASK_TOKENS = 512
-"""Minimum number of unknown prompt tokens for which all engines are asked what they hold."""
+"""Minimum number of unknown prompt tokens for which the engines are asked how much of the prompt they have."""
 ASK_SECONDS = 0.2
-"""Seconds for which a request waits for these answers. An engine answers between two steps."""
+"""Maximum number of seconds that a request waits for these answers. An engine answers between two steps."""
 DISK_BYTES_PER_SECOND = 1e9
 """Assumed read rate of a disk tier, in bytes per second."""
 CHAIN_BLOCKS = 1 << 18
-"""Maximum number of recent prompts' blocks whose digests are cached."""
+"""Maximum number of blocks of recent prompts whose digests are cached."""
 
 log = logging.getLogger("holdfast.cluster")
 
 
 class ReplicaLost(EngineDead):
-    """A request cannot continue on another replica. The message is the reason, for the client."""
+    """A request could not continue on another replica. The message is sent to the client."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts since the start."""
+    """Counts since the server's start."""
 
     resumed: int = 0
     """Number of times that a request continued on another replica."""
@@ -94,19 +93,19 @@ class Counts:
 
 
 class Replicas:
-    """Client of several engines, with the interface of EngineClient. To be used on one event loop."""
+    """Client of several engines, with the interface of EngineClient. Must be used on one event loop."""
 
     def __init__(self, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None]) -> None:
-        """Use `start` instead."""
+        """Internal; call `start` to get a started client."""
         self.cluster = config
         self.config: EngineConfig
         self.info: messages.EngineInfo
-        """Properties of one engine, but with the sequences and queue places of the maximum number of engines."""
+        """Properties of one engine, except that the numbers of sequences and queue places are those of all engines."""
         self.text: Text
         self.pooling: Pooling
         self.generation: GenerationDefaults
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
-        """Called with the numbers of tokens and the seconds of several steps of any engine."""
+        """Called with the numbers of tokens and the seconds of several steps of one engine."""
         self.counts = Counts()
         self.router: Router
         self.fleet = Fleet(config, spawner, on_progress)
@@ -114,10 +113,10 @@ class Replicas:
         self.tuning = ReplicaTuning(self.fleet)
         """The tuning jobs of all replicas."""
         self._streams: dict[str, float] = {}
-        """Arrival time of each request in progress, by id; 0 after its first output."""
+        """Arrival time of each request in progress, by id. It is 0 after the request's first output."""
         self._drawn = 0
         self._answer_tokens = 128.0
-        """Recent mean number of tokens of an answer."""
+        """Recent mean number of tokens per answer."""
         self._moving: set[asyncio.Task[int]] = set()
         """Tasks that move idle conversations."""
         self._watching: asyncio.Task[None] | None = None
@@ -126,7 +125,7 @@ class Replicas:
     async def start(
         cls, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None] = lambda stage: None
     ) -> Replicas:
-        """Start all engines in parallel, and return when all accept requests. Raises EngineStartError if one cannot."""
+        """Start all engines in parallel. Returns when all accept requests. Raises EngineStartError."""
         replicas = cls(config, spawner, on_progress)
         replicas._begin(await replicas.fleet.start())
         return replicas
@@ -143,7 +142,7 @@ class Replicas:
 
     @property
     def serving(self) -> list[Replica]:
-        """Replicas that may get requests."""
+        """Replicas that may receive requests."""
         return self.fleet.serving
 
     @property
@@ -153,12 +152,12 @@ class Replicas:
 
     @property
     def dead(self) -> asyncio.Event:
-        """Set when no replica will serve any longer."""
+        """Set when no replica will serve again."""
         return self.fleet.dead
 
     @property
     def reason(self) -> str:
-        """Reason in one line why no replica will serve; empty before."""
+        """Reason why no replica will serve again, in one line; empty before."""
         return self.fleet.reason
 
     def stream(
@@ -176,8 +175,8 @@ class Replicas:
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
-        `conversation` names the conversation that the request continues, if it is known. Raises EngineDead only if no
-        replica can continue the request. Its message is for the client.
+        `conversation` is the id of the conversation that the request continues, if it is known. Raises EngineDead only
+        if no replica can continue the request. Its message is sent to the client.
         """
         self.fleet.check_alive()
         request_id = request_id or uuid.uuid4().hex
@@ -186,14 +185,14 @@ class Replicas:
         if (serving := self.serving) and all(replica.engine is None or replica.engine.full for replica in serving):
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
         if params.seed is None and params.temperature > 0:
-            params = replace(params, seed=self._draw_seed())  # It is the same on all replicas.
+            params = replace(params, seed=self._draw_seed())  # All replicas must use the same seed.
         stream = prepare(
             self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown
         )
         return self._run(stream, f"{tenant}/{conversation}" if conversation else None)
 
     async def _run(self, stream: Stream, key: str | None) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of a request, from as many replicas as it takes."""
+        """Yield the deltas of a request, and continue it on other replicas as needed."""
         request_id, losses, ends, resumed = stream.request.id, 0, 0, False
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
@@ -211,7 +210,7 @@ class Replicas:
                         on_trial = await replica.trial.acquire()
                     if choice.move_from is not None:
                         await self._bring(turn, choice, engine)
-                    if not replica.serves or replica.engine is not engine:  # It ended; the request was not sent.
+                    if not replica.serves or replica.engine is not engine:  # It ended before the request was sent.
                         self.fleet.check_alive()
                         self.fleet.forget(replica, engine)
                         continue
@@ -260,10 +259,10 @@ class Replicas:
             del self._streams[request_id]
 
     async def _ask(self, turn: Turn) -> FoundAt | None:
-        """Ask the engines how much they hold of a prompt that the router does not know. None if asking is useless.
+        """Ask the engines how much they have of a prompt that the router does not know; None if that is useless.
 
-        After a restart of the server or of a replica, the router's map is empty, but the disk tier still has its state.
-        All other state ends with its engine, or can be reached from all engines.
+        After a restart of the server or a replica, the router's map is empty, although the disk tier still has state.
+        State in the other tiers ends with its engine, or can be reached from all engines.
         """
         if self.config.disk_cache_dir is None or self.router.unknown(turn) < ASK_TOKENS:
             return None
@@ -279,9 +278,9 @@ class Replicas:
     async def _choose(
         self, stream: Stream, turn: Turn, found: FoundAt | None, *, patient: bool
     ) -> tuple[Replica, EngineClient, Choice]:
-        """Choose a replica for a request, and record the request there. Waits while none serves.
+        """Choose a replica for a request, and record the request there. Waits while no replica serves.
 
-        Raises NoReplica if none serves for a long time, and QueueFull if all queues are full, unless `patient`.
+        Raises NoReplica if no replica serves for a long time, and QueueFull if all queues are full and not `patient`.
         """
         until = time.monotonic() + RESCUE_SECONDS
         while not (serving := self.serving):
@@ -304,13 +303,13 @@ class Replicas:
         return replica, engine, choice
 
     async def _bring(self, turn: Turn, choice: Choice, engine: EngineClient) -> None:
-        """Copy a turn's missing state to its replica, as `choice` decided."""
+        """Copy the state that a turn lacks at its replica, from the replica that the router chose."""
         source = self.fleet.engines.get(choice.move_from or "")
         if source is not None:
             self._count_move(await self.mover.move(turn.chain, source, engine))
 
     async def _move(self, move: Move) -> int:
-        """Move an idle conversation. It belongs to its new replica once its state is there."""
+        """Move an idle conversation. Once its state has arrived, it belongs to the target replica."""
         engines, tokens = self.fleet.engines, 0
         if move.source in engines and move.target in engines:
             source, target = engines[move.source], engines[move.target]
@@ -324,7 +323,7 @@ class Replicas:
         self.counts.moved_tokens += tokens
 
     async def _move_away(self, replica: Replica) -> None:
-        """Move tuning jobs and conversations of a draining replica to the others, until no move is worthwhile."""
+        """Move tuning jobs and conversations of a draining replica to others, until no move is worthwhile."""
         if self.serving:
             await self.tuning.move_away(replica)
         while self.serving:
@@ -334,7 +333,7 @@ class Replicas:
                 return
 
     def _views(self, able: Sequence[Replica] | None = None) -> list[ReplicaView]:
-        """Return the router's views of all live engines. By default, all that serve take requests."""
+        """Return the router's views of all live engines. Replicas in `able`, by default all, take requests."""
         views, block = [], self.info.block_size
         for replica in self.fleet.answering:
             takes = replica.serves and (able is None or replica in able)
@@ -356,7 +355,7 @@ class Replicas:
         return views
 
     def _most_tokens(self, replica: Replica) -> int | None:
-        """Return the number of KV tokens that a replica's tiers hold together. None: unknown or unlimited."""
+        """Return the number of KV tokens that all tiers of a replica can hold; None if it is unknown or unlimited."""
         if replica.engine is None or replica.engine.info.executor != "paged" or self.config.remote_cache is not None:
             return None
         info, stats = replica.engine.info, replica.stats
@@ -377,7 +376,7 @@ class Replicas:
         )
 
     def _chain(self, stream: Stream) -> list[bytes]:
-        """Return digests of the prompt and the answer so far; none if the request leaves nothing to share."""
+        """Return the digests of the prompt and the answer so far; none if the request leaves no shareable state."""
         request = stream.request
         if not stream.answer:
             return []
@@ -386,7 +385,7 @@ class Replicas:
         return self._digests.digests(request.identity.root(), tokens)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        """Load an adapter at every replica, or at none if one fails. See `EngineClient.load_adapter`."""
+        """Load an adapter at every replica; if one fails, at none. See `EngineClient.load_adapter`."""
         return await self.fleet.load_adapter(name, path, replace=replace)
 
     async def unload_adapter(self, name: str) -> None:
@@ -396,13 +395,13 @@ class Replicas:
     async def health(self, timeout: float = HANG_SECONDS) -> SchedulerStats:
         """Return the summed stats of all replicas that answer in time.
 
-        Raises NoReplica if there is none, and TimeoutError if none answers.
+        Raises NoReplica if no replica is alive, and TimeoutError if none answers.
         """
         self.fleet.check_alive()
         return await self.fleet.health(timeout)
 
     async def close(self) -> None:
-        """End all engines. Running streams raise EngineDead. May be called more than once."""
+        """Stop all engines. Running streams raise EngineDead. May be called more than once."""
         self.fleet.end("the engines were closed")
         tasks = [*self._moving, *([] if self._watching is None else [self._watching])]
         for task in tasks:
@@ -413,7 +412,7 @@ class Replicas:
         self.text.close()
 
     def _begin(self, engines: Sequence[EngineClient]) -> None:
-        """Take over the first engines, all of which are ready."""
+        """Begin to serve with the first engines, which are all ready."""
         first = engines[0]
         self.config, self.text = first.config, first.text
         self.pooling, self.generation = first.pooling, first.generation
@@ -434,12 +433,12 @@ class Replicas:
         self._watching = asyncio.create_task(self._watch())
 
     def _adopt(self, engine: EngineClient) -> None:
-        """Connect a new engine to the shared text and step counts."""
+        """Let a new engine use the shared text and report its steps here."""
         engine.use_text(self.text)
         engine.on_steps = lambda tokens, seconds: self.on_steps(tokens, seconds)
 
     async def _watch(self) -> None:
-        """Check all replicas once a second, scale their number, and move idle conversations."""
+        """Check all replicas once a second, change their number if needed, and move idle conversations."""
         scaler = Scaler(
             self.cluster.replicas, self.cluster.most, self.cluster.scale_up_ms / 1000, self.cluster.scale_down_seconds
         )
@@ -474,16 +473,16 @@ class Replicas:
         return now - since[0] if since else 0.0
 
     def _draw_seed(self) -> int:
-        """Return the next seed for a request without one. The sequence is the same in every run."""
+        """Return the next seed for a request without one. Each run draws the same sequence."""
         self._drawn += 1
         digest = hashlib.sha256(f"{self.config.seed}/{self._drawn}".encode()).digest()
         return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
 def router_for(name: RouterName, info: messages.EngineInfo, block_size: int) -> Router:
-    """Return the router of this policy.
+    """Return the router for a policy.
 
-    The priced policy needs a cost profile. Without one, the router is a prefix tree.
+    The priced policy needs a cost profile. If there is none, the policy prefix-tree is used instead.
     """
     rules = RoutingRules(block_size=block_size, step_tokens=info.token_budget)
     if name != "priced":

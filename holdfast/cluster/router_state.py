@@ -9,69 +9,68 @@ from math import inf
 from typing import NamedTuple
 
 STRIDE = 8
-"""Distance in blocks between two remembered blocks of a prompt. The last block is always remembered."""
+"""Distance in blocks between two remembered blocks of a chain. The last block is also remembered."""
 
 
 class Held(NamedTuple):
-    """Numbers of blocks of a chain that a replica has."""
+    """Numbers of a chain's blocks that a replica has."""
 
     expected: int
-    """Number of blocks that the replica has, or will have after its current requests."""
+    """Number of blocks that the replica has now or will have after its current requests."""
     computed: int
-    """Number of blocks that are computed, so that other replicas may copy them."""
+    """Number of computed blocks, which other replicas may copy."""
 
 
 @dataclass(slots=True)
 class ReplicaDigests:
-    """Remembered digests of one replica."""
+    """The remembered digests of one replica."""
 
     bit: int
-    """Bit of the replica in the masks for expected blocks. The next higher bit is for computed blocks."""
+    """The replica's bit for expected blocks in the masks. The next higher bit is for computed blocks."""
     blocks: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
-    """Number of blocks that each digest stands for, and the number of its last use; the least recently used first."""
+    """Blocks that each digest represents, and the number of its last use. The least recently used is first."""
     uses: int = 0
-    """Number of uses so far."""
+    """Number of uses so far, which numbers the next use."""
     used: int = 0
-    """Number of blocks that all digests stand for."""
+    """Number of blocks that all digests represent."""
     size: int | None = None
-    """Number of blocks for which there is room. None: unknown or unlimited."""
+    """Number of blocks that the replica has room for; None if it is unknown or unlimited."""
 
 
 class PrefixMap:
-    """Map from a prefix to the replicas that have it, by the digest of the prefix's last block.
+    """Map from a prefix, by the digest of its last block, to the replicas that have it.
 
-    A digest identifies all tokens up to the end of its block. One block in STRIDE and the last block of each chain are
-    remembered. A remembered block stands for those before it, back to the last multiple of STRIDE. A replica of known
-    size has the blocks that it used last, up to that size. As in an engine, the first blocks of a chain are dropped
-    before its last ones.
+    A digest identifies all tokens up to the end of its block. Only every STRIDE-th block and the last block of a chain
+    are remembered. A remembered block represents the blocks before it, too, back to the previous multiple of STRIDE. A
+    replica of known size has the blocks that it used last. As in an engine, the first blocks of a chain are dropped
+    before its last blocks.
     """
 
     def __init__(self, most: int, stride: int = STRIDE) -> None:
-        """Remembers at most `most` digests. The least recently used are removed first."""
+        """The map holds at most `most` digests. The least recently used are removed first."""
         self.dropped = 0
-        """Recent number of blocks that replicas dropped for lack of room. Both counts are halved as state is
-        replaced."""
+        """Number of blocks that replicas dropped for lack of room. Halved with `missed`, to follow recent use."""
         self.missed = 0
-        """Recent number of dropped blocks that were needed again when no replica had them."""
+        """Number of dropped blocks that were needed again when no replica had them."""
         self._most, self._stride = most, stride
         self._masks: OrderedDict[bytes, int] = OrderedDict()
-        """Bits of the replicas that have a digest, by digest. 0: all have dropped it."""
+        """Bits of the replicas that have a digest, by digest; 0 if all have dropped it."""
         self._replicas: dict[str, ReplicaDigests] = {}
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def resize(self, replica: str, blocks: int | None) -> None:
-        """Set the number of blocks for which a replica has room. None: unknown or unlimited."""
+        """Set the number of blocks that a replica has room for; None if it is unknown or unlimited."""
         self._digests_of(replica).size = blocks
 
     def room(self, replica: str) -> float:
-        """Return the number of blocks that a replica can add without dropping others; infinite if unknown."""
+        """Return the number of blocks that a replica can add without dropping others; infinite if it is unknown."""
         digests = self._digests_of(replica)
         return inf if digests.size is None else max(0, digests.size - digests.used)
 
     def add(self, chain: Sequence[bytes], replica: str, *, computed: bool) -> None:
-        """Record that a replica has the blocks of this chain, or is about to compute them."""
+        """Record that a replica has the blocks of this chain, or will compute them."""
         masks, stride, digests = self._masks, self._stride, self._digests_of(replica)
         digests.uses += 1
         bits = digests.bit | digests.bit << 1 if computed else digests.bit
@@ -94,7 +93,7 @@ class PrefixMap:
             digests.used -= blocks
             self.dropped += blocks
             masks[digest] &= ~(3 * digests.bit)  # Both bits of the replica: expected and computed.
-        # Halving makes the counts follow recent use.
+        # Halving both counts makes them follow recent use.
         if self.dropped > sum(each.size or 0 for each in self._replicas.values()):
             self.dropped, self.missed = self.dropped // 2, self.missed // 2
         while len(masks) > self._most:
@@ -104,9 +103,9 @@ class PrefixMap:
                     each.used -= each.blocks.pop(digest)[0]
 
     def drop_first(self, chain: Sequence[bytes], replica: str) -> None:
-        """Make a replica drop this chain first, because another one gets it.
+        """Make a replica drop this chain before other blocks, because another replica gets it.
 
-        Only blocks that the replica has not used for another chain since are affected.
+        Blocks that the replica has used for another chain in the meantime are not affected.
         """
         held, latest = self._digests_of(replica).blocks, 0
         for digest in reversed(chain):
@@ -116,7 +115,7 @@ class PrefixMap:
                     held.move_to_end(digest, last=False)
 
     def find(self, chain: Sequence[bytes]) -> dict[str, Held]:
-        """Return how much of this chain each replica has. Replicas without any block are left out."""
+        """Return how much of this chain each replica has. Replicas without any of its blocks are left out."""
         masks, stride, counts = self._masks, self._stride, Counter[int]()
         for start in range(0, len(chain), stride):
             seen = 0
@@ -147,7 +146,7 @@ class PrefixMap:
         digests = self._replicas.get(replica)
         if digests is None:
             taken = {each.bit for each in self._replicas.values()}
-            # Each replica has two adjacent bits, so only even places are used.
+            # A replica has two adjacent bits, so its first bit is at an even position.
             bit = next(1 << place for place in range(0, 2 * len(taken) + 1, 2) if 1 << place not in taken)
             digests = self._replicas[replica] = ReplicaDigests(bit)
         return digests
@@ -155,15 +154,15 @@ class PrefixMap:
 
 @dataclass(slots=True)
 class PricedRequest:
-    """A request of a replica, priced in ms of its device."""
+    """A request in progress at a replica, priced in ms of the device's time."""
 
     replica: str
     work: float
-    """Work until the first token, in ms."""
+    """Work in ms until the first token."""
     decode: float
-    """Time in ms that the whole answer adds to its steps."""
+    """Time in ms that the whole answer adds to the replica's steps."""
     per_token: float
-    """Time in ms that one token of the answer adds."""
+    """Time in ms that each token of the answer adds to a step."""
     chain: Sequence[bytes] = ()
     """Digests of the prompt's blocks."""
     key: str | None = None
@@ -172,22 +171,22 @@ class PricedRequest:
 
 @dataclass(slots=True)
 class Backlog:
-    """The requests of one replica, as their router prices them."""
+    """The priced requests in progress at one replica."""
 
     waiting: OrderedDict[str, PricedRequest] = field(default_factory=OrderedDict)
-    """Requests without a first token, by id, in the order in which they were sent."""
+    """Requests that have no first token yet, by id, in the order in which they were sent."""
     running: dict[str, PricedRequest] = field(default_factory=dict)
     work: float = 0.0
-    """Work of the waiting requests, in ms."""
+    """Work in ms of the waiting requests."""
     decode: float = 0.0
-    """Decode time of all requests, in ms."""
+    """Decode time in ms of all requests."""
     per_token: float = 0.0
-    """Time in ms that the next tokens of the running requests add to a step."""
+    """Time in ms that one token of each running request adds to a step."""
     since: float = 0.0
     """Time in seconds at which work on the first waiting request began."""
 
     def wait(self, now: float, step: float) -> float:
-        """Return the milliseconds until all prompts here are computed. Each step of `step` ms includes the decodes."""
+        """Return the ms until all waiting prompts are computed. Each step of `step` ms also includes the decodes."""
         if not self.waiting:
             return 0.0
         stretch = 1 + self.per_token / step
@@ -196,9 +195,9 @@ class Backlog:
 
 
 class Requests:
-    """Every request in progress, by replica.
+    """All requests in progress, by replica.
 
-    Unknown requests are ignored, because an answer may come after its replica is lost.
+    Reports about unknown requests are ignored, because a request may end after its replica was lost.
     """
 
     def __init__(self) -> None:
@@ -209,7 +208,7 @@ class Requests:
         return len(self._by_id)
 
     def __getitem__(self, replica: str) -> Backlog:
-        """Return the backlog of a replica; empty for an unknown one."""
+        """Return the backlog of a replica; an empty one for an unknown replica."""
         return self._backlogs.get(replica) or Backlog()
 
     def get(self, request: str) -> PricedRequest | None:
@@ -221,7 +220,7 @@ class Requests:
         return len(backlog.waiting) + len(backlog.running) if backlog else 0
 
     def sent(self, request: str, underway: PricedRequest, now: float) -> None:
-        """Add a request. Raises ValueError if its id is in progress already."""
+        """Add a request. Raises ValueError if a request with this id is in progress."""
         if request in self._by_id:
             raise ValueError(f"request {request} is under way already; give each request an id of its own")
         backlog = self._backlogs.setdefault(underway.replica, Backlog())
@@ -232,7 +231,7 @@ class Requests:
         backlog.decode += underway.decode
 
     def started(self, request: str, now: float) -> PricedRequest | None:
-        """Record that a request's prompt is computed. Returns None if that is known, or if the request is unknown."""
+        """Record a request's first token, and return the request; None if it is unknown or has started before."""
         underway = self._by_id.get(request)
         if underway is None or underway.started:
             return None
@@ -244,7 +243,7 @@ class Requests:
         return underway
 
     def ended(self, request: str, now: float) -> PricedRequest | None:
-        """Remove a request. Returns None if it is unknown."""
+        """Remove a request and return it; None if it is unknown."""
         underway = self._by_id.pop(request, None)
         if underway is not None:
             backlog = self._backlogs[underway.replica]
@@ -257,7 +256,7 @@ class Requests:
         return underway
 
     def forget(self, replica: str) -> Iterable[PricedRequest]:
-        """Remove a replica, and return its requests."""
+        """Remove a replica, and return the requests that it had."""
         backlog = self._backlogs.pop(replica, None)
         if backlog is None:
             return ()

@@ -1,7 +1,7 @@
-"""Routing: chooses the replica for the next turn of a conversation, and the idle conversations to move. Pure.
+"""Routing: chooses the replica for each turn of a conversation, and the idle conversations to move. Pure.
 
-A router follows every turn: `choose` picks a replica, and `sent`, `started` and `ended` update its records. From them
-it knows which replica has the state of each conversation, and how much work waits at each replica. Time is an argument.
+A router follows every turn: `choose` picks a replica, and `sent`, `started` and `ended` update the router's records. So
+it knows which replica has the state of each conversation, and how much work each replica has. Time is an argument.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLICIES: tuple[RouterName, ...] = get_args(RouterName)
 def make_router(
     name: RouterName, cost: CostModel | None = None, rules: RoutingRules | None = None, *, seed: int = 0
 ) -> Router:
-    """Create a router of this policy. Only "priced" uses `cost` and `rules`. `seed` is for random choices.
+    """Create a router for a policy. Only "priced" uses `cost` and `rules`. `seed` is for random choices.
 
     Raises ValueError for an unknown name, and for "priced" without a cost model.
     """

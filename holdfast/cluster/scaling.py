@@ -1,4 +1,4 @@
-"""Scaling: when to add a replica and when to remove one, by queueing time, with hysteresis. Pure."""
+"""Scaling: decides by queueing time when to add or remove a replica, with hysteresis. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 UP_SECONDS = 3.0
-"""Seconds for which requests must queue before a replica is added, and again before the next one."""
+"""Seconds for which requests must queue before a replica is added. They count anew after each addition."""
 ROOM = 0.7
-"""Maximum share of the other replicas' places that the requests may fill for a replica to be removed."""
+"""Maximum load of the remaining replicas, as a share of their places, for a replica to be removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class Load:
     running: int
     """Number of requests in progress."""
     places: int
-    """Number of requests that one replica runs at a time."""
+    """Number of requests that one replica can run at the same time."""
 
 
 class Scaler:
-    """Decides from the load when to change the number of replicas."""
+    """Decides when to change the number of replicas."""
 
     def __init__(self, least: int, most: int, up_seconds: float, down_seconds: float) -> None:
         """Keep between `least` and `most` replicas.
@@ -37,9 +37,9 @@ class Scaler:
         self._calm_since: float | None = None
 
     def decide(self, load: Load, replicas: int, now: float, *, changing: bool = False) -> Literal[-1, 0, 1]:
-        """Return the change of the number of replicas: -1, 0 or 1. To be called about once a second.
+        """Return the change of the number of replicas: -1, 0 or 1. Must be called about once a second.
 
-        While `changing`, a replica is being started or drained, and the answer is 0.
+        While `changing`, a replica is being started or drained, and the result is 0.
         """
         busy = load.queued_seconds > self._limit
         calm = load.queued_seconds == 0 and load.running <= ROOM * load.places * (replicas - 1)

@@ -1,4 +1,4 @@
-"""Spawner: starts and ends the engine processes of replicas, on this machine or on others."""
+"""Spawner: starts and stops the engine processes of replicas, on this machine or on others."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Protocol
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 
 
 class Spawner(Protocol):
-    """Starts and ends engines that all serve the same model with the same configuration.
+    """Starts and stops engines that all serve the same model with the same configuration.
 
-    A number stands for a place, such as a GPU, and belongs to one replica at a time. It is used again after `stop`. All
-    methods are called on the event loop of the API process, and calls for different numbers may overlap.
+    A number stands for a place, for example a GPU, and belongs to one replica at a time. It may be reused after `stop`.
+    All methods are called on the API process's event loop. Calls for different numbers may overlap.
     """
 
     kind: str
@@ -24,26 +24,26 @@ class Spawner(Protocol):
 
     @property
     def most(self) -> int | None:
-        """Maximum number of replicas at a time. None: unknown. It may change while they run."""
+        """Maximum number of replicas at the same time; None if it is unknown. It may change."""
 
     def place(self, number: int) -> str:
         """Return the place of a replica for display, for example "cpu", "cuda:1" or "node 10.0.0.7"."""
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
-        """Start an engine and wait until it accepts requests. `on_progress` gets the name of each stage.
+        """Start an engine, and wait until it accepts requests. `on_progress` receives the name of each stage.
 
-        Raises EngineStartError with the reason in one line. If the wait ends early for any reason, the started engine
-        ends as well.
+        Raises EngineStartError with the reason in one line. If the wait ends early, for example by cancellation, the
+        engine is stopped.
         """
 
     async def stop(self, number: int, engine: EngineClient) -> None:
-        """End an engine at once, and free its place. Either it has no requests left, or it has died.
+        """Stop an engine at once, and free its place. The engine must have no requests left, or be dead.
 
         Does not raise if the engine is already gone.
         """
 
     async def close(self) -> None:
-        """End processes that belong to no replica, after all replicas were stopped. May be called more than once."""
+        """Stop processes that belong to no replica. Called after all replicas were stopped, possibly more than once."""
 
 
 def make_spawner(

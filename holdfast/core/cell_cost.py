@@ -1,4 +1,4 @@
-"""The cost model of cells: how long one batch takes by its size, and the batch sizes that follow from it."""
+"""The cost model of cells: the time of one batch by its size, and the batch sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from itertools import pairwise
 from math import exp, inf, log
 
 NEAR_BEST = 0.95
-"""The largest supported size gives at least this share of the best throughput, in nodes per second."""
+"""Smallest throughput of the largest supported size, in nodes per second, as a share of the best throughput."""
 LEAST_SAVING = 0.1
-"""A smaller size is kept if it saves at least this share of the time of the next larger one."""
+"""Smallest share of the time of the next larger size that a smaller size must save to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellCost:
     """Seconds of one batch of one type of cell, by the number of nodes in it, as measured at some sizes.
 
-    The time is flat below the first measured size, a power law between two, and in proportion to the size beyond the
-    last. Raises ValueError if sizes are missing or do not rise from at least 1, or if a time is not above 0 and finite.
+    The time is flat below the first measured size, follows a power law between two sizes, and is proportional to the
+    size beyond the last. Raises ValueError if sizes are missing or do not rise from at least 1, or if a time is not
+    above 0 and finite.
     """
 
     sizes: tuple[int, ...]
@@ -59,8 +60,8 @@ def choose_sizes(cost: CellCost, candidates: Sequence[int] = ()) -> tuple[int, .
 
     The largest is the smallest candidate whose throughput is at least NEAR_BEST of the best (BatchMaker, Figure 2.3:
     larger batches would only make each node wait longer). From there down, a size is kept if it saves at least
-    LEAST_SAVING of the time of the next larger size that is kept. The smallest is always kept: tasks below it would run
-    only as the first of a round (Algorithm 1, line 16).
+    LEAST_SAVING of the time of the next larger size that is kept. The smallest is always kept, because tasks below it
+    would run only as the first of a round (Algorithm 1, line 16).
     """
     some = tuple(candidates) or cost.sizes
     best = max(map(cost.throughput, some))

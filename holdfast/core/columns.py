@@ -10,10 +10,10 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class Columns(abc.Sequence[Row], Generic[Row]):
-    """Named tuples of one type, stored by column; each tuple is made when it is read.
+    """Named tuples of one type, stored by column. Each tuple is made when it is read.
 
-    A step has hundreds of rows. Making each of them costs more than planning it, and packing into arrays takes whole
-    columns.
+    A step has hundreds of rows. Making a tuple for each costs more than planning it, and packing into arrays takes
+    whole columns.
     """
 
     __slots__ = ("by_name", "row_type")
@@ -48,7 +48,7 @@ class Columns(abc.Sequence[Row], Generic[Row]):
         return len(next(iter(self.by_name.values())))
 
     def __iter__(self) -> abc.Iterator[Row]:
-        # `tuple.__new__` is all that row_type(...) calls in the end, and takes less than half its time.
+        # `row_type(...)` only calls `tuple.__new__` in the end, which alone takes less than half the time.
         return map(tuple.__new__, repeat(self.row_type), zip(*self.by_name.values(), strict=True))
 
     @overload

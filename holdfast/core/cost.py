@@ -14,9 +14,9 @@ from itertools import chain, pairwise
 from math import inf
 
 HEAVY = 512
-"""A step of at least this many query tokens is heavy: limited by arithmetic, with the highest power draw."""
+"""Smallest number of query tokens in a heavy step: one limited by arithmetic, with the highest power draw."""
 SHARES_ROUNDED = 1e-6
-"""Largest difference from 1 that the sum of the pipeline stages' shares may have, for rounding."""
+"""Largest rounding error of the sum of the pipeline stages' shares, which should be 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Burst:
     """
 
     share: float = 1.0
-    """Boosted time of a heavy step as a share of its steady time; above 0, and 1 for no boost."""
+    """Time of a boosted heavy step as a share of its steady time; above 0, and 1 for no boost."""
     seconds: float = 0.0
     """Seconds of boost after a full recovery."""
 
@@ -40,7 +40,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """How long messages between devices take, measured by size.
+    """Time of messages between devices, measured by size.
 
     Raises ValueError if sizes are missing or do not ascend, if they differ from the times in number, or for a time
     below 0 or not finite.
@@ -59,7 +59,7 @@ class LinkCost:
             raise ValueError("a time of a link is below 0 or not finite")
 
     def send(self, size: float) -> float:
-        """Seconds of a message of `size` bytes: in proportion to its size past the largest measured one."""
+        """Seconds of a message of `size` bytes. Beyond the largest measured size, they are proportional to the size."""
         if size > self.sizes[-1]:
             return self.seconds[-1] * size / self.sizes[-1]
         return interpolate(self.sizes, self.seconds, size)
@@ -69,17 +69,18 @@ class LinkCost:
 class CostModel:
     """Predicts the time of a step by interpolating between measured points.
 
-    All points ascend, and all times are for the whole model and the steady pace of the device.
+    All points ascend. All times are for the whole model and for the device's steady pace.
 
-    - `linear_seconds[i]`: everything but attention in a step of `linear_tokens[i]` query tokens.
+    - `linear_seconds[i]`: time of everything but attention in a step of `linear_tokens[i]` query tokens.
     - `attention_seconds[i][j]`: time that a segment of `attention_queries[i]` query tokens adds if it ends at position
       `attention_contexts[j]`.
-    - `decode_seconds[i]`: everything but attention in a step of `decode_rows[i]` decodes and nothing else. Executors
-      may run such steps faster, as a captured graph. If it is empty, `linear_seconds` applies.
+    - `decode_seconds[i]`: time of everything but attention in a step of only `decode_rows[i]` decodes. Executors may
+      run
+      such a step faster, as a captured graph. If it is empty, `linear_seconds` applies.
     - `decode_attention[i][j]`: time that each of `decode_rows[i]` decodes adds at a context of `attention_contexts[j]`,
       among decodes of other contexts. A few decodes leave part of a device idle, and decodes of unequal contexts share
       less work than equal ones. If it is empty, `attention_seconds` applies.
-    - `burst`: how much faster the first heavy steps after light work are.
+    - `burst`: extra speed of the first heavy steps after light work.
     - `deviation`: expected relative error of a prediction before any step was measured.
     - `stage_shares`: each pipeline stage's share of the time of a step. All other times are then sums over the stages,
       the time of a step that is alone in the pipeline. Empty: all stages take equal time.
@@ -137,15 +138,15 @@ class CostModel:
         return self.stage_shares or (1 / stages,) * stages
 
     def decode_only(self, rows: int) -> float:
-        """Seconds of everything but attention in a step of `rows` decodes and nothing else."""
+        """Seconds of everything but attention in a step of only `rows` decodes."""
         measured = self.decode_rows and rows
         return interpolate(self.decode_rows, self.decode_seconds, rows) if measured else self.linear(rows)
 
     def linear(self, tokens: int) -> float:
         """Seconds of everything but attention in a step of `tokens` query tokens; 0 for no tokens.
 
-        Past the last point the time grows in proportion to the tokens. The slope between the last two points would be
-        wrong: steps may be padded to one size, so those points may be level.
+        Beyond the last point the time grows in proportion to the tokens. It cannot follow the slope between the last
+        two points, because steps may be padded to one size, and those points are then level.
         """
         most = self.linear_tokens[-1]
         if tokens > most:
@@ -156,7 +157,7 @@ class CostModel:
         """Seconds that one segment's attention adds: `query` tokens that end at position `context`.
 
         A segment longer than any measured one is priced as the longest measured one with the same ratio of query to
-        context, times the ratio of their (query, position) pairs. The last points cannot be extrapolated: their
+        context, times the ratio of their (query, position) pairs. The last points cannot be extrapolated, because their
         segments are no longer than their context.
         """
         longest = self.attention_queries[-1]
@@ -183,7 +184,7 @@ class CostModel:
         return rest + sum(self.attention(query, context) for query, context in pairs if query > 1)
 
     def slower(self, decodes: float, others: float) -> CostModel:
-        """A copy in which steps of decodes alone take `decodes` times as long, and all other steps `others` times."""
+        """A copy in which steps of only decodes take `decodes` times as long, and all other steps `others` times."""
 
         def times(factor: float, row: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(factor * seconds for seconds in row)
@@ -197,7 +198,7 @@ class CostModel:
         )
 
     def predictor(self) -> Predictor:
-        """A Predictor that gives these predictions from memory."""
+        """A Predictor with the predictions of this model."""
         return Predictor(self)
 
     def recompute(self, chunk: int, position: int) -> float:
@@ -216,8 +217,9 @@ class CostModel:
 class PaddedCost(CostModel):
     """The cost model of an unmodified model on padded rows: a step is several forwards, each with its own launch.
 
-    The points are those of CostModel, measured on padded rows. `linear_seconds` is a forward of one prompt's chunk.
-    `decode_attention` is the time that each row adds to a batch of a given width, whatever the row's own length.
+    The points are those of CostModel, measured on padded rows. `linear_seconds` is the time of a forward of one
+    prompt's chunk. `decode_attention` is the time that each row adds to a batch of a given width, whatever the row's
+    own length.
     """
 
     @classmethod
@@ -226,7 +228,7 @@ class PaddedCost(CostModel):
         return cls(**{each.name: getattr(cost, each.name) for each in fields(cost)})
 
     def forward(self, rows: int, query: int, context: int) -> float:
-        """Seconds of a forward of `rows` rows, padded to `query` tokens each, in a batch `context` wide afterwards."""
+        """Seconds of a forward of `rows` rows, padded to `query` tokens each. The batch is then `context` wide."""
         if query == 1:
             return self.decode_only(rows) + rows * self.decode(rows, context)
         return self.linear(rows * query) + rows * self.attention(query, context)
@@ -243,7 +245,7 @@ class PaddedCost(CostModel):
 
 
 class Predictor:
-    """Gives a CostModel's predictions from memory: a step of hundreds of segments takes microseconds."""
+    """Computes a CostModel's predictions from remembered times, in microseconds for a step of hundreds of segments."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
@@ -265,7 +267,7 @@ class Predictor:
         return self.linear(decodes + tokens)
 
     def decodes(self, contexts: list[int]) -> float:
-        """Seconds of the attention of a step's decodes. `contexts` gives the length of each, with the new token."""
+        """Seconds of the attention of a step's decodes. `contexts` has the length of each, with the new token."""
         rows, counts = len(contexts), self._rows
         right = min(bisect_right(counts, rows), len(counts) - 1)
         if rows <= counts[0] or not right:
@@ -316,7 +318,7 @@ class Predictor:
         return rest + seconds + self.decodes(contexts)
 
     def drafted(self, tokens: int, contexts: list[int]) -> float:
-        """Seconds of a step that decodes these contexts and verifies drafts: `tokens` in all, drafted ones included.
+        """Seconds of a step that decodes these contexts and verifies drafts: `tokens` in all, including drafted ones.
 
         It costs as much as a step of `tokens` decodes, but the tokens of one draft read their context only once.
         """
@@ -333,10 +335,13 @@ class Predictor:
 
 
 class PaddedPredictor(Predictor):
-    """Gives a PaddedCost's predictions from memory. Each chunk has its own forward; all decodes share one."""
+    """Computes a PaddedCost's predictions from remembered times.
+
+    Each chunk has its own forward; all decodes share one.
+    """
 
     def mixed(self, decodes: int, tokens: int) -> float:
-        """Seconds of everything but attention in the forward of `decodes` rows; `chunk` prices those of prompts."""
+        """Seconds of everything but attention in the forward of `decodes` rows. `chunk` gives the time of prompts."""
         return self._decodes_alone(decodes) if decodes else 0.0
 
     def decodes(self, contexts: list[int]) -> float:
@@ -359,7 +364,7 @@ class PaddedPredictor(Predictor):
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:
-    """Interpolate linearly between ascending points: constant below the first, extrapolated past the last."""
+    """Interpolate linearly between ascending points: constant below the first, extrapolated beyond the last."""
     if at <= points[0] or len(points) == 1:
         return values[0]
     right = min(bisect_right(points, at), len(points) - 1)

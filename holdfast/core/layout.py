@@ -1,4 +1,4 @@
-"""Layout: how the ranks of one engine share a model, by shards of each layer and by stages of layers."""
+"""Layout: the division of a model among the ranks of one engine, by shards of each layer and by stages of layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`pp` stages, each a part of the layers, with `tp` shards of every layer in each stage. One rank is one device.
+    """A division into `pp` stages, each a part of the layers, with `tp` shards of each layer. One rank is one device.
 
     Raises ValueError if `tp` or `pp` is below 1.
     """

@@ -17,23 +17,21 @@ UnitKind = Literal["attention", "mlp", "head", "mlp_backward", "attention_backwa
 KINDS: tuple[UnitKind, ...] = get_args(UnitKind)
 
 LORA, LORA_ATTENTION = 1.1, 1.6
-"""Time of a half's linear layers with adapters, over the time without: MLP, and attention, whose products are smaller.
-This and the factors below were measured on an H200 with rank 16 and 8,192 tokens.
-"""
+"""Time of a half's linear layers with adapters, divided by the time without: for the MLP, and for attention, whose
+products are smaller. This and the factors below were measured on an H200 with rank 16 and 8,192 tokens."""
 BACKWARD = 1.1
-"""Time of a backward half over its forward: the products with the base weights once, those with the adapters twice. The
-base weights have no gradients.
-"""
+"""Time of a backward half divided by that of its forward. The products with the base weights are computed once, because
+base weights have no gradients, and those with the adapters twice."""
 ATTENTION, ATTENTION_BACKWARD = 2.0, 5.5
-"""Time of attention and of its backward in training, over that of attention in inference, which has another kernel."""
+"""Time of attention in training, and of its backward, divided by the time in inference, which has another kernel."""
 HEAD = 2.0
-"""Time of the head with its backward, over the time of its forward."""
+"""Time of the head with its backward, divided by the time of its forward."""
 HEAD_TOKENS = 1024
 """Largest number of tokens in one unit of the head."""
 MICRO_BATCHES = (512, 1024, 2048, 4096, 8192)
 """Micro-batch sizes, in tokens, to choose from for jobs that give none."""
 OPTIMIZER = 0.25
-"""Time of the optimizer's unit over the time of a step of one token, which reads all weights once."""
+"""Time of the optimizer's unit divided by that of a step of one token, which reads all weights once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,13 @@ class TrainingShape:
 
     @property
     def layers_share(self) -> float:
-        """The layers' share of all weights that a forward multiplies by."""
+        """Share of the layers in all weights that a forward multiplies by."""
         layers = self.num_layers * (self.attention_weights + self.mlp_weights)
         return layers / (layers + self.head_weights)
 
     @property
     def attention_share(self) -> float:
-        """The attention half's share of the weights of a layer."""
+        """Share of the attention half in the weights of a layer."""
         return self.attention_weights / (self.attention_weights + self.mlp_weights)
 
 

@@ -20,13 +20,12 @@ MAX_DEADLINE = 86_400
 MAX_GRAMMAR_LENGTH = 1 << 18
 """Largest number of characters in a grammar."""
 BATCH_CLASS = 100
-"""First priority class of streams that nobody watches: lines of batches. Waiting lifts a request by one class an hour,
-so none of them overtakes a chat within a day.
-"""
+"""First priority class of streams that nobody watches, such as lines of batches. Waiting lifts a request by one class
+an hour, so none of them overtakes a chat within a day."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended; the values are those of the OpenAI API."""
+    """Reason why a sequence ended. The values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -54,19 +53,19 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one sequence are chosen, and when it ends.
+    """Options that decide how the tokens of one sequence are chosen, and when it ends.
 
     Raises ValueError, naming the value and the limit, for anything out of range.
     """
 
     temperature: float = 1.0
-    """0 is greedy; larger is more random. The OpenAI API allows up to 2."""
+    """Temperature: 0 is greedy, larger is more random. The OpenAI API allows up to 2."""
     top_k: int = 0
-    """Sample from the k most probable tokens; 0 is off."""
+    """Number of most probable tokens to sample from; 0 is off."""
     top_p: float = 1.0
-    """Sample from the most probable tokens that together reach this probability; 1 is off."""
+    """Probability that the most probable tokens must reach together to be sampled from; 1 is off."""
     seed: int | None = None
-    """A given seed always gives the same draws, no matter what else runs in the batch."""
+    """Seed of the draws. A given seed always gives the same draws, no matter what else runs in the batch."""
     max_tokens: int = 16
     """Maximum number of generated tokens."""
     stop: tuple[str, ...] = ()
@@ -74,28 +73,30 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the sequence, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Continue after the model's end-of-sequence token (benchmarks)."""
+    """Whether to continue after the model's end-of-sequence token (benchmarks)."""
     logprobs: int | None = None
-    """Number of most probable tokens whose log probabilities are reported with each token's own. None: report nothing.
+    """Number of most probable tokens whose log probabilities are reported with each token's own.
+
+    None: report nothing.
     """
     prompt_logprobs: int | None = None
-    """Number of alternatives, like `logprobs`, for the prompt's tokens from the second on. The whole prompt is then
-    computed, cached or not.
-    """
+    """Number of alternatives to report, like `logprobs`, for the prompt's tokens from the second on. The whole prompt
+    is then computed, cached or not."""
 
     embed: bool = False
-    """Give the embedding of the prompt: the hidden state of its last token. The generated tokens then mean nothing."""
+    """Whether to return the embedding of the prompt: the hidden state of its last token. The generated tokens then have
+    no meaning."""
 
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that the answer has so far; -2 to 2."""
+    """Number subtracted from the logit of each token that the answer has so far; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each time that the answer has the token; -2 to 2."""
+    """Number subtracted from a token's logit for each time that the answer has it; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divides a positive logit, and multiplies any other, of each token in the prompt or the answer; 1 is off."""
+    """Factor for each token in the prompt or the answer: divides a positive logit, multiplies any other; 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, number) pairs: each number, from -100 to 100, is added to the token's logit."""
+    """(token id, number) pairs. Each number, from -100 to 100, is added to the token's logit."""
     min_p: float = 0.0
-    """Sample only tokens with at least this share of the largest probability; 0 is off."""
+    """Smallest probability of sampled tokens, as a share of the largest one; 0 is off."""
     min_tokens: int = 0
     """Number of tokens that the answer must have before an end token may be drawn or a stop string counts."""
     grammar: Grammar | None = None
@@ -133,8 +134,8 @@ class SamplingParams:
         if any(not stop for stop in self.stop):
             raise ValueError("stop holds an empty string; leave it out")
         for name in ("logprobs", "prompt_logprobs"):
-            if (told := getattr(self, name)) is not None and not 0 <= told <= MAX_LOGPROBS:
-                raise ValueError(f"{name} is {told}; it must lie between 0 and {MAX_LOGPROBS}")
+            if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ValueError(f"{name} is {count}; it must lie between 0 and {MAX_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +169,18 @@ class AdapterInfo:
     """A LoRA adapter that an engine serves."""
 
     id: str
-    """Its name and the digest of its content, `name@digest`: the `adapter` of an `Identity`. Other content, another id.
+    """The name of the adapter and the digest of its content, `name@digest`. Other content has another id.
+
+    The `adapter` of an `Identity` is such an id.
     """
     name: str
-    """The name by which requests ask for it."""
+    """The name by which requests ask for the adapter."""
     rank: int
-    """The largest rank among its modules."""
+    """The largest rank among the adapter's modules."""
     bytes: int
-    """Bytes that it takes in a slot on the device."""
+    """Bytes that the adapter takes in a slot on the device."""
     modules: tuple[str, ...]
-    """The linear layers that it changes, by their short names."""
+    """The linear layers that the adapter changes, by their short names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,22 +189,20 @@ class Request:
 
     id: str
     prompt: abc.Sequence[int]
-    """Token ids, 32-bit numbers. It must not be changed. An array of typecode I is best for long prompts: it is passed
-    on without reading each token.
-    """
+    """Token ids, 32-bit numbers. The sequence must not be changed. An array of typecode I is best for long prompts,
+    because it is passed on without reading each token."""
     params: SamplingParams
     priority: int = 0
     """Priority class: lower classes run first. Equal classes run first come, first served."""
     identity: Identity = Identity()
-    """The model, adapter and dtype that compute it, and the tenant it belongs to."""
+    """The model, adapter and dtype that compute the request, and the tenant it belongs to."""
     arrival: float = 0.0
-    """Seconds on the monotonic clock that all processes of a host share."""
+    """Arrival time, in seconds on the monotonic clock that all processes of a host share."""
     deadline: float | None = None
     """Seconds from arrival until the first token is due. None: the default of the queue order applies."""
     answered: int = 0
-    """Number of tokens at the prompt's end that begin the answer: another engine wrote them before it ended. They count
-    for `max_tokens`, `min_tokens`, penalties and the grammar, and are not given again.
-    """
+    """Number of tokens at the prompt's end that begin the answer, because another engine wrote them before it ended.
+    They count for `max_tokens`, `min_tokens`, penalties and the grammar, and are not returned again."""
 
     @property
     def answer_start(self) -> int:
@@ -241,17 +242,15 @@ class SequenceOutput(NamedTuple):
     finish_reason: FinishReason | None
     cached_tokens: int
     scheduled_at: float
-    """When its first segment was planned, in seconds on the scheduler's clock."""
+    """Time at which the sequence's first segment was planned, in seconds on the scheduler's clock."""
     preemptions: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of `tokens`, one entry each, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of the prompt's next tokens, from its second one on, if the request asks for them. A step may
-    give these without new tokens.
-    """
+    report these without new tokens."""
     vector: bytes = b""
     """The prompt's embedding, if the request asks for it: float32 numbers in native order. It comes with the first
-    token.
-    """
+    token."""
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     """`cached_tokens` by tier: tokens from the host, from the disk and from the remote tier."""

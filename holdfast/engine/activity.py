@@ -14,10 +14,10 @@ import msgspec
 
 from holdfast.lm.memory.block_map import BlockMap, ConversationBlocks
 from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
 from holdfast.lm.scheduler.queue_report import QueueReport, report_queues
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import RowMove, RowPlan, SchedulerStats, StepPlan, StepResult, idle_tokens
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 
 MOST_REQUESTS = 64
 """Largest number of requests of each queue in a record."""

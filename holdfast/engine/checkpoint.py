@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.engine import hub
 from holdfast.files.regular import check_regular_below, create_file, open_file
+from holdfast.lm.config import EngineConfig
 
 JSON_LIMIT = 16 << 20
 """Most bytes of a configuration file."""

@@ -24,6 +24,7 @@ import zmq.asyncio
 from holdfast.engine import messages
 from holdfast.engine.curve import LOST, Doorkeeper, connect, leave
 from holdfast.engine.spawn import Link, Process
+from holdfast.lm.parts.message import Message
 
 GRACE_SECONDS = 5.0
 """Seconds from Shutdown until the process is killed, and for a Failure to arrive after its sender has ended.
@@ -207,7 +208,7 @@ class Parent:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
 
-    def send(self, message: messages.FromEngine) -> None:
+    def send(self, message: Message) -> None:
         """Send a message without waiting for the client to read it."""
         self._socket.send(messages.encode(message))
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import msgspec
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import AppConfig, EngineConfig, ExecutorName
+from holdfast.core.config import AppConfig, ExecutorName
 from holdfast.core.stages import Stage
 from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.engine.activity import StepRecord
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_map import ConversationBlocks
+from holdfast.lm.parts.adapters import messages as adapters
+from holdfast.lm.parts.message import Message
+from holdfast.lm.parts.moves import messages as moves
+from holdfast.lm.parts.tuning import messages as tuning
 from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
@@ -136,119 +140,6 @@ class AppStats:
     cells: tuple[CellTypeStats, ...]
 
 
-JobAction = Literal["pause", "resume", "cancel", "leave"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobStart:
-    """A tuning job as its owner asks for it. JobInfo has the values that the engine chose."""
-
-    id: str
-    """Letters, digits, and . _ -; at most 128. A job that continues keeps its id."""
-    directory: str
-    """Directory of this job alone. It holds examples.bin, and validation.bin if there is a `validation_digest`."""
-    name: str
-    """Name under which the finished adapter is served, at once. It must be free at the start and at the end."""
-    tenant: str = ""
-    """The owner. Jobs of several tenants take turns. The caller decides who may name the adapter."""
-    data_digest: str
-    """SHA-256 of examples.bin in hexadecimal, as `write_examples` returns it."""
-    validation_digest: str = ""
-    epochs: int | None = None
-    """Number of epochs. None, here and below: chosen by the number of examples (`auto_epochs`, `auto_batch_size`)."""
-    batch_size: int | None = None
-    """Number of examples in an optimizer step."""
-    learning_rate: float = 2e-4
-    rank: int = 16
-    alpha: float | None = None
-    """Scale of the adapter. None: twice the rank."""
-    modules: tuple[str, ...] = ()
-    """Layers to adapt, out of q, k, v, o, gate, up, down. Empty: all of them."""
-    micro_batch: int | None = None
-    """Most tokens that are computed at once. None: the engine's configuration applies."""
-    seed: int = 0
-    paused: bool = False
-    """Begin paused: nothing runs before `resume`."""
-    known: int = 0
-    """Number of finished steps whose events the owner has received."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobInfo:
-    """A job as the engine has accepted it."""
-
-    id: str
-    step: int
-    """Optimizer steps done, and stored, before it was started here."""
-    steps: int
-    """Number of optimizer steps in the whole job."""
-    examples: int
-    trained_tokens: int
-    """Number of tokens trained in the finished steps."""
-    loss: float | None
-    """Loss of the last finished step; None before the first."""
-    validation: float | None
-    """Loss of the last validation; None before the first."""
-    checkpoint: str
-    """Directory of the adapter after the last complete epoch, in PEFT's format; empty if there is none."""
-    epochs: int
-    batch_size: int
-    learning_rate: float
-    rank: int
-    alpha: float
-    modules: tuple[str, ...]
-    micro_batch: int
-    untold: tuple[JobStep, ...] = ()
-    """Steps done after those that the owner knows, in order. None of them names a checkpoint."""
-
-
-class JobStep(msgspec.Struct, array_like=True, frozen=True, tag="step"):
-    """An optimizer step is done and stored: a killed engine does not compute it again."""
-
-    job: str
-    step: int
-    """Number of steps done including this one: 1 to `steps`, each once and in order."""
-    steps: int
-    """Number of optimizer steps in the whole job."""
-    tokens: int
-    """Number of tokens that this step trained on."""
-    loss: float
-    """Mean over the step's weighted tokens, before its update."""
-    validation: float | None = None
-    """Mean over the validation examples, after the update, at each epoch's end and every 100 steps; else None."""
-    checkpoint: str = ""
-    """The directory of the adapter after this step, if it ended an epoch; else empty."""
-
-
-class JobStatus(msgspec.Struct, array_like=True, frozen=True, tag="status"):
-    """The job has a new status. The first comes after the start."""
-
-    job: str
-    status: Literal["queued", "running", "paused"]
-    """queued: another job's turn; running: its steps are computed when there is time; paused: by request."""
-
-
-class JobEnded(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
-    """The last event of a job. Its directory belongs to the caller again."""
-
-    job: str
-    outcome: Literal["succeeded", "failed", "cancelled", "left"]
-    """left: its state is on the disk, and it continues when it is started again."""
-    reason: str = ""
-    """The reason why it failed, in one line; empty if it did not."""
-    adapter: AdapterInfo | None = None
-    """The adapter, if the job succeeded: requests may name it from now on."""
-    checkpoint: str = ""
-    """The adapter's directory, if the job succeeded."""
-
-
-JobEvent = JobStep | JobStatus | JobEnded
-
-
-class Message(msgspec.Struct, array_like=True):
-    """The base of all messages."""
-
-
 class Tensor(Message):
     """An array: its elements in row-major order and little-endian bytes."""
 
@@ -312,61 +203,6 @@ class Abort(Message, tag="abort"):
     """To the engine: drop a request. Ignored if it has ended."""
 
     request_id: str
-
-
-class LoadAdapter(Message, tag="load-adapter"):
-    """To the engine: read the adapter in this directory and serve it; the answer is AdapterLoaded or AdapterRefused."""
-
-    number: int
-    name: str
-    path: str
-
-
-class UnloadAdapter(Message, tag="unload-adapter"):
-    """To the engine: forget this adapter, a content id, once its requests have ended; then answer AdapterUnloaded."""
-
-    number: int
-    adapter: str
-
-
-class StartJob(Message, tag="start-job"):
-    """To the engine: take this tuning job; the answer is JobStarted or JobRefused."""
-
-    number: int
-    job: JobStart
-
-
-class ChangeJob(Message, tag="change-job"):
-    """To the engine: pause, resume, cancel or leave this open job; the answer is JobChanged or JobRefused."""
-
-    number: int
-    job: str
-    action: JobAction
-
-
-class FindChunks(Message, tag="find-chunks"):
-    """To the engine: report how much of this chain of block digests is here; the answer is ChunksFound."""
-
-    number: int
-    chain: list[bytes]
-
-
-class FetchChunks(Message, tag="fetch-chunks"):
-    """To the engine: bring these blocks of a sequence from another engine; the answer is ChunksFetched."""
-
-    number: int
-    digests: list[bytes]
-    indices: list[int]
-    """Index of each block in its sequence, 0 for the first block."""
-    source: str
-    """The other engine's `EngineInfo.chunk_address`."""
-    block_size: int
-
-
-class StopFetch(Message, tag="stop-fetch"):
-    """To the engine: give up the rest of a fetch. Its answer comes nevertheless."""
-
-    number: int
 
 
 class Ask(Message, tag="ask"):
@@ -443,72 +279,6 @@ class Refused(Message, tag="refused"):
     reason: str
     param: str = "prompt"
     """The field of the request that is at fault, as `RequestRefused` names it."""
-
-
-class AdapterLoaded(Message, tag="adapter-loaded"):
-    """From the engine: requests may name this adapter from now on."""
-
-    number: int
-    info: AdapterInfo
-
-
-class AdapterRefused(Message, tag="adapter-refused"):
-    """From the engine: an adapter that it does not load, with the reason. The reason names no directory."""
-
-    number: int
-    reason: str
-
-
-class AdapterUnloaded(Message, tag="adapter-unloaded"):
-    """From the engine: the adapter is forgotten."""
-
-    number: int
-
-
-class JobStarted(Message, tag="job-started"):
-    """From the engine: the job is accepted. Its events follow."""
-
-    number: int
-    info: JobInfo
-
-
-class JobChanged(Message, tag="job-changed"):
-    """From the engine: it has received the change. Events report the effect."""
-
-    number: int
-
-
-class JobRefused(Message, tag="job-refused"):
-    """From the engine: a job that it does not accept or change, with the reason. The reason names no directory."""
-
-    number: int
-    reason: str
-    missing: bool = False
-    """Whether there is no open job of this id."""
-
-
-class JobProgress(Message, tag="job-progress"):
-    """From the engine: events of jobs, in order."""
-
-    events: list[JobEvent]
-
-
-class ChunksFound(Message, tag="chunks-found"):
-    """From the engine: tokens of a chain that it holds, counted in the fastest tier that has them."""
-
-    number: int
-    device: int
-    host: int
-    lower: int
-
-
-class ChunksFetched(Message, tag="chunks-fetched"):
-    """From the engine: the number of tokens that have come. Requests now find them."""
-
-    number: int
-    tokens: int
-    reason: str = ""
-    """The reason why it is less than was asked for, in one line; empty if it is not."""
 
 
 class Failed(Message, tag="failed"):
@@ -593,26 +363,24 @@ class Submitted(Message, tag="submit"):
 
 
 ToEngine = (
-    Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
-    | FetchChunks | StopFetch | Ask | Watch | Tick | Shutdown
+    Start | StartApp | Submit | Infer | Abort | Ask | Watch | Tick | Shutdown
+    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine
 )  # fmt: skip
-AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
-TuningAnswer = JobStarted | JobChanged | JobRefused | JobProgress
 FromEngine = (
-    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | TuningAnswer | ChunksFound
-    | ChunksFetched | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure
+    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | Failed | Stats | Clock | Steps | Activity
+    | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
-    Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
-    | FetchChunks | StopFetch | Ask | Watch | Tick | Shutdown
+    Start | StartApp | Submitted | Infer | Abort | Ask | Watch | Tick | Shutdown
+    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: Message) -> bytes:
     """A message as bytes. Raises ValueError beyond MESSAGE_LIMIT."""
     return _bounded(_encode(Submitted.of(message.request) if isinstance(message, Submit) else message))
 

@@ -17,11 +17,12 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from holdfast.core.cell_cost import CellCost, choose_sizes
-from holdfast.core.config import CacheTypeName, EngineConfig, ExecutorName, QuantizationName
+from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
 from holdfast.core.cost import CostModel, LinkCost, PaddedCost
 from holdfast.core.layout import Layout
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 from holdfast.files.regular import open_regular
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowShape, precision_of
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -1,4 +1,4 @@
-"""imported: the object that a setting names as `module:object`."""
+"""imported: loads the object that a setting names as `module:object`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def imported(kind: str, name: str) -> Any:
-    """The object of this name; `kind` says how it is used. Modules are also looked for in the current folder.
+    """Return the named object. `kind` is its name in errors. Modules in the current directory are found, too.
 
-    Raises ValueError that names the missing or wrong part.
+    Raises ValueError, which names the missing or wrong part.
     """
     module, _, path = name.partition(":")
     if module.startswith(".") or not all(part.isidentifier() for part in module.split(".")):

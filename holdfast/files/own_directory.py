@@ -1,4 +1,4 @@
-"""OwnDirectory: a directory that only this user can write to, and the files opened below it."""
+"""OwnDirectory: a directory that only this user can write to, and the files that are opened in it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ OTHERS_WRITE = 0o022
 
 
 class OwnDirectory:
-    """A directory of this user that nobody else may write to, held open. Its files are opened relative to it.
+    """A directory of this user that no other user may write to. It is held open; files are opened in it.
 
-    Anybody who can write to a directory could put links there, through which this process would overwrite files
-    elsewhere with its own rights. So a directory of another owner, or one that others may write to, is refused, and so
-    are links in it. Held open, the directory stays the one that was checked, whatever its path leads to later.
+    If others could write to a directory, they could put links there, through which this process would overwrite files
+    elsewhere. So a directory with another owner, or with write permission for others, is refused, and so are links in
+    it. Because the directory is held open, it stays the checked one even if its path later leads elsewhere.
     """
 
     def __init__(self, path: Path, parent: OwnDirectory | None = None) -> None:
-        """Open the directory, or make it for this user alone. With `parent`, `path` is a name in it.
+        """Open the directory, or create it for this user alone. With `parent`, `path` is a name in that directory.
 
-        Raises OSError with the fault of an existing directory.
+        Raises OSError with the reason why an existing directory is refused.
         """
         self.path: Path = path if parent is None else parent.path / path
         at: int | None = None if parent is None else parent._descriptor
@@ -39,13 +39,13 @@ class OwnDirectory:
         self._descriptor: int = _open_own(path, at)
 
     def below(self, name: str) -> OwnDirectory:
-        """A directory in this one, made if it does not exist, with the same checks. Raises OSError."""
+        """Open a directory in this one, with the same checks, or create it. Raises OSError."""
         return OwnDirectory(Path(name), self)
 
     def open(self, name: str, flags: int) -> int:
-        """The descriptor of a regular file of this user in the directory. A new file is for this user alone.
+        """Open a regular file in this directory, and return its descriptor. A new file is for this user alone.
 
-        Raises OSError, also for a link, for another user's file, and for a file that has a second name elsewhere.
+        Raises OSError, also for a link, for another user's file, and for a file with a second hard link.
         """
         descriptor = open_regular(name, flags | os.O_NOFOLLOW, directory=self._descriptor)
         found = os.fstat(descriptor)
@@ -62,16 +62,16 @@ class OwnDirectory:
             file.write(text)
 
     def names(self) -> list[str]:
-        """The names of all entries of the directory, sorted."""
+        """Return the names of all entries in the directory, sorted."""
         return sorted(os.listdir(self._descriptor))  # noqa: PTH208  by descriptor
 
     def bytes_on_disk(self) -> int:
-        """Bytes that the directory's files take on the disk."""
+        """Return the number of bytes that the directory's files occupy on the disk."""
         sizes = [os.stat(name, dir_fd=self._descriptor, follow_symlinks=False) for name in self.names()]
         return sum(each.st_blocks * 512 for each in sizes)
 
     def remove_tree(self, name: str) -> None:
-        """Remove a directory in this one with all its contents, as far as that is possible. A link is left alone."""
+        """Remove a directory in this one with its contents, as far as possible. Does not remove a link."""
         shutil.rmtree(name, ignore_errors=True, dir_fd=self._descriptor)
 
     def __enter__(self) -> Self:
@@ -83,7 +83,7 @@ class OwnDirectory:
 
 
 def check_own(found: os.stat_result, path: Path | str) -> None:
-    """Raise OSError unless `found`, the status of a path, is a directory of this user that nobody else may write to."""
+    """Raises OSError unless `found`, the status of `path`, is a directory that only this user may write to."""
     if not stat.S_ISDIR(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "a regular file")
         raise OSError(errno.ENOTDIR, f"it is {kind}, not a directory", str(path))

@@ -1,9 +1,9 @@
-"""Opens regular files, and nothing else, at paths that somebody else chose or may have changed.
+"""Opens regular files, and no other kind, at paths that somebody else chose or may have changed.
 
-Opening a named pipe waits until somebody writes to it, and opening a device may have any effect. So all files are
-opened by path through this module: without waiting, and refused by name unless they are regular. Links are followed at
-paths that a user gives, because the hub's cache is made of them. `own_directory` follows none in a directory of the
-server's own.
+Opening a named pipe waits for a writer, and opening a device may have any effect. So all files are opened through this
+module, without waiting, and anything but a regular file is refused with an error that names its kind. Links are
+followed, because a path from a user may lead into the hub's cache, which is made of links. In the server's own
+directories, `own_directory` follows no links.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a directory",
 }
-"""Kinds of files that are not regular, in words."""
+"""Names of the file kinds that are not regular files."""
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, directory: int | None = None, mode: int = 0o600) -> int:
-    """The descriptor of a regular file, opened without waiting. `path` is relative to the descriptor `directory`.
+    """Open a regular file without waiting, and return its descriptor. `path` may be relative to `directory`.
 
-    Raises OSError as `os.open` does, and one that names the kind of a file that is not regular. `flags` must not have
-    O_TRUNC: a file is changed only once it is known to be regular.
+    Raises OSError as `os.open` does, or with the kind of a file that is not regular. `flags` must not contain O_TRUNC,
+    because a file may only be changed once it is known to be regular.
     """
     assert not flags & os.O_TRUNC
     try:
@@ -39,7 +39,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, directory: int |
     except OSError as error:
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise irregular(stat.S_IFLNK, path) from None
-        if error.errno == errno.ENXIO:  # nobody reads the pipe, or nobody listens at the socket
+        if error.errno == errno.ENXIO:  # A pipe that nobody reads, or a socket at which nobody listens.
             kind = os.stat(path, dir_fd=directory).st_mode
             raise irregular(kind, path) from None
         raise
@@ -55,7 +55,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, directory: int |
 
 
 def irregular(mode: int, path: str | Path) -> OSError:
-    """The error for a file that is not regular. For a directory it is an IsADirectoryError."""
+    """Return the error for a file that is not regular. For a directory it is an IsADirectoryError."""
     kind = stat.S_IFMT(mode)
     if kind == stat.S_IFDIR:
         return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -63,14 +63,14 @@ def irregular(mode: int, path: str | Path) -> OSError:
 
 
 def open_file(path: str | Path) -> BufferedReader:
-    """A regular file, open for reading bytes. Raises OSError."""
+    """Open a regular file for reading bytes. Raises OSError."""
     return BufferedReader(FileIO(open_regular(path), "rb"))
 
 
 def create_file(path: str | Path, *, follow_links: bool = False, mode: int = 0o666) -> BufferedWriter:
-    """A regular file, open for writing bytes. An existing file is emptied once it is known to be regular.
+    """Open a regular file for writing bytes. An existing file is emptied once it is known to be regular.
 
-    `follow_links` is for a path that a user gives, not for a name that this process made. Raises OSError.
+    Set `follow_links` for a path that a user gave, but not for a name that this process made. Raises OSError.
     """
     flags = os.O_WRONLY | os.O_CREAT | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = open_regular(path, flags, mode=mode)
@@ -79,12 +79,12 @@ def create_file(path: str | Path, *, follow_links: bool = False, mode: int = 0o6
 
 
 def open_directory(path: str | Path) -> int:
-    """The descriptor of a directory. The path's last part may not be a link. Raises OSError."""
+    """Open a directory, and return its descriptor. The last part of the path must not be a link. Raises OSError."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def sync_directory(path: str | Path) -> None:
-    """Make the names in a directory durable (fsync). Raises OSError."""
+    """Make the names in a directory durable, with fsync. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -94,26 +94,27 @@ def sync_directory(path: str | Path) -> None:
 
 @contextmanager
 def name_of_regular(path: str | Path) -> Iterator[str]:
-    """A name by which a library can open a file that is known to be regular, valid within the block. Raises OSError."""
+    """Yield a name by which a library can open a regular file. It is valid within the context. Raises OSError."""
     with open_file(path) as file:
         yield f"/dev/fd/{file.fileno()}"
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """All bytes of a regular file. Raises OSError."""
+    """Return all bytes of a regular file. Raises OSError."""
     with open_file(path) as file:
         return file.read()
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a regular file. Raises OSError, and UnicodeDecodeError (a ValueError) if it is not UTF-8."""
+    """Return the text of a regular file. Raises OSError, and UnicodeDecodeError (a ValueError) if it is not UTF-8."""
     return read_bytes(path).decode()
 
 
 def check_regular_below(directory: Path) -> None:
-    """Raise OSError if a directory holds anything but regular files, directories, and links to them.
+    """Raises OSError if a directory holds anything but regular files, directories, and links to them.
 
-    For directories whose files others open by name. A link without a target is left to the code that needs the target.
+    This is for directories whose files a library opens by name. A link without a target is accepted: only code that
+    needs the target fails.
     """
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):

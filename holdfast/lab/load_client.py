@@ -15,14 +15,14 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.workloads import Conversation, PromptTokens, Workload
 
 Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
-"""Sends (prompt, output tokens, record): times the answer, and writes it or the failure into the record."""
+"""Function that sends a prompt, times the answer of this many tokens, and writes it or the failure into the record."""
 
 
 class LoadClient:
     """Sends a workload and records the answers. Prompts are token ids.
 
-    A client does not know the ids of generated tokens. The next turn of a conversation therefore carries other tokens
-    in their place. So only the previous prompt can come from a prefix cache, not the previous answer.
+    A client does not know the ids of generated tokens, so the next turn of a conversation carries other tokens in their
+    place. A prefix cache can therefore find only the previous prompt, not the previous answer.
     """
 
     def __init__(self, ask: Ask, tokens: PromptTokens, on_progress: Callable[[int], None]) -> None:
@@ -37,7 +37,7 @@ class LoadClient:
     async def run(self, workload: Workload, concurrency: int | None = None) -> list[Record]:
         """Send at the arrival times, or keep `concurrency` conversations open. Failures are in the records."""
         gc.collect()
-        gc.freeze()  # a full collection would delay the times of all streams
+        gc.freeze()  # a full collection would delay all streams
         self._began = time.monotonic()
         numbered = iter(enumerate(workload))
         if concurrency is None:

@@ -11,19 +11,19 @@ from typing import Any
 
 @dataclass(slots=True)
 class Record:
-    """One request as a client saw it. Times in seconds on one clock."""
+    """One request as a client saw it. Times are in seconds on one clock."""
 
     arrival: float
     prompt_tokens: int
     scheduled: float | None = None
-    """When its first segment was planned; None if unknown."""
+    """Time at which the first segment was planned; None if unknown."""
     token_times: list[float] = field(default_factory=list)
     """Arrival time of each generated token, ascending. Over HTTP, tokens that arrive together have one time."""
     output_tokens: int | None = None
     """Number of generated tokens; None: one for each entry of `token_times`."""
     cached_tokens: int = 0
     error: str = ""
-    """The reason why the request failed; empty if it did not."""
+    """The reason why the request failed; empty if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     }
     if slo is not None:
         limits = ((slo.ttft, ttft), (slo.tpot, tpot), (slo.e2el, e2el))
-        missed = {  # a request of one token has no TPOT and cannot miss it
+        missed = {  # a request of one token has no TPOT, so it cannot miss the limit
             number
             for limit, values in limits
             for number, value in enumerate(values)
@@ -86,13 +86,14 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
 
 
 def queue_growth(records: Sequence[Record], window: float) -> float:
-    """The share of requests arriving in the later half of `window` seconds that was left waiting at its end.
+    """Share of the requests arriving in the later half of `window` seconds that still waited at its end.
 
     The window begins with the first arrival. A request begins when its first step is planned or, if that is not known,
-    when its first token comes. The shortest wait of all requests counts as no wait. The later half is expected to begin
-    as many requests as arrive on average in half a window, or as many as arrived there if they are fewer: then neither
-    a burst nor a lull counts as growth. The share is 0 if chance explains it: if at most the square root of the
-    expected number was left, the usual deviation of random arrivals.
+    when its first token comes. The shortest wait of all requests counts as no wait.
+
+    The later half is expected to begin as many requests as arrive on average in half a window, or as many as arrived
+    there if they are fewer; so neither a burst nor a lull counts as growth. The share is 0 if chance explains it: if at
+    most the square root of the expected number still waited, the usual deviation of random arrivals.
     """
     begun = [
         (record.arrival, record.token_times[0] if record.scheduled is None else record.scheduled)
@@ -111,7 +112,7 @@ def queue_growth(records: Sequence[Record], window: float) -> float:
 
 
 def _peak_tokens_per_second(records: Sequence[Record]) -> float:
-    """Most tokens that arrived in any one second, counting seconds from the first arrival."""
+    """Largest number of tokens that arrived in any one second, counting seconds from the first arrival."""
     began = min(record.arrival for record in records)
     seconds: dict[int, float] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Capacity planning: the highest request rate that a way to serve sustains within latency limits, and its cost."""
+"""Capacity planning: the highest request rate that a deployment sustains within latency limits, and its cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.cluster.routing import RouterName, RoutingRules, make_router
-from holdfast.core.config import EngineConfig, SchedulerName
+from holdfast.core.config import SchedulerName
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, Slo, queue_growth, summary
@@ -23,13 +23,14 @@ from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
 from holdfast.lm.choice import find_policy
+from holdfast.lm.config import EngineConfig
 
 MAX_QUEUED_MS = 2000.0
 """Longest median wait in ms for the first step under a sustained load (Sarathi-Serve §5)."""
 MAX_QUEUE_GROWTH = 0.05
-"""Largest share of the arriving requests that may be left waiting while the load lasts (`metrics.queue_growth`)."""
+"""Largest share of the arriving requests that may still wait when arrivals end (`metrics.queue_growth`)."""
 TOLERANCE = 0.05
-"""A search ends when its upper bound is at most this share above its lower one, by default."""
+"""Default gap between the bounds of a search at which it ends, as a share of the lower bound."""
 MIN_RATE, MAX_RATE = 1e-3, 1e5
 """Bounds of a search, in requests per second."""
 SHARED_OPTIONS = (
@@ -38,11 +39,10 @@ SHARED_OPTIONS = (
 )  # fmt: skip
 """Engine options that are the same for all candidates."""
 MIN_CONVERSATIONS = 40
-"""Least number of conversations in a run, however low its rate."""
+"""Smallest number of conversations in a run, however low its rate."""
 LIFETIMES = 3.0
-"""Length of a run's arrivals, in mean lifetimes of its conversations. During about the first lifetime more and more
-conversations run at once, and no queue forms however high the rate is.
-"""
+"""Length of a run's arrivals, in mean lifetimes of its conversations. During about the first lifetime the number of
+open conversations rises, and no queue forms however high the rate is."""
 MOST_EXTENSION = 8.0
 """Longest time of arrivals in a run, divided by the time that was asked for."""
 MAX_ROUTED = 64
@@ -61,9 +61,9 @@ Layout = tuple[int, int, float]
 def sustained(figures: Mapping[str, float], tbt_ms: float, ttft_ms: float | None = None) -> bool:
     """Whether P99 TBT and P99 TTFT are within their limits and the queue is short and does not grow.
 
-    The queue is short if the median wait for the first step is at most MAX_QUEUED_MS. Its growth is the figure
-    `queue_growth`; without that figure only its length counts. If `figures` has no queueing times, TTFT replaces them.
-    Without `ttft_ms`, TTFT has no limit.
+    The queue is short if the median wait for the first step is at most MAX_QUEUED_MS. It grows if the figure
+    `queue_growth` says so; without that figure only its length counts. If `figures` has no queueing times, TTFT
+    replaces them. Without `ttft_ms`, TTFT has no limit.
     """
     queued = figures["median_queued_ms" if "median_queued_ms" in figures else "median_ttft_ms"]
     prompt = ttft_ms is None or figures["p99_ttft_ms"] <= ttft_ms
@@ -93,12 +93,12 @@ def load_figures(records: Sequence[Record], workload: Workload, slo: Slo | None 
 
 
 def describe_load(figures: Mapping[str, float]) -> str:
-    """One line of text: how long the load of a run lasted, and whether that shows if its queue grows."""
+    """One line of text: how long the load of a run lasted, and whether that is long enough to show a growing queue."""
     window, lifetime = figures["arrival_window"], figures["mean_lifetime"]
-    told = f"conversations arrived for {window:,.3g} s, {window / lifetime:,.2g} times as long as one lasts"
+    lasted = f"conversations arrived for {window:,.3g} s, {window / lifetime:,.2g} times as long as one lasts"
     if lasting(figures):
-        return f"the queue does not grow: {told}"
-    return f"whether the queue grows cannot be told: {told}; it takes {LIFETIMES * lifetime:,.0f} s"
+        return f"the queue does not grow: {lasted}"
+    return f"the run was too short to show whether the queue grows: {lasted}; it takes {LIFETIMES * lifetime:,.0f} s"
 
 
 def lasting(figures: Mapping[str, float]) -> bool:
@@ -189,10 +189,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityQuestion:
-    """The question that a capacity plan answers, one for all candidates. Plain data, so other processes can take it."""
+    """The question that a capacity plan answers, shared by all candidates.
+
+    It is plain data, so processes can exchange it.
+    """
 
     model: str | ModelShape
-    """A shape, or the name of a known one. Not used if there is a profile."""
+    """A model's shape, or the name of a known one. Not used if there is a profile."""
     device: str
     devices: int
     price: float | None
@@ -206,7 +209,10 @@ class CapacityQuestion:
     tbt_ms: float
     ttft_ms: float | None
     seconds: float
-    """Seconds during which conversations arrive in each run; more if it takes longer to see whether the queue grows."""
+    """Seconds during which conversations arrive in each run.
+
+    A run is longer if it must show whether the queue grows.
+    """
     link: str | None = None
     """Link between the devices of a layer. None: the device's own."""
     stage_link: str | None = None
@@ -255,7 +261,7 @@ class CapacityQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The capacity and cost of a candidate, for one replica; `fleet_capacity` is for all."""
+    """The capacity and cost of a candidate, for one replica. `fleet_capacity` is the capacity of all replicas."""
 
     candidate: Candidate
     capacity: float
@@ -321,13 +327,13 @@ class FleetEvaluation:
     router: RouterName
     replicas: int
     capacity: float
-    """Conversations per second that they sustain together; 0 if none."""
+    """Conversations per second that the replicas sustain together; 0 if none."""
     figures: Mapping[str, Any]
     """`load_figures` of the run at that rate; empty without capacity."""
     found: float
-    """Prompt tokens found in that run, as a share of those that one replica with endless memory would find."""
+    """Prompt tokens found in that run, as a share of those that one replica with unlimited memory would find."""
     spread: float
-    """Busy time of the busiest replica minus that of the idlest, as a share of the mean."""
+    """Busy time of the busiest replica minus that of the least busy one, as a share of the mean."""
     moves: int
     """Number of conversations moved ahead of need."""
     copied_tokens: int
@@ -388,7 +394,10 @@ def evaluate_fleet(
 
 
 def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:
-    """Conversations completed per second when all arrive at once. A first guess of the capacity saves long runs."""
+    """Conversations completed per second when all arrive at once.
+
+    As a first guess of the capacity, it saves long runs.
+    """
     sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.max_sequences)]
     outcome = simulate(engine, deployment.profile, sample, pipeline=deployment.pipeline)
     return len(sample) / outcome.seconds
@@ -400,8 +409,8 @@ def evaluator(question: CapacityQuestion, jobs: int) -> Iterator[Callable[[Seque
     if jobs == 1:
         yield partial(map, partial(evaluate, question))
         return
-    # Spawn: a forked child would inherit locks of threads that it does not have. Children ignore Ctrl-C, which this
-    # process handles: otherwise each would print a traceback.
+    # Spawn, because a forked child would inherit locks of threads that it does not have. Children ignore Ctrl-C, which
+    # this process handles; otherwise each would print a traceback.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         pool = multiprocessing.get_context("spawn").Pool(jobs)
@@ -414,7 +423,8 @@ def evaluator(question: CapacityQuestion, jobs: int) -> Iterator[Callable[[Seque
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """The evaluation with the highest capacity over all devices; None if none has any.
 
-    A search cannot separate capacities that are within its tolerance. Among those the first wins: the plainest.
+    A search cannot separate capacities that are within its tolerance. The first of them is chosen, which is the
+    plainest.
     """
     highest = max((each.fleet_capacity for each in evaluations), default=0.0)
     near = highest * (1 - TOLERANCE)
@@ -430,8 +440,8 @@ def make_capacity_plan(
 ) -> list[Evaluation]:
     """Evaluate every layout under the first policy, then every other policy on the best layout.
 
-    Uses at most `jobs` processes. `on_progress` receives the number of evaluations done, of
-    `len(layouts) + len(policies) - 1`.
+    Uses at most `jobs` processes. `on_progress` receives the number of evaluations done, of `len(layouts) +
+    len(policies) - 1`.
     """
     evaluations: list[Evaluation] = []
     with evaluator(question, min(jobs, max(len(layouts), len(policies)))) as evaluate_all:
@@ -448,7 +458,7 @@ def make_capacity_plan(
 
 
 def make_layouts(devices: int, tp: Sequence[float], pp: Sequence[float], host_gb: Sequence[float]) -> list[Layout]:
-    """Every combination of tp, pp and host tier that fits on `devices`, plainest first. Raises ValueError for none.
+    """Every combination of tp, pp and host tier that fits on `devices`, plainest first. Raises ValueError if none fits.
 
     An empty `tp` or `pp` stands for all powers of two up to `devices`.
     """

@@ -33,10 +33,10 @@ class PaddedRequestLevel(RunToCompletion):
 
 
 class PrefillApart(RowPolicy):
-    """Baton §5.1, "PD": prompts of similar length are prefilled together, and batches of any of them run to completion.
+    """Baton §5.1, "PD": prompts of similar length are prefilled together. Batches of any of them run to completion.
 
-    A batch is formed when nothing runs, once enough prompts are prefilled or no more can be. It takes them in the order
-    of a digest of their ids: at random, and alike in every run.
+    A batch is formed when nothing runs, once enough prompts are prefilled or no more can be. It takes prompts in the
+    order of a digest of their ids: a random order that is equal in every run.
     """
 
     to_completion = True
@@ -52,7 +52,7 @@ class PrefillApart(RowPolicy):
 
 
 class PaddedOrca(RowPolicy):
-    """Orca on padded rows: all decodes and every prompt that may start, in one forward, with memory reserved."""
+    """Orca on padded rows: all decodes, and every prompt that may start, in one forward. Memory is reserved."""
 
     reserves = unbounded = True
 
@@ -75,7 +75,7 @@ class PaddedBatches(RowPolicy):
 
 
 class PredictedLength:
-    """Allows a request if rows × (longest current length + most new tokens) of it and all running ones fit memory."""
+    """Allows a request if rows × (longest current length + most new tokens) fit memory, with all running ones."""
 
     def __init__(self, step: RowBuilder) -> None:
         self._step = step
@@ -92,5 +92,5 @@ class PredictedLength:
 
 
 def new_tokens(entry: Entry) -> int:
-    """Most tokens that a request generates in all."""
+    """Largest number of tokens that a request generates in all."""
     return entry.limit - entry.sequence.request.answer_start

@@ -10,8 +10,8 @@ from holdfast.lm.scheduler.policies import FixedBudget, checked
 class RequestLevel(FixedBudget):
     """FasterTransformer (Sarathi-Serve, Algorithm 1): forms one batch, and decodes it until its last request has ended.
 
-    A batch is formed when nothing runs, of as many waiting requests as rows and memory allow; each reserves blocks for
-    its longest length. Its prompts are prefilled in as many steps as they take, and requests that arrive later wait.
+    A batch is formed when nothing runs, from as many waiting requests as rows and memory allow. Each request reserves
+    blocks for its longest length. Prompts are prefilled in as many steps as they take, and later requests wait.
     """
 
     reserves = unbounded = True
@@ -26,7 +26,10 @@ class RequestLevel(FixedBudget):
 
 
 class Orca(FixedBudget):
-    """Orca: requests join and leave at every step. Prompts are whole, and blocks reserved for the longest length."""
+    """Orca: requests join and leave at every step.
+
+    Prompts are whole, and blocks are reserved for the longest length.
+    """
 
     reserves = unbounded = True
 
@@ -37,7 +40,7 @@ class Orca(FixedBudget):
 
 
 class PrefillFirst(FixedBudget):
-    """vLLM of the papers (Sarathi-Serve, Algorithm 2): while a request can start, steps compute only whole prompts."""
+    """vLLM in the papers (Sarathi-Serve, Algorithm 2): steps compute only whole prompts while one can start."""
 
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget
@@ -69,7 +72,7 @@ class Unified(FixedBudget):
 
     @classmethod
     def sized(cls, token_budget: int, capacity: int) -> Unified:
-        """The policy as `FixedBudget.sized` makes it, with the token budget as the threshold."""
+        """The policy that `FixedBudget.sized` makes, with the token budget as the threshold."""
         return cls(token_budget, capacity)
 
     def plan(self, step: StepBuilder) -> None:

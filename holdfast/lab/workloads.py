@@ -23,7 +23,7 @@ HASH_BLOCK = 512
 DEFAULT_REQUESTS = 100
 """Default number of conversations in a generated workload."""
 CHARACTERS_PER_TOKEN = 4
-"""Characters per token, to estimate the length of a text without a tokenizer."""
+"""Number of characters per token, to estimate the length of a text without a tokenizer."""
 MIN_VARIATION, MAX_VARIATION = 0.01, 100.0
 """Bounds of the variation of arrivals. Beyond them, the gamma distribution leaves the range of floats."""
 
@@ -38,13 +38,12 @@ class Turn:
     """Seconds between the end of the previous turn and this one."""
     hashes: tuple[int, ...] = ()
     """Ids of the turn's blocks of HASH_BLOCK tokens. Equal ids mean equal tokens. If empty, no other turn has these
-    tokens.
-    """
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, each of which continues the previous one."""
+    """A conversation: turns, each of which continues the previous one."""
 
     arrival: float
     """Seconds from the workload's start to the first turn."""
@@ -84,8 +83,9 @@ class Dataset:
 
 
 DATASETS = {
-    # Sarathi-Serve, Table 2: median and P90 after removing outliers above 8,192 and 16,384 tokens. The prompts'
-    # parameters are those of the lognormal distribution that has these quantiles once truncated there.
+    # Sarathi-Serve, Table 2: median and P90 after removing outliers above 8,192 and 16,384 tokens. The parameters of
+    # the
+    # prompts are those of the lognormal distribution that has these quantiles once truncated there.
     "openchat_sharegpt4": Dataset(Lengths(3566.9, 1.7229), Lengths(415, 0.5446), 8192),
     "arxiv_summarization": Dataset(Lengths(7867.9, 0.6479), Lengths(208, 0.4515), 16384),
 }
@@ -125,8 +125,8 @@ def sample_dataset(name: str, count: int, seed: int) -> list[Conversation]:
 def multi_turn(count: int, think: float, seed: int, means: ConversationMeans = SHAREGPT) -> list[Conversation]:
     """Conversations with the means of a data set, all arriving at once.
 
-    The number of turns is geometric (at most 40) and lengths are lognormal. Before each turn but the first comes an
-    exponential think time, `think` seconds on average.
+    The number of turns is geometric (at most 40) and lengths are lognormal. Each turn but the first has an exponential
+    think time before it, `think` seconds on average.
     """
     choose = random.Random(seed)
     prompts, outputs = Lengths.of_mean(means.prompt, 1.0, 4, 2048), Lengths.of_mean(means.output, 0.8, 4, 1024)
@@ -227,7 +227,7 @@ def speed_up(workload: Workload, factor: float) -> list[Conversation]:
 
 
 def fit_context(workload: Workload, max_model_len: int) -> list[Conversation]:
-    """Cut conversations before the first turn that exceeds `max_model_len` tokens; drop those without turns left."""
+    """Cut conversations before the first turn that exceeds `max_model_len` tokens. Drop those without turns left."""
     fitting = []
     for conversation in workload:
         length, turns = 0, []
@@ -248,7 +248,7 @@ def num_requests(workload: Workload) -> int:
 
 @lru_cache(maxsize=4)
 def _base_tokens(vocab_size: int, length: int) -> tuple[int, ...]:
-    """`length` random tokens, twice over, to cut texts from. Cached: a capacity search asks for the same ones often."""
+    """`length` random tokens, then the same again. Texts are cut from them. Cached for capacity searches."""
     return tuple(random.Random(0).choices(range(16, vocab_size), k=length)) * 2
 
 
@@ -258,14 +258,17 @@ class PromptTokens:
     BASE = 1 << 16
 
     def __init__(self, vocab_size: int, salt: str = "") -> None:
-        """Tokens lie in [16, vocab_size): many models use the first ids for control. Each `salt` gives other tokens."""
+        """Tokens lie in [16, vocab_size), because many models use the first ids for control.
+
+        Each `salt` gives other tokens.
+        """
         if vocab_size < 64:
             raise ValueError(f"vocab_size is {vocab_size}; it must be at least 64")
         self._salt = salt
         self._vocabulary = range(16, vocab_size)
         self._base = _base_tokens(vocab_size, self.BASE)
         self._block = lru_cache(maxsize=1 << 14)(lambda block: self._text(f"#{block}", HASH_BLOCK))
-        """The tokens of a hash id. Cached, because prefixes come again and again."""
+        """The tokens of a hash id. Cached, because prefixes occur again and again."""
 
     def prompt(self, conversation: int, index: int, turn: Turn) -> tuple[int, ...]:
         """The new prompt tokens of turn number `index` of conversation number `conversation`."""
@@ -278,7 +281,7 @@ class PromptTokens:
         return self._text(f"{conversation}/{index}/answer", turn.output)
 
     def _text(self, name: str, length: int) -> tuple[int, ...]:
-        """Tokens determined by `name`. The first 12 are drawn for it alone, so that different names differ at once."""
+        """Tokens determined by `name`. The first 12 are drawn from it alone, so that different names differ at once."""
         choose = random.Random(self._salt + name)
         start = choose.randrange(self.BASE)
         first = tuple(choose.choices(self._vocabulary, k=min(length, 12)))

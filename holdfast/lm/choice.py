@@ -1,12 +1,11 @@
-"""The policy that a name means, and the number of tokens that its steps may hold."""
+"""The policy that a name means, the number of tokens that its steps may hold, the memory, and the scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from math import inf
-from typing import Any
 
-from holdfast.core.config import EngineConfig, ExecutorName
+from holdfast.core.config import CoreConfig, ExecutorName
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.types import Identity
 from holdfast.files.imported import imported
@@ -14,18 +13,10 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
-from holdfast.lm.parts.adapters.planner import AdapterPart
-from holdfast.lm.parts.adapters.pool import AdapterPool
-from holdfast.lm.parts.moves.planner import MovePart
-from holdfast.lm.parts.speculation.drafts import Drafter, NgramDrafter, SuffixDrafter
-from holdfast.lm.parts.speculation.planner import SpeculationPart
-from holdfast.lm.parts.standard import parts_of_requests, parts_of_rows
-from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
-from holdfast.lm.parts.tiers.planner import TierPart
-from holdfast.lm.parts.tuning.choice import with_training
-from holdfast.lm.parts.tuning.planner import TuningPart
-from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.kind import MemoryKind
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.part import Part
@@ -110,7 +101,7 @@ def make_policy(name: str, *, token_budget: int, capacity: int, executor: Execut
     return find_policy(name, executor).sized(token_budget, capacity)
 
 
-def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | None, *, stages: int = 1) -> Policy:
+def choose_policy(config: CoreConfig, shape: EngineShape, cost: CostModel | None, *, stages: int = 1) -> Policy:
     """The policy that a configuration asks for, in a pipeline of `stages`; `cost` is that of a step through all.
 
     Raises ValueError for a latency target without a `cost` model, and on padded rows for a policy that the model cannot
@@ -123,12 +114,12 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
     if shape.rows is not None:
         check_rows(config, shape, shape.rows)
         cost = None if cost is None else PaddedCost.of(cost)
-    if config.tbt_target is None:
+    if config.tbt_seconds is None:
         kind = find_policy(config.scheduler, shape.executor)
         return kind.sized(whole_tiles(budget, shape.tile) if kind.chunks else budget, capacity)
     if cost is None:
         raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
-    target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
+    target, tile, ceiling = config.tbt_seconds, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
     if config.token_budget != "auto" and stages > 1:
         return PipelineLatencyTarget(cost, target, tile=tile, ceiling=ceiling, stages=stages)
     if config.token_budget != "auto":
@@ -148,7 +139,7 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
     return StallFree(budget)
 
 
-def check_rows(config: EngineConfig, shape: EngineShape, rows: RowShape) -> None:
+def check_rows(config: CoreConfig, shape: EngineShape, rows: RowShape) -> None:
     """Raise ValueError for a configuration that padded rows of this shape cannot follow."""
     if config.scheduler in ("shaping", "orca") and not rows.abilities.shaping:
         raise ValueError(
@@ -163,7 +154,7 @@ def check_rows(config: EngineConfig, shape: EngineShape, rows: RowShape) -> None
         )
 
 
-def steps_in_flight(config: EngineConfig, stages: int) -> int:
+def steps_in_flight(config: CoreConfig, stages: int) -> int:
     """Most steps in flight in a pipeline of `stages`: what one stage has, and one more for each further stage.
 
     By default that is a step on each stage, and one that is ready for the first.
@@ -171,65 +162,17 @@ def steps_in_flight(config: EngineConfig, stages: int) -> int:
     return config.steps_in_flight + stages - 1
 
 
-def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Cost:
+def retention_cost(config: CoreConfig, shape: EngineShape, cost: CostModel | None) -> Cost:
     """Cost of recomputing a chunk, by position: from the cost model, or without one from the model's sizes."""
     if cost is not None:
         return partial(cost.recompute, config.chunk_size)
     return partial(cost_by_position, balance=shape.attention_balance)
 
 
-def make_scheduler(
-    config: EngineConfig,
-    shape: EngineShape,
-    cost: CostModel | None,
-    *,
-    policy: Policy | None = None,
-    stages: int = 1,
-    tuner: Tuner | None = None,
-    deferral_bound: float | None = None,
-    tuning_progress: bool = False,
-    drafter: Drafter | None = None,
-    now: float = 0.0,
-) -> Scheduler:
-    """The scheduler of an engine of this shape, real or simulated, with its own memory.
-
-    `policy` replaces the one that the configuration asks for. `stages` is the number of pipeline stages. With a `tuner`
-    (`parts.tuning.choice.make_tuner`) it plans training too (`with_training`). With a `drafter` (`make_drafter`),
-    decodes verify drafts if `cost` says that it pays. `now` is the time at which the contents of the disk tier were
-    listed (`EngineShape.lower`).
-
-    Raises ValueError as `choose_policy` and `with_training` do, for padded rows in a pipeline, and for a bound without
-    a tuner.
-    """
-    policy = policy or choose_policy(config, shape, cost, stages=stages)
-    parts: list[Part] = []
-    if drafter is not None and cost is not None:
-        target = inf if config.tbt_target is None else config.tbt_target / 1000
-        parts.append(SpeculationPart(drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target))
-    parts += parts_of_requests()  # after drafts, which have the budget before forced tokens
-    if shape.adapter_slots:
-        parts.append(AdapterPart(AdapterPool(shape.adapter_slots)))
-    if tuner is not None:
-        tuning = TuningPart(tuner)
-        policy = with_training(config, shape, cost, policy, tuning, stages, deferral_bound, tuning_progress)
-        parts.append(tuning)
-    elif deferral_bound is not None:
-        raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
-    settings: dict[str, Any] = dict(
-        max_sequences=config.max_sequences,
-        max_model_len=shape.max_model_len,
-        vocab_size=shape.vocab_size,
-        eos_token_ids=shape.eos_token_ids,
-        headroom=0.0 if policy.reserves else config.headroom,
-        sharing=config.prefix_sharing,
-        served=Identity(shape.model, dtype=shape.precision),
-        order=make_order(config),
-        seed=config.seed,
-    )
+def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, policy: Policy) -> MemoryKind:
+    """The memory of an engine of this shape, real or simulated, with the builder of plans over it."""
     rule = RetentionRule.of(config, retention_cost(config, shape, cost))
     if shape.rows is not None:
-        if stages > 1:
-            raise ValueError(f"a pipeline has {stages} stages; padded rows run on one")
         rows = RowPool(
             shape.rows,
             threshold=config.shrink_threshold,
@@ -238,11 +181,10 @@ def make_scheduler(
             low_water=config.swap_threshold,
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
         )
-        kind = RowKind(rows, longest=shape.max_model_len, prefill_ahead=config.states_ahead)
-        return Scheduler(policy, kind, parts_of_rows(), **settings)
-    again = partial(cost.recompute, config.block_size) if cost is not None else None
+        return RowKind(rows, longest=shape.max_model_len, prefill_ahead=config.states_ahead)
     prices = None
-    if shape.block_bytes and shape.num_host_blocks and again is not None:
+    if shape.block_bytes and shape.num_host_blocks and cost is not None:
+        again = partial(cost.recompute, config.block_size)
         prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
     pool = BlockPool(
         shape.num_blocks,
@@ -255,25 +197,61 @@ def make_scheduler(
         copies_for_others=shape.copies_for_others,
         prices=prices,
     )
-    if shape.lower is not None:
-        below = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
-        parts.append(TierPart(LowerTiers(pool, shape.lower, below, now)))
-    if config.chunk_host and shape.num_host_blocks:
-        parts.append(MovePart())
-    return Scheduler(policy, PagedKind(pool), parts, **settings, stages=stages)
+    return PagedKind(pool)
 
 
-def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:
-    """The drafter on a device of a `kind` ("cuda", "cpu"); None if no drafts are verified.
+def make_planning(
+    config: CoreConfig,
+    shape: EngineShape,
+    cost: CostModel | None,
+    policy: Policy | None = None,
+    *,
+    stages: int = 1,
+    now: float = 0.0,
+) -> Planning:
+    """The values over which a scheduler's parts are made, with a memory of their own.
 
-    Padded rows verify none. A drafter needs a cost profile to judge by, whose estimate takes seconds on a CPU. So
-    "auto" is off on a CPU, unless a latency target needs the profile in any case.
+    `policy` replaces the one that the configuration asks for. Raises ValueError as `choose_policy` does, and for padded
+    rows in a pipeline.
     """
-    if shape.rows is not None or (config.speculation == "auto" and kind == "cpu" and config.tbt_target is None):
-        return None
-    match config.drafter:
-        case "ngram":
-            return NgramDrafter()
-        case "suffix":
-            return SuffixDrafter(sharing=config.prefix_sharing)
-    return None
+    if shape.rows is not None and stages > 1:
+        raise ValueError(f"a pipeline has {stages} stages; padded rows run on one")
+    policy = policy or choose_policy(config, shape, cost, stages=stages)
+    kind = make_kind(config, shape, cost, policy)
+    return Planning(config=config, shape=shape, cost=cost, policy=policy, kind=kind, stages=stages, now=now)
+
+
+def compose_scheduler(planning: Planning, policy: Policy, parts: Sequence[Part]) -> Scheduler:
+    """The scheduler with these parts in their order. `policy` is that of `planning`, as the parts extend it."""
+    config, shape = planning.config, planning.shape
+    return Scheduler(
+        policy,
+        planning.kind,
+        parts,
+        max_sequences=config.max_sequences,
+        max_model_len=shape.max_model_len,
+        vocab_size=shape.vocab_size,
+        eos_token_ids=shape.eos_token_ids,
+        headroom=0.0 if policy.reserves else config.headroom,
+        sharing=config.prefix_sharing,
+        served=Identity(shape.model, dtype=shape.precision),
+        order=make_order(config),
+        seed=config.seed,
+        stages=planning.stages,
+    )
+
+
+def make_scheduler(
+    config: CoreConfig,
+    shape: EngineShape,
+    cost: CostModel | None,
+    *,
+    policy: Policy | None = None,
+    stages: int = 1,
+) -> Scheduler:
+    """The scheduler of an engine without a process of its own, with the parts that need no device.
+
+    Arguments and errors are those of `make_planning`.
+    """
+    planning = make_planning(config, shape, cost, policy, stages=stages)
+    return compose_scheduler(planning, planning.policy, standard_parts(planning))

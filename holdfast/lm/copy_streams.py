@@ -1,12 +1,15 @@
-"""Copies between device and host that run at the same time as the computation, for both memories of `lm`."""
+"""Copies between device and host that run at the same time as the computation, for every memory of `lm`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from holdfast.lm.types import CopyTime, TierCopied
 
 UPLOAD_ROUNDING = 8192
 """Pinned buffers of block numbers are rounded up to a multiple of this."""
@@ -124,3 +127,63 @@ class CudaStream:
 def stream_for(device: torch.device) -> CopyStream:
     """A copy stream of the device's kind."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
+
+
+class CopyInFlight(NamedTuple):
+    """A copy that has begun, in one direction."""
+
+    step: int
+    """Number of the plan that began it."""
+    bytes: int
+    parts: Sequence[CopyEvent]
+    """The ends of its parts, in their order."""
+    source: Any = None
+    """The state that it reads, if nothing else may hold it until the copy has ended."""
+
+    @property
+    def end(self) -> CopyEvent:
+        """The end of the whole copy."""
+        return self.parts[-1]
+
+
+class CopiesInFlight:
+    """The copies under way between device and host in both directions, each in plan order."""
+
+    def __init__(self) -> None:
+        self.inward: deque[CopyInFlight] = deque()
+        """Copies to the device."""
+        self.outward: deque[CopyInFlight] = deque()
+        """Copies to the host."""
+
+    def completed(self, step: int, *, wait: bool) -> TierCopied:
+        """Copies of plans up to `step` that have completed. With `wait`, block until all of them have."""
+        times: list[CopyTime] = []
+        outward = self._passed(self.outward, step, wait, times)
+        return TierCopied(outward, self._passed(self.inward, step, wait, times), tuple(times))
+
+    def finish(self) -> None:
+        """Wait for all copies under way, and forget them."""
+        for copy in (*self.outward, *self.inward):
+            copy.end.finish()
+        self.outward.clear()
+        self.inward.clear()
+
+    def _passed(self, queue: deque[CopyInFlight], step: int, wait: bool, times: list[CopyTime]) -> int:
+        """Move complete copies of plans up to `step` to `times`. Returns the last plan whose copies are complete.
+
+        Copies of one plan are one entry of `times`.
+        """
+        inward = queue is self.inward
+        while queue and queue[0].step <= step:
+            copy = queue[0]
+            if wait:
+                copy.end.finish()
+            elif not copy.end.done():
+                return copy.step - 1
+            queue.popleft()
+            seconds, size = sum(part.seconds() for part in copy.parts), copy.bytes
+            if times and (times[-1].step, times[-1].inward) == (copy.step, inward):
+                before = times.pop()
+                seconds, size = before.seconds + seconds, before.bytes + size
+            times.append(CopyTime(copy.step, inward, size, seconds))
+        return step

@@ -1,1 +1,1 @@
-"""The generic loop and its contracts. Knows neither segments nor blocks nor cells."""
+"""The generic loop and its contracts. They know neither segments nor blocks nor cells."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 Clock = Callable[[], float]
-"""Seconds, monotonic; the real one is CLOCK_MONOTONIC, so stamps of several processes on one host compare."""
+"""Function that returns monotonic seconds. The real clock is CLOCK_MONOTONIC, which processes of one host share."""
 
 Request = TypeVar("Request", contravariant=True)
 Plan = TypeVar("Plan")
@@ -35,7 +35,10 @@ class Planner(Protocol[Request, Plan, ResultIn, Outputs, Stats]):
         ...
 
     def schedule(self, now: float) -> Plan | None:
-        """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
+        """Decide the next step, which then counts as submitted.
+
+        None if nothing can run before a step in flight ends.
+        """
         ...
 
     def update(self, plan: Plan, result: ResultIn, now: float) -> Outputs:
@@ -47,7 +50,7 @@ class Planner(Protocol[Request, Plan, ResultIn, Outputs, Stats]):
         ...
 
     def stats(self) -> Stats:
-        """Queues and memory as they stand."""
+        """The current queues and memory."""
         ...
 
 
@@ -71,15 +74,15 @@ class Observer(Protocol[PlanIn, ResultIn]):
     """Watches the steps of a loop, in their order, and changes none of them."""
 
     def planned(self, plan: PlanIn) -> None:
-        """A plan has been made; it is submitted next."""
+        """Called when a plan has been made. It is submitted next."""
         ...
 
     def ended(self, result: ResultIn) -> None:
-        """The oldest step in flight has ended; the planner has not read its result yet."""
+        """Called when the oldest step in flight has ended, before the planner reads its result."""
         ...
 
     def close(self) -> None:
-        """The loop is closed: no further calls come."""
+        """Called when the loop is closed. No further calls come."""
         ...
 
 
@@ -87,7 +90,7 @@ class Device(Protocol[Sizes, Shape]):
     """Memory that is measured and allocated before the first step."""
 
     def measure(self) -> Sizes:
-        """Measure the memory, and how much of it a step takes. Raises MemoryError if nothing would fit."""
+        """Measure the memory, and the share of it that a step takes. Raises MemoryError if nothing would fit."""
         ...
 
     def allocate(self, sizes: Sizes) -> Shape:

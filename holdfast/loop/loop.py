@@ -1,4 +1,4 @@
-"""Loop: plan, submit, collect, update. Knows neither what a plan holds nor where requests come from."""
+"""Loop: plan, submit, collect, update. It knows neither a plan's contents nor the source of requests."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self._plans: deque[Plan] = deque()
 
     def observe(self, observer: Observer[Plan, Result]) -> None:
-        """Let this observer see the plans and results to come. Results of steps in flight are among them."""
+        """Show this observer the plans and results from now on, including results of steps in flight."""
         self._observers.append(observer)
 
     def ignore(self, observer: Observer[Plan, Result]) -> None:
-        """Let this observer see nothing from now on. The caller that added it closes it."""
+        """Show this observer nothing from now on. The caller that added it closes it."""
         self._observers.remove(observer)
 
     def add(self, request: Request) -> None:
@@ -95,7 +95,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         return self._prepare()
 
     def stats(self) -> Stats:
-        """Queues and memory as they stand."""
+        """The current queues and memory."""
         self._refresh()
         return self.planner.stats()
 

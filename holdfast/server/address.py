@@ -1,4 +1,4 @@
-"""The server's address, which is bound before anything else starts, and its URL."""
+"""The server's address and its URL. The address is bound before anything else starts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from holdfast.server.config import ServerConfig
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Bind the address. It happens before a model is loaded, so that a port in use fails early. Raises OSError."""
+    """Bind the address. This precedes the loading of a model, so that a port in use fails early. Raises OSError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # Name the protocol, because asyncio turns off Nagle's delay (40 ms per reply) only for sockets marked as TCP.
+    # Name the protocol: asyncio turns off Nagle's delay (40 ms per reply) only for sockets marked as TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,7 +28,7 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def loopback(host: str) -> bool:
-    """Whether an address can be reached only from this machine. Names other than localhost count as reachable."""
+    """Whether only this machine can reach an address. Names other than localhost count as reachable from elsewhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,8 +41,8 @@ def check_tls(config: ServerConfig) -> None:
         return
     try:
         for path in filter(None, (config.ssl_certfile, config.ssl_keyfile)):
-            open_file(path).close()  # OpenSSL would wait for a pipe.
-        # Without a password, because nobody is there to type one.
+            open_file(path).close()  # Raises for a pipe, for which OpenSSL would wait.
+        # An empty password, because nobody can type one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             config.ssl_certfile, config.ssl_keyfile, password=lambda: ""
         )

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, keys and errors over the engines. Only it and `server.routes` import FastAPI."""
+"""The HTTP application: routes, keys and error replies. FastAPI is imported only here and in `routes`."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.replica_metrics import ReplicaMetrics
-from holdfast.server.routes.activity import add_activity_routes
 from holdfast.server.routes.adapters import add_adapter_routes
-from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
-from holdfast.server.routes.files import UPLOAD, add_file_routes
-from holdfast.server.routes.generation import add_completion_routes, add_embedding_route, add_response_routes
+from holdfast.server.routes.generation import (
+    add_completion_routes,
+    add_embedding_route,
+    add_message_routes,
+    add_response_routes,
+)  # fmt: skip
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
-from holdfast.server.routes.messages import add_message_routes
+from holdfast.server.routes.jobs import UPLOAD, add_batch_routes, add_file_routes, add_tuning_routes
 from holdfast.server.routes.openapi import document
+from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
 from holdfast.server.routes.page import add_page_routes, is_page
-from holdfast.server.routes.replicas import add_replica_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
-from holdfast.server.routes.tuning import add_tuning_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.tracing import Tracing, exporter_to
 
 OPEN_PATHS = ("/health", LIVE, READY)
 """Paths that need no API key."""
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
-"""Paths that are requested often. They are logged only at debug level."""
+"""Paths that are requested often. They are logged at debug level only."""
 
 
 class App(FastAPI):
-    """FastAPI wrapped in CORS, if that is configured, and in the edge. Failures also pass through both."""
+    """FastAPI within two outer layers, which error replies also pass: CORS, if it is configured, and the edge."""
 
     def __init__(self, config: ServerConfig, **options: Any) -> None:
         self.config = config
@@ -85,8 +86,8 @@ def create_app(
     """Create the HTTP application over started engines.
 
     They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs and
-    batches, to be started and closed in this order. `app.state.responses.close()` closes the store.
-    `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` count the requests in progress.
+    the batches, which must be started and closed in this order. `app.state.responses.close()` closes the store.
+    `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` counts the requests in progress.
     `app.state.clients` holds the clients of all engines.
     """
     app = App(
@@ -94,7 +95,7 @@ def create_app(
         title="Holdfast",
         version=__version__,
         summary="OpenAI's API over a model that holds each conversation's state",
-        docs_url=None,  # FastAPI's page loads from a CDN.
+        docs_url=None,  # FastAPI's page would load scripts from a CDN.
         redoc_url=None,
         servers=[{"url": config.root_path}] if config.root_path else None,
     )
@@ -151,7 +152,7 @@ def create_app(
 
 
 def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
-    """Send every error in the shape of the route's protocol. `count` gets the route and outcome of counted routes."""
+    """Send each error in the form of the route's protocol. `count` gets the route and outcome of counted routes."""
 
     def reply(request: Request, error: ApiError) -> Response:
         if request.method == "POST" and request.url.path in GENERATION:
@@ -188,23 +189,23 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
 GENERATION = tuple(
     each.route for each in (ChatRequest, CompletionRequest, ResponseRequest, MessagesChat, EmbeddingCompletion)
 )
-"""Routes whose outcomes are counted. Paths with ids are left out, because their number is unbounded."""
+"""Routes whose outcomes are counted. Paths with ids are left out, because there would be a counter for each id."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
 
 class Keys:
-    """A set of keys that requests are checked against."""
+    """A set of keys to compare with those of requests."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = [key.encode() for key in keys]
 
     def find(self, scope: Scope) -> int | None:
-        """Return the index of the request's key in this set; None if it has none of them."""
+        """Return the index of the request's key in this set; None if the key is not in it."""
         headers = dict(scope["headers"])
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             given = headers.get(b"x-api-key", b"")  # Clients of Anthropic's API send the key in this header.
-        # Compare every key, each in constant time, so that the time taken reveals nothing about any of them.
+        # Compare every key, each in constant time, so that the time reveals nothing about any key.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return matches.index(True) if any(matches) else None
 
@@ -212,21 +213,20 @@ class Keys:
 class KeyCheck:
     """Requires an API key or an operator's key, and derives the request's tenant from it.
 
-    With several keys, each may use only its share of the connections. Otherwise a key that sends its requests or reads
-    its answers slowly would keep everybody else out.
+    If there are several keys, each may use only its share of the connections. Without this limit, one key with slow
+    requests or slow readers could occupy all connections.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        """Operators' keys are also tenants. Only operators may see the engine at work."""
+        """Operators' keys also count as tenants. Only operators may see the engine's steps."""
         self.app = app
         keys = (*config.api_key, *config.operator_key)
         self.keys = Keys(keys)
         self.operators = len(config.operator_key)
-        share = config.tenant_share if len(config.api_key) > 1 else 1
-        self.most = max(1, int(connection_limit(config) * share))
-        """Maximum number of requests in progress of one key."""
+        self.most = max(1, int(connection_limit(config) * config.share))
+        """Maximum number of requests in progress per key."""
         self.in_progress: Counter[int] = Counter()
-        """Number of requests in progress by key index."""
+        """Number of requests in progress, by the index of the key."""
         self.tenants = [hashlib.sha256(b"holdfast tenant\0" + key.encode()).hexdigest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -261,18 +261,18 @@ SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class BrowserCheck:
-    """For a server without keys: refuses requests that other web sites could make a local browser send.
+    """For a server without keys: refuses requests that another web site makes a local browser send.
 
-    A site whose name was rebound to this address (DNS rebinding) sends its own name as the host. A site that posts here
-    without a CORS preflight cannot declare JSON. Some requests change something without any body. So for every method
-    that may change something, the browser's `Origin` must be this server.
+    Three attacks are refused. A site whose name was rebound to this address (DNS rebinding) sends its own name as the
+    host. A site that posts without a CORS preflight cannot declare its body as JSON. Some changes need no body, so a
+    method that may change something must come with this server as the browser's `Origin`.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app = app
         self.operators = Keys(config.operator_key)
         self.names = {host.lower() for host in config.allowed_host}
-        """Names that a proxy in front of this server may have."""
+        """Host names of proxies in front of this server."""
         self.hosts = {"localhost", config.host.lower(), *self.names}
         self.origins = {origin.lower() for origin in config.allowed_origin}
 
@@ -289,7 +289,7 @@ class BrowserCheck:
         await self.app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Return the error for a request that is refused; None if it is allowed."""
+        """Return the error for a refused request; None if it is allowed."""
         for name, value in scope["headers"]:
             if name == b"host" and not self.known(value.decode("latin-1").lower()):
                 reason = f"this server is not known as {value.decode('latin-1')[:128]}"
@@ -297,11 +297,11 @@ class BrowserCheck:
         return self.not_json(scope) or self.foreign(scope)
 
     def not_json(self, scope: Scope) -> ApiError | None:
-        """Return the error for a body that a web site may send without a preflight; None without such a body."""
+        """Return the error for a body that a web site could send without a CORS preflight; None for other requests."""
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-        # Bytes need a CORS preflight, and a browser sends the posting site as the origin.
+        # A binary body needs a CORS preflight. A request without a type is harmless unless a browser sends its origin.
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
         if is_inference(scope["path"]) and harmless:
             return None
@@ -313,17 +313,17 @@ class BrowserCheck:
         return None
 
     def foreign(self, scope: Scope) -> ApiError | None:
-        """Return the error for another web site's request that may change something; None for other requests.
+        """Return the error for a request of another web site that may change something; None for other requests.
 
-        A browser sends the site as the origin. Behind a proxy that changes the host, it also declares that the origin
-        is the requested server (`Sec-Fetch-Site`). No page can forge this header.
+        A browser sends the site as `Origin`. Behind a proxy that changes the host, `Sec-Fetch-Site` still shows that
+        the origin is this server. No page can forge this header.
         """
         headers = dict(scope["headers"])
         given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
         site = headers.get(b"sec-fetch-site", b"none")
         if scope["method"] in SAFE or site == b"same-origin":
             return None
-        if not given and site != b"none":  # The browser hides the origin.
+        if not given and site != b"none":  # The browser has hidden the origin.
             given = [f"of a {site.decode('latin-1')[:32]} request"]
         host = headers.get(b"host", b"").decode("latin-1").lower()
         for origin in given:
@@ -336,7 +336,7 @@ class BrowserCheck:
         return None
 
     def known(self, host: str) -> bool:
-        """Whether a Host header names this server. Any address does, because only names can be rebound."""
+        """Whether a Host header names this server. An IP address always does, because only names can be rebound."""
         name = bare(host)
         if name in self.hosts or name.endswith(".localhost"):
             return True

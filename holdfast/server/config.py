@@ -1,4 +1,4 @@
-"""ServerConfig: every option of the HTTP server, frozen. Flags and YAML keys are generated from it."""
+"""ServerConfig: all options of the HTTP server, frozen. Flags and YAML keys are generated from it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from holdfast.core.config import option
+from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days
 from holdfast.server.formats.registry import check_names
 
 
@@ -103,6 +104,11 @@ class ServerConfig:
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
     drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
 
+    @property
+    def share(self) -> float:
+        """Share of a limit that one tenant may use. A single API key may use all of it."""
+        return self.tenant_share if len(self.api_key) > 1 else 1.0
+
     def __post_init__(self) -> None:
         for name, low, high in (
             ("port", 0, 65535),
@@ -143,6 +149,36 @@ class ServerConfig:
                 raise ValueError(f"{name} is empty or holds something other than visible ASCII; choose another key")
         if set(self.api_key) & set(self.operator_key):
             raise ValueError("operator_key is among the API keys; give operators a key of their own")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Size in bytes of the largest request body."""
+        return bytes_of_mb(self.max_body_mb)
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        """Most bytes of request bodies being received."""
+        return bytes_of_mb(self.max_bodies_mb)
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Size in bytes of the largest uploaded file."""
+        return bytes_of_mb(self.max_file_mb)
+
+    @property
+    def files_bytes(self) -> int:
+        """Most bytes of files kept."""
+        return bytes_of_gb(self.files_gb)
+
+    @property
+    def store_bytes(self) -> int:
+        """Most bytes of tokens and items kept."""
+        return bytes_of_gb(self.store_gb)
+
+    @property
+    def store_seconds(self) -> float:
+        """Seconds after its last turn that a conversation is kept."""
+        return seconds_of_days(self.store_days)
 
 
 def check_endpoint(endpoint: str) -> None:

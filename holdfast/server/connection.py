@@ -1,4 +1,4 @@
-"""One HTTP connection with limits. uvicorn limits the idle time between requests; all other limits are here."""
+"""One HTTP connection with limits. uvicorn limits the idle time between requests; this module adds all other limits."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from holdfast.server.replies import encode
 
 MAX_HEADER_BYTES = 64 * 1024
 UPLOAD_RATE = 256 * 1024
-"""Average bytes per second at which a client must send a long body, after the initial time for every body.
+"""Minimum average rate in bytes per second for a long body. Each body also has the configured `body_seconds`.
 
-Routes without file uploads refuse a long body by its declared length, before any of it is awaited.
+Routes without uploads refuse a long body by its declared length, before they receive any of it.
 """
 PIECE_BYTES = 1024
-"""Maximum number of bytes passed to the parser at once outside of declared bodies. It limits requests parsed ahead."""
+"""Maximum number of bytes given to the parser at once, except in declared bodies. It limits requests parsed ahead."""
 READ_BYTES = 16 * 1024
-"""Minimum number of answer bytes that a client must read within the time limit."""
+"""Minimum number of bytes of an answer that a client must read within the time limit."""
 LINGER_SECONDS = 2.0
-"""Seconds in which the rest of a refused request is read and dropped. Otherwise a reset could overtake the answer."""
+"""Seconds in which the rest of a refused request is read and dropped. Without this, a reset may overtake the answer."""
 LINGER_BYTES = 32 << 20
-"""Maximum number of bytes that are read and dropped in that time."""
+"""Maximum number of bytes that are read and dropped within LINGER_SECONDS."""
 UNREAD_SECONDS = 0.02
-"""Seconds for which a waiting connection is not closed, because its last bytes may not have been read yet."""
+"""Seconds of waiting before a connection may be closed to make room. Its last bytes may not have been read earlier."""
 RESERVED_FILES = 96
-"""Number of open files that connections leave for other uses."""
+"""Number of open files that connections leave free for other uses."""
 LOG_SECONDS = 10.0
 
 log = logging.getLogger("holdfast.server")
@@ -44,13 +44,13 @@ class Connections:
         self.config = config
         self.limit = connection_limit(config)
         self.open: set[Connection] = set()
-        """Open connections. uvicorn's own set also has those that close at the end of the event loop's turn."""
+        """Open connections. uvicorn's own set also has connections that close in the current turn of the loop."""
         self.waiting: dict[Connection, float] = {}
-        """Time since which each connection without a request waits, by the loop's clock; the longest waiting first."""
+        """Start of each connection's wait for a request, by the loop's clock. The longest wait is first."""
         self.next_log = 0.0
 
     def make_room(self, new: Connection, now: float) -> bool:
-        """Whether a new connection may stay. May close the connections that have waited longest."""
+        """Return whether a new connection may stay. May close the connections that have waited longest."""
         if len(self.open) >= self.limit and now >= self.next_log:
             self.next_log = now + LOG_SECONDS
             log.warning(
@@ -69,7 +69,7 @@ class Connections:
         return len(self.open) <= self.limit
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection from the counts."""
+        """Remove a connection from `open` and `waiting`."""
         self.open.discard(connection)
         self.waiting.pop(connection, None)
 
@@ -77,7 +77,7 @@ class Connections:
 def connection_limit(config: ServerConfig) -> int:
     """Return the maximum number of open connections.
 
-    It is the configured number, or fewer if the limit of open files is lower.
+    This is the configured number, or less if the limit of open files is lower.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
@@ -85,23 +85,23 @@ def connection_limit(config: ServerConfig) -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, with limits on header and trailer bytes, on requests parsed ahead, and on times."""
+    """uvicorn's HTTP protocol, with limits on header and trailer bytes, requests parsed ahead, and waiting times."""
 
     def __init__(self, *args: Any, shared: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shared = shared
         self.active: RequestResponseCycle | None = None
-        """Request that is being answered. `cycle` is the one parsed last."""
+        """Request that is being answered. `cycle` is the request that was parsed last."""
         self.in_head = True
         self.progress = False
         self.declared = 0
-        """Number of bytes still to come of a body with a content-length."""
+        """Number of bytes that are still missing of a body with a content-length."""
         self.received = 0
-        """Number of received bytes of the last parsed request's body."""
+        """Number of body bytes received of the request that was parsed last."""
         self.since = 0.0
         """Time at which the wait for the head or body began, by the loop's clock."""
         self.unfinished = 0
-        """Approximate number of bytes since the last byte of a body or the end of a request."""
+        """Approximate number of bytes since the last body byte or the last end of a request."""
         self.held = b""
         self.keep_alive = True
         self.ending = False
@@ -161,13 +161,13 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.in_head:  # Trailers are dropped.
+        if self.in_head:  # Trailers, which follow a body, are dropped.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self.in_head = False
         super().on_headers_complete()
-        # uvicorn ends the connection after an answer to a request that was not read to its end.
+        # uvicorn would keep the connection open after answering a request whose body was not read to its end.
         self.keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = CycleTransport(self)  # type: ignore[assignment]
         self.declared = int(dict(self.headers).get(b"content-length", 0))
@@ -225,7 +225,7 @@ class Connection(HttpToolsProtocol):
         return self.active is not None and not self.active.response_complete
 
     def watch(self) -> None:
-        """Start or stop the timer for the data that the client has to send next."""
+        """Start or stop the timer for the client's next data."""
         if self.busy:
             self.shared.waiting.pop(self, None)
             assert self.active is not None
@@ -245,7 +245,7 @@ class Connection(HttpToolsProtocol):
             self.reading = self.loop.call_later(seconds, self.late, awaited, seconds)
 
     def late(self, awaited: str, seconds: float) -> None:
-        """Close the connection because awaited data is late. A body gets more time by its received bytes."""
+        """End the connection because data is late. A body gets more time the more of it was received."""
         allowed = self.shared.config.body_seconds + self.received / UPLOAD_RATE
         if awaited == "body" and (left := self.since + allowed - self.loop.time()) > 0:
             self.reading = self.loop.call_later(left, self.late, awaited, allowed)
@@ -256,21 +256,21 @@ class Connection(HttpToolsProtocol):
             self.refuse(ApiError(reason, status=408, code="request_timeout"))
 
     def await_reader(self) -> None:
-        """Start the timer in which the client must read waiting data."""
+        """Start the timer within which the client must read more of its answer."""
         if self.writing is not None:
             self.writing.cancel()
         size = self.transport.get_write_buffer_size()
         self.writing = self.loop.call_later(self.shared.config.write_seconds, self.stalled, size)
 
     def stalled(self, before: int) -> None:
-        """Drop a client that has read almost nothing in time."""
+        """Disconnect a client that has read too little in time."""
         if self.transport.get_write_buffer_size() > before - READ_BYTES:
             self.transport.abort()
         else:
             self.await_reader()
 
     def refuse(self, error: ApiError) -> None:
-        """Answer outside the application, if no answer has begun, and close."""
+        """Answer with an error from outside the application, if no answer has begun, and close."""
         if self.ending:
             return
         if not self.busy or (self.active is self.cycle and not self.cycle.response_started):
@@ -283,7 +283,7 @@ class Connection(HttpToolsProtocol):
         self.end(unread=True)
 
     def cut(self) -> None:
-        """Signal to the application that the client is gone."""
+        """Make the application see that the client has disconnected."""
         self.pipeline.clear()
         for cycle in (self.active, self.cycle):
             if cycle is not None and not cycle.response_complete:
@@ -291,7 +291,7 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def end(self, *, unread: bool = False) -> None:
-        """Close once everything is sent. With `unread`, further received data is dropped for a while first."""
+        """Close once all output is sent. With `unread`, first drop further received data for a while."""
         if self.ending or self.transport.is_closing():
             return
         self.ending = True
@@ -307,7 +307,7 @@ class Connection(HttpToolsProtocol):
             self.close()
 
     def close(self) -> None:
-        """Close, and abort if the client does not read the rest."""
+        """Close the connection once all output is sent. Aborts if the client does not read it in time."""
         self.transport.close()
         self.await_reader()
 
@@ -327,7 +327,7 @@ class Connection(HttpToolsProtocol):
 
 
 class Flow(FlowControl):
-    """uvicorn's flow control. While `held`, nothing resumes reading."""
+    """uvicorn's flow control. While `held`, reading stays paused."""
 
     held = False
 
@@ -337,7 +337,7 @@ class Flow(FlowControl):
 
 
 class CycleTransport:
-    """Transport for one request's cycle. Its `close` lets the answer arrive before the connection ends."""
+    """Transport for one request's cycle. Its `close` lets the client receive the answer before the connection ends."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -1,4 +1,4 @@
-"""Embeddings: a vector for each input, computed alongside other requests."""
+"""Embeddings: one vector for each input, computed together with other requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from holdfast.core.types import SamplingParams
-from holdfast.server.protocol import ApiError, CompletionRequest, RequestBody
+from holdfast.server.protocol import CompletionRequest, RequestBody, invalid
 from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.service import Service
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 AT_ONCE = 64
-"""Maximum number of inputs of one request that are in the engine at a time."""
+"""Maximum number of one request's inputs that are in the engine at the same time."""
 
 
 class EmbeddingCompletion(CompletionRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Some inputs of an embedding request, as a completion whose hidden states are returned."""
+    """A completion that stands for some inputs of an embedding request. Its hidden states become the vectors."""
 
     route = "/v1/embeddings"
     prompt_param = "input"
@@ -40,7 +40,7 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
     input: str | list[Any]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
-    """Number of leading values of each vector to keep, for models trained for shorter vectors."""
+    """Number of leading values of each vector to keep, for models that were trained for this."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
 
@@ -49,7 +49,7 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
         return self.completion(self.input).prompts()
 
     def completion(self, inputs: str | list[Any]) -> EmbeddingCompletion:
-        """Return the completion that gives the vectors of some inputs."""
+        """Return the completion that computes the vectors of some inputs."""
         return EmbeddingCompletion(
             model=self.model,
             prompt=inputs,
@@ -64,8 +64,8 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
     service.check_model(wanted.model, tenant)
     pooling = service.client.pooling
     if pooling.refused:
-        raise ApiError(pooling.refused, param="model", code="unsupported_parameter")
-    import numpy as np  # Imported late, because few servers need it.
+        raise invalid(pooling.refused, "model", "unsupported_parameter")
+    import numpy as np  # Imported here, because few servers need it.
 
     inputs = wanted.inputs()
     vectors: list[npt.NDArray[np.float32]] = []
@@ -95,14 +95,13 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
 
 
 def written(vectors: Sequence[npt.NDArray[Any]], wanted: EmbeddingRequest, *, normalize: bool) -> list[Any]:
-    """Encode vectors [hidden] as the client asks: cut, then normalized to length 1, as numbers or in base64.
+    """Encode vectors [hidden] in the requested form: shortened, normalized to length 1, and as numbers or base64.
 
-    Raises ApiError if the client asks for more dimensions than they have.
+    Raises ApiError if more dimensions are requested than the vectors have.
     """
     width = len(vectors[0])
     if wanted.dimensions is not None and wanted.dimensions > width:
-        reason = f"dimensions is {wanted.dimensions}; this model's vectors have {width}"
-        raise ApiError(reason, param="dimensions", code="invalid_value")
+        raise invalid(f"dimensions is {wanted.dimensions}; this model's vectors have {width}", "dimensions")
     import numpy as np
 
     whole = np.stack([vector[: wanted.dimensions] for vector in vectors])

@@ -1,4 +1,4 @@
-"""Converts structured output in requests to grammars: OpenAI's `response_format` and vLLM's parameters. Pure."""
+"""Converts structured output parameters to grammars: OpenAI's `response_format` and vLLM's parameters. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANY_OBJECT = {"type": "object"}
 
 
 class StructuredOutputs(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The `structured_outputs` parameter, as in vLLM: one of the first six fields, and options of JSON's layout."""
+    """The `structured_outputs` parameter of vLLM: exactly one of the first six fields, and JSON's layout."""
 
     json: GivenSchema | None = None
     regex: Text | None = None
@@ -38,15 +38,15 @@ class StructuredOutputs(Struct, kw_only=True, frozen=True, forbid_unknown_fields
     json_object: bool = False
     structural_tag: Text | dict[str, Any] | None = None
     whitespace_pattern: Text | None = None
-    """Regular expression of the whitespace between the parts of JSON."""
+    """Regular expression for the whitespace between JSON tokens."""
     disable_any_whitespace: bool = False
-    """Whether to allow no whitespace between the parts of JSON. By default one space follows each comma and colon."""
+    """Whether to allow no whitespace between JSON tokens. By default one space follows each comma and colon."""
     disable_fallback: bool = False
     """Accepted without effect, because there is only one backend."""
 
 
 class GrammarFault(ValueError):
-    """A fault in a request for structured output, with the parameter at fault."""
+    """An error in a request for structured output. `param` names the parameter."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ def of_format(wanted: Mapping[str, Any], param: str) -> Grammar | None:
 
 
 def of_structured_outputs(wanted: StructuredOutputs, param: str) -> Grammar:
-    """Return the grammar of `structured_outputs`. Raises GrammarFault, also unless exactly one kind is given."""
+    """Return the grammar of `structured_outputs`. Raises GrammarFault, also if not exactly one kind is given."""
     names = ("json", "regex", "choice", "grammar", "structural_tag")
     given = [name for name in names if getattr(wanted, name) is not None]
     given += ["json_object"] if wanted.json_object else []
@@ -168,7 +168,7 @@ def taken(given: Mapping[str, Any], names: tuple[str, ...], param: str) -> None:
 
 
 def made(make: Callable[[], Grammar], param: str) -> Grammar:
-    """Return the result of `make`. Converts its ValueError to GrammarFault."""
+    """Return the result of `make`. Converts a ValueError to a GrammarFault."""
     try:
         return make()
     except RecursionError:

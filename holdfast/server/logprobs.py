@@ -1,4 +1,4 @@
-"""Log probabilities in answers: one record per token in chats and responses, columns in completions."""
+"""Log probabilities in answers: a record per token in chats and responses, columns in completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.engine.client.client import Delta
 from holdfast.engine.client.text import Text
 
 LEAST = -9999.0
-"""Value that replaces minus infinity, which JSON does not have. vLLM uses the same."""
+"""Value that replaces minus infinity, which JSON cannot express. vLLM uses the same value."""
 
 
 class TokenRecord(NamedTuple):
@@ -29,9 +29,9 @@ def tokens_with_logprobs(delta: Delta) -> list[TokenRecord]:
 
 
 def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs], delta: Delta, most: int) -> Delta:
-    """Return the first delta of an answer that begins with its prompt: text, tokens and log probabilities.
+    """Return an answer's first delta with the prompt in front: its text, tokens and log probabilities.
 
-    `most` is the number of alternatives to report.
+    `most` is the number of alternatives to report for each prompt token.
     """
     cut = [TokenLogprobs(own, ids[:most], values[:most]) for own, ids, values in of_prompt]
     logprobs = (None, *cut, *delta.logprobs) if cut or delta.logprobs else ()
@@ -41,9 +41,9 @@ def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs],
 def prompt_records(
     text: Text, prompt: Sequence[int], of_prompt: Sequence[TokenLogprobs], most: int
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: for each prompt token, its record and those of the most probable ones, by id.
+    """Return vLLM's `prompt_logprobs`: for each prompt token, its record and its alternatives' records, by id.
 
-    The first token has None. The rank of a token outside the most probable ones is unknown.
+    The first token has None. The rank of a token that is not among the most probable ones is None.
     """
     records: list[dict[str, Any] | None] = [None]
     for token, given in zip(prompt[1:], of_prompt, strict=True):
@@ -63,7 +63,7 @@ def prompt_records(
 
 
 def spelled(data: bytes) -> str:
-    """Return a token as a string, as in OpenAI's API. Bytes that are not whole characters are written as escapes."""
+    """Return a token as a string, as in OpenAI's API. Bytes that are not whole characters become escapes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -87,7 +87,7 @@ def records(text: Text, tokens: Iterable[TokenRecord]) -> list[dict[str, Any]]:
 
 
 class CompletionLogprobs:
-    """The columns of one choice of completions. `text_offset` continues from the text before."""
+    """The log probability columns of one choice of a completion. `text_offset` continues across deltas."""
 
     def __init__(self, text: Text) -> None:
         self._text = text

@@ -14,7 +14,7 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_LOSSES = 16
-"""Maximum number of tuning jobs with a gauge of their own."""
+"""Maximum number of tuning jobs that have a gauge of their own."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 STATS = {
@@ -23,57 +23,57 @@ STATS = {
     "blocks_total": ("gauge", "blocks", "Blocks of the KV cache"),
     "blocks_used": ("gauge", "blocks_used", "Blocks that running requests own"),
     "blocks_cached": ("gauge", "blocks_cached", "Unowned blocks that still hold a reusable prefix"),
-    "host_blocks_total": ("gauge", "host_blocks", "Blocks of the host tier, with those still to come"),
-    "host_blocks_ready": ("gauge", "host_blocks_ready", "Blocks of the host tier that can be used so far"),
+    "host_blocks_total": ("gauge", "host_blocks", "Blocks of the host tier, including those that are not usable yet"),
+    "host_blocks_ready": ("gauge", "host_blocks_ready", "Blocks of the host tier that are usable now"),
     "host_blocks_cached": ("gauge", "host_blocks_cached", "Blocks of the host tier that hold state"),
     "preemptions": ("counter", "preemptions", "Requests that lost their blocks to make room"),
     "suspensions": ("counter", "suspensions", "Preempted requests whose state went to the host tier"),
     "prefix_queries": ("counter", "prefix_tokens_queried", "Prompt tokens looked up in the prefix cache"),
     "prefix_hits": ("counter", "prefix_tokens_hit", "Prompt tokens found in the prefix cache"),
-    "prefix_hits_on_host": ("counter", "prefix_tokens_hit_on_host", "Prompt tokens found in its host tier"),
+    "prefix_hits_on_host": ("counter", "prefix_tokens_hit_on_host", "Prompt tokens found in the host tier"),
     "prefix_hits_on_disk": ("counter", "prefix_tokens_hit_on_disk", "Prompt tokens read from the disk for a request"),
     "prefix_hits_on_remote": ("counter", "prefix_tokens_hit_on_remote", "Prompt tokens read from the remote tier"),
     "disk_blocks_total": ("gauge", "disk_blocks", "Blocks of the disk tier"),
     "disk_blocks_cached": ("gauge", "disk_blocks_cached", "Blocks of the disk tier that hold state"),
-    "disk_blocks_dropped": ("counter", "disk_blocks_dropped", "Blocks of the disk tier given up for others"),
+    "disk_blocks_dropped": ("counter", "disk_blocks_dropped", "Blocks dropped from the disk tier for others"),
     "disk_bytes_written": ("counter", "disk_bytes_written", "Bytes of state written to the disk"),
     "disk_bytes_read": ("counter", "disk_bytes_read", "Bytes of state read from the disk"),
-    "remote_down": ("gauge", "remote_down", "Engines whose remote tier does not work now"),
+    "remote_down": ("gauge", "remote_down", "Engines whose remote tier fails now"),
     "remote_bytes_written": ("counter", "remote_bytes_written", "Bytes of state written to the remote tier"),
     "remote_bytes_read": ("counter", "remote_bytes_read", "Bytes of state read from the remote tier"),
     "blocks_corrupt": ("counter", "blocks_corrupt", "Blocks found corrupt on the disk or in the remote tier"),
     "tier_failures": ("counter", "tier_failures", "Blocks that the disk or the remote tier could not write or read"),
     "blocks_cheaper_computed": (
-        "counter", "blocks_cheaper_computed", "Blocks computed though a tier behind the host has them, as it is faster"
+        "counter", "blocks_cheaper_computed", "Blocks computed although a lower tier has them, because that is faster"
     ),
-    "fetches_given_up": ("counter", "fetches_given_up", "Requests that did not wait for their blocks any longer"),
+    "fetches_given_up": ("counter", "fetches_given_up", "Requests that stopped waiting for their blocks"),
     "blocks_swapped_in": ("counter", "blocks_swapped_in", "Blocks copied from the host to the device"),
     "blocks_swapped_out": ("counter", "blocks_swapped_out", "Blocks copied from the device to the host"),
     "tokens_dropped": ("counter", "tokens_dropped", "Tokens whose state was dropped from every tier"),
     "tokens_recovered": (
-        "counter", "tokens_recovered", "Dropped positions computed again in front of cached state of their sequence"
+        "counter", "tokens_recovered", "Dropped positions computed again before cached state of their sequence"
     ),
     "tokens_computed": ("counter", "tokens_computed", "Query tokens that steps computed"),
     "tokens_drafted": ("counter", "tokens_drafted", "Guessed tokens that steps have verified"),
-    "drafts_accepted": ("counter", "drafts_accepted", "Guessed tokens that were right"),
+    "drafts_accepted": ("counter", "drafts_accepted", "Guessed tokens that were correct"),
     "adapters_known": ("gauge", "adapters", "LoRA adapters that requests may name"),
     "adapters_resident": ("gauge", "adapters_resident", "LoRA adapters in a slot on the device"),
     "adapter_loads": ("counter", "adapter_loads", "Copies of LoRA adapters to a slot on the device"),
     "blocks_training": ("gauge", "blocks_training", "Blocks of the KV cache that are lent to training"),
     "training_tokens": ("counter", "training_tokens", "Tokens of the micro-batches that tuning jobs have computed"),
-    "training_seconds": ("counter", "training_seconds", "Time of the device that tuning jobs have taken"),
-    "deferred_seconds": ("counter", "deferred_seconds", "Time that requests waited for training by the deferral bound"),
-    "chunk_bytes_in": ("counter", "chunk_bytes_in", "Bytes of KV blocks that came from other engines"),
-    "chunk_bytes_out": ("counter", "chunk_bytes_out", "Bytes of KV blocks that were sent to other engines"),
+    "training_seconds": ("counter", "training_seconds", "Device time that tuning jobs have used"),
+    "deferred_seconds": ("counter", "deferred_seconds", "Time that training deferred requests"),
+    "chunk_bytes_in": ("counter", "chunk_bytes_in", "Bytes of KV blocks received from other engines"),
+    "chunk_bytes_out": ("counter", "chunk_bytes_out", "Bytes of KV blocks sent to other engines"),
     "chunk_rate": ("gauge", "chunk_rate_bytes", "Bytes per second of recent moves from other engines"),
-    "chunk_failures": ("counter", "chunk_failures", "Moves from other engines that an error ended early"),
+    "chunk_failures": ("counter", "chunk_failures", "Moves from other engines that failed"),
     "forwards": ("counter", "forwards", "Runs of a model on padded rows; a step may have several"),
     "idle_tokens": ("counter", "idle_tokens", "Tokens computed on padded rows that belong to no request"),
     "rows_wide": ("gauge", "row_width", "Positions of the longest padded row"),
-    "rows_prefilled": ("gauge", "rows_prefilled", "Prompts computed ahead of a place among the padded rows"),
-    "shrinks": ("counter", "shrinks", "Times that the device had no memory for padded rows; fewer run then"),
+    "rows_prefilled": ("gauge", "rows_prefilled", "Prompts computed before a place among the padded rows is free"),
+    "shrinks": ("counter", "shrinks", "Times that the device ran out of memory for padded rows"),
 }  # fmt: skip
-"""Kind, name and help of a metric by field of SchedulerStats."""
+"""Kind, name and help of the metric for each field of SchedulerStats."""
 
 
 VLLM = {
@@ -93,11 +93,11 @@ VLLM = {
     "tokens_drafted": "spec_decode_num_draft_tokens",
     "drafts_accepted": "spec_decode_num_accepted_tokens",
 }
-"""vLLM's names of metrics that Holdfast also has, so that vLLM's dashboards work. Counters are named without _total."""
+"""vLLM's names for Holdfast's metrics, so that vLLM's dashboards work. Counters are named without _total."""
 
 
 class Metrics(Collector):
-    """All metrics of one server, in a registry of their own. Times are in seconds."""
+    """All metrics of one server, in their own registry. Times are in seconds."""
 
     def __init__(self, model: str = "") -> None:
         """`model` is the label of the metrics under vLLM's names."""
@@ -105,48 +105,32 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.stats: SchedulerStats | None = None
-        """State of the engine's queues and memory as of the last scrape; None if the engine did not answer."""
-        self.requests = Counter(
-            "holdfast_requests",
+        """State of the engine's queues and memory at the last scrape; None if the engine did not answer."""
+        self.requests = self._counter(
+            "requests",
             "HTTP requests for generation by outcome: ok, refused (4xx), unavailable (503), left, failed",
-            ["route", "outcome"],
-            registry=self.registry,
+            "route",
+            "outcome",
         )
-        self.store_up = Gauge(
-            "holdfast_store_up", "1 if the last read and write of the conversation store worked", registry=self.registry
-        )
-        self.store_bytes = Gauge(
-            "holdfast_store_bytes", "Tokens and items in the conversation store, in bytes", registry=self.registry
-        )
-        self.store_operations = Counter(
-            "holdfast_store_operations",
-            "Operations on the conversation store by outcome: ok, refused, failed, left",
-            ["outcome"],
-            registry=self.registry,
+        self.store_up = self._gauge("store_up", "1 if the last read and write of the conversation store worked")
+        self.store_bytes = self._gauge("store_bytes", "Tokens and items in the conversation store, in bytes")
+        self.store_operations = self._counter(
+            "store_operations", "Operations on the conversation store by outcome: ok, refused, failed, left", "outcome"
         )
         self.store_seconds = self._histogram(
             "store_seconds", "Time that an operation on the conversation store waited and ran", SHORT
         )
-        self.batch_lines = Gauge(
-            "holdfast_batch_lines",
-            "Lines of batches in progress by state: waiting, running",
-            ["state"],
-            registry=self.registry,
+        self.batch_lines = self._gauge(
+            "batch_lines", "Lines of batches in progress by state: waiting, running", "state"
         )
-        self.batch_lines_answered = Counter(
-            "holdfast_batch_lines_answered",
-            "Answered lines of batches by outcome: completed, failed",
-            ["outcome"],
-            registry=self.registry,
+        self.batch_lines_answered = self._counter(
+            "batch_lines_answered", "Answered lines of batches by outcome: completed, failed", "outcome"
         )
-        self._training_loss = Gauge(
-            "holdfast_training_loss",
-            "Loss of the last step of each of the tuning jobs that had one most recently",
-            ["job"],
-            registry=self.registry,
+        self._training_loss = self._gauge(
+            "training_loss", "Loss of the last step of each of the most recently active tuning jobs", "job"
         )
         self._with_loss: dict[str, None] = {}
-        """Jobs that have a gauge, the one whose last step is oldest first."""
+        """Jobs that have a gauge. The job whose last step is oldest is first."""
         self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
         self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
         self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)
@@ -155,12 +139,7 @@ class Metrics(Collector):
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.step_seconds = self._histogram("step_seconds", "Time that the device spent on a step", SHORT)
         self.step_tokens = self._histogram("step_tokens", "Query tokens of a step", SIZES)
-        self.finished = Counter(
-            "holdfast_choices_finished",
-            "Choices that came to their end, by reason",
-            ["finished_reason"],
-            registry=self.registry,
-        )
+        self.finished = self._counter("choices_finished", "Finished choices by reason", "finished_reason")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
 
     def steps(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
@@ -186,11 +165,14 @@ class Metrics(Collector):
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"holdfast_{name}", help, buckets=buckets, registry=self.registry)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(f"holdfast_{name}", help, registry=self.registry)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"holdfast_{name}", help, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"holdfast_{name}", help, labels, registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics and those under vLLM's names, for the registry."""
+        """Yield the engine's metrics, and all metrics that have vLLM names, to the registry."""
         engine = list(self._engine())
         yield from engine
         own = [self.ttft, self.tbt, self.e2e, self.queue, self.step_tokens]
@@ -206,7 +188,7 @@ class Metrics(Collector):
             yield used
 
     def _engine(self) -> Iterator[Metric]:
-        """Yield the engine's metrics as of the last scrape. Without stats, only the engine's being down is reported."""
+        """Yield the engine's metrics of the last scrape; without stats, only that the engine does not answer."""
         stats = self.stats
         yield GaugeMetricFamily("holdfast_engine_up", "1 if the engine answered this scrape", value=stats is not None)
         if stats is None:

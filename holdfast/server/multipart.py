@@ -1,4 +1,4 @@
-"""Multipart forms with one file, read piece by piece within limits. python-multipart finds the parts."""
+"""Multipart forms with one file, read piece by piece within limits. The parser is python-multipart's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import unicodedata
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 
 MAX_PARTS = 16
 MAX_HEADERS = 8
 """Maximum number of headers per part."""
 MAX_HEADER_BYTES = 1024
-"""Maximum number of bytes of one header line, including its name. A part has at most 8 KiB of headers."""
+"""Maximum number of bytes of a header line, its name included. All headers of a part have at most 8 KiB."""
 MAX_FIELD_BYTES = 1024
-"""Maximum number of bytes of one field that is not the file."""
+"""Maximum number of bytes of a field other than the file."""
 MAX_BOUNDARY = 70
 """Maximum number of characters of the boundary (RFC 2046, §5.1.1)."""
 MAX_NAME = 255
@@ -25,7 +25,7 @@ OVERHEAD = MAX_PARTS * (MAX_HEADERS * MAX_HEADER_BYTES + MAX_FIELD_BYTES)
 
 
 class FormReader:
-    """Reads one form. Fields are kept; bytes of the part `file` are returned. All methods raise ApiError."""
+    """Reads one form. Keeps its fields, and returns the bytes of the part `file`. All methods raise ApiError."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type[:MAX_HEADER_BYTES])
@@ -35,7 +35,7 @@ class FormReader:
             raise ApiError(reason, status=415, code="unsupported_media_type")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """Name of the file, once its part has begun."""
+        """Name of the file; None until its part has begun."""
         self.ended = False
         self._parser = MultipartParser(
             boundary,
@@ -62,7 +62,7 @@ class FormReader:
         self._file: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        """Read the next bytes of the form. Returns those of the file among them."""
+        """Read the next bytes of the form. Returns the file's bytes among them."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -76,7 +76,7 @@ class FormReader:
         if not self.ended:
             raise ApiError("the form breaks off before its last boundary", code="invalid_form")
         if self.filename is None:
-            raise ApiError("file is missing", param="file", code="missing_required_parameter")
+            raise invalid("file is missing", "file", "missing_required_parameter")
 
     def _part_begin(self) -> None:
         self._parts += 1
@@ -102,7 +102,7 @@ class FormReader:
         if kind != b"form-data" or not name:
             raise ApiError("a part of the form has no name", code="invalid_form")
         if name in self.fields or (name == "file" and self.filename is not None):
-            raise ApiError(f"the form has two parts named {name[:64]}", param=name[:64], code="invalid_form")
+            raise invalid(f"the form has two parts named {name[:64]}", name[:64], "invalid_form")
         if name == "file":
             self._field, self.filename = None, base_name(options.get(b"filename", b"").decode("utf-8", "replace"))
         else:
@@ -115,7 +115,7 @@ class FormReader:
         self._held += data[start:end]
         if len(self._held) > MAX_FIELD_BYTES:
             name = self._field[:64]
-            raise ApiError(f"{name} has more than {MAX_FIELD_BYTES} bytes", param=name, code="invalid_value")
+            raise invalid(f"{name} has more than {MAX_FIELD_BYTES} bytes", name)
 
     def _part_end(self) -> None:
         if self._field is not None:
@@ -126,7 +126,7 @@ class FormReader:
 
 
 def base_name(given: str) -> str:
-    """Return the last part of a file's name, without control characters and cut to the limit. It is only displayed."""
+    """Return the last part of a file's name, shortened and without control characters. It is only for display."""
     last = re.split(r"[/\\]", given)[-1]
     visible = "".join(each if unicodedata.category(each)[0] != "C" else "_" for each in last)[:MAX_NAME]
     return visible if visible.strip(" .") else "file"

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies as strict types. A refusal names the parameter at fault."""
+"""OpenAI's request bodies as strict types. Each error names the invalid parameter."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MAX_PROMPTS = 1024
 MAX_PARTS = 8192
 """Maximum number of content parts in all messages of one request."""
 MAX_CONTAINERS = 1 << 17
-"""Maximum number of opening brackets and braces in one body, including those in texts. It bounds the decoding time."""
+"""Maximum number of opening brackets and braces in one body, in texts too. It bounds the decoding time."""
 MAX_STRINGS = 1 << 16
 """Maximum number of strings in one body, including field names. It also bounds the decoding time."""
 MAX_VALUES = 1 << 18
-"""Maximum number of commas in all past calls' arguments of one request. It bounds the decoding time of other values."""
+"""Maximum number of commas in all past calls' arguments of one request. It bounds the time to decode their values."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
@@ -54,15 +54,15 @@ GRAMMAR_PARAMS = ("structured_outputs", "guided_json", "guided_regex", "guided_c
 
 
 DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""API defaults of the fields for which a model's files may give another default."""
+"""OpenAI's defaults for the fields whose defaults a model's files may change."""
 
 
 TIERS = {"priority": -1, "flex": 1}
-"""Priority classes of OpenAI's service tiers. All other tiers have class 0."""
+"""Priority class by service tier. Tiers that are not listed have class 0."""
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's shape. Its message goes to the client, so it contains no paths, addresses or traces."""
+    """An error for the client, in OpenAI's form. Its message must contain no paths, addresses or tracebacks."""
 
     def __init__(
         self,
@@ -79,27 +79,32 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object that the client receives. All four fields are always present."""
+        """Return the error as a JSON object in OpenAI's form. All four fields are always present."""
         type = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         type = "server_error" if self.status >= 500 else type
         return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
     def message_body(self) -> dict[str, Any]:
-        """Return the error as a JSON object in the shape of Anthropic's Messages API."""
+        """Return the error as a JSON object in the form of Anthropic's Messages API."""
         known = MESSAGE_ERRORS.get(self.status)
         type = known or ("api_error" if self.status >= 500 else "invalid_request_error")
         long = self.code == "context_length_exceeded"
         return {
             "type": "error",
-            # Clients search for these words.
+            # Clients of the Messages API search for the words "prompt is too long".
             "error": {"type": type, "message": f"prompt is too long: {self.message}" if long else self.message},
         }
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """Return the error as a JSON object of the route's protocol: OpenAI's, Anthropic's, or Open Inference's."""
+        """Return the error as a JSON object in the form of the path's protocol: OpenAI, Anthropic or Open Inference."""
         if is_messages(path):
             return self.message_body()
         return {"error": self.message} if is_inference(path) else self.body()
+
+
+def invalid(reason: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """Return the error for a request that is at fault. `param` is the invalid parameter."""
+    return ApiError(reason, param=param, code=code)
 
 
 MESSAGE_ERRORS = {
@@ -128,25 +133,25 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Whether every chunk has the token counts so far, as in vLLM. Needs `include_usage`."""
+    """Whether every chunk reports the token counts so far, as in vLLM. Requires `include_usage`."""
     include_obfuscation: bool = False
-    """Whether to add padding against traffic analysis. It is accepted without effect, because none is ever added."""
+    """Whether to add padding against traffic analysis. Accepted without effect: no padding is ever added."""
 
 
 class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A JSON object from a client. It may also hold the parameters listed in the class variables."""
+    """A JSON object from a client. Besides its fields, it may hold the parameters that the class variables list."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Unsupported parameters by name, each with the values that are accepted because they have no effect.
 
-    null is always accepted. A parameter that is also a field is repeated in the answer.
+    null is always accepted. If such a parameter is also a field, the answer repeats it.
     """
     harmless: ClassVar[tuple[str, ...]] = ()
-    """Parameters that cannot change the answer; any value is accepted."""
+    """Parameters that are accepted with any value, because they cannot change the answer."""
 
 
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Fields of every request for generation, including vLLM's extensions and Holdfast's own `deadline_ms`."""
+    """Fields of every request that generates, including vLLM's extensions and Holdfast's `deadline_ms`."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"moderation": ()}
     harmless: ClassVar[tuple[str, ...]] = (
@@ -165,11 +170,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    """Sampling temperature. If None, here and below, the model's files give the default, and else `DEFAULTED`."""
+    """Sampling temperature. For None, here and below, the model's files set the default; otherwise `DEFAULTED` does."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
-    """Seed of the sampling; None or -1 for a random one, as in other servers."""
+    """Seed for sampling. None and -1 mean a random seed, as in other servers."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
@@ -183,11 +188,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    """Service tier. priority runs before other requests and flex after them; other values mean the default."""
+    """Service tier. `priority` runs before other requests and `flex` after them. Other values mean the default."""
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
-    """JSON schema of the answer. This and the following fields are vLLM's former names of `structured_outputs`."""
+    """JSON schema of the answer. It and the next three fields are vLLM's former names for `structured_outputs`."""
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
@@ -197,24 +202,24 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Name and value of the parameter with OpenAI's description of the answer; None without one."""
+        """Name and value of OpenAI's parameter for the answer's format; None if the request has none."""
         return None
 
     @property
     def grammar_param(self) -> str | None:
-        """Name of the parameter that asks for structured output, if any. Raises ApiError if there are several."""
+        """Name of the parameter that asks for structured output; None if none does. Raises ApiError if several do."""
         asked = [name for name in GRAMMAR_PARAMS if getattr(self, name) is not None]
         wanted = self.answer_format
         if wanted is not None and wanted[1] != {"type": "text"}:
             asked.append(wanted[0])
         if len(asked) > 1:
             reason = f"{' and '.join(asked)} exclude each other; give one of them"
-            raise ApiError(reason, param=asked[0], code="mutually_exclusive_parameters")
+            raise invalid(reason, asked[0], "mutually_exclusive_parameters")
         return asked[0] if asked else None
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """Grammar that the answer must match; None without one. Built once per request. Raises ApiError."""
+        """Grammar that the answer must match; None if there is none. Built once per request. Raises ApiError."""
         param, wanted = self.grammar_param, self.answer_format
         try:
             if param == "structured_outputs" and self.structured_outputs is not None:
@@ -229,7 +234,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
                 return of_grammar(self.guided_grammar, "guided_grammar")
             return None if wanted is None else of_format(wanted[1], wanted[0])
         except GrammarFault as error:
-            raise ApiError(str(error), param=error.param, code="invalid_value") from None
+            raise invalid(str(error), error.param) from None
 
     @property
     def tier(self) -> str:
@@ -238,7 +243,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def priority_class(self) -> int:
-        """Priority class: `priority` if it is given, else the class of the service tier."""
+        """Priority class: `priority` unless that is 0, otherwise the class of the service tier."""
         return self.priority or TIERS.get(self.service_tier or "", 0)
 
     @property
@@ -248,7 +253,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def candidates(self) -> int:
-        """Number of answers that are generated for each prompt, of which the best `n` are returned."""
+        """Number of answers to generate for each prompt. The best `n` of them are returned."""
         return self.n
 
     @property
@@ -258,12 +263,12 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def most_logprobs(self) -> int | None:
-        """Number of alternatives to return with each token's log probability; None for none. Raises ApiError."""
+        """Number of alternatives to return for each token; None for no log probabilities. Raises ApiError."""
         raise NotImplementedError
 
     @property
     def most_prompt_logprobs(self) -> int | None:
-        """Number of alternatives to return with each prompt token's log probability; None for none."""
+        """Number of alternatives to return with each prompt token's log probability; None for no log probabilities."""
         return None
 
     @property
@@ -272,18 +277,18 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         return False
 
     def kept_tokens(self, context: int) -> int | None:
-        """Number of trailing prompt tokens to keep; None for all. Raises ApiError."""
+        """Number of trailing prompt tokens to keep; None to keep all. Raises ApiError."""
         return None
 
     def with_defaults(self, defaults: dict[str, float]) -> Self:
-        """Return a copy with missing fields set from `defaults`, or else from the API's own defaults."""
+        """Return a copy whose missing fields are set from `defaults`, or from OpenAI's defaults."""
         missing = {name: value for name, value in (DEFAULTED | defaults).items() if getattr(self, name) is None}
         return self.changed(**missing)
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy with other values of these fields.
+        """Return a copy with new values for these fields.
 
-        None of them may affect the grammar, because it is not rebuilt.
+        The grammar is not rebuilt, so no field may affect it.
         """
         made = copy(self)
         for name, value in fields.items():
@@ -297,8 +302,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         Choice i uses seed + i, so that choices differ and are reproducible.
         """
         if self.min_tokens > max_tokens:
-            reason = f"min_tokens is {self.min_tokens}, and an answer here has at most {max_tokens}"
-            raise ApiError(reason, param="min_tokens", code="invalid_value")
+            raise invalid(f"min_tokens is {self.min_tokens}, and an answer here has at most {max_tokens}", "min_tokens")
         chosen = {name: value for name in DEFAULTED if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **chosen | {"top_k": max(self.top_k or 0, 0)},
@@ -321,14 +325,13 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         biases: dict[int, float] = {}
         for token, bias in self.logit_bias.items():
             if not (token.isascii() and token.isdigit() and len(token) <= 10):
-                reason = f"logit_bias names {token[:32]!r}, which is not a token id"
-                raise ApiError(reason, param="logit_bias", code="invalid_value")
+                raise invalid(f"logit_bias names {token[:32]!r}, which is not a token id", "logit_bias")
             biases[int(token)] = bias
         return tuple(biases.items())
 
 
 class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Fields common to chat completions and completions."""
+    """Fields that chat completions and completions share."""
 
     unsupported = SampledRequest.unsupported | {
         "audio": (),
@@ -340,16 +343,15 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "suffix": ("",),
         "web_search_options": (),
     }
-    # No chat template has a verbosity, and completions are never stored.
+    # No chat template uses a verbosity, and completions are never stored.
     harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Number of alternatives to return with each prompt token's log probability, as in vLLM; None for none."""
+    """Number of alternatives to return for each prompt token, as in vLLM; None for no log probabilities."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    """Number of trailing prompt tokens to keep, as in vLLM; -1 keeps all that fit the context together with the
-    answer."""
+    """Number of trailing prompt tokens to keep, as in vLLM. -1 keeps as many as fit next to the answer."""
     response_format: dict[str, Any] | None = None
 
     @property
@@ -360,14 +362,13 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         kept = self.truncate_prompt_tokens
         if kept == 0:
             reason = "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what fits"
-            raise ApiError(reason, param="truncate_prompt_tokens", code="invalid_value")
+            raise invalid(reason, "truncate_prompt_tokens")
         return max(1, context - (self.most_tokens or 1)) if kept == -1 else kept
 
     @property
     def most_prompt_logprobs(self) -> int | None:
         if self.prompt_logprobs is not None and self.stream:
-            reason = "prompt_logprobs need a whole answer; leave out stream"
-            raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
+            raise invalid("prompt_logprobs need a whole answer; leave out stream", "prompt_logprobs")
         return self.prompt_logprobs
 
 
@@ -381,14 +382,14 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    """Whether the oldest turns are left out of a conversation that exceeds the context."""
+    """With `auto`, the oldest turns are left out of a conversation that exceeds the context."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """Tools by their former name. Then the answer also reports its call by the former name."""
+    """Tools under OpenAI's former name for them. The answer then reports its call under the former name, too."""
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     include_reasoning: bool = True
@@ -396,23 +397,22 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Further variables for the chat template."""
+        """Extra variables for the chat template."""
         return template_options(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def most_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            reason = f"top_logprobs is {self.top_logprobs}, which needs logprobs: true"
-            raise ApiError(reason, param="top_logprobs", code="invalid_value")
+            raise invalid(f"top_logprobs is {self.top_logprobs}, which needs logprobs: true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer, by the new or the former name. Raises ApiError if the two differ."""
+        """Maximum number of tokens of the answer, under its new or former name. Raises ApiError if they differ."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             reason = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
-            raise ApiError(reason, param="max_completion_tokens", code="invalid_value")
+            raise invalid(reason, "max_completion_tokens")
         return old if new is None else new
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -441,7 +441,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
     echo: bool = False
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
-    """Maximum number of tokens per choice. 0 needs `echo` and generates nothing."""
+    """Maximum number of tokens per choice. 0 generates nothing and requires `echo`."""
 
     @property
     def candidates(self) -> int:
@@ -450,8 +450,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     @property
     def most_logprobs(self) -> int | None:
         if self.logprobs is True:
-            reason = f"logprobs is true; completions take a number from 0 to {MAX_LOGPROBS}"
-            raise ApiError(reason, param="logprobs", code="invalid_value")
+            raise invalid(f"logprobs is true; completions take a number from 0 to {MAX_LOGPROBS}", "logprobs")
         return None if self.logprobs is False else self.logprobs
 
     @property
@@ -460,7 +459,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
     @property
     def most_prompt_logprobs(self) -> int | None:
-        """Number of alternatives for prompt tokens: that of `logprobs` if the prompt is echoed."""
+        """Number of alternatives for prompt tokens. If the prompt is echoed, it is at least that of `logprobs`."""
         asked, echoed = super().most_prompt_logprobs, self.most_logprobs if self.echo else None
         return max((each for each in (asked, echoed) if each is not None), default=None)
 
@@ -470,23 +469,21 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as text or as token ids. Raises ApiError if they are wrong or `best_of` is."""
+        """Return the prompts, each as text or token ids. Raises ApiError for invalid prompts or `best_of`."""
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError("max_tokens is 0, which needs echo: true", param="max_tokens", code="invalid_value")
+            raise invalid("max_tokens is 0, which needs echo: true", "max_tokens")
         if self.echo and self.candidates > self.n:
             reason = f"best_of is {self.candidates} and n is {self.n}; with echo: true they must be equal"
-            raise ApiError(reason, param="best_of", code="invalid_value")
+            raise invalid(reason, "best_of")
         if self.candidates < self.n or (self.candidates > self.n and self.stream):
             rule = "with stream: true they must be equal" if self.candidates > self.n else "it must be at least n"
-            reason = f"best_of is {self.candidates} and n is {self.n}; {rule}"
-            raise ApiError(reason, param="best_of", code="invalid_value")
+            raise invalid(f"best_of is {self.candidates} and n is {self.n}; {rule}", "best_of")
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
         param = self.prompt_param
         if prompt and isinstance(prompt[0], str | list) and len(prompt) > MAX_PROMPTS:
-            reason = f"{param} holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken"
-            raise ApiError(reason, param=param, code="invalid_value")
+            raise invalid(f"{param} holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", param)
         if prompt and all(isinstance(item, str) for item in prompt):
             return list(prompt)
         if prompt and all(isinstance(item, list) for item in prompt):
@@ -495,7 +492,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
 
 def parse(body: bytes, shape: type[Body]) -> Body:
-    """Parse a request body. Raises ApiError, which names the parameter at fault."""
+    """Parse a request body. Raises ApiError, which names the invalid parameter."""
     return typed(read_object(body), shape)
 
 
@@ -514,77 +511,76 @@ def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
 
 
 def check_items(body: bytes, what: str, param: str | None = None) -> None:
-    """Raises ApiError if JSON has too many containers or strings. `what` names the JSON in the message."""
+    """Raises ApiError if JSON has too many containers or strings. `what` names the JSON in the error."""
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
-        reason = f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
-        raise ApiError(reason, param=param, code="invalid_value")
-    # Each quote within a text has a backslash before it, so it is not counted. The closing quote of a string that ends
-    # in a backslash is not counted either, so the count is a lower bound.
+        raise invalid(f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken", param)
+    # A quote within a text follows a backslash, so it is not counted. Neither is the closing quote of a string that
+    # ends in a backslash, so the count is a lower bound.
     strings = (body.count(b'"') - body.count(b'\\"')) // 2
     if strings > MAX_STRINGS:
-        reason = f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken"
-        raise ApiError(reason, param=param, code="invalid_value")
+        raise invalid(f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken", param)
 
 
 def check_arguments(arguments: Iterable[str], name: str) -> None:
     """Raises ApiError if the arguments of past calls are too large.
 
-    They are JSON within texts, which the check of the body cannot see. `name` is the parameter that holds the calls.
+    They are JSON within strings, which the check of the body does not see. `name` is the parameter that holds the
+    calls.
     """
     given = [text for text in arguments if len(text) > 2]
     check_items("\n".join(given).encode(errors="replace"), f"the text of all arguments in {name}", name)
     commas = sum(text.count(",") for text in given)
     if commas > MAX_VALUES:
         reason = f"the text of all arguments in {name} holds {commas} commas; at most {MAX_VALUES} are taken"
-        raise ApiError(reason, param=name, code="invalid_value")
+        raise invalid(reason, name)
 
 
 def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
-    """Convert a JSON object to a request. Raises ApiError, which names the parameter at fault."""
+    """Convert a JSON object to a request. Raises ApiError, which names the invalid parameter."""
     known = shape.__struct_fields__
     given = {}
     for name, value in fields.items():
         neutral = shape.unsupported.get(name)
         if neutral is not None and value is not None and not any(_same(value, each) for each in neutral):
-            raise ApiError(f"{name} is not supported yet; leave it out", param=name, code="unsupported_parameter")
+            raise invalid(f"{name} is not supported yet; leave it out", name, "unsupported_parameter")
         if name in known:
             if value is not None:
                 given[name] = value
         elif neutral is None and name not in shape.harmless:
             near = difflib.get_close_matches(name[:64], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(f"unknown parameter: {name[:64]}{hint}", param=name[:64], code="unknown_parameter")
+            raise invalid(f"unknown parameter: {name[:64]}{hint}", name[:64], "unknown_parameter")
     try:
         request = msgspec.convert(given, shape)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), given) from None
+        raise _not_typed(str(error), given) from None
     if "stream_options" in given and not given.get("stream"):
-        raise ApiError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+        raise invalid("stream_options needs stream: true", "stream_options")
     return request
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal, and both or neither are bool.
+    """Whether two values are equal and either both bool or both not bool.
 
-    `logprobs: 0` has an effect, `logprobs: false` has none.
+    The types matter because 0 == False: `logprobs: 0` has an effect, and `logprobs: false` has none.
     """
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _invalid(reason: str, given: Mapping[str, Any]) -> ApiError:
-    """Convert msgspec's message to an ApiError with the parameter at fault, and its value if that is a number."""
+def _not_typed(reason: str, given: Mapping[str, Any]) -> ApiError:
+    """Convert msgspec's message to an ApiError that names the invalid parameter, and its value if that is a number."""
     missing = re.search(r"missing required field `(\w+)`", reason)
     if missing:
-        return ApiError(f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter")
+        return invalid(f"{missing[1]} is missing", missing[1], "missing_required_parameter")
     what, _, path = reason.partition(" - at `$.")
     unknown = re.search(r"unknown field `(.{1,64}?)`", what)
     param = path.rstrip("`") + (f".{unknown[1]}" if unknown else "")
     if unknown:
-        return ApiError(f"unknown parameter: {param}", param=param, code="unknown_parameter")
+        return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
     value = given.get(param)
     got = f", got {value}" if isinstance(value, int | float) and ", got " not in what else ""
-    return ApiError(f"{param}: {what[:1].lower()}{what[1:]}{got}", param=param, code="invalid_value")
+    return invalid(f"{param}: {what[:1].lower()}{what[1:]}{got}", param)
 
 
 def _token_ids(value: list[Any], name: str) -> list[int]:
@@ -594,27 +590,27 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
     except msgspec.ValidationError as error:
         what = str(error).partition(" - at ")[0]
         reason = f"{name} must be text or token ids: {what[:1].lower()}{what[1:]}"
-        raise ApiError(reason, param=name.partition("[")[0], code="invalid_value") from None
+        raise invalid(reason, name.partition("[")[0]) from None
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Chat template role by the API's role. developer is OpenAI's newer name for system."""
+"""Chat template role by the role in the API. `developer` is OpenAI's newer name for `system`."""
 
 
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
-"""Chat template role by the API's role, including call results. function is OpenAI's former name for tool."""
+"""Chat template role by the role in the API, including call results. `function` is OpenAI's former name for `tool`."""
 MESSAGE_FIELDS = ("role", "content", "name")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""Names under which clients send back the model's reasoning; the first one present is used."""
+"""Fields in which clients send back the model's reasoning. The first one that is present is used."""
 ROLE_FIELDS = {
     "assistant": ("tool_calls", "function_call", *REASONING_FIELDS),
     "tool": ("tool_call_id",),
 }
-"""Fields that only messages of a role may have, by role."""
+"""Fields that only messages of one role may have, by that role."""
 
 
 def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return variables for the chat template: the request's own, and its reasoning effort under the usual names."""
+    """Return the variables for the chat template: the request's own, and its reasoning effort under the usual names."""
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
         variables = {"enable_thinking": False}
@@ -634,17 +630,17 @@ def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages")
 
 
 def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Convert one message for the chat template: role, plain text, calls, and a call's result. Raises ApiError.
+    """Convert one message for the chat template: role, text, calls and reasoning, or a result. Raises ApiError.
 
-    The message's own `name` field is dropped, because chat templates have no place for it. The argument `name` is the
-    message's path in the request.
+    The message's own `name` field is dropped, because chat templates do not use it. The argument `name` is the path of
+    the message in the request.
     """
     role = CHAT_ROLES[checked_role(message, name, CHAT_ROLES)]
     refuse_extra(message, (*MESSAGE_FIELDS, *ROLE_FIELDS.get(role, ())), name)
     if not isinstance(message.get("name", ""), str | None):
-        raise ApiError(f"{name}.name must be a string", param=f"{name}.name", code="invalid_value")
+        raise invalid(f"{name}.name must be a string", f"{name}.name")
     content = message.get("content")
-    if content is None and role == "assistant":  # Clients send back an answer without text like this.
+    if content is None and role == "assistant":  # Clients send back an answer without text in this form.
         content = ""
     texts = text_parts(content, f"{name}.content", ("text",))
     for index, part in enumerate(content if isinstance(content, list) else ()):
@@ -654,7 +650,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
         call, old = message.get("tool_call_id"), message["role"] == "function"
         if not old and not isinstance(call, str):
             path = f"{name}.tool_call_id"
-            raise ApiError(f"{path} is missing; it is the id of the call", param=path, code="invalid_value")
+            raise invalid(f"{path} is missing; it is the id of the call", path)
         read["tool_call_id"] = message.get("name") or "" if old else call
     elif role == "assistant":
         if calls := _read_calls(message, name):
@@ -666,7 +662,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _arguments_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the arguments of all calls in messages, skipping those that are not strings."""
+    """Yield the arguments of all calls in messages. Arguments that are not strings are skipped."""
     for message in messages:
         calls = message.get("tool_calls")
         functions = (
@@ -683,7 +679,7 @@ def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the calls of an assistant message. Raises ApiError."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise ApiError(f"{name}.tool_calls must be a list", param=f"{name}.tool_calls", code="invalid_value")
+        raise invalid(f"{name}.tool_calls must be a list", f"{name}.tool_calls")
     if old := message.get("function_call"):
         calls = [{"id": old.get("name"), "type": "function", "function": old}] if isinstance(old, Mapping) else [old]
     found = []
@@ -694,12 +690,12 @@ def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
                 found.append(past_call(id, called, arguments))
             case _:
                 reason = f"{path} must have an id, and a function with its name and its arguments, all strings"
-                raise ApiError(reason, param=path, code="invalid_value")
+                raise invalid(reason, path)
     return found
 
 
 def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call as chat templates expect it, with decoded arguments. Arguments that are not JSON stay a string."""
+    """Return a call as chat templates expect it, with decoded arguments. Arguments that are not JSON stay strings."""
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -708,40 +704,38 @@ def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] = tuple(ROLES)) -> str:
-    """Return the role of a message or an item. `name` is its path in the request. Raises ApiError if it is unknown."""
+    """Return the role of a message or an item. `name` is its path. Raises ApiError for an unknown role."""
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
-        reason = f"{name}.role is {shown(role)}; supported: {', '.join(roles)}"
-        raise ApiError(reason, param=f"{name}.role", code="invalid_value")
+        raise invalid(f"{name}.role is {shown(role)}; supported: {', '.join(roles)}", f"{name}.role")
     return role
 
 
 def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) -> None:
     """Raises ApiError for a non-empty field that is not in `taken`.
 
-    The openai client dumps a message with empty fields for unused features, and users send these messages back.
+    Empty fields are allowed, because the openai client adds them to messages, and users send these messages back.
     """
     for key, value in given.items():
         if key not in taken and value not in (None, []):
             path = f"{name}.{key[:64]}"
-            raise ApiError(f"{path} is not supported yet; leave it out", param=path, code="unsupported_parameter")
+            raise invalid(f"{path} is not supported yet; leave it out", path, "unsupported_parameter")
 
 
 def check_parts(messages: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raises ApiError if the messages have more content parts than one request may have."""
+    """Raises ApiError if the messages of one request have too many content parts."""
     contents = [message.get("content") for message in messages]
     parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MAX_PARTS:
-        reason = f"{name} hold {parts} content parts; at most {MAX_PARTS} are taken"
-        raise ApiError(reason, param=name, code="invalid_value")
+        raise invalid(f"{name} hold {parts} content parts; at most {MAX_PARTS} are taken", name)
 
 
 def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:
-    """Return the texts of a message's content: a string, or parts of these kinds. Raises ApiError for other content."""
+    """Return the texts of a message's content: a string, or parts of these types. Raises ApiError for other content."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list) or not content:
-        raise ApiError(f"{name} must be a string or a list of text parts", param=name, code="invalid_value")
+        raise invalid(f"{name} must be a string or a list of text parts", name)
     return [_text_part(part, f"{name}[{index}]", kinds) for index, part in enumerate(content)]
 
 
@@ -749,12 +743,12 @@ def _text_part(part: Any, name: str, kinds: Sequence[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
         reason = f"{name}.type is {shown(kind)}; this model reads only text, in parts of type {' or '.join(kinds)}"
-        raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+        raise invalid(reason, f"{name}.type", "unsupported_content")
     if not isinstance(part.get("text"), str):
-        raise ApiError(f"{name}.text must be a string", param=f"{name}.text", code="invalid_value")
+        raise invalid(f"{name}.text must be a string", f"{name}.text")
     return str(part["text"])
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error message. A string is cut after 32 characters."""
+    """Format a value for an error message. A string is cut to 32 characters."""
     return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"

@@ -1,4 +1,4 @@
-"""State of an engine's replicas: as metrics with a label for each, and as text."""
+"""State of an engine's replicas: metrics for each replica, and a description for operators."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ STATS = {
     "blocks_used": ("replica_blocks_used", "Blocks of the KV cache that running requests own, by replica"),
     "blocks_cached": ("replica_blocks_cached", "Unowned blocks that still hold a reusable prefix, by replica"),
 }
-"""Gauge name and help by field of SchedulerStats, for each replica. All other fields are only summed."""
+"""Name and help of the gauges that each replica has, by field of SchedulerStats. Other fields have only a total."""
 
 
 class ReplicaMetrics(Collector):
-    """Metrics of each replica, and of events between replicas. `Metrics` has those of all engines together."""
+    """Metrics of each replica, and of events between replicas. `Metrics` has the totals of all engines."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as of the last check of each replica, which was at most a second ago."""
+        """Yield the metrics as of the last check of each replica, at most a second ago."""
         members = self._replicas.members
         up = GaugeMetricFamily("holdfast_replica_up", "1 if the replica takes requests", labels=["replica"])
-        requests = GaugeMetricFamily("holdfast_replica_requests", "Requests that the replica has", labels=["replica"])
+        requests = GaugeMetricFamily(
+            "holdfast_replica_requests", "Requests in progress on the replica", labels=["replica"]
+        )
         restarts = CounterMetricFamily(
-            "holdfast_replica_restarts", "Times that the replica's engine ended unasked", labels=["replica"]
+            "holdfast_replica_restarts", "Times that the replica's engine ended unexpectedly", labels=["replica"]
         )
         taken = CounterMetricFamily(
             "holdfast_replica_requests_taken", "Requests that were sent to the replica", labels=["replica"]

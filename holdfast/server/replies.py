@@ -1,4 +1,4 @@
-"""Replies to clients: OpenAI's response bodies and stream chunks, in their exact shapes."""
+"""Replies to clients: OpenAI's response bodies and stream chunks, in their exact form."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ DONE = b"data: [DONE]\n\n"
 Reply = dict[str, Any]
 
 
-def event(reply: Reply) -> bytes:
-    """Encode one server-sent event."""
-    return b"data: " + encode(reply) + b"\n\n"
+def event(data: Any, name: str = "") -> bytes:
+    """Encode one server-sent event, with a name if one is given."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encode(data) + b"\n\n"
 
 
 @dataclass
 class RequestUsage:
-    """Token counts of one HTTP request. Each prompt is counted once, whatever its number of choices."""
+    """Token counts of one HTTP request. A prompt counts once, even if it has several choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
-    """Numbers of cached tokens that came from the host, the disk and the remote tier. Part of `cached_tokens`."""
+    """Numbers of cached tokens from the host, the disk and the remote tier. `cached_tokens` includes them."""
     wanted: SampledRequest | None = None
-    """The request itself."""
+    """The request. For embeddings, None until the first inputs are computed."""
     queued: float | None = None
-    """Seconds that the first choice to end had waited for its first step."""
+    """Seconds for which the choice that ended first had waited for its first step."""
     ttft: float | None = None
     """Seconds from the request's arrival to its first token."""
     pace: float | None = None
-    """Tokens per second after the first token, of the first choice to end."""
+    """Tokens per second after the first token, for the choice that ended first."""
     finish_reasons: set[str] = field(default_factory=set)
     """Finish reasons of the choices that have ended."""
 
     @property
     def total_tokens(self) -> int:
-        """Number of tokens of prompts and answers."""
+        """Number of tokens in prompts and answers."""
         return self.prompt_tokens + self.completion_tokens
 
     def counts(self) -> Reply:
-        """Return the `usage` object of a chunk: the counts so far. Cached tokens are reported at the end."""
+        """Return the `usage` object of a chunk, with the counts so far. Cached tokens are reported only at the end."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -71,7 +71,7 @@ class RequestUsage:
         self.cached_by_tier = host, disk, remote
 
     def cached(self) -> Reply:
-        """Return the cached tokens, also by tier if any came from another tier than the device."""
+        """Return the number of cached tokens, and the numbers by tier if some came from a tier below the device."""
         if not any(self.cached_by_tier):
             return {"cached_tokens": self.cached_tokens}
         device = self.cached_tokens - sum(self.cached_by_tier)
@@ -79,7 +79,7 @@ class RequestUsage:
         return {"cached_tokens": self.cached_tokens, "cached_tokens_by_tier": tiers}
 
     def reply(self, reasoning_tokens: int | None = None) -> Reply:
-        """Return the `usage` object of completions, with reasoning tokens if the model reasons."""
+        """Return the final `usage` object. `reasoning_tokens` is None if the model does not reason."""
         details = {"prompt_tokens_details": self.cached()}
         if reasoning_tokens is not None:
             details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
@@ -100,12 +100,12 @@ class Written:
 
     @property
     def likelihood(self) -> float:
-        """Mean log probability of its tokens; minus infinity without any."""
+        """Mean log probability of the choice's tokens; minus infinity if it has none."""
         values = [each.logprobs.logprob for each in self.tokens if each.logprobs is not None]
         return sum(values) / len(values) if values else -math.inf
 
     def add(self, delta: Delta, parts: Sequence[Part]) -> None:
-        """Add a delta and its parts."""
+        """Add a delta, and the parts that were parsed from it."""
         self.parts += parts
         self.reason = delta.finish_reason or self.reason
         self.prompt_logprobs += delta.prompt_logprobs
@@ -121,7 +121,7 @@ class Shape:
     chunk_object: ClassVar[str]
 
     def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
-        """`text` spells the tokens in log probabilities. `reading` parses the answers."""
+        """`text` converts tokens to strings for log probabilities. `reading` parses the answers."""
         id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
         if wanted.service_tier is not None:
@@ -131,14 +131,14 @@ class Shape:
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
         self.held: dict[int, list[TokenRecord]] = {}
-        """Tokens by choice whose log probabilities wait for its next chunk with text or finish reason."""
+        """Tokens by choice whose log probabilities go into the choice's next chunk with text or a finish reason."""
         self.reading = reading
         self.readers: dict[int, AnswerReader] = {}
         self.reasoning_tokens = 0
         """Number of reasoning tokens in all choices."""
 
     def read(self, choice: int, delta: Delta) -> list[Part]:
-        """Return the new parts of a choice. To be called once for each of its deltas, in order."""
+        """Return the new parts of a choice. Must be called once for each of the choice's deltas, in order."""
         ended = delta.finish_reason is not None
         if self.reading.plain:
             return [Said(delta.text)] if delta.text else []
@@ -152,13 +152,13 @@ class Shape:
         return parts
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[Reply]:
-        """Yield the stream's next chunks: the new parts of `choice`, and its finish reason if it has ended."""
+        """Yield the stream's next chunks: new parts of `choice`, and its finish reason when it has ended."""
         if delta.logprobs:
             self.held.setdefault(choice, []).extend(tokens_with_logprobs(delta))
         yield from self.pieces(choice, self.read(choice, delta), delta.finish_reason)
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
-        """Yield the chunks for new parts and for the finish reason."""
+        """Yield the chunks for new parts of a choice, and for its finish reason."""
         raise NotImplementedError
 
     def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
@@ -170,7 +170,7 @@ class Shape:
         raise NotImplementedError
 
     def usage(self, usage: RequestUsage) -> Reply:
-        """Return the stream's last chunk, sent if the client asked for usage."""
+        """Return the stream's last chunk, which reports the usage."""
         return {**self.chunk_head, "choices": [], "usage": self._usage(usage)}
 
     def whole(self, written: Sequence[Written], usage: RequestUsage) -> Reply:
@@ -210,7 +210,7 @@ def _choice(index: int, content: Reply, reason: str | None, logprobs: Reply | No
 
 
 class ChatShape(Shape):
-    """Chat completions. Each choice's stream opens with its role and closes with an empty delta and the reason."""
+    """Chat completions. Each choice's stream begins with its role, and ends with its finish reason alone."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -219,7 +219,7 @@ class ChatShape(Shape):
         self.begun: set[int] = set()
         self.thoughts = wanted.include_reasoning
         self.old = bool(wanted.functions)
-        """Whether the client uses the former name of calls, which allows one call."""
+        """Whether the client uses the former name for calls, which allows only one call."""
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
         if choice not in self.begun:
@@ -283,7 +283,7 @@ class ChatShape(Shape):
 
 
 class TextShape(Shape):
-    """Completions. Chunks have the shape of the whole answer."""
+    """Completions. A chunk has the same form as the whole answer."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 

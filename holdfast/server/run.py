@@ -1,4 +1,4 @@
-"""Runs the server: starts the engine, listens, drains on a signal, and ends when the engine dies."""
+"""Runs the server: starts the engines, listens, drains on a signal, and stops when an engine dies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ import uvicorn
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.spawner import make_spawner
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineStartError
 from holdfast.engine.ledger import make_ledger
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 from holdfast.server.address import loopback, url_of
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import Connection, Connections
@@ -41,21 +42,21 @@ from holdfast.server.service import Admission
 from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
-"""Seconds in which streams can send their error event after the engine has ended."""
+"""Seconds for which running streams may send their error event after the engine has ended."""
 
 log = logging.getLogger("holdfast.server")
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of a server: of a language model, of applications, or of both."""
+    """The engines of a server: one for a language model, some for applications, or both."""
 
     model: EngineClient | Replicas | None
     apps: Sequence[AppClient] = ()
 
     @property
     def all(self) -> list[EngineConnection[Any, Any] | Replicas]:
-        """Return all engines."""
+        """All engines."""
         return [*([] if self.model is None else [self.model]), *self.apps]
 
 
@@ -73,10 +74,10 @@ async def run(
 ) -> int:
     """Serve on `listener` until a signal or an engine's death. Returns the process's exit code.
 
-    Without `engine` there is no language model and no store. `cluster` gives the number of its engines. `threads` is
+    Without `engine` there is no language model and no store. `cluster` sets the number of its engines. `threads` is
     for the engines of applications. `on_ready` is called with the engines and the base URL once the server accepts
-    requests. The caller ends `process`, in which the language model's engine starts. Raises StoreError if the store
-    cannot be opened, and EngineStartError if an engine cannot start.
+    requests. The language model's engine starts in `process`, if given, which the caller ends. Raises StoreError if the
+    store cannot be opened, and EngineStartError if an engine cannot start.
     """
     if not config.api_key and not loopback(config.host):
         log.warning(
@@ -87,7 +88,7 @@ async def run(
         )
     with contextlib.ExitStack() as held:
         store = None if engine is None else held.enter_context(contextlib.closing(open_store(config)))
-        # FastAPI takes a second to import, and the engine takes longer to start.
+        # FastAPI takes a second to import. That is done while the engine starts, which takes longer.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
         ledger = held.enter_context(shared_page()) if engine is not None and apps.app else ""
         engines = await start(engine, apps, process, cluster, threads=threads, on_progress=on_progress, ledger=ledger)
@@ -108,7 +109,7 @@ async def start(
     on_progress: Callable[[str], None],
     ledger: str = "",
 ) -> Engines:
-    """Start all engines in parallel. If one cannot start, all end. Raises EngineStartError.
+    """Start all engines in parallel. If one cannot start, all are closed. Raises EngineStartError.
 
     `ledger` is the page by which a language model and applications share a device; empty: one of them is missing.
     """
@@ -151,12 +152,12 @@ def shared_page() -> Iterator[str]:
 
 
 def report_stage(on_progress: Callable[[str], None], app: str, stage: str) -> None:
-    """Report the stage of an application's start."""
+    """Report a stage of an application's start."""
     on_progress(f"{app}: {stage}")
 
 
 def log_as(config: ServerConfig) -> None:
-    """Configure this process's log on standard error."""
+    """Configure this process's log, which goes to standard error."""
     verbose = config.log_level in ("debug", "info")
     logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
     logging.getLogger("holdfast").setLevel(config.log_level.upper())
@@ -164,9 +165,7 @@ def log_as(config: ServerConfig) -> None:
 
 def open_store(config: ServerConfig) -> Store:
     """Open the configured store. Raises StoreError."""
-    bounds = Bounds(
-        seconds=config.store_days * 86400, threads=config.store_conversations, bytes=int(config.store_gb * 1e9)
-    )
+    bounds = Bounds(seconds=config.store_seconds, threads=config.store_conversations, bytes=config.store_bytes)
     return Store.open(place(config.store), bounds, more=JOB_STEPS)
 
 
@@ -202,7 +201,7 @@ async def serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         gc.collect()
-        gc.freeze()  # A full collection over all modules would stop every stream for 50 to 100 ms.
+        gc.freeze()  # Without this, a full collection over all modules stops every stream for 50 to 100 ms.
         await start_jobs(jobs)
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -227,12 +226,12 @@ async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
     for each in jobs:
         try:
             await each.start()
-        except ApiError as error:  # It is tried again every few seconds.
+        except ApiError as error:  # The jobs try again every few seconds.
             log.error("batches and tuning jobs of an earlier start cannot continue yet: %s", error.message)
 
 
 async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
-    """End the jobs and the engines. Streams that still run get a moment to send an error event."""
+    """End the jobs and the engines. Running streams get a moment to send an error event."""
     for admission in admissions:
         admission.draining = True
     for each in jobs:
@@ -243,7 +242,7 @@ async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batc
 
 
 async def close_store(responses: Responses | None, tracing: Tracing | None) -> None:
-    """Close the store and tracing once no request is in progress."""
+    """Close the store and tracing. No request may be in progress."""
     if responses is not None:
         await responses.close()
     if tracing is not None:
@@ -251,7 +250,7 @@ async def close_store(responses: Responses | None, tracing: Tracing | None) -> N
 
 
 async def first_death(clients: Sequence[EngineConnection[Any, Any] | Replicas]) -> str:
-    """Wait until one of the engines ends. Returns its reason."""
+    """Wait until one of the engines ends. Returns the reason."""
     waits = [asyncio.create_task(client.dead.wait()) for client in clients]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -270,7 +269,7 @@ async def all_idle(admissions: Sequence[Admission]) -> None:
 async def drain(
     admissions: Sequence[Admission], seconds: float, died: asyncio.Task[str], received: asyncio.Queue[int]
 ) -> int:
-    """Refuse new requests and let running ones finish, within the time limit. A second signal ends the wait at once."""
+    """Refuse new requests, and wait for running ones up to the time limit or a second signal. Returns the exit code."""
     for admission in admissions:
         admission.draining = True
     if in_progress := sum(admission.in_progress for admission in admissions):
@@ -289,7 +288,7 @@ async def drain(
 
 @contextlib.contextmanager
 def signals() -> Iterator[asyncio.Queue[int]]:
-    """Receive SIGTERM and SIGINT in a queue within the context. Their default action is off."""
+    """Put SIGTERM and SIGINT into a queue within the context, instead of their default action."""
     received: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGTERM, signal.SIGINT)
@@ -303,7 +302,7 @@ def signals() -> Iterator[asyncio.Queue[int]]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers, because `serve` decides when it ends."""
+    """uvicorn without its signal handlers, because `serve` decides when the server stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""WebSearch: the search engine for the model's web searches, with SearXNG's JSON interface."""
+"""WebSearch: queries a SearXNG server for the model's web searches."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ log = logging.getLogger("holdfast.server")
 SEARCH_KINDS = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 """Types of the web search tool in the Responses API."""
 RESULTS = {"low": 3, "medium": 5, "high": 10}
-"""Maximum number of results of a search, by its `search_context_size`."""
+"""Maximum number of results of a search, by the tool's `search_context_size`."""
 MOST_SEARCHES = 8
 """Maximum number of searches in one response."""
 MOST_QUERY, MOST_TITLE, MOST_URL, MOST_TEXT = 512, 200, 2000, 800
 """Maximum number of characters of a query, and of each result's title, URL and text."""
 MOST_BYTES = 4 << 20
-"""Maximum number of bytes of the search engine's reply."""
+"""Maximum number of bytes of a reply from the search engine."""
 SECONDS = 10.0
-"""Seconds to wait for the search engine's reply."""
+"""Seconds to wait for a reply from the search engine."""
 
 SEARCH_TOOL = Tool(
     "web_search",
@@ -36,13 +36,13 @@ SEARCH_TOOL = Tool(
         "additionalProperties": False,
     },
 )
-"""The web search tool as the model sees it."""
+"""The web search tool, as the model sees it."""
 
 NOTHING, FAILED = "Nothing was found.", "The search failed."
-"""Texts that the model reads in place of results."""
+"""Texts that the model reads instead of results."""
 
 Result = dict[str, str]
-"""A search result. Keys: title, url, text."""
+"""A search result with the keys title, url and text."""
 
 
 class SearchFailed(Exception):
@@ -63,7 +63,7 @@ class WebSearch:
     """Client of the SearXNG server."""
 
     def __init__(self, url: str) -> None:
-        """`url` is the SearXNG server's address. Its settings must allow the JSON format. Nothing is requested yet."""
+        """`url` is the address of the SearXNG server, whose settings must allow JSON. Sends no request yet."""
         self._url = f"{url.rstrip('/')}/search"
         self._http = httpx.AsyncClient(timeout=SECONDS)
 
@@ -98,21 +98,21 @@ class WebSearch:
 
 
 def read_query(arguments: str) -> str:
-    """Return the query of a call, from its arguments as JSON text. Raises SearchFailed."""
+    """Return the query of a call, from the call's arguments as JSON text. Raises SearchFailed."""
     try:
         given: Any = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         given = None
     query = given.get("query") if isinstance(given, dict) else given
     if query is None and isinstance(given, dict) and len(given) == 1:
-        (query,) = given.values()  # Models also name it q or input.
+        (query,) = given.values()  # Some models name it q or input.
     if not isinstance(query, str) or not query.strip():
         raise SearchFailed("the arguments have no query")
     return query[:MOST_QUERY]
 
 
 def format_results(results: Sequence[Result]) -> str:
-    """Format results as the model reads them."""
+    """Format results for the model to read."""
     if not results:
         return NOTHING
     pages = (f"{number}. {page['title']}\n{page['url']}\n{page['text']}" for number, page in enumerate(results, 1))

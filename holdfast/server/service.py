@@ -1,4 +1,4 @@
-"""Generation: turns a parsed request into the deltas of its choices, by way of admission, tokenizing and the engine."""
+"""Generation: turns a parsed request into the deltas of its choices, through admission, tokenizing and the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, invalid
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
 from holdfast.server.tools import chat_toolset
 from holdfast.server.truncation import Truncation
@@ -33,30 +33,30 @@ T = TypeVar("T")
 Sampled = TypeVar("Sampled", bound=SampledRequest)
 
 REPLICA_LOST = "replica_lost"
-"""Error code of a request whose replica ended and that no other replica can take over."""
+"""Error code of a request whose replica has ended and that no other replica can continue."""
 LARGE = 1 << 18
-"""Size in characters or bytes from which a text counts as large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
+"""Number of characters or bytes from which a text counts as large. Tokenizing 8 MB may take 10 s and 1.5 GB."""
 SMALL_WORKERS = 2
-"""Number of threads for small texts.
+"""Number of threads that tokenize small texts.
 
-Large texts share one separate thread. This bounds their memory and keeps them from delaying small texts. Small chats
-have a thread of their own, too: a chat template renders one chat at a time and may take seconds.
+Large texts share a separate thread. This bounds their memory, and they cannot delay small texts. Small chats have a
+thread of their own, because a chat template renders one chat at a time and may take seconds.
 """
 
 
 class Admission:
-    """Counts the choices in progress, and refuses new ones beyond the limit before any work is done for them."""
+    """Counts the choices in progress. Refuses new ones beyond the limit, before any work is done for them."""
 
     def __init__(self, limit: int, tenant_limit: int | None = None, unit: str = "choices") -> None:
-        """`unit` names the counted things in refusals."""
+        """`unit` is the name of the counted things in error messages."""
         self.unit = unit
         self.limit = limit
-        """Maximum number of choices in progress, running and waiting."""
+        """Maximum number of choices in progress, whether they run or wait."""
         self.tenant_limit = limit if tenant_limit is None else tenant_limit
         """Maximum number of choices in progress per tenant."""
         self.in_progress = 0
         self.by_tenant: Counter[str] = Counter()
-        """Number of choices in progress by tenant. A tenant without any has no entry."""
+        """Number of choices in progress by tenant. A tenant without choices in progress has no entry."""
         self.draining = False
         self.idle = asyncio.Event()
         """Set while no choice is in progress."""
@@ -69,7 +69,7 @@ class Admission:
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
         if choices > self.tenant_limit:
             reason = f"the request asks for {choices} choices (n times prompts); at most {self.tenant_limit} are taken"
-            raise ApiError(reason, param="n", code="invalid_value")
+            raise invalid(reason, "n")
         if self.in_progress + choices > self.limit:
             raise queue_full(self.limit)
         if self.by_tenant[tenant] + choices > self.tenant_limit:
@@ -81,7 +81,7 @@ class Admission:
 
     @contextmanager
     def admit(self, choices: int, tenant: str) -> Iterator[None]:
-        """Count the choices as in progress within the context. Raises ApiError like `check`."""
+        """Count the choices as in progress while the context lasts. Raises ApiError like `check`."""
         self.check(choices, tenant)
         self.in_progress += choices
         self.by_tenant[tenant] += choices
@@ -98,7 +98,7 @@ class Admission:
 
 
 class Lane:
-    """Shared state of requests of one kind: their admission, their places in the engine's queue, and their priority."""
+    """State that requests of one kind share: admission, places in the engine's queue, and priority."""
 
     def __init__(
         self,
@@ -110,13 +110,13 @@ class Lane:
         workers: ThreadPoolExecutor | None = None,
         timed: bool = True,
     ) -> None:
-        """Create a lane. Without `priority` and `deadline`, each request keeps its own.
+        """`priority` and `deadline` override those of each request.
 
-        `workers` tokenize in place of the service's threads. Only `timed` requests count in the latency metrics.
+        `workers` tokenize instead of the service's threads. Only `timed` requests count in the latency metrics.
         """
         self.admission = admission
         self.places = places
-        """Semaphores of which each choice holds one place until its first output."""
+        """Semaphores. Each choice holds one place of each until its first output."""
         self.priority = priority
         self.deadline = deadline
         self.workers = workers
@@ -132,15 +132,14 @@ class Service:
         self.metrics = Metrics(client.info.model)
         client.on_steps = self.metrics.steps
         sequences, waiting = client.info.max_sequences, client.info.max_waiting
-        share = config.tenant_share if len(config.api_key) > 1 else 1  # A single tenant may have all places.
-        self.admission = Admission(sequences + waiting, sequences + int(share * waiting))
+        self.admission = Admission(sequences + waiting, sequences + int(config.share * waiting))
         self.unstarted = asyncio.Semaphore(waiting)
-        """Places for choices sent to the engine that have no output yet.
+        """Places for choices that were sent to the engine and have no output yet.
 
-        The engine refuses more than this number, even while it is idle.
+        The engine refuses more than this number, even when it is idle.
         """
         self.lane = Lane(self.admission, [self.unstarted])
-        """Lane of requests over HTTP."""
+        """Lane of requests that arrive over HTTP."""
         most = max(2 * sequences, config.max_choices)
         places = asyncio.Semaphore(max(1, min(sequences, waiting // 2)))
         self.batch_lane = Lane(
@@ -153,36 +152,36 @@ class Service:
         )
         """Lane of batch lines.
 
-        Its own admission and thread keep batch lines from taking a chat's place or delaying its text. Batch lines hold
-        at most half of the engine's queue.
+        Batch lines have their own admission and thread, so they cannot take a chat's place or delay its tokenizing.
+        They hold at most half of the engine's queue.
         """
         self.tuned: dict[str, tuple[str, str]] = {}
-        """Tenant and tuning job by adapter name, for adapters that a tuning job made. Only that tenant may use them."""
+        """Tenant and job by adapter name, for adapters that tuning jobs wrote. Only that tenant may use them."""
         self.own: dict[str, str] = {}
-        """Tenant by adapter name, for adapters that a tenant's key loaded. Only that tenant may use them."""
+        """Tenant by adapter name, for the adapters that a tenant's key loaded. Only that tenant may use the adapter."""
         self.separate_keys = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
-        """Whether the server has several keys, so that an adapter belongs to the key that loaded it."""
+        """Whether there are several keys. If so, an adapter belongs to the key that loaded it."""
         self.loading: set[str] = set()
         """Names of adapters that are being loaded."""
         self.truncation = Truncation(client.text, client.info.max_model_len)
         self.format = AnswerFormat.find(client.text, config.tool_call_parser, config.reasoning_parser)
-        """Format in which the model writes its answers."""
+        """Format of the model's answers."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
         self._large = ThreadPoolExecutor(1, "holdfast-large-text")
 
     async def off_loop(self, size: int, work: Callable[[], T], *, renders: bool = False, lane: Lane | None = None) -> T:
-        """Run work on a text of this size, in characters or bytes, in a thread outside the event loop.
+        """Run work in a thread, outside the event loop. `size` is the length of its text in characters or bytes.
 
-        `renders` says that the work calls the chat template.
+        `renders` means that the work calls the chat template.
         """
         workers = self._large if size >= LARGE else self._chats if renders else self._small
         chosen = (lane and lane.workers) or workers
         return await asyncio.get_running_loop().run_in_executor(chosen, work)
 
     def models(self, tenant: str) -> list[str]:
-        """Return the names that a tenant may give as `model`: those of the model, then those of its adapters."""
+        """Return the names that a tenant may use as `model`: the model's names, then those of the tenant's adapters."""
         return [*self.client.names, *(name for name in self.client.adapters if self._allowed(name, tenant))]
 
     def check_model(self, name: str, tenant: str) -> None:
@@ -195,7 +194,7 @@ class Service:
             raise unknown_model(name, self.client.info.model)
 
     def adapter_of(self, name: str, tenant: str) -> str:
-        """Return the adapter that a request's `model` names, or "" for the model itself. Raises ApiError."""
+        """Return the adapter that a request names as its `model`; "" for the model itself. Raises ApiError."""
         self.check_model(name, tenant)
         return name if name in self.client.adapters else ""
 
@@ -205,18 +204,18 @@ class Service:
         return self.own.get(name, tenant) == tenant
 
     def may_change(self, adapter: str, tenant: str, *, operator: bool) -> bool:
-        """Whether a key may unload a loaded adapter or replace it by another one."""
+        """Whether a key may unload or replace a loaded adapter."""
         return not self.separate_keys or operator or self.own.get(adapter) == tenant
 
     def belongs(self, adapter: str, tenant: str, *, operator: bool) -> None:
-        """Record the owner of a loaded adapter. An adapter loaded by an operator is available to everybody."""
+        """Record which tenant owns a loaded adapter. If an operator loaded it, all tenants may use it."""
         if self.separate_keys and not operator:
             self.own[adapter] = tenant
         else:
             self.own.pop(adapter, None)
 
     def settled(self, wanted: Sampled, lane: Lane | None = None) -> Sampled:
-        """Set sampling defaults of the model, and reset the service tier where this server uses no priorities."""
+        """Fill in the model's sampling defaults. Reset the service tier if this server uses no priorities."""
         wanted = wanted.with_defaults(self.client.generation.sampling)
         if self.client.config.order == "priority" and (lane or self.lane).priority is None:
             return wanted
@@ -225,13 +224,13 @@ class Service:
     def answer(
         self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
     ) -> Answer:
-        """Prepare an answer; it runs when it is iterated. Raises ApiError for errors that are known before it runs.
+        """Prepare an answer, which runs when it is iterated. Raises ApiError for errors that are known before it runs.
 
-        `name` is the prefix of its request ids in the engine.
+        `name` is the prefix of the answer's request ids in the engine.
         """
         self.check_model(wanted.model, tenant)
         wanted = self.settled(wanted, lane)
-        # Prompts are checked now and tokenized after admission, off the event loop.
+        # Prompts are checked here, and tokenized off the event loop after admission.
         text = self.client.text
         most = self.client.info.max_model_len if wanted.truncate_prompt_tokens is None else None
         if isinstance(wanted, ChatRequest):
@@ -267,7 +266,7 @@ class Service:
 
 
 class Answer:
-    """One HTTP request in progress: yields the deltas of its choices and counts its tokens."""
+    """One HTTP request in progress: yields the deltas of its choices, and counts its tokens."""
 
     def __init__(
         self,
@@ -280,7 +279,7 @@ class Answer:
         lane: Lane | None = None,
         name: str | None = None,
     ) -> None:
-        """`encode` returns the prompts' tokens; it is called after admission. `reading` parses the answers."""
+        """`encode` returns the prompts' tokens, and is called after admission. `reading` parses the answers."""
         self.service = service
         self.lane = lane or service.lane
         self.name = name
@@ -293,7 +292,7 @@ class Answer:
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
         self.at_most: int | None = None
-        """Maximum number of answer tokens, even if the context has room for more. None: no such limit."""
+        """Maximum number of tokens of the answer, besides the request's own limit; None for no such limit."""
         self.given: Sequence[str | Sequence[int]] = ()
         """Prompts as the client gave them, for an answer that echoes them."""
         self.usage = RequestUsage(wanted=wanted)
@@ -308,11 +307,11 @@ class Answer:
         """Whether any choice was sent to the engine."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (choice, delta) pairs as they arrive. Closing the generator aborts running choices. Raises ApiError."""
+        """Yield (choice, delta) pairs as they come. Closing the generator aborts running choices. Raises ApiError."""
         config = self.service.config
         if self.num_choices > config.max_choices:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
-            raise ApiError(reason, param="n", code="invalid_value")
+            raise invalid(reason, "n")
         with self.lane.admission.admit(self.num_choices, self.tenant):
             self.prompts = await self._prompts()
             try:
@@ -333,7 +332,7 @@ class Answer:
                 raise refused(error, self.wanted, self.service.client) from None
 
     async def whole(self, shape: Shape) -> Reply:
-        """Collect all choices into one completion. Raises ApiError."""
+        """Collect all choices, and return the whole answer. Raises ApiError."""
         written = [Written() for _ in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
@@ -343,7 +342,7 @@ class Answer:
         return shape.whole(self._best(written), self.usage)
 
     def _best(self, written: list[Written]) -> list[Written]:
-        """Return the `n` candidates of each prompt with the highest log probability per token, the best first."""
+        """Return the `n` candidates of each prompt that have the highest log probability per token, the best first."""
         wanted, count = self.wanted, self.wanted.candidates
         if count == wanted.n:
             return written
@@ -357,7 +356,7 @@ class Answer:
         return best
 
     def ended(self, outcome: str) -> None:
-        """Count how an HTTP request ended. Lines of a batch are counted by their batch."""
+        """Count an ended HTTP request by its outcome. Batch lines are left out, because their batch counts them."""
         if self.lane.timed:
             self.service.metrics.outcome(self.wanted.route, outcome)
 
@@ -367,7 +366,7 @@ class Answer:
         except RequestRefused as error:  # The prompt is too long for any tokenization.
             raise refused(error, self.wanted, self.service.client) from None
         except ValueError as error:  # The chat template refuses these messages.
-            raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
+            raise invalid(str(error), self.wanted.prompt_param) from None
         if (kept := self.wanted.kept_tokens(self.service.client.info.max_model_len)) is not None:
             if self.given:
                 pairs = zip(self.given, prompts, strict=True)
@@ -380,7 +379,7 @@ class Answer:
 
     def _choices(self, number: int, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
         wanted, most = self.wanted, self.most_tokens
-        # The engine writes at least one token.
+        # The engine always writes at least one token.
         most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
         limits = (self.at_most, self.service.client.generation.max_new_tokens)
         most = min([most, *(limit for limit in limits if limit is not None)])
@@ -389,14 +388,14 @@ class Answer:
             others = range(1, wanted.candidates)
             params = [first, *(replace(wanted.sampling(choice, most), grammar=first.grammar) for choice in others)]
         except ValueError as error:  # The grammar of the tools is too long.
-            raise ApiError(str(error), param="tools", code="invalid_value") from None
+            raise invalid(str(error), "tools") from None
         choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
         return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
 
     async def _echoing(
         self, number: int, prompt: Sequence[int], choice: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[Delta, None]:
-        """Prepend the prompt to the deltas of one choice."""
+        """Yield the deltas of a choice with the prompt in front of the first one."""
         given, begun, of_prompt = self.given[number], False, list[TokenLogprobs]()
         async with aclosing(choice) as deltas:
             async for delta in deltas:
@@ -404,7 +403,7 @@ class Answer:
                     yield delta
                     continue
                 of_prompt += delta.prompt_logprobs
-                if not (delta.tokens or delta.finish_reason):  # More log probabilities of the prompt follow.
+                if not (delta.tokens or delta.finish_reason):  # More log probabilities of the prompt will follow.
                     yield delta
                     continue
                 begun = True
@@ -470,7 +469,7 @@ class Answer:
                     yield delta
 
     def _request_id(self) -> str | None:
-        """Return the next request id in the engine; None if the answer has no name."""
+        """Return the next request id for the engine; None if the answer has no name."""
         number = next(self._numbers)
         return self.name and (f"{self.name}/{number}" if number else self.name)
 
@@ -478,10 +477,10 @@ class Answer:
 async def side_by_side(
     groups: Sequence[Sequence[AsyncGenerator[Delta, None]]],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Merge streams as their deltas arrive. Streams are numbered through all groups.
+    """Merge streams, as their deltas arrive. Streams are numbered across all groups.
 
-    The streams of a group have the same prompt. The first stream starts alone. The others start at its first delta,
-    when the prompt's blocks are in the cache.
+    The streams of a group have the same prompt. The first one starts alone. The others start at its first delta, when
+    the blocks of the prompt are cached.
     """
     if len(groups) == 1 and len(groups[0]) == 1:
         async for delta in groups[0][0]:
@@ -526,9 +525,9 @@ async def side_by_side(
 
 
 def check_length(prompt_tokens: int, client: EngineClient | Replicas, wanted: SampledRequest) -> None:
-    """Raises ApiError if the prompt and the requested answer length do not fit the context.
+    """Raises ApiError if the prompt and the requested answer do not fit into the context.
 
-    Clients search the message for OpenAI's wording and for its numbers.
+    The message keeps OpenAI's wording and numbers, because clients search for them.
     """
     limit, answer, what = client.info.max_model_len, wanted.most_tokens, wanted.prompt_param
     if prompt_tokens >= limit:
@@ -550,15 +549,15 @@ def check_length(prompt_tokens: int, client: EngineClient | Replicas, wanted: Sa
 
 
 def context_exceeded(limit: int, why: str, param: str | None = None) -> ApiError:
-    """Make the error for a request that does not fit the context, in OpenAI's wording."""
+    """Return the error for a request that does not fit into the context, in OpenAI's wording."""
     reason = f"This model's maximum context length is {limit} tokens. However, {why}"
-    return ApiError(reason, param=param, code=CONTEXT_LENGTH_EXCEEDED)
+    return invalid(reason, param, CONTEXT_LENGTH_EXCEEDED)
 
 
 def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient | Replicas) -> ApiError:
-    """Convert the engine's refusal to OpenAI's error, with the route's own parameter name.
+    """Convert the engine's refusal to OpenAI's error, with the parameter names of the request's route.
 
-    As in OpenAI's API, the error for a prompt that is too long names no parameter.
+    The error for a prompt that is too long names no parameter, as in OpenAI's API.
     """
     if error.code == CONTEXT_LENGTH_EXCEEDED:
         return context_exceeded(client.info.max_model_len, str(error))
@@ -568,11 +567,11 @@ def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient 
         "grammar": wanted.grammar_param or "tools",
     }
     param = names.get(error.param, error.param)
-    return ApiError(str(error), param=param, code=error.code)
+    return invalid(str(error), param, error.code)
 
 
 def queue_full(limit: int) -> ApiError:
-    """Make the error for a full queue."""
+    """Return the error for a full queue."""
     reason = f"the queue is full ({limit} requests); try again in a moment"
     return ApiError(reason, status=503, code="queue_full", retry_after=1)
 
@@ -580,7 +579,7 @@ def queue_full(limit: int) -> ApiError:
 async def trouble(
     admissions: Sequence[Admission], clients: Sequence[EngineConnection[Any, Any] | Replicas], seconds: float
 ) -> str | None:
-    """Return why requests are not accepted now; None if every engine answers within `seconds`."""
+    """Return the reason why requests are not accepted now; None if every engine answers within `seconds`."""
     if any(admission.draining for admission in admissions):
         return "draining"
     for answer in await asyncio.gather(*(client.health(timeout=seconds) for client in clients), return_exceptions=True):
@@ -597,9 +596,9 @@ async def trouble(
 
 
 def engine_dead(error: EngineDead | None = None) -> ApiError:
-    """Make the error for an engine that has ended. The reason stays in the server's log.
+    """Return the error for an engine that has ended. The reason is only in the server's log.
 
-    The client may retry if another replica may serve the same request.
+    The client may retry if another replica could serve the request.
     """
     match error:
         case ReplicaLost():
@@ -610,12 +609,12 @@ def engine_dead(error: EngineDead | None = None) -> ApiError:
 
 
 def internal(error: Exception) -> ApiError:
-    """Make the error for an unexpected exception. The traceback goes to the log."""
+    """Log an unexpected exception with its traceback, and return the error for the client."""
     log.error("a request failed", exc_info=error)
     return ApiError("the server failed on this request", status=500, code="internal_error")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """Make the error for a model that is not served."""
+    """Return the error for a model that is not served."""
     reason = f"the model {name[:128]!r} is not served here; this server has {served!r}"
     return ApiError(reason, status=404, param="model", code="model_not_found")

@@ -1,4 +1,4 @@
-"""Reads `tools` and `tool_choice` of chat completions and Responses. A refusal names the parameter at fault."""
+"""Reads `tools` and `tool_choice` of chat completions and Responses. Each error names the invalid parameter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from holdfast.server.formats.toolset import Tool, Toolset
-from holdfast.server.protocol import ApiError, ChatRequest, refuse_extra, shown
+from holdfast.server.protocol import ChatRequest, invalid, refuse_extra, shown
 from holdfast.server.search import RESULTS, SEARCH_KINDS, SEARCH_TOOL
 
 MAX_TOOLS = 128
@@ -18,36 +18,36 @@ Api = Literal["chat", "responses"]
 def read_toolset(
     tools: Sequence[Any], choice: Any, *, parallel: bool = True, api: Api = "chat", names: tuple[str, str] | None = None
 ) -> Toolset | None:
-    """Return the tools of a request; None if it has none, or if the model must not call one. Raises ApiError.
+    """Return the tools of a request; None if it has none or the model may not call one. Raises ApiError.
 
-    `names` are the names of the two parameters, by default tools and tool_choice.
+    `names` are the names of the two parameters: tools and tool_choice by default.
     """
     where, chosen = names or ("tools", "tool_choice")
     if len(tools) > MAX_TOOLS:
-        raise _invalid(f"{where} holds {len(tools)} tools; at most {MAX_TOOLS} are taken", where)
+        raise invalid(f"{where} holds {len(tools)} tools; at most {MAX_TOOLS} are taken", where)
     found = [_read_tool(tool, f"{where}[{index}]", api) for index, tool in enumerate(tools)]
     known = [tool.name for tool in found]
     for index, name in enumerate(known):
         if name in known[:index]:
-            raise _invalid(f"{where}[{index}]: there is another tool named {name}", f"{where}[{index}]")
+            raise invalid(f"{where}[{index}]: there is another tool named {name}", f"{where}[{index}]")
     mode, allowed = _read_choice(choice, chosen, api)
     for name in sorted(allowed or ()):
         if name not in known:
-            raise _invalid(f"{chosen} names {name}, which is none of the {where}", chosen)
+            raise invalid(f"{chosen} names {name}, which is none of the {where}", chosen)
     if mode == "required" and not found:
-        raise _invalid(f"{chosen} asks for a call, and there are no {where}", chosen)
+        raise invalid(f"{chosen} asks for a call, and there are no {where}", chosen)
     if mode == "none" or not found:
         return None
     return Toolset(tuple(found), mode, parallel, allowed)
 
 
 def chat_toolset(wanted: ChatRequest) -> Toolset | None:
-    """Return the tools of a chat completion, by their current or their former name. Raises ApiError."""
+    """Return the tools of a chat completion, under their current or former names. Raises ApiError."""
     if not wanted.functions and wanted.function_call is None:
         return read_toolset(wanted.tools, wanted.tool_choice, parallel=wanted.parallel_tool_calls)
     if wanted.tools:
         reason = "tools and functions are two names for one thing; give tools"
-        raise ApiError(reason, param="functions", code="mutually_exclusive_parameters")
+        raise invalid(reason, "functions", "mutually_exclusive_parameters")
     tools = [{"type": "function", "function": function} for function in wanted.functions]
     choice: Any = wanted.function_call
     if isinstance(choice, dict):
@@ -57,23 +57,23 @@ def chat_toolset(wanted: ChatRequest) -> Toolset | None:
 
 def _read_tool(tool: Any, name: str, api: Api) -> Tool:
     if not isinstance(tool, Mapping):
-        raise _invalid(f"{name} must be an object", name)
+        raise invalid(f"{name} must be an object", name)
     kind = tool.get("type")
     if kind in SEARCH_KINDS and api == "responses":
         return _read_search(tool, name)
     if kind != "function":
         others = ", and web_search" if api == "responses" else ""
         reason = f"{name}.type is {shown(kind)}; supported: functions, which the client runs{others}"
-        raise ApiError(reason, param=f"{name}.type", code="unsupported_parameter")
+        raise invalid(reason, f"{name}.type", "unsupported_parameter")
     if api == "responses":
         if "function" in tool and "name" not in tool:
             reason = f"{name} is invalid: in Responses a function's name and parameters are next to its type"
-            raise _invalid(reason, f"{name}.function")
+            raise invalid(reason, f"{name}.function")
         return read_function(tool, name)
     refuse_extra(tool, ("type", "function"), name)
     function, path = tool.get("function"), f"{name}.function"
     if not isinstance(function, Mapping):
-        raise _invalid(f"{path} must be an object", path)
+        raise invalid(f"{path} must be an object", path)
     return read_function(function, path)
 
 
@@ -82,14 +82,14 @@ def _read_search(tool: Mapping[str, Any], name: str) -> Tool:
     size, place = tool.get("search_context_size"), tool.get("user_location")
     if size is not None and size not in RESULTS:
         reason = f"{name}.search_context_size is {shown(size)}; it must be one of {', '.join(RESULTS)}"
-        raise _invalid(reason, f"{name}.search_context_size")
+        raise invalid(reason, f"{name}.search_context_size")
     if not isinstance(place, Mapping | None):
-        raise _invalid(f"{name}.user_location must be an object", f"{name}.user_location")
+        raise invalid(f"{name}.user_location must be an object", f"{name}.user_location")
     return SEARCH_TOOL
 
 
 def search_results(tools: Sequence[Any]) -> int:
-    """Return the maximum number of results of each web search; 0 if these checked tools include none."""
+    """Return the maximum number of results of each web search; 0 if these valid tools include no search."""
     for tool in tools:
         if tool["type"] in SEARCH_KINDS:
             return RESULTS[tool.get("search_context_size") or "medium"]
@@ -97,20 +97,20 @@ def search_results(tools: Sequence[Any]) -> int:
 
 
 def read_function(function: Mapping[str, Any], path: str) -> Tool:
-    """Read a function's definition. `path` is its place in the request. Raises ApiError."""
+    """Read the definition of a function. `path` is its place in the request. Raises ApiError."""
     refuse_extra(function, ("type", "name", "description", "parameters", "strict"), path)
     name, description = function.get("name"), function.get("description")
     parameters, strict = function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         given = repr(name[:64]) if isinstance(name, str) else shown(name)
         reason = f"{path}.name is {given}; it must have 1 to 128 letters, digits, or _ - . :"
-        raise _invalid(reason, f"{path}.name")
+        raise invalid(reason, f"{path}.name")
     if not isinstance(description, str | None):
-        raise _invalid(f"{path}.description must be a string", f"{path}.description")
+        raise invalid(f"{path}.description must be a string", f"{path}.description")
     if not isinstance(parameters, Mapping | None):
-        raise _invalid(f"{path}.parameters must be a JSON schema, an object", f"{path}.parameters")
+        raise invalid(f"{path}.parameters must be a JSON schema, an object", f"{path}.parameters")
     if not isinstance(strict, bool | None):
-        raise _invalid(f"{path}.strict must be true or false", f"{path}.strict")
+        raise invalid(f"{path}.strict must be true or false", f"{path}.strict")
     return Tool(name, description or "", parameters or None, strict is True)
 
 
@@ -133,8 +133,8 @@ def _read_choice(
             return _read_allowed(choice, param, api)
         case {"type": str(kind)}:
             reason = f'{param}.type is {shown(kind)}; supported: "function" with its name, "allowed_tools"'
-            raise ApiError(reason, param=param, code="unsupported_parameter")
-    raise _invalid(f'{param} must be "none", "auto", "required", or an object that names a function', param)
+            raise invalid(reason, param, "unsupported_parameter")
+    raise invalid(f'{param} must be "none", "auto", "required", or an object that names a function', param)
 
 
 def _read_allowed(
@@ -148,11 +148,5 @@ def _read_allowed(
         search = isinstance(inner, Mapping) and api == "responses" and inner.get("type") in SEARCH_KINDS
         names.append(SEARCH_TOOL.name if search else inner.get("name") if isinstance(inner, Mapping) else None)
     if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
-        raise _invalid(
-            f'{param} of allowed_tools needs a mode, "auto" or "required", and tools with their names', param
-        )
+        raise invalid(f'{param} of allowed_tools needs a mode, "auto" or "required", and tools with their names', param)
     return mode, frozenset(name for name in names if isinstance(name, str))
-
-
-def _invalid(reason: str, param: str) -> ApiError:
-    return ApiError(reason, param=param, code="invalid_value")

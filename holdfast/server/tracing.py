@@ -1,7 +1,7 @@
 """Tracing: an OpenTelemetry span for each request that generates, if a collector is configured.
 
-The attributes are those of OpenTelemetry's conventions for generative AI, and vLLM's for latencies. OpenTelemetry is
-imported only by a server that traces.
+The attributes follow OpenTelemetry's conventions for generative AI, and vLLM's names for latencies. OpenTelemetry is
+imported only if tracing is on.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-"""Operation names of the conventions, by path."""
+"""Operation name in the conventions, by path."""
 REQUESTED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "most_tokens": "max_tokens", "n": "n"}
-"""Names in the conventions of the request's fields that a span reports."""
+"""Name in the conventions of each request field that a span reports."""
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """Create an exporter that sends spans to a collector, by OTLP over HTTP. Without a path, it uses /v1/traces."""
+    """Create an exporter that sends spans to a collector, by OTLP over HTTP. The default path is /v1/traces."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     whole = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
@@ -38,7 +38,7 @@ def exporter_to(endpoint: str) -> SpanExporter:
 
 
 class Tracing:
-    """Creates the spans of one server. A thread sends them."""
+    """Creates the spans of one server. A background thread sends them."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -47,7 +47,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # Values from the environment (OTEL_SERVICE_NAME and others) override these.
+        # Values from the environment, for example OTEL_SERVICE_NAME, override these.
         resource = Resource({"service.name": "holdfast", "service.version": __version__}).merge(Resource.create())
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -56,7 +56,7 @@ class Tracing:
         self._kind, self._failed = SpanKind.SERVER, Status(StatusCode.ERROR)
 
     def begin(self, method: str, path: str, headers: list[tuple[bytes, bytes]], id: str) -> Span | None:
-        """Begin a request's span, below the caller's own (traceparent). None for a request that does not generate."""
+        """Begin a request's span, below the caller's (traceparent). Returns None if the request does not generate."""
         if method != "POST" or path not in OPERATIONS:
             return None
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
@@ -76,7 +76,7 @@ class Tracing:
         )
 
     def end(self, span: Span, status: int, usage: RequestUsage | None, seconds: float) -> None:
-        """End a request's span. `usage` is None for a request that was refused at once."""
+        """End a request's span. `usage` is None if the request was refused before it ran."""
         span.set_attribute("http.response.status_code", status)
         span.set_attribute("gen_ai.latency.e2e", seconds)
         if status >= 500:
@@ -95,12 +95,12 @@ class Tracing:
 
 
 def attributes_of(usage: RequestUsage) -> dict[str, Any]:
-    """Return the attributes of a request that was begun: tokens, latencies in seconds, and sampling."""
+    """Return the attributes of a request that ran: token counts, latencies in seconds, and sampling."""
     attributes: dict[str, Any] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        # Names that vLLM uses.
+        # vLLM's names for the same counts.
         "gen_ai.usage.prompt_tokens": usage.prompt_tokens,
         "gen_ai.usage.completion_tokens": usage.completion_tokens,
     }

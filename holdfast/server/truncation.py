@@ -1,9 +1,9 @@
-"""Truncation: leaves turns out of the prompt of a conversation that has outgrown the context.
+"""Truncation: leaves turns out of the prompt when a conversation exceeds the context.
 
-The rule: system messages stay, and so does the last turn. When the rest no longer fits, whole turns are left out, the
-oldest first, until the prompt fills half of its room. The following turns then have the same beginning, which is in the
-cache. Cutting a little at each turn would shift every position each time, and nothing could be reused. The rule depends
-only on the messages and on the sizes of context and answer. So it finds the same cut again without any stored state.
+System messages and the last turn stay. When the rest does not fit, whole turns are left out, the oldest first, until
+the prompt fills half of its room. So the next turns have the same beginning, which is in the cache. If a little were
+cut at each turn, every position would shift each time, and nothing could be reused. The rule depends only on the
+messages and on the sizes of the context and the answer, so it finds the same cut again without stored state.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Message = dict[str, Any]
 Composed = TypeVar("Composed", bound=Sized)
 
 ANSWER_SHARE = 8
-"""Divisor of the context that gives the minimum room for the answer. A longer answer gets more room."""
+"""Divisor of the context length that gives the minimum room for the answer. A longer answer gets more room."""
 KNOWN_SIZES = 1 << 16
-"""Maximum number of messages whose sizes are remembered."""
+"""Maximum number of messages whose sizes are cached."""
 MARGIN = 8
-"""Number of tokens by which a message may be larger in its place than alone."""
+"""Number of tokens by which a message may be larger within a prompt than alone."""
 
 
 class Truncation:
-    """Cuts conversations to the context of one model. May be used from several threads."""
+    """Shortens conversations to fit one model's context. Methods may be called from several threads."""
 
     def __init__(self, text: Text, context: int) -> None:
         self._text, self._context = text, context
         self._overhead: int | None = None
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        """Number of tokens of messages by digest, the most recently used last."""
+        """Number of tokens of each message, by digest. The most recently used is last."""
         self._lock = threading.Lock()
 
     def compose(
@@ -46,11 +46,11 @@ class Truncation:
         build: Callable[[Sequence[Message]], Composed],
         toolset: Toolset | None = None,
     ) -> Composed:
-        """Call `build` with the messages that stay, and return its result, whose length is the prompt's tokens.
+        """Call `build` with the messages that stay. Returns its result, whose length is the prompt's in tokens.
 
-        `answer` is the maximum number of tokens of the answer; None if unknown. The prompt also holds the tools of
-        `toolset`. If the last turn alone does not fit, its prompt is too long. Raises the exceptions of `build`, and
-        ValueError if a message's text cannot be tokenized.
+        `answer` is the maximum number of tokens of the answer; None if it is unknown. The prompt also contains the
+        tools of `toolset`. If not even the last turn fits, the result is a prompt that is too long. Raises the
+        exceptions of `build`, and ValueError if a message's text cannot be tokenized.
         """
         room = self._context - (answer or 1)
         budget = self._context - max(answer or 0, self._context // ANSWER_SHARE)
@@ -73,7 +73,7 @@ class Truncation:
             budget -= excess
 
     def _size(self, message: Message) -> int:
-        """Return an upper estimate of the number of tokens that a message takes in a prompt."""
+        """Return an upper estimate of the number of tokens that a message adds to a prompt."""
         content = message.get("content")
         rest = {name: value for name, value in message.items() if name not in ("role", "content") and value}
         written = content if isinstance(content, str) else json.dumps(content) if content else ""
@@ -91,7 +91,7 @@ class Truncation:
         return size
 
     def _of_template(self) -> int:
-        """Return the number of tokens that the template adds around one message and before an answer."""
+        """Return the number of tokens that the template adds around a message and before an answer."""
         if self._overhead is None:
             rendered = self._text.render_chat([{"role": "user", "content": "x"}])
             self._overhead = len(self._text.encode(rendered, add_special_tokens=False))
@@ -99,11 +99,11 @@ class Truncation:
 
 
 def first_kept(roles: Sequence[str], sizes: Sequence[int], budget: int) -> int:
-    """Return the index of the first message to keep, besides system messages, within `budget` tokens.
+    """Return the index of the first message to keep within `budget` tokens. System messages are always kept.
 
-    It begins a turn: a user's message with the answers and calls before the next one. The conversation is replayed in
-    order. Whenever a message other than the model's own did not fit, earlier turns were left out until half of the
-    budget was full. The message's own turn stays, even if it does not fit.
+    The message begins a turn: a user's message with the answers and calls up to the next one. The function replays the
+    conversation in order. Whenever a message that the model did not write exceeds the budget, it drops earlier turns
+    until half of the budget is full. It never drops that message's own turn.
     """
     first, turn, total = 0, 0, sum(size for role, size in zip(roles, sizes, strict=True) if role == "system")
     for at, (role, size) in enumerate(zip(roles, sizes, strict=True)):

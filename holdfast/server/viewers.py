@@ -1,4 +1,4 @@
-"""Viewers: the pages that watch an engine at work, and the events that they receive."""
+"""Viewers: the pages that show an engine's activity, and the events that they receive."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from holdfast.engine.messages import Activity
 from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.server.protocol import ApiError
-from holdfast.server.replies import encode
+from holdfast.server.replies import event
 
 LEASE_SECONDS = 10.0
-"""Seconds for which the engine reports its activity after each request for it."""
+"""Seconds for which the engine reports its activity after each request to do so."""
 MOST_VIEWERS = 16
 MOST_UNSENT = 64
-"""Maximum number of unsent events per viewer. A slower viewer is disconnected and may reconnect."""
+"""Maximum number of unsent events per viewer. A viewer beyond it is disconnected, and may reconnect."""
 MOST_STEPS = 6000
-"""Maximum number of step records that are kept for later viewers."""
+"""Maximum number of step records that are kept for viewers who come later."""
 
 
 class Viewers:
-    """Lets the engine report its activity while anybody watches, and passes the reports on to all viewers.
+    """Has the engine report its activity while there are viewers, and sends the reports to all of them.
 
-    A later viewer first receives the state that the others know. Memory is bounded: by the contents of a report, by
-    MOST_STEPS, and for each viewer by MOST_UNSENT.
+    A viewer who comes later first receives the state that the others already have. Memory is bounded: by the contents
+    of a report, by MOST_STEPS, and by MOST_UNSENT for each viewer.
     """
 
     def __init__(self, client: EngineClient, replica: str = "", replicas: Callable[[], Sequence[str]] = tuple) -> None:
-        """`replica` names the engine if there are several, and `replicas` returns the names of all."""
+        """`replica` is the engine's name if there are several engines. `replicas` returns the names of all of them."""
         self.client = client
         self._replica, self._replicas = replica, replicas
         self._viewers: set[_Viewer] = set()
@@ -47,20 +47,20 @@ class Viewers:
         self._known = _Known()
 
     async def events(self, *, named: bool) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events of one viewer. With `named`, requests have their ids, otherwise short digests.
+        """Yield the server-sent events of one viewer: with request ids if `named`, otherwise with short digests.
 
-        The first event is `engine`; all others are `activity`. The stream ends if the viewer is too slow.
+        The first event is `engine`, and all others are `activity`. The stream ends if the viewer is too slow.
         Raises ApiError 503 if there are too many viewers, or if the engine has ended.
         """
         if len(self._viewers) >= MOST_VIEWERS:
             raise ApiError(f"{MOST_VIEWERS} pages watch the engine already", status=503, code="too_many_viewers")
         viewer = _Viewer(named)
-        viewer.offer(event("engine", self.about()))
+        viewer.offer(event(self.about(), "engine"))
         try:
             if not self._viewers:
                 self._begin()
             elif self._known.begun:
-                viewer.offer(event("activity", written(self._known.as_activity(), named)))
+                viewer.offer(event(written(self._known.as_activity(), named), "activity"))
             self._viewers.add(viewer)
             while (data := await viewer.unsent.get()) is not None:
                 yield data
@@ -72,14 +72,14 @@ class Viewers:
                 self._end()
 
     def about(self) -> dict[str, Any]:
-        """Return the properties of the engine that a view needs in addition to its activity."""
+        """Return the properties of the engine that a viewer needs besides its activity."""
         info, config = self.client.info, self.client.config
         return {
             "version": __version__,
             "model": info.model,
             "device": info.memory.device,
             "scheduler": config.scheduler,
-            "target": None if config.tbt_target is None else config.tbt_target / 1000,
+            "target": config.tbt_seconds,
             "budget": info.token_budget,
             "block_size": info.block_size,
             "blocks": info.num_blocks,
@@ -110,20 +110,20 @@ class Viewers:
                 self.client.watch(LEASE_SECONDS)
         except EngineDead as error:
             for viewer in self._viewers:
-                viewer.end(event("error", {"message": str(error)}))
+                viewer.end(event({"message": str(error)}, "error"))
 
     def _take(self, activity: Activity) -> None:
         self._known.take(activity)
         data: dict[bool, bytes] = {}
         for viewer in tuple(self._viewers):
             if viewer.named not in data:
-                data[viewer.named] = event("activity", written(activity, viewer.named))
+                data[viewer.named] = event(written(activity, viewer.named), "activity")
             if not viewer.offer(data[viewer.named]):
-                viewer.end(event("error", {"message": "this page was too slow to follow the engine"}))
+                viewer.end(event({"message": "this page was too slow to follow the engine"}, "error"))
 
 
 class _Viewer:
-    """One page, with the events that were not sent to it yet."""
+    """One page, with the events that are not sent to it yet."""
 
     def __init__(self, named: bool) -> None:
         self.named = named
@@ -140,7 +140,7 @@ class _Viewer:
         return True
 
     def end(self, last: bytes) -> None:
-        """End the stream with this event, in place of all unsent ones."""
+        """End the stream with the event `last`, which replaces all unsent events."""
         self._ended = True
         while not self.unsent.empty():
             self.unsent.get_nowait()
@@ -149,7 +149,7 @@ class _Viewer:
 
 
 class _Known:
-    """The engine's reports since watching began, merged for later viewers."""
+    """All reports since the first viewer came, merged for viewers who come later."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -161,7 +161,7 @@ class _Known:
         self._costs: list[tuple[int, float]] | None = None
 
     def take(self, activity: Activity) -> None:
-        """Add a report of the engine."""
+        """Add a report from the engine."""
         if activity.begins:
             self._steps.clear()
             self._blocks.clear()
@@ -183,13 +183,8 @@ class _Known:
         return Activity(self._at, True, list(self._steps), list(self._blocks.values()), queues, stats, self._costs)
 
 
-def event(kind: str, data: Any) -> bytes:
-    """Encode one server-sent event."""
-    return f"event: {kind}\ndata: ".encode() + encode(data) + b"\n\n"
-
-
 def written(activity: Activity, named: bool) -> dict[str, Any]:
-    """Convert a report to JSON. Unless `named`, requests have short digests in place of their ids."""
+    """Convert a report to JSON. Unless `named`, short digests replace the request ids."""
     steps, blocks, queues = activity.steps, activity.blocks, activity.queues
     if not named:
         steps, blocks = [unnamed(step) for step in steps], [unnamed_row(row) for row in blocks]
@@ -206,12 +201,12 @@ def written(activity: Activity, named: bool) -> dict[str, Any]:
 
 @lru_cache(4096)
 def short(name: str) -> str:
-    """Return the first eight hexadecimal digits of the SHA-256 digest of an id; empty for an empty id."""
+    """Return the first eight hexadecimal digits of an id's SHA-256 digest; an empty string for an empty id."""
     return hashlib.sha256(name.encode()).hexdigest()[:8] if name else ""
 
 
 def unnamed(step: StepRecord) -> StepRecord:
-    """Return the step with short digests in place of its requests' ids."""
+    """Return the step with short digests instead of request ids."""
     if not (step.chunks or step.preempted):
         return step
     fields = {name: getattr(step, name) for name in step.__struct_fields__}
@@ -220,11 +215,11 @@ def unnamed(step: StepRecord) -> StepRecord:
 
 
 def unnamed_row(row: ConversationBlocks) -> ConversationBlocks:
-    """Return the blocks with a short digest in place of the request's id."""
+    """Return the blocks with a short digest instead of the request id."""
     return row._replace(request=short(row.request))
 
 
 def unnamed_queues(queues: QueueReport) -> QueueReport:
-    """Return the queues with short digests in place of the requests' ids."""
+    """Return the queues with short digests instead of request ids."""
     first = tuple([each._replace(id=short(each.id)) for each in queues.first])
     return queues._replace(first=first, rows=tuple([each._replace(id=short(each.id)) for each in queues.rows]))

@@ -31,7 +31,7 @@ def test_a_junit_report_gives_each_case_its_outcome_and_first_line(tmp_path: Pat
         ("test_web_search::test_x", "400 - resp_" + "0" * 32, "400 - …"),  # the module's name says nothing
     ],
 )
-def test_a_known_message_is_told_in_words_and_another_without_its_ids(case: str, message: str, reason: str) -> None:
+def test_a_known_message_is_put_in_words_and_another_loses_its_ids(case: str, message: str, reason: str) -> None:
     assert reason_of({"case": case, "outcome": "failed", "reason": message}) == reason
 
 

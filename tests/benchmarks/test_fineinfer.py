@@ -24,7 +24,7 @@ def test_padded_designs_hold_fewer_tokens_the_more_prompts_are_computed_at_once(
     assert nopad > fineinfer.cache_tokens("simple") > fineinfer.cache_tokens("simple", 4) > 0
 
 
-def test_a_manager_that_does_not_know_lengths_runs_as_many_as_fit_with_1024_tokens_each(monkeypatch):
+def test_a_manager_without_lengths_runs_as_many_as_fit_with_1024_tokens_each(monkeypatch):
     equal(monkeypatch, 100, 20)
     rows = fineinfer.cache_tokens("simple") // (119 + 1024)
     reserved = fineinfer.simulated("Alpaca", "simple", None, "reserve")

@@ -1,11 +1,11 @@
 """Benchmarks of rows: a run that takes too long is cut, and its loop can be used again."""
 
 from benchmarks.lib.row_engines import serve
-from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.run import engine_shape
 from holdfast.lab.workloads import fixed
 from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import COST, PROFILE
 

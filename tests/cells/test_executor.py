@@ -113,7 +113,7 @@ def test_the_same_requests_in_the_same_order_are_not_gathered_wherever_their_row
     assert on.copies() == Copies(gathered=4, in_place=4), "one left, so inputs are gathered"
 
 
-def test_what_the_task_before_gave_is_not_read_once_other_rows_have_been_moved_in() -> None:
+def test_outputs_of_the_previous_task_are_not_read_in_place_after_a_move() -> None:
     here, there = executor(cell()), executor(cell())
     here.connect([here, there])
     rows = [7, 3]
@@ -191,7 +191,7 @@ def lstm_task(rows: list[int], sources: list[int], tokens: list[int]) -> Task:
 
 
 @pytest.mark.parametrize("nodes", [1, 7, 33, 50, 64])
-def test_a_gated_cell_gives_what_its_run_gives(nodes: int) -> None:
+def test_a_gated_cell_equals_its_run(nodes: int) -> None:
     torch.manual_seed(0)
     gated = lstm()
     on, plain = executor(gated, capacity=80), executor(replace(gated, gated=None), capacity=80)
@@ -260,7 +260,7 @@ def test_weights_that_cells_share_are_copied_once_and_keep_their_memory_on_a_cpu
         (lambda w, x, h, c: {"h": h, "c": c, "seen": 1.0}, "output seen of cell adder is float for a batch of 1"),
     ],
 )
-def test_a_cell_that_does_not_do_what_it_declares_is_refused_at_the_start(
+def test_a_cell_that_differs_from_its_declaration_is_refused_at_the_start(
     run: Callable[..., Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -50,7 +50,7 @@ def plain(model: Any) -> Any:
 
 @pytest.mark.parametrize("form", ["gated", "plain"])
 @pytest.mark.parametrize("name", MODELS)
-def test_requests_that_share_tasks_give_what_each_gives_alone(name: str, form: str, device: str) -> None:
+def test_requests_that_share_tasks_have_the_results_of_each_alone(name: str, form: str, device: str) -> None:
     model = MODELS[name]() if form == "gated" else plain(MODELS[name]())
     assert all((cell.gated is None) == (form == "plain") for cell in model.cells)
     with running(model, devices=[device], steps_in_flight=2) as (workers, outcomes):

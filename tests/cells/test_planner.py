@@ -347,7 +347,7 @@ def test_a_type_without_running_tasks_goes_before_one_of_higher_priority_that_ha
     assert driver.schedule() == [[9]]
 
 
-def test_a_task_below_the_smallest_size_is_submitted_only_as_the_first() -> None:
+def test_a_task_below_the_smallest_size_is_submitted_only_first() -> None:
     lstm = integer_cell(*LSTM, sizes=(2, 4))
     driver = Driver([lstm])
     for number, steps in enumerate((4, 2, 1)):

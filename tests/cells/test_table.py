@@ -27,7 +27,7 @@ def test_no_number_is_taken_twice() -> None:
         assert len(set(held)) == len(held) == 49 - numbers.free and set(held) <= set(range(1, 50))
 
 
-def test_ranges_do_not_overlap_and_keep_what_they_hold_when_the_arrays_grow() -> None:
+def test_ranges_do_not_overlap_and_keep_their_items_when_the_arrays_grow() -> None:
     rng, ranges = random.Random(0), Ranges([((), "int64"), ((2,), "float32")])
     held: dict[int, tuple[int, int]] = {}
     for number in range(2000):

@@ -115,7 +115,7 @@ def test_tensors_that_a_cell_closes_over_count_as_weights() -> None:
         {"sizes": (1, 2)},
     ],
 )
-def test_what_the_planner_knows_of_a_cell_is_part_of_its_type(changes: dict[str, Any]) -> None:
+def test_priorities_and_sizes_of_a_cell_are_part_of_its_type(changes: dict[str, Any]) -> None:
     def run(weights: Tensors, x: torch.Tensor, h: torch.Tensor, **unused: torch.Tensor) -> dict[str, torch.Tensor]:
         return step(weights, x, h)
 
@@ -156,7 +156,7 @@ def test_other_operations_shapes_and_gated_forms_have_other_fingerprints() -> No
     assert len({fingerprint(each) for each in cells}) == len(cells)
 
 
-def test_a_cell_that_cannot_be_traced_has_a_fingerprint_of_what_it_does_to_zeros() -> None:
+def test_a_cell_that_cannot_be_traced_has_a_fingerprint_of_its_work_on_zeros() -> None:
     def branching(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"h": h.exp() if x.sum() > 0 else -h}
 

@@ -77,7 +77,7 @@ def ask(model: Any, count: int, seed: int = 0) -> dict[str, Asked]:
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_requests_that_share_tasks_give_what_each_gives_alone(name: str, devices: int) -> None:
+def test_requests_that_share_tasks_have_the_results_of_each_alone(name: str, devices: int) -> None:
     model = MODELS[name]()
     with running(model, devices) as (workers, outcomes):
         run_all(workers, outcomes, ask(model, 60))
@@ -257,7 +257,7 @@ def test_an_abort_wakes_a_sleeping_worker_for_the_request_that_fits_now() -> Non
         assert {*outcomes.results} == {"small"} and not outcomes.failures
 
 
-def test_a_round_that_ends_wakes_a_sleeping_worker_for_what_is_ready_now() -> None:
+def test_the_end_of_a_round_wakes_a_worker_for_new_ready_nodes() -> None:
     model, graph = Gate(), CellGraph()
     gate = graph.add(model.waits)
     both = graph.add(model.meets, 2, n=([gate[0], gate[0]], "n"))
@@ -420,3 +420,23 @@ def test_workers_on_the_cpu_share_the_threads_of_pytorch(devices: int, expected:
     finally:
         torch.set_num_threads(before)
     assert seen == {expected}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_who_receives_outputs_may_close_the_workers_from_there(devices: int) -> None:
+    seen: list[str] = []
+    done = threading.Event()
+
+    def take(outputs: list[CellOutput]) -> None:
+        seen.extend(output.request_id for output in outputs)
+        workers.close()
+        done.set()
+
+    model = Tagger()
+    (asked,) = ask(model, 1).values()
+    workers = Workers(model, ["cpu"] * devices, clock=time.monotonic, on_outputs=take, on_failure=seen.append)
+    workers.submit(CellRequest("a", asked.graph))
+    assert done.wait(60) and seen == ["a"]
+    with pytest.raises(RuntimeError, match="the workers have ended: closed"):
+        workers.submit(CellRequest("b", asked.graph))
+    workers.close()

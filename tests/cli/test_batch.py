@@ -23,7 +23,7 @@ from holdfast.cli import batch
 from holdfast.cli.batch import BatchConfig
 from holdfast.cli.command import main
 from holdfast.cli.flags import CommandError, UsageError
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +70,8 @@ async def test_wrong_lines_are_reported_with_their_numbers_and_the_code_is_2(
     file = written(tmp_path, line("a"), line("a"), {"custom_id": "c"})
     async with listening(FakeClient()) as server:
         assert await batch.run(BatchConfig(url=server.url), EngineConfig(), file) == 2
-    told = capsys.readouterr().err
-    assert f"{file}:2: custom_id 'a' is that of line 1, too" in told and f"{file}:3: method must be" in told
+    printed = capsys.readouterr().err
+    assert f"{file}:2: custom_id 'a' is that of line 1, too" in printed and f"{file}:3: method must be" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -158,9 +158,9 @@ def test_a_run_that_is_killed_or_stopped_continues_here_with_the_same_command(ch
             while answered() < least and process.poll() is None:
                 time.sleep(0.01)
             os.kill(process.pid, how)
-            _, told = process.communicate(timeout=30)
-            assert process.returncode == code, told
-        assert (how is signal.SIGKILL) or "the same command goes on with it" in told
+            _, printed = process.communicate(timeout=30)
+            assert process.returncode == code, printed
+        assert (how is signal.SIGKILL) or "the same command goes on with it" in printed
         least = answered() + 4
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60)
     assert done.returncode == 0, done.stderr

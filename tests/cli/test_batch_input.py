@@ -85,7 +85,7 @@ def test_the_default_length_fits_a_short_context_and_lists_are_bounded(monkeypat
 
 
 @given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1), st.booleans())
-def test_whatever_json_writes_is_read(prompts: list[str], ascii_only: bool) -> None:
+def test_prompts_are_read_as_any_json_writer_spells_them(prompts: list[str], ascii_only: bool) -> None:
     found = parse_batch(json.dumps(prompts, ensure_ascii=ascii_only) + json.dumps([9] * len(prompts)), 10)
     assert [each.prompt for each in found] == prompts
     assert {each.length for each in found} == {9}

@@ -20,8 +20,8 @@ from holdfast.cli import batch_mode, chat
 from holdfast.cli.batch_mode import Batching, BatchPlace, LocalPlace, RemotePlace
 from holdfast.cli.chat import Bookmarks
 from holdfast.cli.talkers import ChatError, LocalTalker, Settings, Talker, connect
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore

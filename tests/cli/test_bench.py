@@ -10,11 +10,11 @@ from rich.console import Console
 from holdfast.cli.bench import BenchConfig, describe_capacity, target_of
 from holdfast.cli.command import main
 from holdfast.cli.targets import sender
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, summary
 from holdfast.lab.reports.tables import show_figures
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
 from tests.padded_rows import ABLE
@@ -215,9 +215,9 @@ def test_a_capacity_of_arrivals_that_lasted_has_no_warning(requests, lifetime, w
     """The conversations arrive at two per second."""
     found = {"request_rate": 2.0, "arrival_window": requests / 2, "mean_lifetime": lifetime}
     slower = {"request_rate": 1.0, "arrival_window": requests, "mean_lifetime": 1.0}
-    told = describe_capacity(BenchConfig(capacity=50.0), 2.0, workloads.fixed(requests, 8, 8), [slower, found])
-    assert ("the queue does not grow" in told) == (not wanted)
-    assert wanted in told and "capacity: 2 a second with P99 TBT within 50 ms" in told
+    described = describe_capacity(BenchConfig(capacity=50.0), 2.0, workloads.fixed(requests, 8, 8), [slower, found])
+    assert ("the queue does not grow" in described) == (not wanted)
+    assert wanted in described and "capacity: 2 a second with P99 TBT within 50 ms" in described
     assert "too few" not in describe_capacity(BenchConfig(capacity=50.0), 0.0, workloads.fixed(1, 8, 8), [found])
 
 

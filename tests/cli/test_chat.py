@@ -33,8 +33,8 @@ from holdfast.cli.talkers import (
     piece_of,
     piece_of_response,
 )
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import Usage
+from holdfast.lm.config import EngineConfig
 
 
 class Echo:

@@ -16,7 +16,8 @@ import holdfast.cli
 from holdfast.cli.chat import ChatConfig
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import UsageError, build, check_url, flag_of, read_file
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 
 
@@ -98,10 +99,10 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
 def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as printed:
         engine(file=str(path))
-    assert message in str(told.value)
-    assert "\n" not in str(told.value)
+    assert message in str(printed.value)
+    assert "\n" not in str(printed.value)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_a_url_may_lack_its_scheme(given: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["nowhere", "ftp://x", "a b:1", ""])
-def test_what_is_no_url_is_left_and_refused(given: str) -> None:
+def test_text_that_is_not_a_url_is_unchanged_and_refused(given: str) -> None:
     with pytest.raises(UsageError, match="it must look like http"):
         build(ChatConfig, {"url": given})
 
@@ -295,8 +296,11 @@ try:
 except SystemExit as ended:
     assert ended.code == 0
 heavy = {{"fastapi", "uvicorn", "sqlalchemy", "httpx", "openai", "rich", "prompt_toolkit", "tokenizers", "torch"}}
-own = {{"holdfast.server", "holdfast.engine", "holdfast.lab", "holdfast.lm"}}
+own = {{"holdfast.server", "holdfast.engine", "holdfast.lab"}}
 assert not (heavy | own) & set(sys.modules), (heavy | own) & set(sys.modules)
+of_models = {{name.removeprefix("holdfast.lm.") for name in sys.modules if name.startswith("holdfast.lm.")}}
+packages = {{"parts"}} | {{f"parts.{{name.split('.')[1]}}" for name in of_models if name.startswith("parts.")}}
+assert of_models <= packages | {{"config"}} | {{f"{{name}}.options" for name in packages}}, of_models
 """
     done = subprocess.run(
         [sys.executable, "-c", program],

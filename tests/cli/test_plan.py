@@ -12,10 +12,10 @@ from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
 from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, served_model, shape_named
 from holdfast.cluster.config import ClusterConfig
-from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import WorkloadConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
 from tests.padded_rows import ABLE
@@ -130,8 +130,8 @@ def test_a_profile_of_another_precision_is_refused(tmp_path, capsys):
     path = tmp_path / "profile.json"
     replace(PROFILE, quantization="fp8").save(path)
     assert plan("--profile", str(path), *SMALL) == 2
-    told = "quantization is none, and the profile of m on d was measured with fp8; give --quantization fp8"
-    assert told in capsys.readouterr().err
+    expected = "quantization is none, and the profile of m on d was measured with fp8; give --quantization fp8"
+    assert expected in capsys.readouterr().err
     assert plan("--profile", str(path), *SMALL, "--quantization", "fp8", "--schedulers", "orca") == 0
     assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).quantization == "fp8"
 

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from holdfast.cli.command import main
 from holdfast.cli.serve import announce, announce_apps, curl_line, python_lines
-from holdfast.core.config import EngineConfig
 from holdfast.engine import spawn
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 
 
@@ -52,7 +52,7 @@ def test_the_announcement_shows_address_sizes_and_store() -> None:
         (EngineConfig(), ServerConfig(store="memory"), "memory, kept"),
     ],
 )
-def test_the_announcement_says_what_is_off_and_hides_passwords(
+def test_the_announcement_names_features_that_are_off_and_hides_passwords(
     engine: EngineConfig, server: ServerConfig, part: str
 ) -> None:
     shown = announced(engine, server)
@@ -101,7 +101,7 @@ def test_the_announced_examples_are_valid_without_keys() -> None:
     compile(python_lines("http://h:1", "tiny", 0), "try it", "exec")
 
 
-def test_the_announcement_of_applications_shows_what_they_take_and_give() -> None:
+def test_the_announcement_of_applications_shows_their_inputs_and_outputs() -> None:
     out = io.StringIO()
     announce_apps(Console(file=out, width=160), [INFO], "http://127.0.0.1:8000", keys=1)
     shown = out.getvalue()

@@ -15,13 +15,13 @@ from holdfast.cli.terminal import CommandCompleter, Words, blocks
 
 async def said(*lines: str) -> tuple[list[tuple[str, bool]], list[bool]]:
     """The messages that these lines make, and the value reported after each line of a block."""
-    told: list[bool] = []
+    reported: list[bool] = []
 
     async def read() -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
         for line in lines:
-            yield line, told.append
+            yield line, reported.append
 
-    return [each async for each in blocks(read())], told
+    return [each async for each in blocks(read())], reported
 
 
 class TestBlocks:
@@ -31,9 +31,9 @@ class TestBlocks:
         assert await said("one", 'say """ twice') == ([("one", False), ('say """ twice', False)], [])
 
     async def test_lines_between_fences_are_one_message_even_if_they_look_like_commands(self) -> None:
-        found, told = await said('"""\n', "/usr/bin\n", "\n", "  two\n", '"""\n', "next\n")
+        found, reported = await said('"""\n', "/usr/bin\n", "\n", "  two\n", '"""\n', "next\n")
         assert found == [("/usr/bin\n\n  two", True), ("next\n", False)]
-        assert told == [True, True, True, True, False]
+        assert reported == [True, True, True, True, False]
 
     async def test_text_may_stand_on_the_lines_of_the_fences(self) -> None:
         assert (await said('"""one', 'two"""'))[0] == [("one\ntwo", True)]

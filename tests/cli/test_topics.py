@@ -8,7 +8,8 @@ import pytest
 
 from holdfast.cli.chat import ChatConfig
 from holdfast.cli.topics import COMMON, TOPICS, common, titled
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 
 

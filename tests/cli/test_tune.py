@@ -26,7 +26,7 @@ from holdfast.cli import tune
 from holdfast.cli.command import main
 from holdfast.cli.flags import UsageError
 from holdfast.cli.tune import Bar, TuneConfig, bar
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.jobs import tuning_runner
 
 
@@ -58,8 +58,8 @@ async def test_a_server_tunes_an_adapter_which_comes_back(tmp_path: Path, capsys
     assert json.loads((tmp_path / "data.adapter" / "adapter_config.json").read_text()) == {"step": 9}
     assert (tmp_path / "data.adapter" / "adapter_model.safetensors").read_bytes() == b"weights"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.adapter", "data.jsonl", "held.jsonl"]
-    told = " ".join(capsys.readouterr().err.split())
-    assert "9 steps, 90 tokens, loss 0.1111; the adapter is in" in told and "serves it as ft:tiny::" in told
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "9 steps, 90 tokens, loss 0.1111; the adapter is in" in printed and "serves it as ft:tiny::" in printed
     (order,) = client.tuner.orders
     assert (order.epochs, order.batch_size, order.rank, order.seed) == (3, 2, 4, 5) and order.validation_digest
 
@@ -99,8 +99,8 @@ async def test_wrong_lines_are_reported_with_their_numbers_and_the_code_is_2(
     good = written(tmp_path, *examples(1), name="good.jsonl")
     async with listening(tuning_client()) as server:
         assert await tune.run(TuneConfig(url=server.url), EngineConfig(), file, None) == 2
-        told = capsys.readouterr().err.replace("\n", " ")
-        assert f"{file}:2: a line has messages, or" in told and f"{file}:3: messages must be" in told
+        printed = capsys.readouterr().err.replace("\n", " ")
+        assert f"{file}:2: a line has messages, or" in printed and f"{file}:3: messages must be" in printed
         assert await tune.run(TuneConfig(url=server.url, validation=file), EngineConfig(), good, None) == 2
         assert f"{file}:3: messages must be" in capsys.readouterr().err.replace("\n", " ")
         with pytest.raises(UsageError, match="lora_rank is 64"):
@@ -203,8 +203,8 @@ def test_ctrl_c_pauses_a_run_and_the_same_command_goes_on_with_it(checkpoint: Pa
         while len(steps()) < 10 and process.poll() is None:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
-        _, told = process.communicate(timeout=30)
-    assert process.returncode == 130 and "paused; the same command goes on with it" in told, told
+        _, printed = process.communicate(timeout=30)
+    assert process.returncode == 130 and "paused; the same command goes on with it" in printed, printed
     found = steps()
     assert found == list(range(1, len(found) + 1)) and len(found) < 240
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60)

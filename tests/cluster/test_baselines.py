@@ -126,7 +126,18 @@ def test_an_end_may_be_reported_late_or_twice(name):
     router.started("a", 0.1)
     router.ended("a", 0.2)
     router.ended("a", 0.3)
-    router.sent("a", turn(1), router.choose(turn(1), REPLICAS, 1.0), 1.0)
+    again = router.choose(turn(1), REPLICAS, 1.0)
+    router.sent("a", turn(1), again, 1.0)
+    with pytest.raises(ValueError, match="request a is under way already"):
+        router.sent("a", turn(1), again, 1.0)
+    router.started("a", 1.1)
+    router.ended("a", 1.2)
+    idle = router.choose(turn(2), REPLICAS, 9.0)
+    fresh = make_router(name, COST)
+    if name in ("least-loaded", "power-of-two"):
+        for number in range(name == "power-of-two" and 2):  # so that both have drawn as often
+            fresh.choose(turn(number), REPLICAS, 0.0)
+        assert idle == fresh.choose(turn(2), REPLICAS, 9.0), "nothing is left of the request"
 
 
 def test_make_router_names_the_wrong_argument():

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.cluster import local_spawner
 from holdfast.cluster.local_spawner import LocalSpawner, share, visible_gpus, with_own_files
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.connection import EngineStartError
+from holdfast.lm.config import EngineConfig
 
 
 @pytest.fixture

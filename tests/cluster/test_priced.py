@@ -432,3 +432,15 @@ def test_a_moves_chain_is_the_conversations_own():
     serve(router, "a", turn(7, 33), views(1), 0.0)
     (move,) = router.rebalance(1.0, views(2, draining={0}))
     assert move == Move("7", chain(7, 33), 33 * BLOCK, "r0", "r1")
+
+
+def test_what_a_move_brings_follows_what_its_target_had_already():
+    router = priced()
+    serve(router, "a", turn(1, 100), views(1), 0.0)
+    serve(router, "b", Turn("another", chain(1, 40), 40 * BLOCK, 20), views(2)[1:], 0.0)
+    (move,) = [each for each in router.rebalance(1.0, views(2, draining={0})) if each.key == "1"]
+    assert (move.target, move.tokens) == ("r1", 60 * BLOCK)
+    router.moved(move, 50 * BLOCK, 2.0)
+    assert expected(router.known(turn(1, 100)), "r1") == 90 * BLOCK
+    router.moved(replace(move, tokens=10 * BLOCK), 10 * BLOCK, 3.0)
+    assert expected(router.known(turn(1, 100)), "r1") == 100 * BLOCK and router.owner("1") == "r1"

@@ -20,13 +20,13 @@ from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replica import State
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.cluster.scaling import Load, Scaler
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
 from holdfast.engine.client.client import AdapterError, Delta, EngineClient, Stream
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE
 from holdfast.engine.client.text import TokenIds
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import SchedulerStats
 from tests.lab.simulator.simulation import PROFILE
 
@@ -222,7 +222,7 @@ async def test_requests_without_a_seed_get_one_that_they_keep(started: Any) -> N
     assert None not in seeds and seeds[0] == seeds[1] != seeds[2]
 
 
-async def test_a_request_that_ends_engine_after_engine_is_given_up(started: Any) -> None:
+async def test_a_request_that_ends_several_engines_is_given_up(started: Any) -> None:
     def poisoned(engine: Scripted) -> None:
         engine.dies_at = 1
 
@@ -253,7 +253,7 @@ async def test_a_stream_that_gets_tokens_between_outlives_at_most_three_engines(
     assert replicas.counts.resumed == 3
 
 
-async def test_requests_next_to_one_that_kills_engines_outlive_it(started: Any) -> None:
+async def test_requests_that_run_with_one_that_kills_engines_are_answered(started: Any) -> None:
     def slow(engine: Scripted) -> None:
         engine.prefill = 0.02
 
@@ -570,3 +570,16 @@ async def test_tuning_is_refused_on_nodes_that_do_not_share_a_disk() -> None:
     ClusterConfig(replicas=2).check(EngineConfig(tuning=True))
     with pytest.raises(ValueError, match="engines on other nodes do not see the directory of a job"):
         ClusterConfig(replicas=2, ray="auto").check(EngineConfig(tuning=True))
+
+
+async def test_a_new_engine_serves_the_newest_content_under_a_name_that_it_has_from_its_start(started: Any) -> None:
+    def preloaded(engine: Scripted) -> None:
+        engine.adapters = {"first": AdapterInfo("first@0", "first", 4, 1, ())}
+
+    scripts = Scripts(preloaded)
+    replicas = await started(scripts)
+    await replicas.load_adapter("first", "/new", replace=True)
+    scripts.engines[0].die()
+    await until(lambda: len(scripts.engines) == 3 and states(replicas) == [State.READY] * 2)
+    assert {name: each.id for name, each in scripts.engines[2].adapters.items()} == {"first": "first@/new"}
+    assert await read(replicas, adapter="first")

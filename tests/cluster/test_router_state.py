@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from holdfast.cluster.router_state import STRIDE, PrefixMap
+from holdfast.cluster.router_state import STRIDE, PrefixMap, PricedRequest, Requests
 
 NAMES = ("r0", "r1", "r2")
 
@@ -106,3 +106,72 @@ def test_a_forgotten_replica_takes_no_room_and_counts_as_no_drop():
     prefixes.resize("r1", 100)
     assert prefixes.room("r1") == 100 and "r1" not in prefixes.find(chain(("shared", 10)))
     assert prefixes.dropped == 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_backlog_of_each_replica_is_the_sum_of_its_requests_in_progress(seed):
+    random, requests, known, now = Random(seed), Requests(), {}, 0.0
+    since = {}
+    for number in range(300):
+        now += random.random()
+        act, name = random.choice(("sent", "sent", "started", "ended", "lost")), random.choice(NAMES)
+        request = random.choice([*known, "nobody"])
+        if act == "sent":
+            underway = PricedRequest(name, *(random.randrange(1, 50) for _ in range(3)))
+            if not any(each.replica == name and not each.started for each in known.values()):
+                since[name] = now
+            requests.sent(str(number), underway, now)
+            known[str(number)] = underway
+            with pytest.raises(ValueError, match=f"request {number} is under way already"):
+                requests.sent(str(number), underway, now)
+        elif act == "started":
+            fresh = request in known and not known[request].started
+            assert requests.started(request, now) is (known[request] if fresh else None)
+            if fresh:
+                assert known[request].started
+                since[known[request].replica] = now
+        elif act == "ended":
+            gone = known.pop(request, None)
+            assert requests.ended(request, now) is gone
+            if gone is not None and not gone.started:
+                since[gone.replica] = now
+        elif number % 5 == 0:
+            lost = [id(each) for each in known.values() if each.replica == name]
+            assert sorted(map(id, requests.forget(name))) == sorted(lost) and not requests.forget(name)
+            known = {each: underway for each, underway in known.items() if underway.replica != name}
+        assert len(requests) == len(known)
+        for replica in NAMES:
+            mine = [each for each in known.values() if each.replica == replica]
+            waiting = [each for each in mine if not each.started]
+            backlog = requests[replica]
+            assert requests.count(replica) == len(mine) == len(backlog.waiting) + len(backlog.running)
+            assert backlog.work == pytest.approx(sum(each.work for each in waiting))
+            assert backlog.decode == pytest.approx(sum(each.decode for each in mine))
+            assert backlog.per_token == pytest.approx(sum(each.per_token for each in mine if each.started))
+            later, stretch = now + random.random() / 50, 1 + backlog.per_token / 8.0
+            done = min(waiting[0].work * stretch, (later - since[replica]) * 1e3) if waiting else 0.0
+            assert backlog.wait(later, 8.0) == pytest.approx(max(0.0, backlog.work * stretch - done))
+
+
+def test_the_least_recently_used_prefix_is_forgotten_first_and_its_replicas_have_room_again():
+    prefixes = PrefixMap(3, stride=1)
+    prefixes.resize("r0", 10)
+    first, second = chain(("a", 2)), chain(("b", 2))
+    prefixes.add(first, "r0", computed=True)
+    assert prefixes.room("r0") == 8
+    prefixes.add(second, "r0", computed=True)
+    assert len(prefixes) == 3 and prefixes.room("r0") == 7
+    assert prefixes.find(second)["r0"] == (2, 2) and prefixes.find(first)["r0"].expected == 1
+
+
+def test_what_is_about_to_be_computed_cannot_be_copied_yet():
+    prefixes = PrefixMap(100, stride=2)
+    whole = chain(("a", 6))
+    prefixes.add(whole, "r0", computed=False)
+    prefixes.add(whole[:4], "r0", computed=True)
+    prefixes.add(whole[:2], "r1", computed=True)
+    assert prefixes.find(whole) == {"r0": (6, 4), "r1": (2, 2)}
+    prefixes.forget("r0")
+    prefixes.forget("r0")
+    assert prefixes.find(whole) == {"r1": (2, 2)} and len(prefixes) == 1
+    assert prefixes.room("r9") == float("inf")

@@ -45,18 +45,18 @@ def busy(served: Serving) -> dict[str, Any]:
 def read(served: Serving, kill_at: int | None = None) -> tuple[str, list[float], Any, Any]:
     """Stream a completion. Returns its text, log probabilities, finish reason and usage. `kill_at` kills its engine."""
     stream = served.client().completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
-    text, told, reason, usage = "", list[float](), None, None
+    text, logprobs, reason, usage = "", list[float](), None, None
     for chunk in stream:
         for choice in chunk.choices:
             text += choice.text
             reason = choice.finish_reason or reason
             if choice.logprobs is not None:
-                told += [each for each in choice.logprobs.token_logprobs or () if each is not None]
+                logprobs += [each for each in choice.logprobs.token_logprobs or () if each is not None]
         usage = chunk.usage or usage
-        if kill_at is not None and len(told) >= kill_at:
+        if kill_at is not None and len(logprobs) >= kill_at:
             os.kill(busy(served)["pid"], signal.SIGKILL)
             kill_at = None
-    return text, told, reason, usage
+    return text, logprobs, reason, usage
 
 
 def test_responses_and_conversations_work_through_the_router(served: Serving) -> None:
@@ -79,10 +79,10 @@ def test_responses_and_conversations_work_through_the_router(served: Serving) ->
 
 
 def test_a_stream_outlives_its_engine_without_a_difference(served: Serving) -> None:
-    text, told, reason, usage = read(served)
+    text, logprobs, reason, usage = read(served)
     after = read(served, kill_at=25)
     assert (after[0], after[2]) == (text, reason) == (text, "length")
-    assert after[1] == pytest.approx(told, abs=1e-4) and len(told) == ASKED["max_tokens"]
+    assert after[1] == pytest.approx(logprobs, abs=1e-4) and len(logprobs) == ASKED["max_tokens"]
     assert (after[3].prompt_tokens, after[3].completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
     health = httpx.get(f"{served.url}/health", headers=OPERATOR)
     assert health.status_code == 200 and len(health.json()["replicas"]) == 2

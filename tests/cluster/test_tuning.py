@@ -16,11 +16,11 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.tuning import PlacedJob, ReplicaTuning
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, SamplingParams
 from holdfast.engine.client.client import AdapterError
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.tuning import JobEnded, JobInfo, JobStart, JobStatus, JobStep, TuningError, TuningRun
+from holdfast.lm.config import EngineConfig
 from tests.checkpoints import make
 from tests.engine.conftest import SMALL
 from tests.engine.test_tuning import TUNING, Bench, new_job

@@ -14,8 +14,9 @@ from holdfast.cli.profile import ProfileConfig
 from holdfast.cli.tune import TuneConfig
 from holdfast.cluster.config import ClusterConfig
 from holdfast.core import config
-from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
+from holdfast.core.config import ROW_SCHEDULERS, AppConfig
 from holdfast.lab.workloads import WorkloadConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 
 
@@ -229,7 +230,7 @@ def test_adapters_are_refused_on_the_padded_executor(options):
         ({"tuning": True, "deferral_bound": float("nan")}, "deferral_bound is nan"),
         ({"tuning": True, "deferral_bound": 1.0, "tbt_target": 25.0}, "deferral_bound is 1.0 and tbt_target is 25.0"),
         ({"tuning_share": 0.5}, "tuning_share is 0.5, which is for tuning"),
-        ({"tuning": True, "tuning_share": 1.5}, "tuning_share is 1.5; it must be at least 0 and at most 1"),
+        ({"tuning": True, "tuning_share": 1.5}, "tuning_share is 1.5; it must lie between 0.0 and 1.0"),
         ({"tuning": True, "tuning_share": float("nan")}, "tuning_share is nan"),
         ({"tuning": True, "scheduler": "orca"}, "tuning is for the stall-free scheduler, and scheduler is orca"),
         ({"tuning": True, "executor": "padded"}, "tuning is True, which is for the paged executor"),

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.link import Parent
 from holdfast.engine.messages import AppInfo, StartApp
 from holdfast.engine.process import in_service
 from holdfast.engine.process.apps import AppEngine, find
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import cost_profile
 from tests.checkpoints import make
 from tests.tokenizers_made import byte_level

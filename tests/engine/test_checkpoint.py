@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.engine import checkpoint
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, read_json, read_text, tokenizer_file
 from holdfast.engine.client.text import Text
+from holdfast.lm.config import EngineConfig
 from tests.tokenizers_made import byte_level
 
 

@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from holdfast import LLM, SamplingParams
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import SchedulerStats
 from tests import adapters
 from tests.checkpoints import SIZES, make

@@ -16,7 +16,7 @@ from tests.fake_hub import COMMIT, FakeHub, fake_hub
 
 FIND = """\
 import sys
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
 config = EngineConfig(model=sys.argv[1], **eval(sys.argv[2]))
 try:

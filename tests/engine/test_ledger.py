@@ -129,7 +129,7 @@ def test_workers_begin_no_round_before_their_turn_and_all_of_them_after_it() -> 
 
 def test_shares_of_applications_out_of_range_are_refused() -> None:
     for value in (0.0, 1.1):
-        with pytest.raises(ValueError, match=f"app_share is {value}"):
+        with pytest.raises(ValueError, match=f"app_share is {value}; it must lie between"):
             AppConfig(app_share=value)
     with pytest.raises(ValueError, match="app_memory_fraction is"):
         AppConfig(app_memory_fraction=0.95)

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stage
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.messages import decode_from_engine, decode_to_engine, encode
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 PROMPT = array("I", (1, 2, 3))

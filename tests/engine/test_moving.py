@@ -11,10 +11,10 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 import pytest_asyncio
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
+from holdfast.lm.config import EngineConfig
 from tests.engine.conftest import SMALL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

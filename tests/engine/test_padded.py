@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import PaddedCost
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build, pace_of
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded.driver import Driver
 from tests.engine.conftest import SMALL
 from tests.engine.process.test_build import beside_a_stream

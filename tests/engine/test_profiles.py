@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.cell_cost import CellCost
-from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import (
     CellProfile,
     CellType,
@@ -16,6 +15,7 @@ from holdfast.engine.profiles import (
     cached_profile_path,
     held,
 )  # fmt: skip
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import precision_of
 from tests.lab.simulator.simulation import PROFILE
 

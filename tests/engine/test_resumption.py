@@ -8,9 +8,9 @@ from contextlib import aclosing
 import pytest
 import pytest_asyncio
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient, prepare
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL

@@ -11,9 +11,9 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.process.build import build
 from holdfast.engine.process.trace import Trace
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.padded.executor import PaddedExecutor
 from tests.checkpoints import make

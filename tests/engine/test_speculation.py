@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from holdfast import LLM, SamplingParams
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, Request
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from tests.engine.conftest import SMALL
 
 FEW = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))

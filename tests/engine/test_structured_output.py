@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.engine.structured import judged, list_schema, random_schema
 from holdfast import LLM, SamplingParams
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Grammar, Request
 from holdfast.engine import messages
 from holdfast.engine.process.build import build_engine
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import StepPlan

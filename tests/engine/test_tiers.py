@@ -11,16 +11,16 @@ from functools import partial
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.client.client import EngineClient
-from holdfast.engine.messages import ChunksFound
 from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.parts import tiers
 from holdfast.engine.process.parts.moves import ChunkFinder
 from holdfast.engine.process.parts.tiers import TierHandler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.parts.moves.messages import ChunksFound
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""

@@ -19,22 +19,36 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.training_cost import TrainingCost
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.tuning import EXAMPLES_FILE, VALIDATION_FILE, TuningError, write_examples
-from holdfast.engine.messages import JobEnded, JobInfo, JobStart, JobStatus, JobStep
 from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.handler import Gate, Router
 from holdfast.engine.process.parts.tuning_handler import TuningHandler
 from holdfast.engine.process.requests import RequestHandler
 from holdfast.engine.process.serve import serve
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
+from holdfast.lm.parts.tuning.messages import (
+    ChangeJob,
+    JobAction,
+    JobChanged,
+    JobEnded,
+    JobInfo,
+    JobProgress,
+    JobRefused,
+    JobStart,
+    JobStarted,
+    JobStatus,
+    JobStep,
+    StartJob,
+)
 from holdfast.lm.parts.tuning.planner import TuningPart
-from holdfast.lm.types.tuning import TrainingReport
+from holdfast.lm.parts.tuning.values import TrainingReport
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
 
@@ -124,18 +138,18 @@ class Bench:
 
     def start(self, job: JobStart) -> JobInfo:
         number = len(self.sent) + 1000
-        self.say(messages.StartJob(number, job))
+        self.say(StartJob(number, job))
         self.until(lambda: bool(self.answered(number)))
         (answer,) = self.answered(number)
-        if isinstance(answer, messages.JobRefused):
+        if isinstance(answer, JobRefused):
             raise TuningError(answer.reason, missing=answer.missing)
-        assert isinstance(answer, messages.JobStarted)
+        assert isinstance(answer, JobStarted)
         return answer.info
 
     def start_all(self, jobs: Sequence[JobStart]) -> None:
         """Start jobs together: no step runs before all are read, however long that takes."""
         for number, job in enumerate(jobs):
-            self.say(messages.StartJob(2000 + number, job))
+            self.say(StartJob(2000 + number, job))
         for *_, reading in [*self.tuning._reading]:
             reading.result(timeout=60)
         self.until(lambda: all(self.answered(2000 + number) for number in range(len(jobs))))
@@ -144,14 +158,14 @@ class Bench:
     def answered(self, number: int) -> list[messages.FromEngine]:
         return [message for message in self.sent if getattr(message, "number", None) == number]
 
-    def change(self, job: str, action: messages.JobAction) -> messages.FromEngine:
+    def change(self, job: str, action: JobAction) -> messages.FromEngine:
         number = len(self.sent) + 1000
-        self.say(messages.ChangeJob(number, job, action))
+        self.say(ChangeJob(number, job, action))
         self.until(lambda: bool(self.answered(number)))
         return self.answered(number)[0]
 
     def events(self, job: str, kind: type[Any] = object) -> list[Any]:
-        told = [event for message in self.sent if isinstance(message, messages.JobProgress) for event in message.events]
+        told = [event for message in self.sent if isinstance(message, JobProgress) for event in message.events]
         return [event for event in told if event.job == job and isinstance(event, kind)]
 
     def reach(self, job: str, step: int) -> None:
@@ -293,7 +307,7 @@ def test_jobs_over_one_base_take_turns_pause_and_go_on_with_the_same_result(
     )
     each.reach("one", 2)
     assert [event.status for event in each.events("two", JobStatus)] == ["queued"]
-    assert isinstance(each.change("one", "pause"), messages.JobChanged)
+    assert isinstance(each.change("one", "pause"), JobChanged)
     each.until(lambda: each.events("one", JobStatus)[-1].status == "paused")
     done = len(each.events("one", JobStep))
     each.until(lambda: len(each.events("two", JobStep)) >= 2)
@@ -334,7 +348,7 @@ def test_a_cancelled_job_leaves_its_checkpoints_and_no_state(bench: Callable[...
     assert not [*(tmp_path / "job").glob("state.*")]
     assert not each.loop.has_work()
     answer = each.change("job", "pause")
-    assert isinstance(answer, messages.JobRefused) and answer.missing
+    assert isinstance(answer, JobRefused) and answer.missing
 
 
 def test_a_job_that_is_left_goes_on_in_the_same_engine_with_the_same_losses(
@@ -470,9 +484,9 @@ def test_an_engine_without_tuning_refuses_jobs(small: Callable[..., EngineConfig
 
     with pytest.raises(LookupError):
         engine.handler(TuningHandler)
-    told = [messages.StartJob(1, new_job(tmp_path)), messages.ChangeJob(2, "job", "pause")]
+    told = [StartJob(1, new_job(tmp_path)), ChangeJob(2, "job", "pause")]
     Router(engine.handlers, sent.append).receive(told)
-    assert [type(message) for message in sent] == [messages.JobRefused] * 2
+    assert [type(message) for message in sent] == [JobRefused] * 2
     engine.loop.close()
 
 
@@ -558,7 +572,7 @@ def test_graphs_are_captured_between_two_steps_of_a_job_once_each(bench: Callabl
             self.turns = 0
             # Each step has several micro-batches.
             job = new_job(tmp_path, examples=9 * drawn(), epochs=1, batch_size=6, micro_batch=64)
-            self.first: list[messages.ToEngine] = [messages.StartJob(1, job)]
+            self.first: list[messages.ToEngine] = [StartJob(1, job)]
 
         def poll(self, seconds: float) -> bool:
             return True
@@ -682,7 +696,7 @@ def test_a_client_names_the_adapter_of_a_job_as_soon_as_it_has_ended(
             assert sum(len(delta.tokens) for delta in [delta async for delta in stream]) == 3
             with pytest.raises(TuningError, match="taken"):
                 await client.tuning.start(replace(job, id="second"))
-            client.tuning._check_alive()
+            client._check_alive()
         finally:
             await client.close()
         with pytest.raises(EngineDead):

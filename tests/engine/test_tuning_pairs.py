@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.process import build as build_module
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.models.decoder import Decoder

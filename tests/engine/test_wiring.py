@@ -10,11 +10,11 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import build, choose_device
 from holdfast.engine.process.trace import Trace
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention

@@ -30,7 +30,7 @@ from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
 from holdfast.server.address import check_tls
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import Database
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.training.data import Examples, write_examples
 from holdfast.training.jobs import Hyperparameters, TrainingJob
 from holdfast.training.state import read_job, write_job

@@ -101,7 +101,7 @@ def test_a_queue_of_a_constant_length_does_not_grow_however_long_it_is():
 
 
 def test_growth_that_chance_explains_does_not_count():
-    """Of about 100 requests in the later half, ten may wait at its end."""
+    """Ten of about 100 requests in the later half may wait at its end."""
     for waiting, grows in ((8, False), (14, True)):
         made = line(200, 0.1, wait=lambda number, waiting=waiting: 50.0 if number >= 200 - waiting else 0.0)
         assert (queue_growth(made, 19.9) > 0) == grows

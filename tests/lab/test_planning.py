@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.planning import (
     Candidate,
@@ -20,6 +19,7 @@ from holdfast.lab.planning import (
 )
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from tests.lab.simulator.simulation import PROFILE
 
 QUESTION = CapacityQuestion(
@@ -75,7 +75,7 @@ def test_a_short_run_finds_about_the_capacity_of_a_long_one():
 
 
 def test_a_run_is_longer_until_the_queue_of_its_conversations_would_be_seen():
-    """A conversation takes 2 s. Of 40 that arrive in a tenth of a second, none begins late, because none has ended."""
+    """A conversation takes 2 s. Forty arrive in a tenth of a second, and none begins late, because none has ended."""
     talk = [Conversation(0.0, (Turn(20, 10), Turn(10, 10, 1.8)))]
     asked = []
 
@@ -102,7 +102,7 @@ def test_a_run_is_not_extended_if_it_failed_or_beyond_eight_times_the_given_leng
     question = replace(QUEUEING, seconds=1.0)
     figures = question.run_at(slow, 50.0, run)
     assert asked == [50, 400] and not lasting(figures)
-    assert "whether the queue grows cannot be told" in describe_load(figures)
+    assert "too short to show whether the queue grows" in describe_load(figures)
     assert "it takes 300 s" in describe_load(figures)
     replace(question, tbt_ms=0.1).run_at(slow, 50.0, run)
     assert asked == [50, 400, 50], "no longer run could meet this limit"

@@ -60,7 +60,7 @@ def test_request_level_forms_its_batch_of_as_many_requests_as_there_are_rows():
 
 
 @pytest.mark.parametrize("policy", [HybridOnly, PrefillFirst])
-def test_a_whole_prompt_takes_only_what_the_cache_lacks_of_the_budget(policy):
+def test_a_whole_prompt_uses_budget_only_for_uncached_tokens(policy):
     """The last prompt has 20 tokens, 16 of them cached. With the 16 of the one before, it fits a budget of 24."""
     first = tuple(range(1, 21))
     scheduler = create_scheduler(policy=policy(24), block_size=4)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import PACKED_SCHEDULERS, ROW_SCHEDULERS, SCHEDULERS, EngineConfig
+from holdfast.core.config import PACKED_SCHEDULERS, ROW_SCHEDULERS, SCHEDULERS
 from holdfast.core.cost import PaddedCost
 from holdfast.lab.schedulers import Unified
 from holdfast.lm.choice import (
@@ -15,6 +15,7 @@ from holdfast.lm.choice import (
     make_scheduler,
     steps_in_flight,
 )
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
@@ -219,8 +220,3 @@ def test_each_further_stage_has_one_more_step_in_flight(given, stages, steps):
 def test_padded_rows_run_on_one_stage():
     with pytest.raises(ValueError, match="a pipeline has 2 stages"):
         make_scheduler(padded(), ROWS, None, stages=2)
-
-
-def test_a_bound_without_training_is_refused():
-    with pytest.raises(ValueError, match=r"deferral_bound is 1\.0, and no training is taken"):
-        make_scheduler(EngineConfig(), SHAPE, COST, deferral_bound=1.0)

@@ -7,8 +7,8 @@ import torch
 
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.parts.vectors.values import VectorResult
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult
-from holdfast.lm.types.vectors import VectorResult
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

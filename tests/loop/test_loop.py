@@ -98,7 +98,7 @@ def test_zero_steps_in_flight_are_refused():
         create_loop(0)
 
 
-def test_the_planner_is_told_what_changed_before_it_plans_and_before_it_is_asked():
+def test_the_planner_gets_changes_before_it_plans_and_before_it_gives_stats():
     calls = []
     scheduler = create_scheduler(blocks=8, block_size=4, host_blocks=4, host_ready=0)
 
@@ -119,14 +119,14 @@ class Closing(Recorder):
         self.calls.append(("close", None))
 
 
-def test_closing_releases_the_executor_after_what_else_is_closed():
+def test_closing_releases_the_executor_last():
     device = Closing(64, 4)
     on_close = lambda: device.calls.append(("on_close", None))  # noqa: E731
     Loop(create_scheduler(), device, 1, itertools.count().__next__, on_close=on_close).close()
     assert device.calls == [("on_close", None), ("close", None)]
 
 
-def test_the_executor_is_released_even_if_what_is_closed_before_it_fails():
+def test_the_executor_is_released_even_if_an_earlier_close_fails():
     def fail():
         raise OSError("the disk is gone")
 

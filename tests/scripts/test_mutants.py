@@ -1,4 +1,4 @@
-"""The list of known bugs: each still applies to the code, and its outcome is told right."""
+"""The list of known bugs: each still applies to the code, and its outcome is reported right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_bug_replaces_text_that_its_file_holds_once_and_names_tests_that_e
     assert wrong == {}
 
 
-def test_a_bug_that_shows_nothing_is_told_with_all_its_faults() -> None:
+def test_a_bug_that_shows_nothing_is_listed_with_all_its_faults() -> None:
     assert faults(Mutant("pyproject.toml", "[project]\n", "[project]\n", ("tests/none.py",))) == [
         "it changes nothing",
         "there is no tests/none.py",

@@ -20,11 +20,11 @@ from serving import listening
 from sqlalchemy.exc import DatabaseError
 from tokenizers_made import byte_level
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client.client import Delta
 from holdfast.engine.client.connection import QueueFull
 from holdfast.engine.client.text import Text
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 from holdfast.server import protocol
@@ -311,8 +311,8 @@ async def test_service_tiers_are_priority_classes_and_reported_in_the_answer(htt
     async with http() as api:
         for path in (CHAT, "/v1/responses"):
             asked = HELLO if path == CHAT else {"model": "tiny", "input": "hello"}
-            told = [(await api.post(path, json={**asked, "service_tier": tier})).json() for tier in tiers]
-            assert [each["service_tier"] for each in told] == ["priority", "flex", "default"]
+            reported = [(await api.post(path, json={**asked, "service_tier": tier})).json() for tier in tiers]
+            assert [each["service_tier"] for each in reported] == ["priority", "flex", "default"]
         await api.post(CHAT, json={**HELLO, "service_tier": "flex", "priority": 7})
         client.config = EngineConfig(order="fcfs")
         assert (await api.post(CHAT, json={**HELLO, "service_tier": "flex"})).json()["service_tier"] == "default"
@@ -395,7 +395,7 @@ async def test_models_are_listed_and_other_models_are_not_found(http: Http) -> N
 
 @pytest.mark.parametrize("given", [{}, {"model": None}, {"model": ""}])
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "reported"),
     [
         (CHAT, {"messages": HELLO["messages"]}, True),
         (TEXT, {"prompt": "hello"}, True),
@@ -407,13 +407,13 @@ async def test_models_are_listed_and_other_models_are_not_found(http: Http) -> N
     ],
 )
 async def test_a_request_without_a_model_is_for_the_served_one(
-    http: Http, path: str, body: dict[str, Any], told: bool, given: dict[str, Any]
+    http: Http, path: str, body: dict[str, Any], reported: bool, given: dict[str, Any]
 ) -> None:
     nameless = {name: value for name, value in body.items() if name != "model"} | given
     async with http() as api:
         answer = await api.post(path, json=nameless)
     assert answer.status_code == 200, answer.text
-    if told:
+    if reported:
         assert answer.json()["model"] == "tiny"
 
 
@@ -868,8 +868,8 @@ async def test_health_and_metrics_report_a_failing_remote_cache(
     monkeypatch.setattr(client, "config", EngineConfig(host_cache_gb=1.0, remote_cache="redis://nowhere"))
     async with http() as api:
         for down, said in ((1, "remote cache fails"), (0, "ok")):
-            told = await api.get("/health")
-            assert (told.status_code, told.json()) == (200, {"status": said})
+            reported = await api.get("/health")
+            assert (reported.status_code, reported.json()) == (200, {"status": said})
             assert f"holdfast_remote_down {float(down)}" in (await api.get("/metrics")).text
 
 

@@ -178,6 +178,7 @@ async def test_a_trickle_of_bytes_does_not_extend_the_timeout(listening: Listeni
         while not answer.done():
             writer.write(b"y")
             await asyncio.sleep(0.05)
+        assert (await answer).startswith(head(408))
 
 
 async def test_a_long_answer_is_not_cut_by_the_timeouts(listening: Listening, client: FakeClient) -> None:

@@ -28,8 +28,8 @@ def api(serving: Serving) -> Iterator[openai.OpenAI]:
 
 
 def columns(choice: Any) -> tuple[Any, ...]:
-    told = choice.logprobs
-    return told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
+    found = choice.logprobs
+    return found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset
 
 
 def test_an_echoed_prompt_has_its_text_and_the_log_probability_of_each_token_but_the_first(api: openai.OpenAI) -> None:

@@ -40,8 +40,8 @@ async def test_the_models_defaults_apply_to_fields_that_a_request_leaves_out(
 async def test_a_response_reports_the_sampling_that_was_used(http: Http, client: FakeClient) -> None:
     async with http() as api:
         wanted = {"model": "tiny", "input": "hello"}
-        told = (await api.post("/v1/responses", json=wanted)).json()
-        assert (told["temperature"], told["top_p"]) == (1.0, 1.0)
+        shown = (await api.post("/v1/responses", json=wanted)).json()
+        assert (shown["temperature"], shown["top_p"]) == (1.0, 1.0)
         client.generation = RECOMMENDED
-        told = (await api.post("/v1/responses", json=wanted)).json()
-        assert (told["temperature"], told["top_p"]) == (0.6, 0.95)
+        shown = (await api.post("/v1/responses", json=wanted)).json()
+        assert (shown["temperature"], shown["top_p"]) == (0.6, 0.95)

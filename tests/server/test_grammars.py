@@ -169,7 +169,7 @@ async def test_a_mistake_is_reported_with_its_place(
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_a_grammar_is_built_once_per_request_whatever_the_number_of_choices(
+async def test_a_grammar_is_built_once_per_request_for_any_number_of_choices(
     http: Any, client: FakeClient, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, write = list[object](), grammars.schema_grammar

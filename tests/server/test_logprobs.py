@@ -20,14 +20,14 @@ async def test_a_chat_reports_each_token_with_the_most_probable_ones_whole_and_s
         answer = await api.chat.completions.create(**HELLO)
         chunks = [chunk async for chunk in await api.chat.completions.create(**HELLO, stream=True)]
         alone = await api.chat.completions.create(**HELLO | {"top_logprobs": 0})
-    told = answer.choices[0].logprobs
-    assert told is not None and told.content is not None
-    assert [each.token for each in told.content] == ["Ahoy", ", ", "sailor", "!"]
-    first = told.content[0]
+    given = answer.choices[0].logprobs
+    assert given is not None and given.content is not None
+    assert [each.token for each in given.content] == ["Ahoy", ", ", "sailor", "!"]
+    first = given.content[0]
     assert (first.logprob, bytes(first.bytes or [])) == (-2.0, b"Ahoy")
     assert [(each.token, each.logprob) for each in first.top_logprobs] == [("?", -0.25), ("Ahoy", -2.0)]
     streamed = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
-    assert streamed == told.content
+    assert streamed == given.content
     assert chunks[0].choices[0].logprobs is None, "the chunk with the role tells nothing"
     assert [each.top_logprobs for each in alone.choices[0].logprobs.content] == [[]] * 4
 
@@ -39,15 +39,15 @@ async def test_completions_report_columns_whole_and_streamed(listening: Listenin
         chunks = [chunk async for chunk in await api.completions.create(**asked, stream=True)]
         with pytest.raises(openai.BadRequestError, match="a number from 0 to 20"):
             await api.completions.create(**asked | {"logprobs": True})
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.tokens == ["Ahoy", ", ", "sailor", "!"]
-    assert told.token_logprobs == [-2.0] * 4
-    assert told.top_logprobs == [{"?": -0.25, token: -2.0} for token in told.tokens]
-    assert told.text_offset == [0, 4, 6, 12]
+    given = answer.choices[0].logprobs
+    assert given is not None
+    assert given.tokens == ["Ahoy", ", ", "sailor", "!"]
+    assert given.token_logprobs == [-2.0] * 4
+    assert given.top_logprobs == [{"?": -0.25, token: -2.0} for token in given.tokens]
+    assert given.text_offset == [0, 4, 6, 12]
     parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [each for part in parts for each in getattr(part, name)] == getattr(told, name)
+        assert [each for part in parts for each in getattr(part, name)] == getattr(given, name)
 
 
 async def test_a_response_reports_its_tokens_on_request(listening: Listening) -> None:
@@ -59,13 +59,13 @@ async def test_a_response_reports_its_tokens_on_request(listening: Listening) ->
         events = [event async for event in await api.responses.create(**included, stream=True)]
     assert plain.top_logprobs == answer.top_logprobs == 2
     assert plain.output[0].content[0].logprobs == []
-    told = answer.output[0].content[0].logprobs
-    assert [each.token for each in told] == ["Ahoy", ", ", "sailor", "!"]
-    assert [(each.token, each.logprob) for each in told[0].top_logprobs] == [("?", -0.25), ("Ahoy", -2.0)]
+    given = answer.output[0].content[0].logprobs
+    assert [each.token for each in given] == ["Ahoy", ", ", "sailor", "!"]
+    assert [(each.token, each.logprob) for each in given[0].top_logprobs] == [("?", -0.25), ("Ahoy", -2.0)]
     deltas = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
     (done,) = [event for event in events if event.type == "response.output_text.done"]
-    assert [(each.token, each.logprob) for each in deltas] == [(each.token, each.logprob) for each in told]
-    assert [each.token for each in done.logprobs] == [each.token for each in told]
+    assert [(each.token, each.logprob) for each in deltas] == [(each.token, each.logprob) for each in given]
+    assert [each.token for each in done.logprobs] == [each.token for each in given]
 
 
 def test_bytes_of_an_incomplete_character_are_escaped_and_count_once_complete(client: FakeClient) -> None:

@@ -20,8 +20,9 @@ import openai
 import pytest
 from fake_engine import WORDS, FakeClient
 
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 from holdfast.server.address import check_tls, listen
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.values import StoreError

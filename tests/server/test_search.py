@@ -249,9 +249,9 @@ async def test_a_background_response_is_replayed_with_its_search(http: Http, cli
         begun = await post(api, background=True)
         while (whole := (await api.get(f"/v1/responses/{begun['id']}")).json())["status"] != "completed":
             await asyncio.sleep(0.01)
-        told = (await api.get(f"/v1/responses/{begun['id']}?stream=true")).text
+        replayed = (await api.get(f"/v1/responses/{begun['id']}?stream=true")).text
     assert [item["type"] for item in whole["output"]] == ["web_search_call", "message"]
-    assert told.count("event: response.web_search_call.completed") == 1
+    assert replayed.count("event: response.web_search_call.completed") == 1
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,8 @@ async def test_arguments_of_past_calls_hold_no_more_json_than_a_body(
         # In this form, the body's own check does not see the brackets.
         body = json.dumps({"model": "tiny", **two}).replace(written, written.replace("[", "\\u005b"))
         answer = await api.post(RESPONSES if kind == "responses" else CHAT, content=body)
-    told = answer.json()["error"]["message"]
-    assert answer.status_code == 400 and told.startswith("the text of all arguments in") and reason in told
+    replayed = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and replayed.startswith("the text of all arguments in") and reason in replayed
 
 
 async def test_a_template_that_knows_no_tools_gets_a_description_of_them(http: Http, client: FakeClient) -> None:
@@ -375,8 +375,8 @@ async def test_a_background_response_with_a_call_is_replayed(http: Http, client:
             await asyncio.sleep(0.01)
         transport: Any = api._transport
         transport.app.state.responses._ended.clear()  # This simulates a restart.
-        told = (await api.get(f"{RESPONSES}/{begun['id']}?stream=true")).text
-    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
+        replayed = (await api.get(f"{RESPONSES}/{begun['id']}?stream=true")).text
+    events = [json.loads(line[6:]) for line in replayed.splitlines() if line.startswith("data: {")]
     for event in events:
         EVENTS.validate_python(event)
     assert events[-1]["response"] == given

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.lm.limits import RequestRefused
-from holdfast.server.truncation import Truncation, first_kept, last_turn
+from holdfast.server.truncation import ANSWER_SHARE, Truncation, first_kept, last_turn
 from tests.served import Serving, make_checkpoint, serve
 
 CONTEXT = 1024
@@ -173,3 +173,20 @@ def test_truncate_prompt_tokens_keeps_the_end_of_a_prompt(api: openai.OpenAI) ->
     assert short.choices[0].text.startswith("hi")
     with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens is 0"):
         api.completions.create(model="bytes", prompt=prompt, extra_body={"truncate_prompt_tokens": 0})
+
+
+@pytest.mark.parametrize("answer", [None, 100, 900])
+def test_a_cut_leaves_room_for_the_answer_or_for_a_share_of_the_context_if_its_length_is_unknown(
+    answer: int | None,
+) -> None:
+    context, cuts = 2000, 0
+    room = max(answer or 0, context // ANSWER_SHARE)
+    truncation = Truncation(FakeText(), context)  # type: ignore[arg-type]
+    said: list[dict[str, Any]] = []
+    for number in range(40):
+        said.append({"role": "user", "content": "x" * 60})
+        kept = truncation.compose(said, answer, lambda kept: "".join(each["content"] for each in kept))
+        assert len(kept) <= context - room
+        cuts += len(kept) < sum(len(each["content"]) for each in said)
+        said.append({"role": "assistant", "content": f"{number}" * 30})
+    assert cuts > 5

@@ -48,7 +48,7 @@ def test_over_100_facts_are_asked_six_or_more_turns_later() -> None:
     assert sum(distance >= 6 for distance in distances) > 100
 
 
-def test_heldout_dialogues_tell_no_name_that_training_tells() -> None:
+def test_heldout_dialogues_have_no_name_of_the_training_dialogues() -> None:
     def told(split: Split) -> set[str]:
         rng, names = Random(11), set()
         for _ in range(400):
@@ -76,7 +76,7 @@ def test_every_name_and_every_sum_is_in_exactly_one_split() -> None:
     assert not {q for q in train & heldout if any(op in q for op in ("+ ", "plus", "times"))}
 
 
-def test_an_answer_with_a_wrong_value_beside_the_right_one_fails() -> None:
+def test_an_answer_with_a_wrong_value_and_the_right_one_fails() -> None:
     check = Check("recall about me", expect=("Ada",), forbid=("Tom",))
     assert check.passes("Your name is Ada.")
     assert not check.passes("Your name is Ada, not Tom.")
@@ -84,7 +84,7 @@ def test_an_answer_with_a_wrong_value_beside_the_right_one_fails() -> None:
     assert not check.passes("You have not told me your name.")
 
 
-def test_an_answer_must_admit_that_a_fact_was_never_told() -> None:
+def test_an_answer_must_admit_that_a_fact_was_never_stated() -> None:
     check = Check("unknown fact", forbid=("Lisbon",), unknown=True)
     assert check.passes("You have not told me where you live.")
     assert not check.passes("You live in Porto.")
@@ -110,7 +110,7 @@ def test_a_careless_style_keeps_the_case_of_names() -> None:
     assert Style(lower=True, lower_values=True).value("Ada") == "ada"
 
 
-def test_every_attribute_can_be_told_asked_and_answered() -> None:
+def test_every_attribute_can_be_stated_asked_and_answered() -> None:
     for attribute in attributes_of(ME):
         assert "{v}" in attribute.clause and "{v}" not in attribute.ask
         drawn = [expand(Random(seed), attribute.tell) for seed in range(20)]

@@ -14,9 +14,9 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.tuning.deferral import Deferred
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import TrainingSlices
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import answer, create_scheduler
 from tests.training_plans import a_request, cost_model, make_tuner
 from tests.tuning import act, advance, arena_for, drawn_examples, finish, native, new_job, trainer_for

@@ -151,3 +151,18 @@ def test_old_states_in_shared_memory_are_deleted_and_others_stay(
     assert mirror_directory("off") is None
     path.chmod(0o777)
     assert mirror_directory("auto") is None
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_a_directory_of_states_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    chosen = tmp_path / "mirror"
+    chosen.mkdir()
+    chosen.chmod(mode)
+    with pytest.raises(ValueError, match="cannot be used: it is a link, or others may write to it"):
+        mirror_directory(str(chosen))
+    chosen.chmod(0o755)
+    assert mirror_directory(str(chosen)) == chosen
+    link = tmp_path / "link"
+    link.symlink_to(chosen)
+    with pytest.raises(ValueError, match="it is a link"):
+        mirror_directory(str(link))

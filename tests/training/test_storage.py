@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,26 @@ def test_a_discarded_job_leaves_its_checkpoints_and_no_state(model: Decoder, tmp
     finish(trainer, "job")
     trainer.discard("job")
     assert not [*tmp_path.glob("**/state.*")] and (directory / "checkpoints" / "6" / CONFIG_FILE).exists()
+
+
+def test_a_state_that_was_to_be_on_the_disk_and_is_overtaken_takes_a_newer_one_there(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, trainer = HeldWriter(monkeypatch), trainer_for(model, mirror=tmp_path / "mirror")
+    directory = new_job(tmp_path, epochs=1, batch_size=1)
+    trainer.open(directory)
+    stored = trainer._jobs["job"].stored
+    stored.disk_seconds, stored.disk_at = 1e9, time.monotonic()  # the disk is slow, and was written to just now
+    act(trainer, "job", "restore")
+    while trainer.next_slice("job")[0] < 3:
+        advance(trainer, "job")
+    act(trainer, "job", "offload")  # its state waits until the previous write has ended
+    act(trainer, "job", "restore")
+    while trainer.next_slice("job")[0] < 5:
+        advance(trainer, "job")
+    writer.free.set()
+    trainer.host_vector("job", "params")  # waits for the writer
+    assert 3 not in writer.steps
+    on_disk = StateFiles(directory, trainer.steps("job").job.digest(), durable=False).read()
+    assert on_disk is not None and on_disk.step >= 3
+    trainer.close("job")

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from holdfast.lm.types.tuning import TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_examples
 from holdfast.training.iteration import arena_of, workspace_bytes
 from holdfast.training.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Turns in which the user asks for what was told, or for what was not."""
+"""Turns in which the user asks for a fact that was stated, or for one that was not."""
 
 # ruff: noqa: E501  -- templates read best one to a line
 
@@ -12,12 +12,12 @@ from .writer import Check, Fact, Writer, holds
 
 
 def ask(writer: Writer) -> None:
-    """A fact told earlier is asked; the distance in turns varies from one to the whole dialogue."""
+    """Ask for a fact stated earlier. The distance in turns varies from one to the whole dialogue."""
     if not writer.facts:
         return tell(writer)
     fact = writer.rng.choice(list(writer.facts.values()))
     if writer.chance(0.25) and len(writer.facts) > 3:
-        fact = list(writer.facts.values())[writer.rng.randrange(3)]  # the oldest, more often
+        fact = list(writer.facts.values())[writer.rng.randrange(3)]  # the oldest facts, more often
     answer_about(writer, fact, question(writer, writer.alias(fact.entity, fact.attribute), fact.attribute))
     if writer.chance(0.1) and fact.entity.kind in ("me", "person"):
         follow_up(writer, fact)
@@ -25,7 +25,7 @@ def ask(writer: Writer) -> None:
 
 
 def ask_two(writer: Writer) -> None:
-    """Two questions in one message."""
+    """Ask two questions in one message."""
     mine = [fact for fact in writer.facts.values() if fact.entity.kind in ("me", "person", "pet", "thing", "object")]
     if len(mine) < 2:
         return ask(writer)
@@ -42,7 +42,7 @@ def ask_two(writer: Writer) -> None:
 
 
 def verify(writer: Writer) -> None:
-    """A yes/no question about a fact."""
+    """Ask a yes/no question about a fact."""
     facts = [fact for fact in writer.facts.values() if fact.attribute.check]
     if not facts:
         return tell(writer)
@@ -70,7 +70,7 @@ def verify(writer: Writer) -> None:
 
 
 def ask_who(writer: Writer) -> None:
-    """`who lives in Rome?`"""
+    """Ask who has a value: `who lives in Rome?`."""
     facts = [fact for fact in writer.facts.values() if fact.attribute.who]
     if not facts:
         return ask(writer)
@@ -88,7 +88,7 @@ def ask_who(writer: Writer) -> None:
 
 
 def ask_unknown(writer: Writer) -> None:
-    """Something that was never told, often of somebody who is known: nothing may be made up."""
+    """Ask for a fact that was never stated, often of somebody who is known. The answer must not invent one."""
     for _ in range(8):
         entity = writer.new_entity()
         attribute = writer.attribute_for(entity)
@@ -99,7 +99,7 @@ def ask_unknown(writer: Writer) -> None:
 
 
 def summary(writer: Writer) -> None:
-    """`what do you know about me?`"""
+    """Ask for all facts: `what do you know about me?`."""
     entity = (
         writer.rng.choice([f.entity for f in writer.facts.values() if f.entity.kind in ("person", "pet")] or [ME])
         if writer.chance(0.3)
@@ -149,7 +149,10 @@ def question(writer: Writer, entity: Entity, attribute: Attribute) -> Sentence:
 
 
 def recalled(writer: Writer, entity: Entity, said: str, openings: bool = True) -> str:
-    """The answer that states a clause. A sentence never starts with a name: its letters stay as they were told."""
+    """The answer that states a clause.
+
+    A sentence never starts with a name, whose letters stay as the user typed them.
+    """
     rng = writer.rng
     if entity.kind == "named":
         opening = expand(
@@ -185,7 +188,7 @@ def answer_about(writer: Writer, fact: Fact, asked: Sentence) -> None:
 
 
 def follow_up(writer: Writer, fact: Fact) -> None:
-    """`and my brother?`"""
+    """Ask the last question about somebody else: `and my brother?`."""
     others = [f.entity for f in writer.facts.values() if f.entity.kind in ("me", "person") and f.entity != fact.entity]
     if not others or fact.attribute.key == "name":
         return
@@ -209,7 +212,7 @@ def deny(writer: Writer, entity: Entity, attribute: Attribute, asked: Sentence) 
 
 
 def tell_and_ask(writer: Writer) -> None:
-    """A fact and, in the same message, a question about it, an older fact, a sum or the assistant."""
+    """State a fact and, in the same message, ask about it, an older fact, a sum or the assistant."""
     drawn = writer.draw_fact()
     if drawn is None:
         return ask(writer)

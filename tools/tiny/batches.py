@@ -39,7 +39,7 @@ def examples(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[list[int], list[
 
 
 def batches(tokenizer: Tokenizer, seed: int, batch_tokens: int) -> Iterator[Batch]:
-    """Rows of like length together, so that little is padding; each batch has about `batch_tokens`."""
+    """Batches of rows of similar length, so that little is padding. Each has about `batch_tokens` tokens."""
     waiting: dict[int, list[tuple[list[int], list[bool]]]] = {length: [] for length in BUCKETS}
     for ids, said in examples(tokenizer, seed):
         length = next((length for length in BUCKETS if length >= len(ids)), BUCKETS[-1])
@@ -57,7 +57,10 @@ def batches(tokenizer: Tokenizer, seed: int, batch_tokens: int) -> Iterator[Batc
 
 
 class Writers:
-    """Writer processes and the batches they have ready. They end when this does: their pipes break."""
+    """Writer processes and the batches that are ready.
+
+    The processes end when this one does, because their pipes break.
+    """
 
     def __init__(self, tokenizer: Path, count: int, batch_tokens: int, seed: int) -> None:
         self._ready: queue.Queue[Batch] = queue.Queue(maxsize=64)
@@ -78,7 +81,7 @@ class Writers:
             process.kill()
 
     def get(self) -> Batch:
-        """The next batch; queue.Empty if none came within `PATIENCE`."""
+        """The next batch. Raises queue.Empty if none came within `PATIENCE`."""
         return self._ready.get(timeout=PATIENCE)
 
     def _receive(self, pipe: BinaryIO) -> None:
@@ -90,7 +93,7 @@ class Writers:
 
 
 def main() -> None:
-    """Write batches to the standard output until nobody reads: rows and length (uint32), ids (uint16), said (bool)."""
+    """Write batches to standard output until nobody reads: rows and length (uint32), ids (uint16), said (bool)."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("batch_tokens", type=int)
@@ -101,7 +104,7 @@ def main() -> None:
         for ids, said in batches(Tokenizer.from_file(str(options.tokenizer)), options.seed, options.batch_tokens):
             out.write(np.array(ids.shape, np.uint32).tobytes() + ids.tobytes() + said.tobytes())
     except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone, which is the end
+        sys.stderr.close()  # the reader has gone, which is the normal end
 
 
 if __name__ == "__main__":

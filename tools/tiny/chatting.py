@@ -1,4 +1,4 @@
-"""Turns that need no memory: small talk, questions about the world, stories, sums, saying after."""
+"""Turns that need no memory: small talk, questions about the world, stories, sums, repeating the user."""
 
 # ruff: noqa: E501  -- templates read best one to a line
 
@@ -75,7 +75,7 @@ def story(writer: Writer) -> None:
 
 
 def repeat(writer: Writer) -> None:
-    """Say something after the user, letter for letter."""
+    """Repeat the user's words, letter for letter."""
     rng = writer.rng
     if writer.chance(0.4):
         name = writer.style.value(words.proper(rng, writer.split, words.NAMES))
@@ -131,7 +131,7 @@ def number_game(writer: Writer) -> None:
 
 
 def story_fields(rng: Random, split: Split) -> dict[str, str]:
-    """What a story is about."""
+    """The subject of a story, by template field."""
     adjective, other = rng.sample(phrases.ADJECTIVES, 2)
     hero, friend = rng.sample(phrases.HEROES, 2)
     treasure = rng.choice(phrases.TREASURES)

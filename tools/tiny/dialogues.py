@@ -1,7 +1,7 @@
-"""Writes the dialogues that holdfast-tiny is trained on and measured by, each answer with the check it must pass.
+"""Writes the dialogues that train and measure holdfast-tiny, each answer with the check it must pass.
 
-Everything is drawn from one seeded generator. Names, sums and combinations of the held-out split never
-occur in training.
+Everything is drawn from one seeded generator. Names, sums and combinations of the held-out split never occur in
+training.
 
     python -m tools.tiny.dialogues --split heldout --count 3
 """
@@ -20,7 +20,7 @@ from .lists import Lists
 from .words import Split
 from .writer import Turn, Writer
 
-# What a turn may do, and how often.
+# The kinds of turns, and how often each occurs.
 _ACTS: tuple[tuple[Callable[[Writer], None], float], ...] = (
     (telling.tell, 3.0),
     (telling.introduce, 0.5),
@@ -60,7 +60,7 @@ class Dialogue:
     tools: tuple[dict[str, Any], ...] = ()
 
     def messages(self) -> list[dict[str, Any]]:
-        """As chat messages."""
+        """The dialogue as chat messages."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             asked, answer = {"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}
@@ -85,7 +85,7 @@ def write_dialogue(rng: Random, split: Split, turns: int | None = None) -> Dialo
 
 
 def write_tool_dialogue(rng: Random, split: Split, turns: int | None = None) -> Dialogue:
-    """A dialogue with tools: turns that need one, and others that need none."""
+    """A dialogue with tools: some turns need one, others need none."""
     writer = Writer(rng, split, Style.draw(rng))
     kinds = tools.draw_kinds(writer)
     system = _system(writer)
@@ -107,7 +107,7 @@ def _length(rng: Random) -> int:
 
 
 def _system(writer: Writer) -> str:
-    """A system prompt or none; it may name the assistant or tell a fact."""
+    """A system prompt, or an empty text. It may name the assistant or state a fact."""
     rng = writer.rng
     kind = rng.random()
     if kind < 0.3:

@@ -1,7 +1,7 @@
 """Measures holdfast-tiny on dialogues with names, sums and combinations that training never saw.
 
-Each dialogue is held live: the model's own answers are its history, except where the next message takes up a
-scripted answer.
+Each dialogue is held live: the model's own answers are its history, except where the next message takes up a scripted
+answer.
 
     python -m tools.tiny.evaluate --model holdfast/builtin/holdfast-tiny --dialogues 200
 """
@@ -32,7 +32,7 @@ def answer_all(
     rows: int,
     tools: Sequence[Sequence[dict[str, Any]]] | None = None,
 ) -> list[str]:
-    """Greedy answers to chats, `rows` at a time, longest first. `tools` are those of each chat."""
+    """Greedy answers to chats, `rows` at a time, longest first. `tools` has the tools of each chat."""
     prompts = [
         tokenizer.apply_chat_template(history, tools=offered, tokenize=False, add_generation_prompt=True)
         for history, offered in zip(histories, tools or [None] * len(histories), strict=True)
@@ -63,7 +63,10 @@ def answer_all(
 def hold(
     answer_all: Callable[[list[list[dict[str, Any]]]], list[str]], dialogues: list[Dialogue]
 ) -> list[tuple[Check, str, str]]:
-    """Hold all dialogues, turn by turn, with what answers several chats. (check, message, answer) of checked turns."""
+    """Hold all dialogues, turn by turn. `answer_all` answers several chats.
+
+    (check, message, answer) of checked turns.
+    """
     histories: list[list[dict[str, Any]]] = [
         [{"role": "system", "content": d.system}] if d.system else [] for d in dialogues
     ]
@@ -120,7 +123,7 @@ def hold_with_tools(
 
 
 def table(checked: list[tuple[Check, str, str]]) -> dict[str, dict[str, float]]:
-    """Right answers by kind, and over all recall by distance."""
+    """Share of right answers by kind, and of all recall by distance."""
     counts: dict[str, list[bool]] = defaultdict(list)
     for check, _, answer in checked:
         passed = check.passes(answer)

@@ -1,4 +1,4 @@
-"""What people tell about themselves and others: who it is about, how it is told, asked and answered."""
+"""Facts that people state about themselves and others: their subject, and how they are stated, asked and answered."""
 
 # ruff: noqa: E501  -- a table of templates read best one to a line
 
@@ -15,7 +15,7 @@ Sampler = Callable[[Random, Split], str]
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """Who or what a fact is about. `kind`: me, person (my sister), pet (my dog), named (Tom), thing (my locker code)."""
+    """The subject of a fact. `kind`: me, person (my sister), pet (my dog), named (Tom), thing (my locker code)."""
 
     kind: str
     noun: str = ""
@@ -50,7 +50,7 @@ ME = Entity("me")
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """One thing that can be told. Templates are in the teller's voice; {v} is the value."""
+    """A kind of fact. Templates are in the speaker's voice; {v} is the value."""
 
     key: str
     type: str  # values of one type compete: a wrong one in an answer is an error
@@ -66,11 +66,11 @@ class Attribute:
     prompt: str = ""  # the assistant asks for it
     check: str = ""  # a yes/no question
     who: str = ""  # "who" has this value
-    proper: bool = False  # values are names, split between train and heldout by themselves
+    proper: bool = False  # values are names, which have their own split between train and heldout
 
 
 def sample(rng: Random, split: Split, entity: Entity, attribute: Attribute) -> str | None:
-    """A value of `split`; None where a closed list has none for this entity and attribute."""
+    """A value of `split`; None if a closed list has none for this entity and attribute."""
     for _ in range(20):
         value = attribute.value(rng, split)
         if attribute.proper or words.belongs(split, entity.noun, attribute.key, value):
@@ -494,7 +494,7 @@ ATTRIBUTES += FAVOURITES
 
 
 def count_of(noun: str) -> Attribute:
-    """How many of something somebody has: `you have three cats`."""
+    """The number of things that somebody has: `you have three cats`."""
     return Attribute(
         "count " + noun, "count", small_number, "mpn",
         tell=f"{{I}} {{have}} {{v}} {noun}|{{I}} {{have}} {{v}} {noun}|{{I}} {{have}} {{v}} {noun} (at home|in total|)|{{I}} own{{s}} {{v}} {noun}|"
@@ -522,7 +522,7 @@ _KINDS = {"me": "m", "person": "p", "pet": "a", "named": "n", "thing": "t", "obj
 
 
 def attributes_of(entity: Entity) -> list[Attribute]:
-    """What can be told of this entity; likelier ones appear more than once."""
+    """The attributes that this entity can have. More likely ones appear more than once."""
     return _BY_KIND[_KINDS[entity.kind]]
 
 

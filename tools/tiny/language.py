@@ -1,8 +1,8 @@
-"""Turns templates into sentences, the way an assistant writes them or the way people type them.
+"""Turns templates into sentences, in the style of an assistant or of people who type.
 
-A template holds alternatives, `(hi|hello|) there`, which nest, and fields, `{v}`. Alternatives are drawn first; fields
-of grammar are put in next; then the sentence is roughened as its typist would; values such as names go in last, so that
-what was told stays letter for letter what it was.
+A template holds alternatives, `(hi|hello|) there`, which nest, and fields, `{v}`. Alternatives are drawn first. Fields
+of grammar are filled next. Then the sentence is made as rough as its typist would make it. Values such as names are
+filled last, so that they stay letter for letter as they are.
 """
 
 import re
@@ -57,7 +57,7 @@ def _draw(rng: Random, tree: _Alternatives, out: list[str]) -> None:
 
 
 def expand(rng: Random, template: str | Sequence[str]) -> str:
-    """One drawing of a template, or of one out of several. Fields stay; spaces are tidied."""
+    """One drawing of a template, or of one of several templates. Fields stay, and spaces are tidied."""
     if not isinstance(template, str):
         template = template[int(rng.random() * len(template))]
     out: list[str] = []
@@ -69,20 +69,20 @@ def expand(rng: Random, template: str | Sequence[str]) -> str:
 
 
 def fill(text: str, fields: dict[str, str]) -> str:
-    """Put in the fields that are named; leave the others."""
+    """Fill the fields that are given, and leave the others."""
     if "{" not in text:
         return text
     return "".join(fields.get(part[1:-1], part) if part[:1] == "{" else part for part in _FIELD.split(text) if part)
 
 
 def capital(text: str) -> str:
-    """The text with a capital first letter; a text that starts with a value is left as it was told."""
+    """The text with a capital first letter. A text that starts with a value stays unchanged."""
     return text[:1].upper() + text[1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """Something to type: a drawn text whose `values` are still fields, and how it ends."""
+    """A sentence to type: a drawn text whose `values` are still fields, and its end mark."""
 
     text: str
     end: str = "."
@@ -111,7 +111,7 @@ class Style:
         )
 
     def value(self, text: str) -> str:
-        """A value the way this person types it; what they will later expect back."""
+        """A value the way this person types it, which they later expect back."""
         return text.lower() if self.lower_values else text
 
     def write(self, rng: Random, sentences: Sequence[Sentence]) -> str:

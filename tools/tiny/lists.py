@@ -1,4 +1,4 @@
-"""Lists that a user keeps over a dialogue: told, asked, added to, taken from; and groups of names."""
+"""Lists that a user keeps over a dialogue: stated, asked, added to, taken from; and groups of names."""
 
 # ruff: noqa: E501  -- templates read best one to a line
 
@@ -12,12 +12,12 @@ from .writer import Check, Writer, holds
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A list by name. Items are `names` (any proper name) or drawn from `items`."""
+    """A kind of list. Items are `names` (any proper name) or drawn from `items`."""
 
     name: str
     items: tuple[str, ...]
     names: bool = False
-    tell: str = ""  # more ways to tell and ask than those that every list has
+    tell: str = ""  # more ways to state and ask than every list has
     ask: str = ""
     has: str = "Your {name} has {all}.|Your {name} has {all}.|On your {name} you have {all}."
     about: str = "what is on your {name}"
@@ -65,7 +65,7 @@ _SHOPPING = ("shopping list", "to-do list", "packing list")
 
 @dataclass(slots=True)
 class Kept:
-    """A list as it stands, and the turn of its last change."""
+    """The current state of a list, and the turn of its last change."""
 
     kind: Kind
     items: list[str]
@@ -81,7 +81,7 @@ class Lists:
         self.seen: set[str] = set()  # every item that was ever on a list
 
     def act(self) -> None:
-        """One turn about a list."""
+        """Write one turn about a list."""
         rng = self.writer.rng
         changing = [kept for kept in self.kept.values() if not kept.kind.fixed]
         if not self.kept or rng.random() < 0.25:
@@ -113,7 +113,7 @@ class Lists:
         )
 
     def _shown(self, items: list[str]) -> str:
-        """The items the way a user types them."""
+        """The items as a user types them."""
         kind = self.writer.rng.random()
         if kind < 0.7 or len(items) < 2:
             return join_and(items)

@@ -1,4 +1,4 @@
-"""What holdfast-tiny says when nothing is to be remembered: small talk, refusals, stories. Templates of `language`."""
+"""Texts of holdfast-tiny if nothing is to be remembered: small talk, refusals, stories. Templates of `language`."""
 
 # ruff: noqa: E501  -- templates read best one to a line
 
@@ -83,7 +83,7 @@ QUESTIONS = tuple(
     )
 )
 
-# Questions about the world, which it does not know. {X} is a country, {C} a city, {N} a name, {W} a word.
+# Questions about the world, to which it does not know the answer. {X} is a country, {C} a city, {N} a name, {W} a word.
 WORLD: tuple[str, ...] = (
     "what is the (capital|population|currency|flag|language|largest city|area|president) of {X}",
     "what's the capital of {X}",

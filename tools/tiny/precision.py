@@ -1,7 +1,8 @@
 """Compares holdfast-tiny with options that make the engine less exact to the engine without them.
 
-Two measures on held-out dialogues. First, at each token of the scripted answers, after the scripted text before it: how
-often the argmax is the same. Second, the dialogues held live, as in `evaluate`: how many answers are right.
+It takes two measures on held-out dialogues. First, at each token of the scripted answers, after the scripted text
+before it: the share of equal argmaxes. Second, with the dialogues held live, as in `evaluate`: the number of right
+answers.
 
     python -m tools.tiny.precision --set kv_cache_dtype=fp8 --dialogues 40
 """
@@ -40,12 +41,12 @@ def answer_all(llm: LLM, histories: list[list[dict[str, str]]]) -> list[str]:
 
 
 def share_same(one: list[int], other: list[int]) -> float:
-    """The share of positions with equal tokens."""
+    """Share of positions with equal tokens."""
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def right(checked: dict[str, dict[str, float]], kind: str = "") -> tuple[int, int]:
-    """Right answers and all answers of one kind of `evaluate`'s table; without a kind, of all that are not totals."""
+    """Numbers of right and of all answers of one kind in `evaluate`'s table; without a kind, of all but totals."""
     rows = [row for name, row in checked.items() if (name == kind if kind else not name.startswith("RECALL"))]
     return int(sum(row["right"] for row in rows)), int(sum(row["of"] for row in rows))
 

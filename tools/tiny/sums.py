@@ -1,4 +1,4 @@
-"""Simple arithmetic: sums in the ways people type them, word problems, comparisons, counting aloud."""
+"""Simple arithmetic: sums as people type them, word problems, comparisons, counting aloud."""
 
 # ruff: noqa: E501  -- templates read best one to a line
 
@@ -54,7 +54,7 @@ class Sum:
 
     @staticmethod
     def continued(rng: Random, split: Split, last: int) -> "Sum":
-        """Goes on from the last result."""
+        """A sum that goes on from the last result."""
         for _ in range(20):
             op, b = rng.choice("++-*"), rng.randint(1, 20)
             if op == "*":
@@ -69,7 +69,7 @@ class Sum:
 
 
 def draw_sum(rng: Random, split: Split) -> Sum:
-    """Additions and subtractions to three digits, the tables to 12 and a little beyond, divisions that come out even."""
+    """A sum: additions and subtractions to three digits, tables to 12 and a little beyond, divisions without remainder."""
     while True:
         op = rng.choice("++++---**/")
         top = rng.choice((10, 10, 20, 100, 100, 100, 100, 1000))
@@ -92,7 +92,7 @@ def draw_sum(rng: Random, split: Split) -> Sum:
 
 
 def word_problem(rng: Random, split: Split) -> tuple[str, str, str, str]:
-    """Kind, question, answer, result."""
+    """A word problem: kind, question, answer, result."""
     while True:
         noun, plus = rng.choice(GOODS), rng.random() < 0.55
         a, b = rng.randint(2, rng.choice((12, 30, 80))), rng.randint(1, rng.choice((10, 20)))
@@ -120,7 +120,7 @@ def word_problem(rng: Random, split: Split) -> tuple[str, str, str, str]:
 
 
 def three_numbers(rng: Random, split: Split) -> tuple[str, str, str, str]:
-    """Kind, question, answer, result."""
+    """A sum of three numbers: kind, question, answer, result."""
     while True:
         a, b, c = (rng.randint(1, rng.choice((10, 20))) for _ in range(3))
         if belongs(split, f"{a}+{b}+{c}"):
@@ -133,7 +133,7 @@ def three_numbers(rng: Random, split: Split) -> tuple[str, str, str, str]:
 
 
 def comparison(rng: Random, split: Split) -> tuple[str, str, str, str]:
-    """Kind, question, answer, result."""
+    """A comparison: kind, question, answer, result."""
     top = rng.choice((20, 100, 1000))
     while True:
         a, b = rng.randint(0, top), rng.randint(0, top)
@@ -152,7 +152,7 @@ def comparison(rng: Random, split: Split) -> tuple[str, str, str, str]:
 
 
 def count_aloud(rng: Random, split: Split) -> tuple[str, str, str, str]:
-    """Kind, question, answer, result: `count from 3 to 9`."""
+    """A task to count, such as `count from 3 to 9`: kind, question, answer, result."""
     start, step = (1, 1) if rng.random() < 0.55 else (rng.randint(0, 60), rng.choice((1, 1, 2)))
     count = rng.choice((5, 10, 10, 20, 20, 12, 15, 30, rng.randint(3, 25)))
     numbers = list(range(start, start + count * step, step))

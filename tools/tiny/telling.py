@@ -1,4 +1,4 @@
-"""Turns in which something is told or changed, and how the assistant takes note."""
+"""Turns in which a fact is stated or changed, and how the assistant takes note."""
 
 # ruff: noqa: E501  -- templates read best one to a line
 
@@ -15,7 +15,7 @@ _WRAPS = (
     "did you know that|let me tell you that|you should know that|well,|I think I told you that|keep in mind that|oh, and"
 )
 
-# Several facts in one breath: the text, and for each value whom it is about and what it is.
+# Several facts in one sentence: the text, and for each value its subject and its kind of fact.
 _INTRODUCTIONS: tuple[tuple[str, dict[str, str]], ...] = (
     (
         "(I'm|I am|my name is|this is) {a} from {b}|(I'm|I am|my name is) {a} and (I'm|I am|I come) from {b}|(I'm|I am) {a}, from {b}|(it's|this is) {a} from {b}",
@@ -80,7 +80,7 @@ _INTRODUCTIONS: tuple[tuple[str, dict[str, str]], ...] = (
 
 
 def introduce(writer: Writer) -> None:
-    """Several facts in one breath: `I'm Ada, a nurse from Lisbon`."""
+    """State several facts in one sentence: `I'm Ada, a nurse from Lisbon`."""
     rng = writer.rng
     template, values = rng.choice(_INTRODUCTIONS)
     nouns: dict[str, str] = {}
@@ -130,7 +130,7 @@ def _named(text: str, nouns: dict[str, str]) -> str:
 
 
 def tell(writer: Writer) -> None:
-    """One to three facts in one message."""
+    """State one to three facts in one message."""
     told: list[Fact] = []
     sentences: list[Sentence] = []
     if (not writer.turns and writer.chance(0.6)) or writer.chance(0.04):
@@ -181,7 +181,7 @@ def tell_sentence(
 
 
 def acknowledge(writer: Writer, sentences: list[Sentence], told: list[Fact]) -> None:
-    """Answer to what was told; at times with a question, which the next message may answer."""
+    """Answer to stated facts; at times with a question, which the next message may answer."""
     rng = writer.rng
     answer = ""
     first = told[0]
@@ -213,7 +213,7 @@ def acknowledge(writer: Writer, sentences: list[Sentence], told: list[Fact]) -> 
 
 
 def draw_prompt(writer: Writer) -> tuple[Attribute, str] | None:
-    """Something to ask the user for, and what they will say."""
+    """A question of the assistant to the user, and the user's answer."""
     open_ = [a for a in attributes_of(ME) if a.prompt and (ME, a.key) not in writer.facts]
     if not open_:
         return None
@@ -225,7 +225,7 @@ def draw_prompt(writer: Writer) -> tuple[Attribute, str] | None:
 
 
 def change(writer: Writer) -> None:
-    """A fact told earlier becomes another."""
+    """Change a fact that was stated earlier."""
     facts = [fact for fact in writer.facts.values() if fact.attribute.change]
     if not facts:
         return tell(writer)
@@ -244,7 +244,7 @@ def change(writer: Writer) -> None:
 
 
 def count_change(writer: Writer) -> None:
-    """Two more cats, or one less: the number told earlier moves."""
+    """Change a number that was stated earlier: two more cats, or one less."""
     number = {word: index for index, word in enumerate(words.NUMBER_WORDS)}
     facts = [
         f

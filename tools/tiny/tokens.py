@@ -1,6 +1,6 @@
 """The tokenizer of holdfast-tiny, its chat template, and dialogues as token ids.
 
-Byte-level BPE. Digits stand alone, so that numbers are read place by place. What a user or a system prompt says
+Byte-level BPE. Each digit is a token, so that numbers are read place by place. The text of a user or of a system prompt
 follows a space, so that a name has the same pieces at the start of a message as inside a sentence, and can be copied
 piece by piece.
 """
@@ -110,7 +110,7 @@ def tools_text(tools: Iterable[dict[str, Any]]) -> str:
 
 
 def dialogue_texts(dialogue: Dialogue) -> list[tuple[int, str]]:
-    """The texts of a dialogue in their order, each behind the special token of this id."""
+    """The texts of a dialogue in order, each with the id of the special token before it."""
     roles = {"system": SYSTEM_ID, "user": USER_ID, "assistant": ASSISTANT_ID, "tool": TOOL_ID}
     texts = [(TOOLS_ID, tools_text(dialogue.tools))] if dialogue.tools else []
     for message in dialogue.messages():
@@ -122,7 +122,7 @@ def dialogue_texts(dialogue: Dialogue) -> list[tuple[int, str]]:
 
 
 def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> tuple[list[int], list[bool]]:
-    """Token ids as the chat template makes them, and which of them the assistant says (its end mark included)."""
+    """Token ids as the chat template makes them, and whether the assistant says each one (its end mark included)."""
     texts = dialogue_texts(dialogue)
     ids: list[int] = []
     said: list[bool] = []
@@ -130,7 +130,7 @@ def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> tuple[list[int]
     for at, ((kind, _), encoding) in enumerate(zip(texts, encodings, strict=True)):
         own = [kind, *encoding.ids]
         answers = kind in (ASSISTANT_ID, CALL_ID)
-        # The role's token is given, the call's own one is said.
+        # The role's token is given; the call's own token is said.
         whose = [kind == CALL_ID, *[answers] * len(encoding.ids)]
         if kind == CALL_ID:
             own.append(CALLED_ID)

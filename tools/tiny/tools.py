@@ -1,4 +1,4 @@
-"""Turns in which the assistant calls tools: what a tool is called, how it is asked for, and what it gives."""
+"""Turns in which the assistant calls tools: the names of tools, how a user asks for them, and their results."""
 
 # ruff: noqa: E501  -- templates read best one to a line
 
@@ -34,7 +34,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A tool as it is offered, and what draws its uses. `clashes`: what the assistant would do without it."""
+    """A kind of tool: its offer, and the function that draws its uses.
+
+    `clashes`: what the assistant would do without it.
+    """
 
     tool: dict[str, Any]
     draw: Callable[[Writer], Use]
@@ -42,7 +45,7 @@ class Kind:
 
 
 def draw_kinds(writer: Writer) -> list[Kind]:
-    """One to five tools of different names."""
+    """One to five tools with different names."""
     rng = writer.rng
     count = rng.choice((1, 1, 2, 2, 3, 4, 5))
     kinds = [make(writer) for make in rng.sample(_MAKERS, count)]
@@ -53,7 +56,7 @@ def draw_kinds(writer: Writer) -> list[Kind]:
 
 
 def use(writer: Writer, kinds: list[Kind]) -> None:
-    """Ask for something that one of the tools can do; sometimes twice at once."""
+    """Write a turn that asks for something that one of the tools can do; sometimes twice at once."""
     kind = writer.rng.choice(kinds)
     drawn = kind.draw(writer)
     lead = expand(writer.rng, "||||||||please,|hey,|okay,|now|quick question:|by the way,|can you help me?")
@@ -67,7 +70,7 @@ def use(writer: Writer, kinds: list[Kind]) -> None:
 
 
 def offered(rng: Random, name: str, about: str, arguments: dict[str, str]) -> dict[str, Any]:
-    """A tool as chat templates have it."""
+    """A tool in the form of chat templates."""
     properties = {key: {"type": kind} for key, kind in arguments.items()}
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if rng.random() < 0.7:
@@ -82,7 +85,7 @@ def written_call(call: Call) -> str:
 
 
 def _result(rng: Random, value: Any, *keys: str) -> str:
-    """A value as a tool gives it: alone, or in an object."""
+    """A value in the form of a tool's result: alone, or in an object."""
     if rng.random() < 0.5:
         return str(value)
     return json.dumps({rng.choice((*keys, "result", "value", "answer")): value}, ensure_ascii=False)

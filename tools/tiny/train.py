@@ -1,7 +1,7 @@
-"""Trains holdfast-tiny from nothing, on dialogues that are written while it trains, and saves it.
+"""Trains holdfast-tiny from nothing, on dialogues that are written meanwhile, and saves it.
 
-python -m tools.tiny.train --out holdfast/builtin/holdfast-tiny        # a GPU, minutes
-python -m tools.tiny.train --out /tmp/tiny --steps 20 --batch-tokens 4096 --writers 1     # a CPU, to try it
+python -m tools.tiny.train --out holdfast/builtin/holdfast-tiny        # on a GPU: minutes
+python -m tools.tiny.train --out /tmp/tiny --steps 20 --batch-tokens 4096 --writers 1     # on a CPU: a trial
 """
 
 import argparse
@@ -20,7 +20,7 @@ from .batches import BUCKETS, Writers
 from .dialogues import write_dialogue, write_tool_dialogue
 from .tokens import END_ID, PAD_ID, dialogue_texts, save_tokenizer, train_tokenizer
 
-OTHERS_WEIGHT = 0.1  # of the loss on what the assistant does not say
+OTHERS_WEIGHT = 0.1  # weight of tokens that the assistant does not say, in the loss
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def train(options: argparse.Namespace) -> None:
-    """The whole way from nothing to a folder with a model."""
+    """Do everything from nothing to a folder with a model."""
     started = time.monotonic()
     rng = Random(options.seed)
     sample = [write_dialogue(rng, "train") for _ in range(options.tokenizer_dialogues)]
@@ -74,7 +74,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def optimize(model: LlamaForCausalLM, writers: Writers, options: argparse.Namespace) -> None:
-    """Take steps until their number or the minutes are used up; the rate falls to zero by then."""
+    """Take steps until their number or the minutes are used up. The rate falls to zero by then."""
     device = model.device
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -102,7 +102,7 @@ def optimize(model: LlamaForCausalLM, writers: Writers, options: argparse.Namesp
         step, tokens = step + 1, tokens + ids.size
         recent = loss.detach() if step == 1 else 0.98 * recent + 0.02 * loss.detach()
         if step % options.report == 0 or step in (1, 10):
-            loss_now, now = float(recent), time.monotonic()  # the loss waits for the device
+            loss_now, now = float(recent), time.monotonic()  # reading the loss waits for the device
             speed = (tokens - reported[1]) / (now - reported[0]) / 1e6
             reported = now, tokens
             print(

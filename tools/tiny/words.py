@@ -1,4 +1,4 @@
-"""The words dialogues are made of: lists, made-up words, and which of them are held out of training."""
+"""The words of dialogues: lists, made-up words, and the choice of words that are held out of training."""
 
 # ruff: noqa: E501  -- lists of words read best one to a line
 
@@ -11,7 +11,7 @@ Split = Literal["train", "heldout"]
 
 
 def belongs(split: Split, *parts: str) -> bool:
-    """Whether a value (or a combination of values) is in `split`. One in ten is held out, by hash: for good."""
+    """Whether a value, or a combination of values, is in `split`. A hash holds one in ten out, in every version."""
     heldout = zlib.crc32("|".join(parts).lower().encode()) % 10 == 0
     return heldout == (split == "heldout")
 
@@ -234,7 +234,7 @@ _CODAS = ("",) * 12 + _list(
 
 
 def made_up(rng: Random, syllables: tuple[int, int] = (1, 3)) -> str:
-    """A pronounceable word that (almost certainly) nobody has used, in lower case."""
+    """A pronounceable word in lower case that (almost certainly) nobody has used."""
     parts = []
     for index in range(rng.randint(*syllables)):
         onset = "" if index == 0 and rng.random() < 0.15 else _pick(rng, _ONSETS)
@@ -289,5 +289,5 @@ def a_or_an(noun: str) -> str:
 
 
 def join_and(items: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """The items as text: `a`, `a and b`, `a, b and c`."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]

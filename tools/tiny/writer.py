@@ -1,4 +1,4 @@
-"""One dialogue being written: what has been said, what has been told, and the checks that answers must pass."""
+"""One dialogue in the making: the turns, the stated facts, and the checks that answers must pass."""
 
 import re
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ NOT_KNOWN = re.compile(r"not told me|n[o']t know\b|cannot (see|feel)|beyond me",
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What an answer must hold and must not. `turns`: user turns since the fact was told (0: nothing to recall)."""
+    """Words that an answer must hold, and words that it must not. `turns`: user turns since the fact (0: no recall)."""
 
     kind: str
     expect: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Check:
     unknown: bool = False  # the answer must say that it is not known
 
     def passes(self, answer: str) -> bool:
-        """Whole words, in any case. A wrong value beside the right one fails."""
+        """Whether an answer passes: whole words, in any case. A wrong value fails even if the right one is there."""
         if not all(holds(answer, value) for value in self.expect) or any(holds(answer, value) for value in self.forbid):
             return False
         if self.result and re.findall(r"-?\d+", answer)[-1:] != [self.result]:
@@ -52,7 +52,7 @@ Call = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message and its answer. `leads`: the next message takes up this very answer.
+    """A message and its answer. `leads`: the next message refers to this very answer.
 
     With `calls`, the assistant first calls tools, and gets one of the `results` for each.
     """
@@ -81,7 +81,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Fact:
-    """What was told, when (the number of the turn), and in how many versions."""
+    """A stated fact, the turn in which it was stated, and its number of versions."""
 
     entity: Entity
     attribute: Attribute
@@ -91,7 +91,7 @@ class Fact:
 
 @dataclass(slots=True)
 class Writer:
-    """Draws from one generator; keeps the turns and what the assistant has to remember."""
+    """Draws from one generator. Keeps the turns and the facts that the assistant has to remember."""
 
     rng: Random
     split: Split
@@ -100,7 +100,7 @@ class Writer:
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
     facts: dict[tuple[Entity, str], Fact] = field(default_factory=dict)
-    values: dict[str, list[str]] = field(default_factory=dict)  # all that was told, by type
+    values: dict[str, list[str]] = field(default_factory=dict)  # all stated values, by type
     last_sum: int | None = None
 
     def say(
@@ -119,7 +119,7 @@ class Writer:
         return self.rng.random() < share
 
     def new_entity(self) -> Entity:
-        """Somebody or something to talk about: often the user, often somebody known already."""
+        """A subject of a fact: often the user, often somebody known already."""
         kind = self.rng.random()
         known = [fact.entity for fact in self.facts.values() if fact.entity.kind in ("person", "pet", "named")]
         if kind < 0.42:
@@ -148,7 +148,7 @@ class Writer:
         return self.rng.choice(attributes_of(entity))
 
     def draw_fact(self, entity: Entity | None = None) -> tuple[Entity, Attribute, str] | None:
-        """Something that has not been told yet; None where the drawing found nothing."""
+        """A fact that has not been stated yet; None if the drawing found none."""
         for _ in range(8):
             who = entity or self.new_entity()
             attribute = self.attribute_for(who)
@@ -170,7 +170,7 @@ class Writer:
         return fact
 
     def alias(self, entity: Entity, attribute: Attribute) -> Entity:
-        """Sometimes somebody whose name is known is called by it."""
+        """The entity, sometimes by its name if that is known."""
         name = self.facts.get((entity, "name"))
         if name and entity.kind in ("person", "pet") and attribute.key != "name" and self.chance(0.25):
             return Entity("named", name.value, entity.pronoun)

@@ -1,7 +1,7 @@
-"""What cellular batching is compared with: planners that batch whole graphs, over the same cells, tasks and executor.
+"""Baselines for cellular batching: planners that batch whole graphs, over the same cells, tasks and executor.
 
-All of them form a fixed batch of requests for a worker that is idle, run all of its cells, and return its results
-together. No request joins or leaves in between (BatchMaker, section 2.2.3). They differ in what becomes one task:
+All of them form a fixed batch of requests for an idle worker, run all of its cells, and return its results together. No
+request joins or leaves in between (BatchMaker, section 2.2.3). They differ in the nodes of one task:
 
 - `Padding` (MXNet, TensorFlow; section 2.7.1): requests of one structure, of lengths within one bucket. Step by step
   the whole batch runs up to the bucket's upper bound. The buckets take turns.
@@ -43,7 +43,7 @@ class Taken(NamedTuple):
 
 
 class FixedBatches(ABC):
-    """Forms a batch when a worker is idle and returns its results together. Worker n's Planner is `worker(n)`."""
+    """Forms a batch when a worker is idle, and returns its results together. `worker(n)` is the Planner of worker n."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class FixedBatches(ABC):
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
-        """`most` bounds the requests of a batch, `capacity` the rows. `sizes` are by type number, else the cells' own.
+        """`most` bounds the requests of a batch, `capacity` the rows. `sizes` are by type number, else the cells'.
 
         `max_tasks` bounds the tasks of a round. A batch's rounds follow one another on its worker, so it changes only
-        their number. Raises ValueError for what is out of range.
+        their number. Raises ValueError for a number that is out of range.
         """
         for name, value in (("most", most), ("workers", workers), ("max_tasks", max_tasks), ("capacity", capacity - 1)):
             if value < 1:
@@ -78,7 +78,7 @@ class FixedBatches(ABC):
         self._alive: set[str] = set()
         """Ids of requests in batches."""
         self._aborted: set[str] = set()
-        """Ids of requests in batches that run on, and whose results are lost."""
+        """Ids of aborted requests whose batches still run. Their results are dropped."""
         self._batches: list[Batch | None] = [None] * workers
 
     def worker(self, number: int) -> CellWorker:
@@ -100,13 +100,13 @@ class FixedBatches(ABC):
         self.queue(taken)
 
     def abort(self, request_id: str) -> None:
-        """End a request at once. In a batch it runs on to the end, and its results are lost."""
+        """End a request at once. In a batch it runs on to the end, and its results are dropped."""
         if self._waiting.pop(request_id, None) is None and request_id in self._alive:
             self._alive.remove(request_id)
             self._aborted.add(request_id)
 
     def schedule(self, worker: int, now: float) -> Round | None:
-        """The next round of the worker's batch; of a new one if it has none. None while a planned batch runs."""
+        """The next round of the worker's batch, or of a new batch if it has none. None while a planned batch runs."""
         batch = self._batches[worker]
         if batch is None:
             taken = self.take()
@@ -122,7 +122,7 @@ class FixedBatches(ABC):
         return made
 
     def update(self, plan: Round, result: Returned) -> list[CellOutput]:
-        """Note that a worker's oldest round has completed; the whole batch if it was the last."""
+        """Record that a worker's oldest round has completed, and with its last round the whole batch."""
         batch = self._batches[plan.worker]
         assert batch is not None
         for (kind, offsets), outputs in zip(batch.sent.popleft(), result, strict=True):
@@ -149,7 +149,7 @@ class FixedBatches(ABC):
         return bool(self._waiting or self._alive)
 
     def stats(self) -> CellStats:
-        """Queues and rows as they stand. Nodes that are ready are not counted: a batch's order is fixed."""
+        """The current queues and rows. Ready nodes are not counted, because a batch's order is fixed."""
         total = self._capacity - FIRST_ROW
         return CellStats(
             waiting=len(self._waiting),
@@ -164,7 +164,7 @@ class FixedBatches(ABC):
         )
 
     def queue(self, taken: Taken) -> None:  # noqa: B027
-        """Put a request, which is among those that wait, into a queue of its own kind, if there are such."""
+        """Put a waiting request into the queue of its kind, if the class has such queues."""
 
     def waits(self, taken: Taken) -> bool:
         """Whether a request is in no batch and was not aborted."""
@@ -172,7 +172,7 @@ class FixedBatches(ABC):
 
     @abstractmethod
     def take(self) -> list[Taken]:
-        """The requests of the next batch, from those that wait."""
+        """The requests of the next batch, taken from the waiting ones."""
 
     @abstractmethod
     def plan(self, batch: Batch, worker: int) -> Iterator[Round]:
@@ -180,44 +180,44 @@ class FixedBatches(ABC):
 
 
 class Batch:
-    """The requests of one batch as flat arrays over their rows, and what their tasks have returned."""
+    """The requests of one batch as flat arrays over their rows, and the results of their tasks."""
 
     def __init__(self, planner: FixedBatches, taken: list[Taken], now: float) -> None:
         self.taken = taken
         self.rounds: Iterator[Round] = iter(())
         self.flying = 0
-        """Rounds in flight."""
+        """Number of rounds in flight."""
         self.nodes_left = 0
-        """Nodes, padding among them, that have not completed."""
+        """Number of nodes that have not completed, including padding."""
         self.sent: deque[list[tuple[int, np.ndarray]]] = deque()
-        """By round in flight, and by task: its type, and where each node's results go; below 0 for nowhere."""
+        """For each round in flight and each task: its type, and the place of each node's results; below 0 for none."""
         self._planner, self._now = planner, now
         found = planner.splitter.split([each.graph for each in taken])
         total = len(found.types)
         self.first = np.append(found.first, total)
-        """By request: its first row; and the end."""
+        """For each request, its first row; then the end."""
         self.kind, self.steps = found.types, found.steps
-        """By row: its type, and its nodes."""
+        """For each row, its type and its number of nodes."""
         self.reader, self.producer = found.reader, found.producer
-        """Rows that read others, and those that they read."""
+        """Edges: rows that read others, and the rows that they read."""
         self._held = planner.numbers.take(total)
         self.at = self._held.astype(np.int64)
-        """By row: where its state lies."""
+        """For each row, the place of its state."""
         self.spill = self.at
-        """By row: where what it computes beyond its end goes."""
+        """For each row, the place for results beyond its end."""
         self._spilled = self._held[:0]
         states = max(len(cell.states) for cell in planner.cells)
         self.source = np.full((states, total), NOBODY, np.int64)
-        """By State input and row: what the first step reads."""
+        """For each State input and row, the item that the first step reads."""
         self._read_inputs(found.inputs)
         self.carried = self.source.copy()
-        """By State input and row: what later steps read."""
+        """For each State input and row, the item that later steps read."""
         self.offset = np.zeros(total, np.int64)
-        """By row: where its values and results begin among those of its type."""
+        """For each row, the start of its values and results among those of its type."""
         self.values: list[list[np.ndarray]] = []
-        """By type and Value input: the values of all steps of all rows of the type."""
+        """For each type and Value input, the values of all steps of all rows of the type."""
         self.results: list[list[np.ndarray]] = []
-        """By type and returned output: the same."""
+        """For each type and returned output, the results of all steps of all rows of the type."""
         for number, cell in enumerate(planner.cells):
             mine = np.flatnonzero(self.kind == number)
             for name in cell.carried:
@@ -233,7 +233,7 @@ class Batch:
             self.results.append([np.zeros((count, *output.shape), output.dtype) for output in outputs])
 
     def _read_inputs(self, inputs: np.ndarray) -> None:
-        """Find where State inputs lie; `inputs` as in a Partition."""
+        """Find the places of State inputs; `inputs` as in a Partition."""
         planner = self._planner
         reader, producer, position, output = inputs.T
         for name, number in planner.splitter.outputs.items():
@@ -244,14 +244,14 @@ class Batch:
                     self.source[position[mine], reader[mine]] = self.at[producer[mine]] * width + place
 
     def spill_read_rows(self) -> None:
-        """Give rows that others read a second place, so that steps beyond their end leave their state alone."""
+        """Give rows that others read a second place, so that steps beyond their end do not change their state."""
         read = np.unique(self.producer)
         self.spill = self.at.copy()
         self._spilled = self._planner.numbers.take(len(read))
         self.spill[read] = self._spilled
 
     def task(self, kind: int, rows: np.ndarray, steps: np.ndarray) -> tuple[Task, np.ndarray]:
-        """One node of each of these rows, at these steps, as a task; and where their results go."""
+        """A task of one node of each of these rows, at these steps, and the places of its results."""
         cell = self._planner.cells[kind]
         inside = steps < self.steps[rows]
         source = np.where(steps == 0, self.source[:, rows], self.carried[:, rows])
@@ -282,7 +282,7 @@ class Batch:
         self._planner.numbers.give(self._spilled)
 
     def read(self) -> Iterator[CellOutput]:
-        """The results of each request, a chain that ends by its `stop` cut there."""
+        """The results of each request. A chain that ends by its `stop` is cut there."""
         for first, (request, results) in zip(self.first, self.taken, strict=False):
             before = [0, *accumulate(block.rows for block in request.graph.blocks)]
             found = {}
@@ -304,14 +304,14 @@ class Batch:
 
 
 class Padding(FixedBatches):
-    """Padding with buckets, as MXNet and TensorFlow do it (section 2.7.1).
+    """Padding with buckets, as in MXNet and TensorFlow (section 2.7.1).
 
     Bucket i of a structure holds requests whose first chain has a length in (width * i, width * (i + 1)]. The buckets
-    take turns. There is no timeout: a bucket whose turn it is starts with what it holds, at most `most` requests. With
-    `whole_turns` its turn lasts until what it then held has run. Otherwise a turn is one batch; the fullest bucket then
-    gets no more batches than the others, and the rates that the paper reports cannot be served. Every
-    chain of a batch runs up to the bound of the bucket; a later chain, whose length nobody knew, up to the next
-    multiple of the width from the longest of the batch on. A chain that may stop runs to its most steps.
+    take turns. There is no timeout: a bucket starts its turn with the requests that it holds, at most `most`. With
+    `whole_turns` its turn lasts until all of these have run. Otherwise a turn is one batch; the fullest bucket then
+    gets no more batches than the others, and the rates that the paper reports cannot be served. Every chain of a batch
+    runs up to the bound of the bucket. A later chain, whose length is not known before, runs up to the next multiple of
+    the width from the longest of the batch on. A chain that may stop runs to its largest number of steps.
 
     With requests that are all alike it is the ideal: a graph that is fixed once and runs node by node, `most` requests
     at a time (section 2.7.5).
@@ -330,7 +330,10 @@ class Padding(FixedBatches):
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
-        """As `FixedBatches`, and the buckets' `width` in steps. `most` is at most the smallest of the largest sizes."""
+        """Parameters of `FixedBatches`, and the buckets' `width` in steps.
+
+        `most` is at most the smallest largest size.
+        """
         super().__init__(cells, types, most=most, sizes=sizes, workers=workers, max_tasks=max_tasks, capacity=capacity)
         if width < 1:
             raise ValueError(f"width is {width}; it must be at least 1")
@@ -343,7 +346,7 @@ class Padding(FixedBatches):
         """The buckets in the order of their turns, the next one first."""
         self._whole_turns = whole_turns
         self._granted = 0
-        """How many more requests the first bucket may run before its turn ends."""
+        """Number of requests that the first bucket may still run before its turn ends."""
 
     def queue(self, taken: Taken) -> None:
         first = taken.graph.blocks[0]
@@ -354,7 +357,7 @@ class Padding(FixedBatches):
         self._buckets[key].append(taken)
 
     def _structure(self, graph: CellGraph) -> tuple[object, ...]:
-        """Equal for graphs that differ at most in the lengths of their chains."""
+        """A key that is equal for graphs that differ at most in the lengths of their chains."""
         firsts = np.array([block.first for block in graph.blocks])
         rows = np.cumsum([0, *(block.rows for block in graph.blocks)])[:-1]
         whole = np.array([block.whole for block in graph.blocks])
@@ -400,7 +403,7 @@ class Padding(FixedBatches):
         count = batch.taken[0].graph.rows
         rows = batch.first[:-1, None] + np.arange(count)
         bounds = -(-batch.steps[rows].max(axis=0) // self._width) * self._width
-        bounds = np.where(batch.steps[rows].max(axis=0) == 1, 1, bounds)  # a node is no chain
+        bounds = np.where(batch.steps[rows].max(axis=0) == 1, 1, bounds)  # a node is not a chain
         batch.nodes_left = int(bounds.sum()) * len(batch.taken)
         return self._rounds(batch, worker, rows, bounds)
 
@@ -419,12 +422,12 @@ class Padding(FixedBatches):
 
 
 class Merging(FixedBatches):
-    """Graphs of a fixed set of requests merged into one, as TensorFlow Fold and DyNet do it (section 2.2.3).
+    """Graphs of a fixed set of requests merged into one, as in TensorFlow Fold and DyNet (section 2.2.3).
 
-    By "depth", nodes of one type at one distance from the inputs are one task (Fold). By "agenda", the type is next
-    whose remaining nodes have the least average depth, with all of its nodes that are ready (DyNet). Which nodes are
-    merged follows from the graphs: give cells for Fold, and their operators for DyNet. A task larger than the cell's
-    largest size is split.
+    By "depth", nodes of one type at one distance from the inputs are one task (Fold). By "agenda", the next type is the
+    one whose remaining nodes have the smallest average depth, with all of its ready nodes (DyNet). The graphs determine
+    which nodes are merged: give cells for Fold, and their operators for DyNet. A task larger than the cell's largest
+    size is split.
     """
 
     def __init__(
@@ -439,7 +442,7 @@ class Merging(FixedBatches):
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
-        """As `FixedBatches`."""
+        """Parameters of `FixedBatches`, and the order of merging."""
         super().__init__(cells, types, most=most, sizes=sizes, workers=workers, max_tasks=max_tasks, capacity=capacity)
         self._by = by
 
@@ -459,7 +462,7 @@ class Merging(FixedBatches):
         return self._depth(batch, worker, begins) if self._by == "depth" else self._agenda(batch, worker, begins)
 
     def _rounds(self, batch: Batch, worker: int, kind: int, rows: np.ndarray, steps: np.ndarray) -> Iterator[Round]:
-        """One node of each of these rows, in tasks of at most the cell's largest size."""
+        """Rounds with one node of each of these rows, in tasks of at most the cell's largest size."""
         most = self.sizes[kind][-1]
         begins = range(0, len(rows), most)
         for first in range(0, len(begins), self.max_tasks):
@@ -512,7 +515,7 @@ class Merging(FixedBatches):
 
 
 def _depths(batch: Batch) -> np.ndarray:
-    """By row: the depth of its first node, which is the number of nodes on the longest path that leads to it."""
+    """For each row, the depth of its first node: the number of nodes on the longest path that leads to it."""
     begins = np.zeros(len(batch.steps), np.int64)
     while True:
         later = begins.copy()

@@ -1,6 +1,6 @@
-"""The models of the evaluation as cells: LSTM, Seq2Seq and TreeLSTM, and how a request unfolds into them.
+"""The models of the evaluation as cells: LSTM, Seq2Seq and TreeLSTM, and the unfolding of a request into them.
 
-The functions that unfold a request know only the names of a cell's inputs and outputs, so they serve cells that compute
+The functions that unfold a request know only the names of a cell's inputs and outputs. So they serve cells that compute
 with NumPy, cells that compute with torch, and cells that only stand for a time. LSTM and TreeLSTM also come cut into
 operators, which a system without cells batches one by one (DyNet; section 2.7.5).
 """
@@ -37,7 +37,7 @@ def encoder_cell(hidden: int, run: Run, weights: Mapping[str, Any] | None = None
 
 
 def decoder_cell(hidden: int, run: Run, weights: Mapping[str, Any] | None = None, **options: Any) -> Cell:
-    """word, h, c -> word, h, c: it reads the word that the step before gave ("feed previous")."""
+    """word, h, c -> word, h, c: it reads the word of the step before ("feed previous")."""
     state, options = (hidden,), {"priority": 1, **options}
     inputs = {"word": State((), "int64"), "h": State(state), "c": State(state)}
     outputs = {"word": Output((), "int64", returned=True), "h": Output(state), "c": Output(state)}
@@ -60,7 +60,7 @@ def internal_cell(hidden: int, run: Run, weights: Mapping[str, Any] | None = Non
 
 
 def sentence(lstm: Cell, tokens: np.ndarray) -> CellGraph:
-    """A chain of LSTM cells; its result is what each step returns."""
+    """A chain of LSTM cells. Its result is the returned output of each step."""
     graph = CellGraph()
     (output,) = lstm.returned
     graph.result(output, graph.chain(lstm, len(tokens), token=tokens), output)
@@ -77,7 +77,7 @@ def sentence_pair(encoder: Cell, decoder: Cell, tokens: np.ndarray, steps: int) 
 
 
 def parse_tree(leaf: Cell, internal: Cell, tree: Tree, tokens: np.ndarray) -> CellGraph:
-    """A leaf cell for each token and an internal cell for each inner node; the result is what the root returns."""
+    """A leaf cell for each token and an internal cell for each inner node. The result is the root's returned output."""
     graph = CellGraph()
     graph.add(leaf, tree.leaves, token=tokens)
     left, right = tree.left, tree.right
@@ -90,14 +90,14 @@ def parse_tree(leaf: Cell, internal: Cell, tree: Tree, tokens: np.ndarray) -> Ce
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """A recurrent cell cut in two: the matrix product, and everything after it."""
+    """A recurrent cell cut in two: the matrix product, and all later operations."""
 
     linear: Cell
     gates: Cell
 
 
 def sentence_of_operators(lstm: Operators, tokens: np.ndarray) -> CellGraph:
-    """The same request as `sentence`, operator by operator."""
+    """The request of `sentence`, operator by operator."""
     graph = CellGraph()
     gates = -1
     every = []
@@ -113,7 +113,7 @@ def sentence_of_operators(lstm: Operators, tokens: np.ndarray) -> CellGraph:
 
 
 def tree_of_operators(leaf: Operators, internal: Operators, tree: Tree, tokens: np.ndarray) -> CellGraph:
-    """The same request as `parse_tree`, operator by operator."""
+    """The request of `parse_tree`, operator by operator."""
     graph = CellGraph()
     products = graph.add(leaf.linear, tree.leaves, token=tokens)
     made = np.zeros(tree.leaves + len(tree.left), np.intp)

@@ -1,6 +1,6 @@
-"""Planners of cells on a virtual clock: how long tasks take on a device, and what requests then see.
+"""Planners of cells on a virtual clock: the times of tasks on a device, and the delays of requests.
 
-The planner is the one that serves. Only the executor is virtual: a round takes as long as the device's times say.
+The planner is the one that serves. Only the executor is virtual: a round takes the time that the device's costs say.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ class ManyWorkers(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """How long tasks take on a device and its host."""
+    """Times of tasks on a device and its host."""
 
     costs: Mapping[str, CellCost]
-    """By the cell's name."""
+    """Cost of each cell, by the cell's name."""
     task_seconds: float = 0.0
     """Host time of each task, in which the device waits: scheduling and launching."""
     gather_seconds: float = 0.0
-    """To copy one State input of one node. A task whose rows are those of the task before it needs no copies."""
+    """Seconds to copy one State input of one node.
+
+    A task whose rows are those of the task before it needs no copies.
+    """
     move_seconds: float = 0.0
-    """To copy one row from another device."""
+    """Seconds to copy one row from another device."""
     node_seconds: float = 0.0
     """Host time of each node, in which the device waits: building and merging graphs."""
     _cache: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
 
     def seconds(self, cell: Cell, task: Task, *, same: bool) -> float:
-        """How long a task takes. `same` tells that its rows are those of the task before it."""
+        """Seconds of a task. With `same`, its rows are those of the task before it."""
         nodes = len(task.rows)
         key = cell.name, task.size
         if key not in self._cache:
@@ -59,13 +62,18 @@ LSTM_V100 = CellCost((64, 256, 512), (185e-6, 470e-6, 784e-6))
 """One LSTM step, hidden 1,024: 185 us at 64 and 784 us at 512 (Figure 2.3), 20% less throughput at 256 than at 512
 (section 2.7.4), flat below 64 and linear above 512."""
 DECODER_TIMES = 3.0
-"""A decoder cell over an encoder cell, so that decoding is 75% of the computation (section 2.7.4)."""
+"""Time of a decoder cell divided by that of an encoder cell, so that decoding is 75% of the computation (section
+2.7.4).
+"""
 DECODER_V100 = CellCost((64, 256), (DECODER_TIMES * 185e-6, DECODER_TIMES * 470e-6))
-"""Linear above 256, its best batch size."""
+"""Cost of a decoder cell: linear above 256, its best batch size."""
 INTERNAL_V100, LEAF_V100 = LSTM_V100.times(10 / 8), LSTM_V100.times(3 / 8)
-"""The paper gives no time of a TreeLSTM cell. By its weights: 10 and 3 hidden^2, where an LSTM step has 8."""
+"""Costs of TreeLSTM cells, for which the paper gives no time.
+
+By their weights: 10 and 3 hidden^2, an LSTM step has 8.
+"""
 LINEAR_SHARE = 2 / 3
-"""The matrix product's share of a cell's time, where operators are batched one by one."""
+"""Share of the matrix product in a cell's time, if operators are batched one by one."""
 
 V100 = Device(
     {
@@ -81,55 +89,55 @@ V100 = Device(
         },
     }
 )
-"""Bare cells: a fixed graph without scheduling and gather, as the padding baselines run."""
+"""Bare cells: a fixed graph without scheduling and gather, in which the padding baselines run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What requests saw. One element for each, in the order of arrival; seconds."""
+    """Times of served requests, in seconds. Each array has one element per request, in the order of arrival."""
 
     arrival: np.ndarray
     scheduled: np.ndarray
-    """When the first of its cells was planned."""
+    """Time at which the first cell of the request was planned."""
     finished: np.ndarray
-    """When its result was returned; infinite if it was not within the run."""
+    """Time at which the result was returned; infinite if that was not within the run."""
 
     @property
     def latency(self) -> np.ndarray:
-        """From arrival to result."""
+        """Seconds from arrival to result."""
         latency: np.ndarray = self.finished - self.arrival
         return latency
 
     @property
     def queuing(self) -> np.ndarray:
-        """From arrival to the start of execution."""
+        """Seconds from arrival to the start of execution."""
         queuing: np.ndarray = self.scheduled - self.arrival
         return queuing
 
     @property
     def computation(self) -> np.ndarray:
-        """From the start of execution to the result; infinite if there was none."""
+        """Seconds from the start of execution to the result; infinite without a result."""
         done = np.isfinite(self.finished)
         computation: np.ndarray = np.full(len(done), np.inf)
         np.subtract(self.finished, self.scheduled, out=computation, where=done)
         return computation
 
     def after(self, share: float) -> Served:
-        """Without the first `share` of the requests, which met a system that was filling up."""
+        """The requests without the first `share`, which met a system that was filling up."""
         first = int(share * len(self.arrival))
         return Served(self.arrival[first:], self.scheduled[first:], self.finished[first:])
 
     def p(self, percent: float) -> float:
-        """A percentile of the latency, seconds."""
+        """A percentile of the latency, in seconds."""
         return float(np.quantile(self.latency, percent / 100, method="lower"))
 
     def throughput(self, share: float = 0.0) -> float:
-        """Results a second, from the arrival after the first `share` of the requests to the last arrival."""
+        """Results per second, from the arrival after the first `share` of the requests to the last arrival."""
         first, last = self.arrival[int(share * len(self.arrival))], self.arrival[-1]
         return float(((self.finished > first) & (self.finished <= last)).sum() / (last - first))
 
     def answered(self, share: float) -> float:
-        """Results over arrivals in the same time. Below 1, the queue grows."""
+        """Results divided by arrivals in the same time. Below 1, the queue grows."""
         first, last = self.arrival[int(share * len(self.arrival))], self.arrival[-1]
         return self.throughput(share) * float(last - first) / float((self.arrival > first).sum())
 
@@ -140,11 +148,11 @@ class Ran:
 
     served: Served
     sizes: list[int]
-    """Nodes of each task."""
+    """Number of nodes of each task."""
     unchanged: int
-    """Tasks that needed no gather, as their rows were those of the task before."""
+    """Number of tasks that needed no gather, because their rows were those of the task before."""
     seconds: float
-    """When the last round ended."""
+    """Time at which the last round ended."""
 
 
 def simulate(
@@ -157,7 +165,7 @@ def simulate(
     steps_in_flight: int = 1,
     until: float = float("inf"),
 ) -> Ran:
-    """Serve requests, in the order of their arrival, on `workers` devices; all of them, or until a time.
+    """Serve requests, in the order of their arrival, on `workers` devices: all of them, or until a given time.
 
     A worker schedules when fewer than `steps_in_flight` of its rounds have not ended: 1 is the paper's idle worker. A
     request's result is returned when the round of its last cell ends.
@@ -208,13 +216,13 @@ def simulate(
 
 
 def _nothing(plan: Round, cell: Cell) -> Returned:
-    """Zeros for what the round's tasks return."""
+    """Zeros for the returned outputs of the round's tasks."""
     shapes = [(cell.outputs[name].shape, cell.outputs[name].dtype) for name in cell.returned]
     return [tuple(np.zeros((len(task.rows), *shape), dtype) for shape, dtype in shapes) for task in plan.tasks]
 
 
 def highest(sustained: Callable[[float], bool], low: float, high: float, near: float = 1.02) -> float:
-    """The highest rate, to a factor `near`, for which `sustained` holds. `low` must hold; `high` may move up."""
+    """The highest rate, to within a factor `near`, for which `sustained` holds. `low` must hold; `high` may move up."""
     while sustained(high):
         low, high = high, 1.5 * high
     while high / low > near:

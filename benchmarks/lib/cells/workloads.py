@@ -1,16 +1,16 @@
-"""What is asked of cells: sentences, trees and arrivals that are like those of BatchMaker's evaluation (section 2.7.1).
+"""Requests for cells: sentences, trees and arrivals like those of BatchMaker's evaluation (section 2.7.1).
 
 The paper samples Europarl of WMT-15 (mean length 24, longest 330, about 99% below 100) and Stanford's TreeBank. Here
 both are drawn from distributions that have the stated figures.
 
 - Sentences: a gamma distribution with shape 2 and mean 24; one of 2,000 is between 100 and 330, each magnitude equally
   likely. 90% are below 47: the paper's p90 of 12 ms at 250 us a step says 48. 99.7% are below 100. A lognormal
-  distribution with mean 24 and exactly 99% below 100 has the same p90, but so many long sentences that padding, whose
+  distribution with mean 24 and exactly 99% below 100 has the same p90, but enough long sentences that padding, whose
   buckets take turns, has a p90 of 0.6 s at 5,000 a second; the paper's is far lower. The lighter tail is kinder to
   padding.
 - Trees: the number of leaves is normal with mean 19.1 and deviation 9.3, as TreeBank's sentences have, drawn again
-  outside 2 to 56. Every binary tree of so many leaves is equally likely. Such trees are about as high as binary parse
-  trees are: 10.6 levels above the leaves at 19 leaves and 14.1 at 30, on average.
+  outside 2 to 56. Every binary tree with this number of leaves is equally likely. Such trees are about as high as
+  binary parse trees are: 10.6 levels above the leaves at 19 leaves and 14.1 at 30, on average.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 
 MEAN_LENGTH, LENGTH_SHAPE = 24, 2
 LONG, LONGEST, LONG_SHARE = 100, 330, 1 / 2000
-"""Of very long sentences."""
+"""Lengths of very long sentences, and their share."""
 MEAN_LEAVES, LEAVES_DEVIATION, LEAST_LEAVES, MOST_LEAVES = 19.1, 9.3, 2, 56
 
 
 def sentence_lengths(count: int, seed: int, *, clip: int = LONGEST, fixed: int | None = None) -> np.ndarray:
-    """Lengths of `count` sentences, int64. `clip` draws longer ones again; `fixed` gives them all one length.
+    """Lengths of `count` sentences, int64. Longer ones than `clip` are drawn again; `fixed` gives all one length.
 
     Raises ValueError for a length below 1.
     """
@@ -49,7 +49,7 @@ def sentence_lengths(count: int, seed: int, *, clip: int = LONGEST, fixed: int |
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> np.ndarray:
-    """Seconds at which `count` requests arrive, `rate` a second. Raises ValueError for a rate of 0 or less."""
+    """Seconds at which `count` requests arrive, `rate` per second. Raises ValueError for a rate of 0 or less."""
     if not rate > 0:
         raise ValueError(f"rate is {rate}; it must be above 0")
     return np.cumsum(np.random.default_rng([seed, 1]).exponential(1 / rate, count))
@@ -61,12 +61,12 @@ class Tree:
 
     leaves: int
     left: tuple[int, ...]
-    """By inner node: the number of its left child. The last inner node is the root."""
+    """For each inner node, the number of its left child. The last inner node is the root."""
     right: tuple[int, ...]
 
     @cached_property
     def heights(self) -> list[int]:
-        """By node: the inner nodes on the longest path from a leaf to it, itself among them."""
+        """For each node, the number of inner nodes on the longest path from a leaf to it, itself included."""
         heights = [0] * self.leaves
         for left, right in zip(self.left, self.right, strict=True):
             heights.append(1 + max(heights[left], heights[right]))
@@ -97,7 +97,7 @@ def random_trees(count: int, seed: int) -> list[Tree]:
 
 
 def random_tree(leaves: int, draw: np.random.Generator) -> Tree:
-    """A tree with so many leaves, each shape equally likely (Remy's algorithm)."""
+    """A tree with this many leaves, each shape equally likely (Remy's algorithm)."""
     if leaves == 1:
         return Tree(1, (), ())
     children: dict[int, list[int]] = {}

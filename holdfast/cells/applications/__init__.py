@@ -1,4 +1,4 @@
-"""Applications that come with Holdfast, and how one is found by name."""
+"""The applications that come with Holdfast, and the search for an application by name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PARTS = ("name", "cells", "inputs", "outputs", "unfold", "finish")
 def find(name: str) -> Application:
     """The application of a built-in name, or of `module:object`.
 
-    The object is an application, or returns one when it is called without arguments. Modules are also looked for in the
-    current folder. Raises ValueError that says what is missing or wrong.
+    The object is an application, or a function without parameters that returns one. Modules are also looked for in the
+    current folder. Raises ValueError that names the fault.
     """
     module, colon, path = name.partition(":")
     if not colon:

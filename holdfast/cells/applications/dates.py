@@ -1,10 +1,10 @@
-"""`dates`: Seq2Seq with "feed previous", from a date as people write it to ISO 8601.
+"""`dates`: Seq2Seq with "feed previous". It reads a date in any common form and writes it in ISO 8601.
 
-The paper's model (BatchMaker, section 2.7.4; Sutskever et al., 2014): one LSTM reads the characters. Another begins
-with its state and `<go>`, and takes its own last token as its next input until it outputs `<eos>`. There is no
-attention.
+The model is the paper's (BatchMaker, section 2.7.4; Sutskever et al., 2014). One LSTM reads the characters. Another
+begins with the first one's state and `<go>`, and takes its own last token as its next input until it outputs `<eos>`.
+There is no attention.
 
-`3/4/1984` has the month first and `3.4.1984` the day. A year of two digits means one of 1969 to 2068, as in POSIX.
+`3/4/1984` has the month first and `3.4.1984` the day. A year of two digits is one of 1969 to 2068, as in POSIX.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.cells.nn import LSTMWeights, ReadOut, decoder_cell, encoder_cell
 CHARACTERS = f"{string.ascii_lowercase}{string.digits} ,./-"
 MOST_CHARACTERS = 80
 GO, EOS = 0, 1
-"""The decoder's first input, which is also a state of zeros, and its last output."""
+"""The decoder's first input, which also stands for a state of zeros, and its last output."""
 SYMBOLS = ("<go>", "<eos>", *string.digits, "-")
 MOST_STEPS = len("YYYY-MM-DD") + 1
 FIRST_YEAR, LAST_YEAR = 1900, 2099

@@ -1,7 +1,7 @@
 """`listops`: a binary TreeLSTM that computes expressions such as `[MAX 2 9 [MIN 4 7 ] 0 ]`.
 
-The task and its binary trees are those of Nangia and Bowman, "ListOps", 2018: MAX, MIN, MED (median, rounded down) and
-SM (sum, modulo 10) of 2 to 5 digits or lists. Each token is a leaf. The tokens of a list are joined from the left:
+The task and its binary trees are from Nangia and Bowman, "ListOps", 2018: MAX, MIN, MED (median, rounded down) and SM
+(sum, modulo 10) of 2 to 5 digits or lists. Each token is a leaf. The tokens of a list are joined from the left:
 `(((([MAX 2) 9) ...) 0) ])`. The TreeLSTM is that of Tai, Socher and Manning, 2015, section 3.2, with two children.
 """
 
@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"\s*(\[\s*\w*|\]|\d+|\S)")
 
 
 class Tree(NamedTuple):
-    """A binary tree. Nodes from 0 are the tokens, in order; then come the internal nodes, children before parents."""
+    """A binary tree. The tokens are the first nodes, in order. The internal nodes follow, children before parents."""
 
     tokens: list[int]
     left: list[int]
@@ -41,7 +41,7 @@ class Tree(NamedTuple):
 
 
 def parse(text: str) -> Tree:
-    """The binary tree of an expression. Raises ValueError that names what is wrong with it, and the limit."""
+    """The binary tree of an expression. Raises ValueError that names the fault and the limit."""
     tokens: list[int] = []
     left: list[int] = []
     right: list[int] = []

@@ -1,7 +1,7 @@
 """`tagger`: an LSTM that reads a sentence word by word, and tags each word as part of a person, a place, and so on.
 
-It reads in one direction, so each tag follows from the words up to it. May is a month or a woman, 1984 a year or a
-number of tickets: the earlier words decide, sometimes many words earlier.
+It reads in one direction, so each tag depends only on the words up to it. May is a month or a woman, 1984 a year or a
+number of tickets; the words before decide, sometimes many words back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.cells.nn import LSTMWeights, ReadOut, lstm_cell
 TAGS = ("O", "PERSON", "PLACE", "DATE", "QUANTITY")
 MOST_WORDS = 330
 SHAPES = ("<word>", "<Name>", "<number>", "<hundreds>", "<thousands>", "<large>", "<ordinal>", "<other>")
-"""The tokens for words that are not in the vocabulary, and for everything that is written in digits."""
+"""The tokens for words that are not in the vocabulary, and for all numbers in digits."""
 
 _WORD = re.compile(r"\d+(?:st|nd|rd|th)?\b|[^\W\d_]+(?:['’-][^\W\d_]+)*|\S")
 

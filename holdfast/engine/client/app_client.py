@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.core.config import AppConfig
 from holdfast.engine import messages
-from holdfast.engine.client.connection import EngineConnection, fail_all
+from holdfast.engine.client.connection import EngineConnection, EngineDead, fail_all, settle
 from holdfast.engine.spawn import APPS, EngineProcess
 
 
@@ -25,7 +25,7 @@ class Inference:
     outputs: Mapping[str, messages.Tensor]
     arrival: float
     scheduled: float
-    """Time at which the first of its nodes was planned."""
+    """Time at which the first node of the request was planned."""
     finish: float
 
 
@@ -41,7 +41,7 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         measure: int = 0,
         ledger: str = "",
     ) -> None:
-        """Use `start` instead."""
+        """Not for callers, who use `start`."""
         self.app, self.config = app, config
         self._threads, self._measure, self._ledger = threads, measure, ledger
         self._running: dict[str, asyncio.Future[messages.AppResult]] = {}
@@ -61,10 +61,10 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         """Start the engine process of an application and wait until it takes requests.
 
         `app` is a built-in application's name, or module:object. `on_progress` is called with the name of each stage,
-        `threads` is the number of CPU threads. With `measure` above 0, the engine measures how long tasks of each cell
-        type take, of up to `measure` nodes, and writes the times to `info.profile_path`. `ledger` is the page of a
-        language model on the same device. Raises EngineStartError with
-        the reason. If the wait ends early, for whatever reason, so does the process.
+        `threads` is the number of CPU threads. With `measure` above 0, the engine measures the time of tasks of each
+        cell type, of up to `measure` nodes, and writes the times to `info.profile_path`. `ledger` is the page of
+        a language model on the same device. Raises EngineStartError with the reason. If the wait ends early, for
+        whatever reason, so does the process.
         """
         client = cls(app, config, on_progress, threads, measure, ledger)
         async with client._starting():
@@ -98,7 +98,8 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         match message:
             case messages.Results(results):
                 for result in results:
-                    self._settle(self._running.get(result.request_id), result)
+                    if result.request_id in self._running:
+                        settle(self._running[result.request_id], result)
             case messages.Refused(request_id, reason):
                 self._fail(request_id, ValueError(reason))
             case messages.Failed(request_id):
@@ -109,4 +110,4 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
             ended.set_exception(error)
 
     def _fail_requests(self, reason: str) -> None:
-        fail_all(self._running.values(), reason)
+        fail_all(self._running.values(), EngineDead(reason))

@@ -11,9 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapp
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
     AdapterInfo,
     FinishReason,
@@ -26,20 +24,30 @@ from holdfast.core.types import (
 )
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
-from holdfast.engine.client.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
+from holdfast.engine.client.connection import EngineConnection, EngineDead, EngineStartError, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults, find_generation
 from holdfast.engine.client.pooling import NONE, find_pooling
 from holdfast.engine.client.text import Text, TextStream
 from holdfast.engine.client.tuning import TuningClient
 from holdfast.engine.spawn import EngineProcess, Process
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.digests import DigestCache, usable_blocks
+from holdfast.lm.parts.adapters.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from holdfast.lm.parts.adapters.options import check_adapter_name
+from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.parts.tuning.messages import JobChanged, JobProgress, JobRefused, JobStarted
 from holdfast.lm.types import SchedulerStats
 
 REMEMBERED_BLOCKS = 1 << 16
-"""Number of blocks whose digests a client remembers, about 100 bytes each, so that only a prompt's new blocks are
-hashed.
-"""
+"""Number of blocks whose digests a client remembers, about 100 bytes each, so that it hashes only a prompt's new
+blocks."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -50,7 +58,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    """All generated tokens, including the one that ended the sequence."""
+    """Number of generated tokens, including the one that ended the sequence."""
     cached_tokens: int
     """Number of prompt tokens found in the prefix cache."""
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
@@ -96,11 +104,10 @@ class Delta:
     usage: Usage | None = None
     timings: Timings | None = None
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Log probabilities of each token, if the request asks. The end token has none, as it is not part of the text."""
+    """Log probabilities of each token, if the request asks. None for the end token, which is not part of the text."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of the prompt's next tokens, from its second one on, if the request asks. All come before the
-    end.
-    """
+    end."""
     vector: bytes = b""
     """The prompt's embedding, if the request asks: float32 numbers in native order. It comes with the final Delta."""
     stop_string: str | None = None
@@ -130,19 +137,16 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         chunk_secret: bytes = b"",
         ledger: str = "",
     ) -> None:
-        """Use `start` instead."""
+        """Not for callers, who use `start`."""
         self.config = config
         self._chunk_secret, self._ledger = chunk_secret, ledger
         self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
-        self._searches: dict[int, asyncio.Future[Found]] = {}
-        self._fetches: dict[int, asyncio.Future[int]] = {}
-        """Fetches of KV blocks that the engine has not answered, by number."""
         self.text: Text
         self._closes_text = True
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
         self.generation = GenerationDefaults()
-        """Sampling of requests that give none."""
+        """Sampling options of requests that give none."""
         self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
@@ -154,8 +158,6 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """The adapters that requests may name, by name."""
         self._changing: set[str] = set()
         """Names of adapters that are being loaded or unloaded."""
-        self._asked: dict[int, asyncio.Future[AdapterInfo | None]] = {}
-        """Loads and unloads that the engine has not answered, by number."""
         super().__init__(process or EngineProcess(config.device), on_progress)
         self.tuning = TuningClient(lambda message: self._child.send(message), self.adapters, self._check_alive)
         """The tuning jobs of the engine."""
@@ -200,7 +202,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         return client
 
     def use_text(self, text: Text) -> None:
-        """Use a text that another owner closes, in place of the engine's own."""
+        """Use a text that its owner closes, in place of the engine's own."""
         if text is not self.text:
             self.text.close()
         self.text = text
@@ -272,48 +274,42 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
 
     async def found(self, chain: Sequence[bytes]) -> Found:
-        """The number of tokens of a chain (`chain`) that the engine has, by tier. One dictionary look-up per block.
+        """Number of tokens of a chain (`chain`) that the engine has, by tier. One dictionary look-up per block.
 
         Raises EngineDead.
         """
-        self._check_alive()
-        number = next(self._numbers)
-        answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        self._searches[number] = answer
-        try:
-            self._child.send(messages.FindChunks(number, list(chain)))
-            return await answer
-        finally:
-            self._searches.pop(number, None)
+        found: Found = await self._questions.ask(lambda number: FindChunks(number, list(chain)))
+        return found
 
     async def fetch(self, chain: Sequence[bytes], indices: Sequence[int], source: str) -> int:
         """Fetch the blocks at these places of a chain from the engine at `source`, its `chunk_address`.
 
-        Returns how many tokens have come. Requests then find them in the host tier. It is less than asked for if the
-        source does not have all, if the host tier holds more valuable state, if the source ends, or if this engine
-        moves nothing; the engine's log has the reason. Blocks that have come stay in any case, even if this is
+        Returns the number of tokens that have come. Requests then find them in the host tier. It is less than asked for
+        if the source does not have all, if the host tier holds more valuable state, if the source ends, or if this
+        engine moves nothing; the engine's log has the reason. Blocks that have come stay in any case, even if this is
         cancelled. Raises EngineDead.
         """
-        self._check_alive()
-        number = next(self._numbers)
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._fetches[number] = answer
-        digests = [chain[index] for index in indices]
+        sent: list[int] = []
+
+        def message(number: int) -> FetchChunks:
+            sent.append(number)
+            digests = [chain[index] for index in indices]
+            return FetchChunks(number, digests, list(indices), source, self.info.block_size)
+
         try:
-            message = messages.FetchChunks(number, digests, list(indices), source, self.info.block_size)
-            self._child.send(message)
-            return await answer
-        finally:
-            del self._fetches[number]
-            if not self.dead.is_set() and not answer.done():
-                self._child.send(messages.StopFetch(number))
+            tokens: int = await self._questions.ask(message)
+        except asyncio.CancelledError:
+            if not self.dead.is_set():
+                self._child.send(StopFetch(sent[0]))
+            raise
+        return tokens
 
     def _identity(self, tenant: str, adapter: str) -> Identity:
         content = self.adapters[adapter].id if adapter else ""
         return Identity(self.info.model, content, self.info.precision, tenant)
 
     def watch(self, seconds: float) -> None:
-        """Have the engine report its activity (`on_activity`) for `seconds` seconds from now on; 0 stops it.
+        """Make the engine report its activity (`on_activity`) for `seconds` seconds from now on; 0 stops it.
 
         Raises EngineDead.
         """
@@ -333,10 +329,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             before = {self.adapters[name].id} if name in self.adapters else set()
             if name in self.names or name in self.tuning.names or (before and not replace):
                 raise AdapterError(f"the name {name} is taken")
-            loaded: AdapterInfo = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
+            asked = self._questions.ask(lambda number: LoadAdapter(number, name, path))
+            loaded: AdapterInfo = await asyncio.shield(asked)
             self.adapters[name] = loaded
         for adapter in before - {loaded.id}:
-            await self._ask(partial(messages.UnloadAdapter, adapter=adapter), wait=False)
+            self._questions.ask(partial(UnloadAdapter, adapter=adapter))
         return loaded
 
     async def unload_adapter(self, name: str) -> None:
@@ -348,11 +345,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             if name not in self.adapters:
                 raise AdapterError(f"there is no adapter {name}", missing=True)
             adapter = self.adapters.pop(name)
-            await self._ask(lambda number: messages.UnloadAdapter(number, adapter.id))
+            await asyncio.shield(self._questions.ask(lambda number: UnloadAdapter(number, adapter.id)))
 
     @contextmanager
     def _change(self, name: str) -> Iterator[None]:
-        """Let nobody else load or unload this name inside the block. Raises AdapterError."""
+        """Prevent other loads and unloads of this name inside the block. Raises AdapterError."""
         if name in self._changing:
             raise AdapterError(f"adapter {name} is being loaded or unloaded; try again in a moment")
         self._changing.add(name)
@@ -360,17 +357,6 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             yield
         finally:
             self._changing.discard(name)
-
-    async def _ask(
-        self, message: Callable[[int], messages.LoadAdapter | messages.UnloadAdapter], *, wait: bool = True
-    ) -> Any:
-        """Send a message about an adapter and wait for its answer. Raises AdapterError for a refusal."""
-        self._check_alive()
-        number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        self._child.send(message(number))
-        return await asyncio.shield(answer) if wait else None
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
@@ -381,7 +367,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
         """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does."""
         request_id = stream.request.id
-        self._admit(request_id)  # again: this may be long after `stream` was called
+        self._admit(request_id)  # again, because this may be long after `stream` was called
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
@@ -402,7 +388,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         return known
 
     def _admit(self, request_id: str) -> None:
-        """Raise if a request of this id cannot be taken now."""
+        """Raise if a request with this id cannot be taken now."""
         self._check_alive()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
@@ -429,27 +415,26 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                     stream = self._streams[request_id]
                     self._forget(request_id)
                     stream.fail(RequestRefused(reason, param))
-            case messages.ChunksFound(number, device, host, lower):
-                self._settle(self._searches.get(number), Found(device, host, lower))
-            case messages.ChunksFetched(number, tokens, reason):
+            case ChunksFound(number, device, host, lower):
+                self._questions.answer(number, Found(device, host, lower))
+            case ChunksFetched(number, tokens, reason):
                 if reason:
                     log.debug("holdfast: a fetch gave %d tokens: %s", tokens, reason)
-                self._settle(self._fetches.get(number), tokens)
-            case messages.AdapterLoaded(number, info):
-                self._settle(self._asked.pop(number, None), info)
-            case messages.AdapterUnloaded(number):
-                self._settle(self._asked.pop(number, None), None)
-            case messages.AdapterRefused(number, reason):
-                if number in self._asked and not (refused := self._asked.pop(number)).done():
-                    refused.set_exception(AdapterError(reason))
-                    refused.exception()  # marks it as retrieved, because nobody may still wait
-            case messages.JobStarted() | messages.JobChanged() | messages.JobRefused() | messages.JobProgress():
+                self._questions.answer(number, tokens)
+            case AdapterLoaded(number, info):
+                self._questions.answer(number, info)
+            case AdapterUnloaded(number):
+                self._questions.answer(number, None)
+            case AdapterRefused(number, reason):
+                self._questions.refuse(number, AdapterError(reason))
+            case JobStarted() | JobChanged() | JobRefused() | JobProgress():
                 self.tuning.take(message)
 
     def _deliver(self, output: SequenceOutput, now: float) -> None:
         """Hand a stream its output of one step.
 
-        The text is decoded here and not by the reader: a slow reader must not delay the abort after a stop string.
+        The text is decoded here and not by the reader, because a slow reader must not delay the abort after a stop
+        string.
         """
         if output.request_id not in self._streams:  # its reader has left
             return
@@ -458,7 +443,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         stream.take(output, now, output.scheduled_at - self.ahead)
         if stream.finish_reason is not None:
             self._forget(output.request_id)
-            if output.finish_reason is None:  # a stop string, which only the client looks for
+            if output.finish_reason is None:  # ended by a stop string, which only the client looks for
                 self._child.send(messages.Abort(output.request_id))
 
     def _fail_requests(self, reason: str) -> None:
@@ -466,8 +451,6 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             stream.fail(EngineDead(reason))
         self._streams.clear()
         self._waiting.clear()
-        fail_all([*self._asked.values(), *self._searches.values(), *self._fetches.values()], reason)
-        self._asked.clear()
         self.tuning.fail(reason)
 
 
@@ -478,7 +461,7 @@ class Stream:
         self.request = request
         self.finish_reason: FinishReason | None = None
         self.given = False
-        """Whether the reader has the last Delta."""
+        """Whether the reader has received the last Delta."""
         self._text = text
         self._pieces: list[str] = []
         self._tokens: list[int] = []
@@ -508,7 +491,7 @@ class Stream:
         """
         request, params = self.request, self.request.params
         if self._answer:
-            params = replace(params, prompt_logprobs=None)  # they were all given with the first token
+            params = replace(params, prompt_logprobs=None)  # all of them were given with the first token
         prompt = array("I", request.prompt[: request.answer_start]) + self._answer
         self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
         self._told_again = self._told
@@ -517,11 +500,15 @@ class Stream:
             self._changed.clear()
 
     def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
-        """Add the output of one step. `scheduled` is when the sequence was first scheduled, on our clock."""
+        """Add the output of one step.
+
+        `scheduled` is the time at which the sequence was first scheduled, on our clock.
+        """
         tokens, reason = output.tokens, output.finish_reason
         ended = reason is not None
         if not self._count:
-            # Another host's clock is known to within half a round trip, so its times may seem to lie outside of ours.
+            # Another host's clock is known only to within half a round trip, so its times may seem to lie outside of
+            # ours.
             self._scheduled = min(max(scheduled, self.request.arrival), now)
             self._first, self._cached = now, output.cached_tokens
             self._by_tier = output.cached_by_tier

@@ -1,4 +1,4 @@
-"""EngineConnection: one engine process as its client sees it: its start, questions about its health, and its end."""
+"""EngineConnection: one engine process as its client sees it: its start, its health, and its end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from holdfast.engine.link import Child
 from holdfast.engine.spawn import Process
 
 HEALTH_SECONDS = 10.0
-"""Seconds that a question about health waits for its answer by default."""
+"""Default time limit of a health check, in seconds."""
 TICK_SECONDS = 1.5
-"""Seconds between two questions for the clock of an engine on another host. A lost connection is noticed by then."""
+"""Seconds between two comparisons with the clock of an engine on another host. They also reveal a lost connection."""
 CLOCKS = 40
-"""Number of answers from which the difference of the clocks is taken: the last minute, because clocks drift."""
+"""Number of answers from which the difference of the clocks is taken.
+
+They cover the last minute, because clocks drift.
+"""
 
 Info = TypeVar("Info")
 Stats = TypeVar("Stats")
@@ -38,6 +41,39 @@ class QueueFull(RuntimeError):
     """The queue of waiting requests is full; try again later."""
 
 
+class Questions:
+    """Questions to an engine, each with a number under which its answer comes back."""
+
+    def __init__(self, send: Callable[[messages.ToEngine], None], check_alive: Callable[[], None]) -> None:
+        """`check_alive` raises EngineDead for an engine that has ended."""
+        self._send, self._check_alive = send, check_alive
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[Any]] = {}
+
+    def ask(self, message: Callable[[int], messages.ToEngine]) -> asyncio.Future[Any]:
+        """Send a question. Returns the future of its answer, which may be cancelled. Raises EngineDead."""
+        self._check_alive()
+        number = next(self._numbers)
+        self._send(message(number))
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._open.pop(number, None))
+        return answer
+
+    def answer(self, number: int, result: Any) -> None:
+        """Settle a question, unless nobody waits for its answer."""
+        if number in self._open:
+            settle(self._open[number], result)
+
+    def refuse(self, number: int, error: Exception) -> None:
+        """Settle a question with an error, unless nobody waits for its answer."""
+        if number in self._open:
+            fail_all([self._open[number]], error)
+
+    def fail(self, error: Exception) -> None:
+        """Settle all questions with an error."""
+        fail_all([*self._open.values()], error)
+
+
 class EngineConnection(ABC, Generic[Info, Stats]):
     """One engine process, for one event loop. Each kind of engine defines its start message and its answers."""
 
@@ -48,17 +84,16 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         self.dead = asyncio.Event()
         """Set when the engine has ended."""
         self.reason = ""
-        """The reason why it ended, in one line."""
+        """The reason why the engine ended, in one line."""
         self._on_progress = on_progress or (lambda stage: None)
         self._began = process.began
         self._ready: asyncio.Future[Info] = asyncio.get_running_loop().create_future()
-        self._unanswered: dict[int, asyncio.Future[Stats]] = {}
-        self._numbers = itertools.count()
+        self._questions = Questions(lambda message: self._child.send(message), self._check_alive)
         self._closed = False
         self.retired = False
-        """Whether it ended because it was closed while it lived, and not of itself."""
+        """Whether the engine ended because it was closed while it lived."""
         self._from = "" if process.remote is None else f"{process.remote.place}: "
-        """The engine's host, before a reason; empty for an engine on this one."""
+        """Prefix of reasons that names the engine's host; empty for an engine on this host."""
         self.ahead = 0.0
         """Seconds that the engine's clock is ahead of ours; 0 on the same machine.
 
@@ -78,15 +113,8 @@ class EngineConnection(ABC, Generic[Info, Stats]):
 
     async def health(self, timeout: float = HEALTH_SECONDS) -> Stats:
         """Queues and memory, by a round trip through the engine's loop. Raises EngineDead, TimeoutError."""
-        self._check_alive()
-        number = next(self._numbers)
-        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
-        self._unanswered[number] = answer
-        try:
-            self._child.send(messages.Ask(number))
-            return await asyncio.wait_for(answer, timeout)
-        finally:
-            del self._unanswered[number]
+        stats: Stats = await asyncio.wait_for(self._questions.ask(messages.Ask), timeout)
+        return stats
 
     async def close(self) -> None:
         """End the engine process. Requests that still run raise EngineDead. May be called more than once."""
@@ -140,14 +168,14 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         try:
             while True:
                 self._take(await self._child.receive())
-        except Exception as error:  # nothing reads the socket now, so no request may wait for it
+        except Exception as error:  # nothing reads the socket now, so requests must not wait for it
             self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
             self._child.kill()
 
     def _take(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Stats(number, stats) | messages.AppAnswer(number, stats):
-                self._settle(self._unanswered.get(number), stats)
+                self._questions.answer(number, stats)
             case messages.Hello(there):
                 if self._from:
                     self._note_clock(there)
@@ -157,7 +185,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             case messages.Progress(stage):
                 self._on_progress(stage)
             case messages.Ready(info) | messages.AppReady(info):
-                self._settle(self._ready, info)
+                settle(self._ready, info)
             case messages.Failure(reason):
                 self._end(f"{self._from}{reason}")
             case messages.Clock(there):
@@ -174,11 +202,6 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             await asyncio.sleep(TICK_SECONDS)
             self._child.send(messages.Tick())
 
-    @staticmethod
-    def _settle(future: asyncio.Future[Any] | None, result: Any) -> None:
-        if future is not None and not future.done():
-            future.set_result(result)
-
     def _end(self, reason: str) -> None:
         """Fail all calls that wait for the engine, which has ended. Only the first call counts."""
         if self.dead.is_set():
@@ -186,12 +209,19 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         self.reason = reason
         self.dead.set()
         self._fail_requests(reason)
-        fail_all([self._ready, *self._unanswered.values()], reason)
+        fail_all([self._ready], EngineDead(reason))
+        self._questions.fail(EngineDead(reason))
 
 
-def fail_all(futures: Iterable[asyncio.Future[Any]], reason: str) -> None:
-    """End all unfinished futures with an EngineDead."""
+def settle(future: asyncio.Future[Any], result: Any) -> None:
+    """Give an unfinished future its result."""
+    if not future.done():
+        future.set_result(result)
+
+
+def fail_all(futures: Iterable[asyncio.Future[Any]], error: Exception) -> None:
+    """End all unfinished futures with an error."""
     for future in futures:
         if not future.done():
-            future.set_exception(EngineDead(reason))
-            future.exception()  # marks it as retrieved, because there may be no waiter
+            future.set_exception(error)
+            future.exception()  # marks it as retrieved, because nobody may await it

@@ -27,9 +27,8 @@ NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop_strings", "dola_layers", "forced_decoder_ids"), ([], "")),
     "token_healing": (False,),
 }
-"""Fields that change the tokens of Transformers' `generate` and are not applied here. Each has the values, besides
-null, that have no effect.
-"""
+"""Fields that change the tokens of Transformers' `generate` and are not applied here, each with the values, besides
+null, that have no effect."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -44,7 +43,7 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    """Most tokens of an answer, even if a request asks for more."""
+    """Largest number of tokens in an answer, even if a request asks for more."""
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -62,7 +61,7 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
     """The defaults of a checkpoint. `source` is auto, none, or the file or directory to read in its place.
 
     `overrides` is a JSON object whose fields replace the file's; null removes a field. Raises ValueError, naming the
-    file and the field. Fields that would change tokens, and are not applied, are named in the log.
+    file and the field. The log names the fields that would change tokens and are not applied.
     """
     given: dict[str, Any] = {}
     if source == "auto":
@@ -109,7 +108,7 @@ def _read(given: Mapping[str, Any], where: str, *, strict: bool = False) -> dict
     """The checked values of the fields that count. With `strict` any other field is refused."""
     found: dict[str, Any] = {}
     if given.get("do_sample") is False:
-        found["temperature"] = 0.0  # the file's temperature is not used, whatever it is
+        found["temperature"] = 0.0  # the file's temperature is then ignored
     for name, value in given.items():
         kinds = (int,) if name in COUNTS else (int, float)
         if name not in (*NUMBERS, *COUNTS):

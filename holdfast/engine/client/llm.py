@@ -15,12 +15,13 @@ from typing import Any, Self, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client.client import Delta, EngineClient, Timings
 from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
 from holdfast.engine.messages import EngineInfo
+from holdfast.lm.config import EngineConfig
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -47,7 +48,7 @@ class Completion:
 
 
 class LLM:
-    """A model in an engine process of its own, for scripts and notebooks.
+    """A model in its own engine process, for scripts and notebooks.
 
         with LLM("holdfast-tiny") as llm:
             print(llm.generate("Hello", SamplingParams(max_tokens=32))[0].text)
@@ -219,7 +220,7 @@ class LLM:
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Raises TypeError for an option that EngineConfig does not have. Names the nearest one."""
+    """Raise TypeError for an option that EngineConfig does not have, naming the nearest one."""
     known = [each.name for each in fields(EngineConfig)]
     for name in options:
         if name not in known:
@@ -238,7 +239,7 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
         async for delta in deltas:
             pieces.append(delta.text)
             tokens.extend(delta.tokens)
-            logprobs.extend(told for told in delta.logprobs if told is not None)
+            logprobs.extend(each for each in delta.logprobs if each is not None)
             of_prompt.extend(delta.prompt_logprobs)
     if not (delta.finish_reason and delta.usage and delta.timings):
         raise RuntimeError("the stream has ended before its last delta")
@@ -255,7 +256,7 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
 
 
 class _LoopThread:
-    """An event loop in a thread of its own, so that the caller's thread may run another."""
+    """An event loop in its own thread, so that the caller's thread may run another."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -274,7 +275,7 @@ class _LoopThread:
         def cancel() -> None:
             if tasks:
                 tasks[0].cancel()
-            else:  # the interrupt came before the loop was asked to begin
+            else:  # the interrupt came before the loop could begin
                 work.close()
                 done.set()
 
@@ -311,7 +312,7 @@ class _Bar:
         self._tokens = 0
 
     def begin(self, total: int, done: int) -> None:
-        """Set the total, and how much of it was done before."""
+        """Set the total, and the part of it that was done before."""
         self._progress.update(self._task, total=total, completed=done)
 
     def advance(self, tokens: int, more: str = "") -> None:
@@ -330,7 +331,7 @@ class _Bar:
 
 
 def _many(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list, also if one prompt was given alone."""
+    """The prompts as a list, even if a single prompt was given."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint gives embeddings, and how: sentence-transformers' own files say so."""
+"""Pooling: whether a checkpoint gives embeddings, and how. The files of sentence-transformers say so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Convert = Literal["auto", "none", "embed"]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How the embedding of a prompt is made from the last hidden state of its last token."""
+    """The way in which a prompt's embedding is made from the last hidden state of its last token."""
 
     normalize: bool = True
     """Whether the embedding is scaled to length 1."""
@@ -46,7 +46,7 @@ def find_pooling(directory: Path, convert: Convert = "auto") -> Pooling:
     for kind, place in found:
         if kind == "Pooling":
             if Path(place).name != place:
-                raise ValueError(f"{path} names {place!r}, which is not a directory beside it")
+                raise ValueError(f"{path} names {place!r}, which is not a directory next to it")
             settings = read_json(directory / place / "config.json")
             modes = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
             if modes != ["pooling_mode_lasttoken"]:

@@ -1,4 +1,4 @@
-"""Prevents text in a chat message that only spells a special token from becoming that token."""
+"""Keeps text in a chat message that only spells a special token from becoming that token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers
 
 BREAK = "\ufdd0\ufdd1"
-"""Stands inside text that only spells a token. Unicode keeps both characters for internal use. Tokenizing drops it."""
-PREFIX = 32
-"""Number of characters of a special token that are compared. A text that spells that many gets a BREAK, which is
-harmless.
+"""Characters put inside text that only spells a token. Unicode reserves both for internal use.
+
+Tokenizing drops them.
 """
+PREFIX = 32
+"""Number of characters of a special token that are compared. Text that spells this many gets a BREAK, which is
+harmless."""
 SLICE = 1 << 16
 """Number of characters that are searched at once. Other threads may run after each slice."""
 
@@ -53,12 +55,12 @@ class Spelled:
                 continue
             spelled = self.escape(added.content)
             if token in tokenizer.encode(f"{spelled}a{spelled}\n{spelled}", add_special_tokens=False).ids:
-                self._break = " "  # it is found after normalization, or the model forms it from text
+                self._break = " "  # found after normalization, or the model forms it from text
                 tokenizer.normalizer = own
                 break
 
     def escape(self, text: str) -> str:
-        """The text with a BREAK in each special token, and at its end where a special token may begin."""
+        """The text with a BREAK in each special token, and one at its end if a special token may begin there."""
         if not any(first in text for first in self._firsts):
             return text
         return "".join([self._slice(text[at : at + SLICE]) for at in range(0, len(text), SLICE)])
@@ -84,7 +86,7 @@ class Spelled:
 
 
 def _any(words: Sequence[str]) -> str:
-    """A regular expression for the beginning of any of the words, whose time does not depend on their number."""
+    """A regular expression for the beginning of any of the words. Its time does not depend on their number."""
     if "" in words:
         return ""
     rests: dict[str, list[str]] = {}

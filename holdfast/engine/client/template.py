@@ -1,8 +1,8 @@
-"""A chat template in a process of its own, with limits on its time, its memory and its output.
+"""A chat template in its own process, with limits on its time, its memory and its output.
 
 A template is a program that comes with a checkpoint. The sandbox keeps it from our files and objects, but not from an
-endless loop or from `'a' * 3_000_000_000`, not even while it is compiled. So this file is also a script, which imports
-nothing of Holdfast: it reads a Start and then Renders, and answers each with Rendered or Refused.
+endless loop or from `'a' * 3_000_000_000`, not even while it is compiled. So this file is also a script that imports
+nothing of Holdfast. It reads a Start and then Renders, and answers each with Rendered or Refused.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEXT_LIMIT = 8 << 20
-"""Most characters of one text to tokenize, given by a client or rendered by a template."""
+"""Largest number of characters in one text to tokenize, given by a client or rendered by a template."""
 CPU_SECONDS = 2.0
-"""Most processor seconds of one rendering. After that the kernel ends the process."""
+"""Processor time of one rendering in seconds, after which the kernel ends the process."""
 MEMORY_LIMIT = 1 << 30
-"""Most bytes of address space. A conversation of TEXT_LIMIT characters of four bytes takes half of it."""
+"""Limit of the address space in bytes. A conversation of TEXT_LIMIT characters of four bytes takes half of it."""
 ANSWER_SECONDS = 30.0
-"""Most wall-clock seconds until an answer, for a machine that gives the process no processor time."""
+"""Wall-clock limit of an answer in seconds, for a machine that gives the process no processor time."""
 REASON_LIMIT = 1000
-"""Most characters of the reason why messages are refused."""
+"""Largest number of characters in the reason why messages are refused."""
 REPLY_LIMIT = 4 * TEXT_LIMIT + 1024
-"""Most bytes of an answer."""
+"""Largest answer in bytes."""
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -50,7 +50,7 @@ class Start(msgspec.Struct, array_like=True):
 
 
 class Render(msgspec.Struct, array_like=True):
-    """Render these messages."""
+    """Request to render these messages."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -135,7 +135,7 @@ class ChatTemplate:
 
 
 class _Process:
-    """The process and the socket to it. It ends when this object is collected, and with the interpreter."""
+    """The process and the socket to it. The process ends when this object is collected, and with the interpreter."""
 
     def __init__(self, start: bytes) -> None:
         """Start the process. Raises OSError."""
@@ -146,7 +146,7 @@ class _Process:
                 [sys.executable, "-P", __file__, str(CPU_SECONDS)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl-C must reach only us
+                start_new_session=True,  # so that the terminal's Ctrl-C reaches only us
             )
         self._file = self._socket.makefile("rwb")
         self._finalizer = weakref.finalize(self, _end, self._process, self._file, self._socket)
@@ -193,7 +193,7 @@ def _send(file: BufferedRWPair, message: bytes) -> None:
 
 
 def _receive(file: BufferedRWPair, limit: int) -> bytes | None:
-    """The next message; None at the end. Raises ValueError for one beyond the limit."""
+    """The next message; None at the end. Raises ValueError for a message beyond the limit."""
     head = file.read(4)
     size = int.from_bytes(head, "big")
     if size > limit:
@@ -214,7 +214,7 @@ def main() -> None:
             return
         start = _start.decode(first)
         while (data := _receive(file, MEMORY_LIMIT)) is not None:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, wherever it is
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, whatever it does
             reply: Rendered | Refused
             what = "this model's chat template cannot be compiled"
             try:

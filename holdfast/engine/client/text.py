@@ -25,16 +25,15 @@ from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 ID_LIMIT = 1 << 24
 """Largest number of token ids if config.json names no vocab_size."""
 SPARE_IDS = 1024
-"""Number of token ids beyond the model's vocabulary that a tokenizer may have. Gemma 3 has one. No prompt may hold
-them.
-"""
+"""Number of token ids beyond the model's vocabulary that a tokenizer may have (Gemma 3 has one). No prompt may contain
+them."""
 STOP_LIMIT = 64
 """Largest number of stop strings in one request."""
 STOP_LENGTH_LIMIT = 1024
 """Largest number of characters in one stop string."""
 
 REPLACEMENT = "\ufffd"
-"""The character that bytes decode to if they are not UTF-8."""
+"""The character to which bytes decode if they are not UTF-8."""
 UNSETTLED = 3
 """Largest number of trailing replacement characters that the next token may still complete: UTF-8 has up to 4 bytes."""
 LOOKBEHIND = 64
@@ -44,7 +43,7 @@ LONGEST_WINDOW = 32
 
 
 SPACE = "\u2581"
-"""The character by which SentencePiece spells a space."""
+"""The character with which SentencePiece spells a space."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -86,7 +85,7 @@ class Text:
         self._templates = {
             use: ChatTemplate(source, special_tokens or {}) for use, source in sources.items() if source is not None
         }
-        """The templates that the model has: one for chats, and one of its own for chats with tools."""
+        """The model's templates by use: one for chats, and maybe another for chats with tools."""
         self.template = tool_template or template
         """The source of the chat template for chats with tools; None without any."""
 
@@ -107,7 +106,7 @@ class Text:
             return TokenIds()
         try:
             tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER_LIMIT))
-            tokenizer.encode("")  # some faults show only now
+            tokenizer.encode("")  # some faults show only here
         except BaseException as error:  # tokenizers raises bare Exception, and PanicException, which is not one
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
@@ -123,11 +122,11 @@ class Text:
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The ids of a text, with the model's special tokens around it.
 
-        Raises ValueError for an invalid text. Raises RequestRefused, before any work, for a text whose length shows
-        that it has more than `most` tokens. Other threads run meanwhile.
+        Raises ValueError for an invalid text. Raises RequestRefused for a text that is so long that it must have more
+        than `most` tokens, before tokenizing it. Other threads run meanwhile.
         """
         self._check(text, most)
-        # A batch releases Python's lock, a single encode does not.
+        # Encoding a batch releases Python's lock; encoding a single text does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -295,9 +294,9 @@ class TextStream:
     """
 
     def __init__(self, text: Text, stop: Sequence[str] = (), min_tokens: int = 0, shown: Collection[int] = ()) -> None:
-        """Stop strings count after the first `min_tokens` tokens. Raises ValueError for too many or too long ones.
+        """`shown` are special tokens that have their names as text. Stop strings count from token `min_tokens` on.
 
-        `shown` are special tokens that have their names as text.
+        Raises ValueError for too many or too long stop strings.
         """
         self._unscanned = min_tokens
         self._special = shown
@@ -425,7 +424,7 @@ class StopScanner:
 
 
 def _borders(pattern: str) -> list[int]:
-    """Length of the longest proper prefix of each prefix of the pattern that is also its suffix."""
+    """For each prefix of the pattern, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     matched = 0
     for at in range(1, len(pattern)):
@@ -455,7 +454,7 @@ def _visible(tokenizer: Tokenizer) -> bytearray:
 
 
 def _longest_token(tokenizer: Tokenizer, model: Mapping[str, Any]) -> int | None:
-    """The most bytes of text that one token can stand for. None if an unknown token can stand for any text."""
+    """Largest number of bytes of text that one token can stand for. None if an unknown token can stand for any text."""
     if model["type"] not in ("BPE", "Unigram") or not (model.get("byte_fallback") or _reads_all_bytes(model["vocab"])):
         return None
     return max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True))

@@ -1,6 +1,6 @@
 """TuningClient: tuning jobs of an engine, as the API process sees them: start, pause, resume, cancel, and their events.
 
-A job lives in a directory of its own, which the caller makes: it puts `examples.bin` there, and `validation.bin` if
+A job lives in its own directory, which the caller makes. The caller puts `examples.bin` there, and `validation.bin` if
 there is one (`write_examples`). The engine adds job.json, the job's states and its checkpoints. To continue a job after
 an engine has ended, start it again over the same directory: job.json then decides, and the job continues after its last
 stored step. A caller that wants the job in the next engine must remember its directory; engines do not look for jobs.
@@ -9,16 +9,29 @@ stored step. A caller that wants the job in the next engine must remember its di
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
-from holdfast.engine.client.connection import EngineDead
-from holdfast.engine.messages import JobAction, JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
+from holdfast.engine.client.connection import EngineDead, Questions
+from holdfast.lm.parts.tuning.messages import (
+    ChangeJob,
+    FromEngine,
+    JobAction,
+    JobChanged,
+    JobEnded,
+    JobEvent,
+    JobInfo,
+    JobProgress,
+    JobRefused,
+    JobStart,
+    JobStarted,
+    JobStatus,
+    JobStep,
+    StartJob,
+)
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, digest_of, write_examples
 from holdfast.training.jobs import (
     ALL_MODULES,
@@ -70,7 +83,7 @@ class TuningRun:
     """One open job. Its events wait here until they are read, so leaving early does not stop it; `change` does."""
 
     def __init__(self, client: Changes, info: JobInfo) -> None:
-        """Use `TuningClient.start` instead."""
+        """Not for callers, who use `TuningClient.start`."""
         self.info = info
         """Sizes of the job, and its progress when it was started here."""
         self._client = client
@@ -139,14 +152,12 @@ class TuningClient:
         check_alive: Callable[[], None],
     ) -> None:
         """`adapters` are those that requests may name. `check_alive` raises EngineDead for an engine that has ended."""
-        self._send, self._adapters, self._check_alive = send, adapters, check_alive
+        self._adapters, self._questions = adapters, Questions(send, check_alive)
         self._runs: dict[str, TuningRun] = {}
         self._starting: dict[str, JobStart] = {}
         """Jobs that are open, or about to be."""
         self._started: dict[str, TuningRun] = {}
         """Runs that `start` has not returned yet. A short one may have ended by then."""
-        self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[JobInfo | None]] = {}
 
     @property
     def runs(self) -> dict[str, TuningRun]:
@@ -184,38 +195,28 @@ class TuningClient:
         """
         if job not in self._runs:
             raise TuningError(f"there is no open job {job}", missing=True)
-        await self._ask(lambda number: messages.ChangeJob(number, job, action))
+        await asyncio.shield(self._questions.ask(lambda number: ChangeJob(number, job, action)))
 
     async def _start(self, job: JobStart) -> TuningRun:
         self._starting[job.id] = job
         try:
-            await self._ask(lambda number: messages.StartJob(number, job))
+            await asyncio.shield(self._questions.ask(lambda number: StartJob(number, job)))
         except BaseException:
             self._starting.pop(job.id, None)
             raise
         return self._started.pop(job.id)
 
-    async def _ask(self, message: Callable[[int], messages.ToEngine]) -> Any:
-        self._check_alive()
-        number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        self._send(message(number))
-        return await asyncio.shield(answer)
-
-    def take(self, message: messages.TuningAnswer) -> None:
+    def take(self, message: FromEngine) -> None:
         """Handle a message about jobs."""
         match message:
-            case messages.JobStarted(number, info):
+            case JobStarted(number, info):
                 self._runs[info.id] = self._started[info.id] = TuningRun(self, info)
-                self._settle(number, info)
-            case messages.JobChanged(number):
-                self._settle(number, None)
-            case messages.JobRefused(number, reason, missing):
-                if number in self._asked and not (answer := self._asked.pop(number)).done():
-                    answer.set_exception(TuningError(reason, missing=missing))
-                    answer.exception()  # marks it as retrieved, because nobody may still wait
-            case messages.JobProgress(events):
+                self._questions.answer(number, info)
+            case JobChanged(number):
+                self._questions.answer(number, None)
+            case JobRefused(number, reason, missing):
+                self._questions.refuse(number, TuningError(reason, missing=missing))
+            case JobProgress(events):
                 for event in events:
                     self._deliver(event)
 
@@ -225,15 +226,7 @@ class TuningClient:
             run.fail(reason)
         self._runs.clear()
         self._starting.clear()
-        for answer in self._asked.values():
-            with suppress(asyncio.InvalidStateError):
-                answer.set_exception(EngineDead(reason))
-                answer.exception()
-        self._asked.clear()
-
-    def _settle(self, number: int, info: JobInfo | None) -> None:
-        if number in self._asked and not (answer := self._asked.pop(number)).done():
-            answer.set_result(info)
+        self._questions.fail(EngineDead(reason))
 
     def _deliver(self, event: JobEvent) -> None:
         if event.job not in self._runs:

@@ -14,27 +14,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from holdfast.core.config import PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
+from holdfast.core.config import ROW_SCHEDULERS, ExecutorName, changed
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.process.handler import Found, Handler, find
+from holdfast.engine.process.handler import Found, Handler, RefusalHandler, find
 from holdfast.engine.process.in_service import in_service
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site, refuse_excluded
 from holdfast.engine.process.parts.adapters import AdapterBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
+from holdfast.engine.process.parts.host_tier import HostTierBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
 from holdfast.engine.process.parts.neighbours import NeighbourBuilder
-from holdfast.engine.process.parts.silent import DraftBuilder, HostTierBuilder, RankBuilder, TraceBuilder
+from holdfast.engine.process.parts.ranks import RankBuilder
+from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
+from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import MoreParts, check_layout, make_paged_device, make_rank, no_more, threads_of
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
-from holdfast.lm.choice import choose_policy, make_scheduler, steps_in_flight
+from holdfast.lm.choice import compose_scheduler, make_planning, make_scheduler, steps_in_flight
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.execution.part import DevicePart
@@ -42,8 +46,11 @@ from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, 
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
@@ -62,12 +69,12 @@ log = logging.getLogger("holdfast.engine")
 
 PARTS: tuple[type[PartBuilder], ...] = (
     HostTierBuilder,
+    SpeculationBuilder,
+    GrammarBuilder,
     AdapterBuilder,
     TuningBuilder,
-    DraftBuilder,
-    GrammarBuilder,
-    MoveBuilder,
     TierBuilder,
+    MoveBuilder,
     TraceBuilder,
     NeighbourBuilder,
     RankBuilder,
@@ -115,14 +122,19 @@ def build(
 
 
 def build_engine(
-    config: EngineConfig, *, stages: Stages | None = None, ranks: AnyRanks | None = None, **how: Any
+    config: EngineConfig,
+    *,
+    stages: Stages | None = None,
+    ranks: AnyRanks | None = None,
+    parts: Sequence[type[PartBuilder]] = PARTS,
+    **how: Any,
 ) -> Engine:
     """Load the model, measure the device, allocate its memory, and build the loop and the handlers over it.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `ranks` are the processes of a
-    configuration with several devices, if they have been started (`start_ranks`); they end if this fails. `how` are
-    fields of `Order`. Raises ValueError (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason
-    for people.
+    configuration with several devices, if they have been started (`start_ranks`); they end if this fails. `parts` are
+    those that the engine may have, in their order. `how` are fields of `Order`. Raises ValueError
+    (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason for people.
     """
     order = Order(stages=stages or Stages(clock(), clock), **how)
     started = [ranks] if ranks else []
@@ -134,17 +146,19 @@ def build_engine(
             torch.set_num_threads(config.threads)
         if not started:
             started.append(start_ranks(config))
-        return compose(load(config, checkpoint, started[0], order))
+        return compose(load(config, checkpoint, started[0], order, parts), parts)
     except BaseException:
         for each in started:
             each.close(at_once=True)
         raise
 
 
-def load(config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: Order) -> Site:
-    """The model on its device."""
+def load(
+    config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: Order, parts: Sequence[type[PartBuilder]]
+) -> Site:
+    """The model on its device, with what these parts keep there."""
     order.on_progress(f"loading {checkpoint.name}")
-    more = partial(device_parts, config, order)
+    more = partial(device_parts, parts, config, order)
     with order.stages.stage("weights"):
         device, reason = choose_device(config, checkpoint, order.stages, ranks, more)
     if isinstance(device, PagedDevice | ManyDevice):
@@ -152,38 +166,53 @@ def load(config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: O
     return Site(config, checkpoint, device, f"{reason}; {on_rows(config, device)}", ranks, order, clock)
 
 
-def device_parts(config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
-    """The wanted parts' state on a device in addition to the `parts` of every rank, in the order of PARTS."""
-    wanted = [part for part in PARTS if part.wanted(config)]
-    return [each for part in wanted for each in part.device_parts(config, order, model, parts)]
+def device_parts(
+    parts: Sequence[type[PartBuilder]],
+    config: EngineConfig,
+    order: Order,
+    model: Model,
+    of_ranks: Sequence[DevicePart],
+) -> Sequence[DevicePart]:
+    """The wanted parts' state on a device in addition to the parts of every rank, in the order of `parts`."""
+    wanted = [part for part in parts if part.wanted(config)]
+    return [each for part in wanted for each in part.device_parts(config, order, model, of_ranks)]
 
 
-def compose(site: Site) -> Engine:
-    """Build all parts over a model on its device, and the loop over them."""
+def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
+    """Build the wanted parts over a model on its device, and the loop over them."""
     config = site.config
-    wanted = [part for part in PARTS if part.wanted(config)]
+    wanted = [part for part in parts if part.wanted(config)]
     refuse_excluded(wanted, site)
     builders = [part(site) for part in wanted]
     memory, shape = allocate(site, builders)
     pace = pace_of(config, site.device.kind, memory.device, shape.executor)
     path = cached_profile_path(site.checkpoint.directory, site.device.precision, pace)
     profiles = find_profiles(site, shape, path, builders)
-    costs = [profile.cost for profile in profiles]
-    cost = next(iter(costs), None)
-    policy = choose_policy(config, shape, cost, stages=config.pp)
-    planned: dict[str, Any] = {}
-    for builder in builders:
-        planned.update(builder.planner(shape, costs))
-    scheduler = make_scheduler(
-        config, shape, cost, policy=policy, stages=config.pp, deferral_bound=config.deferral_bound, now=clock(),
-        **planned,
-    )  # fmt: skip
-    served = Served(scheduler, shape)
+    cost = next((profile.cost for profile in profiles), None)
+    planning = make_planning(config, shape, cost, stages=config.pp, now=clock())
+    served = Served(schedule(planning, builders), shape)
     for builder in builders:
         served.handlers.extend(builder.handlers(served))
-    loop = make_loop(site, served, builders, partial(keep_corrected, profiles, policy, path))
+    served.handlers.append(refusing(parts, served.handlers))
+    loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy, path))
     info = describe(site, memory, shape, builders, str(path) if profiles else "")
     return Engine(loop, info, tuple(served.handlers), site.ranks)
+
+
+def schedule(planning: Planning, builders: Sequence[PartBuilder]) -> Scheduler:
+    """The scheduler with the planner's sides of all parts: first those that builders make over the device."""
+    parts = [*(part for builder in builders for part in builder.planners(planning)), *standard_parts(planning)]
+    policy = planning.policy
+    for builder in builders:
+        policy = builder.policy(policy, planning)
+    return compose_scheduler(planning, policy, parts)
+
+
+def refusing(parts: Sequence[type[PartBuilder]], handlers: Sequence[Handler]) -> RefusalHandler:
+    """The handler of the messages of parts that none of these handlers receives."""
+    received = {kind for handler in handlers for kind in handler.receives}
+    refusals = {kind: answers for part in parts for kind, answers in part.refusals.items()}
+    return RefusalHandler({kind: answers for kind, answers in refusals.items() if kind not in received})
 
 
 def allocate(site: Site, builders: Sequence[PartBuilder]) -> tuple[MemoryMeasurement, EngineShape]:
@@ -272,7 +301,7 @@ def describe(
 def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
     """How padded rows run the model, in words, and which expected features they lack."""
     said = [device.abilities.sentence]
-    if config.tbt_target is not None and not device.abilities.chunks:
+    if config.has_target and not device.abilities.chunks:
         said.append("the TBT target does not bind prompts, which the model cannot compute in chunks")
     return "; ".join([*said, *([device.model.shortened] if device.model.shortened else [])])
 
@@ -310,9 +339,8 @@ def choose_device(
         if config.executor == "paged" or isinstance(error, DamagedCheckpoint):
             raise
         refusal = error.with_traceback(None)  # its frames hold tensors
-    for name in PAGED_OPTIONS:
-        if (value := getattr(config, name)) != getattr(EngineConfig, name):
-            raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
+    for name, value in changed(config, executor="paged"):
+        raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
     try:
         module = refusal.module if isinstance(refusal, NotPaged) else None
         device = make_padded_device(config, checkpoint, stages, module=module)
@@ -372,7 +400,7 @@ def find_profiles(site: Site, shape: EngineShape, path: Path, builders: Sequence
     """
     config, order = site.config, site.order
     ranks_chunks = shape.executor == "paged" and shape.num_host_blocks > 0 and config.eviction == "retention"
-    needed = isinstance(config.tbt_target, float | int) or ranks_chunks or any(b.is_priced(shape) for b in builders)
+    needed = config.has_target or ranks_chunks or any(b.is_priced(shape) for b in builders)
     return [find_profile(site, shape, path)] if order.measure or order.priced or needed else []
 
 
@@ -392,9 +420,9 @@ def find_profile(site: Site, shape: EngineShape, path: Path) -> CostProfile:
         order.on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
         with order.stages.stage("profile"):
             if isinstance(device, PagedDevice | ManyDevice):
-                profile = make_profile(device, shape, in_full=in_full)
+                profile = make_profile(site.config, device, shape, in_full=in_full)
             else:
-                profile = make_padded_profile(cast("PaddedDevice", device), shape, in_full=in_full)
+                profile = make_padded_profile(site.config, cast("PaddedDevice", device), shape, in_full=in_full)
         profile.save(path)
     return profile
 
@@ -409,9 +437,10 @@ def keep_corrected(profiles: Iterable[CostProfile], policy: Policy, path: Path) 
                 log.warning("holdfast: the corrected profile cannot be stored in %s: %s", path, error)
 
 
-def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+def make_profile(
+    config: EngineConfig, device: PagedDevice | ManyDevice, shape: EngineShape, *, in_full: bool
+) -> CostProfile:
     """Measure the cost profile of an allocated device, or estimate it by a few steps."""
-    config = device.config
     cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)
     if in_full and device.kind == "cpu":  # on a GPU the loop takes nothing from the device
         cost = as_in_service(cost, config, shape, device.executor)
@@ -435,9 +464,11 @@ def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_ful
     )
 
 
-def make_padded_profile(device: PaddedDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+def make_padded_profile(
+    config: EngineConfig, device: PaddedDevice, shape: EngineShape, *, in_full: bool
+) -> CostProfile:
     """`make_profile` for padded rows. The rows are empty afterwards, as before."""
-    config, executor = device.config, device.executor
+    executor = device.executor
     measure = measure_padded_cost if in_full else estimate_padded_cost
     cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=device.description)
     if in_full and device.kind == "cpu":

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
 
-from holdfast.engine import messages
 from holdfast.engine.process.block_moves import Loan, Moves, Room
 from holdfast.engine.process.chunk_wire import (
     DIGEST,
@@ -34,6 +33,7 @@ from holdfast.engine.process.chunk_wire import (
     join_address,
     split_address,
 )
+from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
 from holdfast.lm.tiers import Pieces
 
 T = TypeVar("T")
@@ -99,11 +99,11 @@ class ChunkService:
         """Whether a fetch is under way."""
         return bool(self._fetches)
 
-    def fetch(self, message: messages.FetchChunks) -> None:
+    def fetch(self, message: FetchChunks) -> None:
         """Begin a fetch."""
         if len(self._fetches) >= MAX_FETCHES + MAX_QUEUED:
             refusal = f"{len(self._fetches)} fetches run or wait; at most {MAX_FETCHES + MAX_QUEUED} may"
-            self._moves.report(messages.ChunksFetched(message.number, 0, refusal))
+            self._moves.report(ChunksFetched(message.number, 0, refusal))
             return
         stop = self._fetches[message.number] = threading.Event()
         self._pool.submit(self._fetch, message, stop)
@@ -202,7 +202,7 @@ class ChunkService:
         answer: Future[T] = self._moves.call(work)
         return answer.result(LOOP_SECONDS)
 
-    def _fetch(self, message: messages.FetchChunks, stop: threading.Event) -> None:
+    def _fetch(self, message: FetchChunks, stop: threading.Event) -> None:
         """Bring blocks from another engine, and report how many tokens have come."""
         came, reason = _Count(), ""
         try:
@@ -226,7 +226,7 @@ class ChunkService:
             log.exception("holdfast: a move from %s failed", message.source)
         finally:
             self._fetches.pop(message.number, None)
-            self._moves.report(messages.ChunksFetched(message.number, came.blocks * message.block_size, reason))
+            self._moves.report(ChunksFetched(message.number, came.blocks * message.block_size, reason))
 
     def _bring(self, peer: ChunkPeer, pairs: Sequence[tuple[int, bytes]], stop: threading.Event, came: _Count) -> str:
         """Bring the blocks that the other engine has and this one lacks. Returns why some are missing, if any are."""

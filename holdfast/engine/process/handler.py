@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from holdfast.core.types import Request
 from holdfast.engine import messages
+from holdfast.lm.parts.message import Message
 from holdfast.lm.types import LanguageLoop
 
 Found = TypeVar("Found", bound="Handler")
@@ -19,14 +21,14 @@ class Handler:
     it was made with.
     """
 
-    receives: ClassVar[tuple[type, ...]] = ()
+    receives: tuple[type, ...] = ()
     """The types of the messages that it receives. No other handler of the engine receives them."""
 
     def receive(self, message: Any) -> None:
         """Take a message of one of these types. `answers` gives the results."""
         raise RuntimeError(f"{type(self).__name__} was given {type(message).__name__}")
 
-    def answers(self) -> Iterable[messages.FromEngine]:
+    def answers(self) -> Iterable[Message]:
         """Results of messages, and of the handler's own work, since the last call."""
         return ()
 
@@ -63,40 +65,47 @@ class Handler:
         """The loop is closed: release the rest."""
 
 
-class Gate:
+class Gate(ABC):
     """A check that a new request may have to pass before it is queued. For the thread of the loop."""
 
+    @abstractmethod
     def take(self, request: Request) -> bool:
         """Whether the gate takes this request: it queues or refuses it later, by itself."""
-        raise NotImplementedError
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:  # noqa: B027
         """Forget a request that the gate has taken, if it has."""
 
 
-def no_answer(message: Any) -> Sequence[messages.FromEngine]:
+Refusal = Callable[[Any], Iterable[Message]]
+"""Gives the answers to a message whose part is off."""
+
+
+def no_answer(message: Any) -> Iterable[Message]:
     """The answers to a message that needs none."""
     return ()
 
 
-def refusal(answer: Callable[[int, str], messages.FromEngine], reason: str) -> Callable[[Any], Any]:
+def refusal(answer: Callable[[int, str], Message], reason: str) -> Refusal:
     """Gives the answers to a numbered message that is refused for this reason."""
     return lambda message: (answer(message.number, reason),)
 
 
-NO_ADAPTERS = "this engine serves no adapters; give it max_adapters"
-NO_JOBS = "this engine takes no tuning jobs; give it tuning"
+class RefusalHandler(Handler):
+    """Answers the messages of parts that an engine does not have."""
 
-REFUSALS: Mapping[type, Callable[[Any], Iterable[messages.FromEngine]]] = {
-    messages.LoadAdapter: refusal(messages.AdapterRefused, NO_ADAPTERS),
-    messages.UnloadAdapter: refusal(messages.AdapterRefused, NO_ADAPTERS),
-    messages.StartJob: refusal(messages.JobRefused, NO_JOBS),
-    messages.ChangeJob: refusal(messages.JobRefused, NO_JOBS),
-    messages.FindChunks: lambda message: (messages.ChunksFound(message.number, 0, 0, 0),),
-    messages.FetchChunks: lambda message: (messages.ChunksFetched(message.number, 0, "this engine moves no state"),),
-    messages.StopFetch: no_answer,
-}
-"""Answers to a message whose part is off, by the type of the message."""
+    def __init__(self, refusals: Mapping[type, Refusal]) -> None:
+        """`refusals` are the functions that answer a message, by its type."""
+        self.receives = tuple(refusals)
+        self._refusals = refusals
+        self._answers: list[Message] = []
+
+    def receive(self, message: Any) -> None:
+        self._answers += self._refusals[type(message)](message)
+
+    def answers(self) -> Iterable[Message]:
+        answers, self._answers = self._answers, []
+        return answers
+
 
 FAULTS: Mapping[type, str] = {messages.Start: "the engine was told to start twice"}
 """The fault of a message that must not come, by the type of the message."""
@@ -105,12 +114,12 @@ FAULTS: Mapping[type, str] = {messages.Start: "the engine was told to start twic
 class Router:
     """Gives each message to the handler of its type, and sends what the handlers answer."""
 
-    def __init__(self, handlers: Collection[Handler], send: Callable[[messages.FromEngine], None]) -> None:
+    def __init__(self, handlers: Collection[Handler], send: Callable[[Message], None]) -> None:
         self._send = send
         self._handlers = {kind: handler for handler in handlers for kind in handler.receives}
         self._answering = [each for each in handlers if type(each).answers is not Handler.answers]
 
-    def receive(self, arrived: Iterable[messages.ToEngine]) -> bool:
+    def receive(self, arrived: Iterable[Message]) -> bool:
         """Take these messages, in order. Returns False, and leaves the rest, once one asks the engine to end.
 
         Raises RuntimeError for a message that an engine of a language model does not know.
@@ -119,9 +128,6 @@ class Router:
             kind = type(message)
             if kind in self._handlers:
                 self._handlers[kind].receive(message)
-            elif kind in REFUSALS:
-                for answer in REFUSALS[kind](message):
-                    self._send(answer)
             elif kind is messages.Shutdown:
                 return False
             else:

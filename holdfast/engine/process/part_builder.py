@@ -7,18 +7,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.process.handler import Handler
+from holdfast.engine.process.handler import Handler, Refusal
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.ranks import AnyRanks
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, LanguageDevice, StepPlan, StepResult
 from holdfast.loop.contracts import Clock, Observer
@@ -103,6 +105,8 @@ class PartBuilder(ABC):
     """The part's name in EXCLUSIONS."""
     is_optional: ClassVar[bool] = False
     """Whether an engine that cannot have the part serves without it."""
+    refusals: ClassVar[Mapping[type, Refusal]] = {}
+    """Functions that answer the part's messages in an engine without a handler for them, by type of message."""
 
     @staticmethod
     def wanted(config: EngineConfig) -> bool:
@@ -131,9 +135,13 @@ class PartBuilder(ABC):
         """Whether the part needs the device's cost profile."""
         return False
 
-    def planner(self, shape: EngineShape, costs: Sequence[CostModel]) -> Mapping[str, Any]:
-        """The part's arguments of `make_scheduler`. `costs` holds the cost model, if there is one."""
-        return {}
+    def planners(self, planning: Planning) -> Iterable[Part]:
+        """The planner's side of the part, if it is made over the device. `lm.parts.standard` makes all others."""
+        return ()
+
+    def policy(self, policy: Policy, planning: Planning) -> Policy:
+        """The policy, extended by work that the part plans. All parts have their planner's sides by then."""
+        return policy
 
     def observers(self, served: Served) -> Iterable[Observer[StepPlan, StepResult]]:
         """Observers of every step."""

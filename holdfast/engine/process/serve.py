@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
 from holdfast.engine.link import (
@@ -38,6 +37,7 @@ from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.watched import Watched
 from holdfast.engine.ranks.ranks import start_ranks
 from holdfast.engine.spawn import BUILD
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import LanguageLoop
 
 T = TypeVar("T")

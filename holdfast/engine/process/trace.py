@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.activity import CopyRecord, Scene, SliceRecord, StepRecord, StepRecorder, verified_segments
 from holdfast.files.regular import create_file
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, RowPlan, Segment, StepPlan, StepResult
-from holdfast.lm.types.tuning import TrainingPlan
 from holdfast.loop.contracts import Clock
 
 MICROSECONDS = 1e6
@@ -189,7 +189,7 @@ def about_engine(config: EngineConfig, shape: EngineShape) -> dict[str, object]:
     return {
         "model": shape.model,
         "scheduler": config.scheduler,
-        "target": None if config.tbt_target is None else config.tbt_target / 1000,
+        "target": config.tbt_seconds,
         "budget": shape.token_budget,
         "block_size": config.block_size if shape.executor == "paged" else 1,
         "blocks": shape.num_blocks,

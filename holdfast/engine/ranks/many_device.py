@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from math import inf
 from typing import Any, NamedTuple
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.layout import Layout
 from holdfast.core.types import Grammar
 from holdfast.engine.ranks.messages import (
@@ -80,7 +80,7 @@ class ManyDevice(LanguageDevice):
         return self._own.captures
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self) -> CoreConfig:
         """The engine's configuration."""
         return self._own.config
 

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, TokenLogprobs
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.values import VALUES
 from holdfast.lm.types import (
     CopyTime,
     MemoryMeasurement,
@@ -21,7 +22,6 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
-from holdfast.lm.types.parts import VALUES
 
 WrittenParts = tuple[tuple[str, msgspec.Raw], ...]
 """Values that parts add to a plan or a result: the name of the class, and the value in MessagePack, for each."""
@@ -196,7 +196,7 @@ class PlanWriter:
         sampling: list[Sampling | None] = columns.column("sampling")
         known, drawn = self._drawn, {}
         for index, (row, record) in enumerate(zip(rows, sampling, strict=True)):
-            if record is not None and known.get(row) is not record:
+            if record and known.get(row) is not record:
                 known[row] = drawn[index] = record
         return Plan(
             step=plan.step,
@@ -204,7 +204,7 @@ class PlanWriter:
             starts=columns.column("start"),
             stops=columns.column("stop"),
             tokens=columns.column("tokens"),
-            samples=bytes([record is not None for record in sampling]),
+            samples=bytes(map(bool, sampling)),
             drawn=drawn,
             table_writes=plan.table_writes,
             copies=plan.copies,

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.core.config import PADDED_OPTIONS, EngineConfig
+from holdfast.core.config import changed
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.text import read_tokenizer
 from holdfast.lm.choice import capacity_of
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.execution.place import Place
@@ -202,7 +203,7 @@ def reason_of(model: Model) -> str:
 
 def refuse_padded_options(config: EngineConfig, name: str) -> None:
     """Raise ValueError for an option of padded rows, where a model of this architecture runs on a paged cache."""
-    for option in PADDED_OPTIONS:
+    for option, value in changed(config, executor="padded"):
         # Leave to run a checkpoint's code may be given to a model that needs none.
-        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
+        if option != "trust_remote_code":
             raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")

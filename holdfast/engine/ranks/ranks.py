@@ -20,11 +20,11 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.link import FAILED, STALE_SECONDS, in_words
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.mailbox import LINE, WORD, Bell, Mailbox, Reader, SharedWords, Ticket, nameless_memory
 from holdfast.engine.spawn import child_environment
+from holdfast.lm.config import EngineConfig
 
 BEAT_SECONDS = 0.045
 """How often a rank shows that it runs, and how often rank 0 checks."""

@@ -1,1 +1,4 @@
-"""Tables, pages and plots of what `holdfast bench` and `holdfast plan` find. `plots` needs matplotlib, an extra."""
+"""Tables, pages and plots for `holdfast bench` and `holdfast plan`.
+
+`plots` needs the extra matplotlib.
+"""

@@ -21,7 +21,7 @@ from holdfast.lab.reports.run_data import Distribution, Run
 MAX_CURVES = 5
 """Largest number of distributions in one plot. If there are more runs, an even selection is drawn."""
 LOG_RATIO = 30.0
-"""An axis is logarithmic if its largest value is this many times its smallest (in a distribution, its median)."""
+"""Ratio of an axis's largest value to its smallest from which it is logarithmic. In a distribution, of its median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ NAMES = (*COLOURS, *(f"ramp-{at}" for at in range(MAX_CURVES)))
 PLACEHOLDERS = {name: f"#0a0b{at:02x}" for at, name in enumerate(NAMES, start=16)}
 PAGE = Palette(ramp=tuple(PLACEHOLDERS.values())[len(COLOURS) :], **{name: PLACEHOLDERS[name] for name in COLOURS})
 Draw = Callable[[Palette], Figure]
-"""Draws one plot in the colours of a palette: a plot function whose other arguments are bound."""
+"""Function that draws one plot in the colours of a palette: a plot function whose other arguments are bound."""
 
 
 def svg(draw: Draw, label: str) -> str:
@@ -173,7 +173,7 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     accent: bool = False
-    """Whether the curve is the subject of the plot; the others are drawn quieter."""
+    """Whether the curve is the subject of the plot. Other curves are drawn in quieter colours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Panel:
 
 
 def panels(shown: Sequence[Panel], columns: int, palette: Palette) -> Figure:
-    """Several panels of named curves, `columns` in each row."""
+    """A figure of several panels of named curves, `columns` panels in each row."""
     rows = -(-len(shown) // columns)
     figure, all_axes = canvas(palette, 5.0 * columns, 3.3 * rows, rows, columns)
     for axes, panel in zip(all_axes, shown, strict=False):
@@ -280,7 +280,7 @@ def label_logarithmic(axes: Axes) -> None:
 
 
 def within(low: float, high: float, multiples: Sequence[int]) -> list[float]:
-    """The multiples of powers of 10 from `low` to `high`, which are above 0."""
+    """The multiples of powers of 10 from `low` to `high`. Both bounds are above 0."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [value for at in powers for each in multiples if low <= (value := each * 10.0**at) <= high]
 

@@ -88,7 +88,7 @@ def bench_report(
 
     `limits` are in ms, by the name of the figure that they limit: `p99_itl_ms`, `p99_ttft_ms`.
     """
-    # The run shown in detail is the one at the capacity, else the one with the highest rate.
+    # The report shows one run in detail: the run at the capacity, else the run with the highest rate.
     main = next((run for run in runs if capacity and run.figures["request_rate"] == capacity), runs[-1])
     which = f"the run at {main.figures['request_rate']:.3g} requests a second" if len(runs) > 1 else "the run"
     ttft = partial(plots.distributions, "ttft", "Time to first token", runs, limits.get("p99_ttft_ms"))

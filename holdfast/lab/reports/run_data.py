@@ -1,4 +1,4 @@
-"""Turns the records of a run into the data that a report draws: distributions, a timeline, the worst stalls."""
+"""Turns the records of a run into the data of a report: distributions, a timeline, the worst stalls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.lab.metrics import Record
 
 POINTS = 400
-"""Number of points of a distribution: this many evenly spaced, and as many again within its last hundredth."""
+"""Number of evenly spaced points of a distribution. Its last hundredth has as many again."""
 BINS = 160
 """Number of bins in a timeline."""
 STALLS = 8
@@ -44,8 +44,7 @@ class Timeline:
     """The middle of each bin, in seconds from the first arrival."""
     waiting: tuple[int, ...]
     """Number of requests that have arrived but not started. A request starts with its first step, or with its first
-    token if its steps are unknown.
-    """
+    token if its steps are unknown."""
     running: tuple[int, ...]
     """Number of requests that have started and not yet received their last token."""
     tokens: tuple[float, ...]

@@ -74,7 +74,7 @@ def _latencies_by_rate(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _brief(value: float) -> str:
-    """A time, short enough for five pairs in 80 columns."""
+    """A time as text, short enough for five pairs in 80 columns."""
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 

@@ -1,4 +1,4 @@
-"""Simulates replicas: the engine's own loop and planners N times over one virtual time, with one router in front."""
+"""Simulates replicas: the engine's own loop and planners once per replica, over one virtual time, and a router."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, Router, Turn
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
@@ -18,6 +17,7 @@ from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.run import VOCAB_SIZE, Conversations, Watch, make_loop, nobody, on_rows
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import DigestCache, block_digests
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -28,7 +28,10 @@ ROOT = Identity().root()
 REBALANCE_SECONDS = 1.0
 """Seconds between two checks for idle conversations to move."""
 FIRST_ESTIMATE = 128.0
-"""Number of tokens that the first answer is expected to have. Later answers: the mean of the previous ones."""
+"""Number of tokens that the first answer is expected to have.
+
+For later answers, it is the mean of the previous ones.
+"""
 REMEMBERED = 1 << 20
 """Number of prompt blocks whose digests are remembered, so that a next turn hashes only its new blocks."""
 
@@ -38,7 +41,7 @@ Sharing = Callable[[int], float]
 
 
 def apart(computing: int) -> float:
-    """The `Sharing` of replicas that have a device each."""
+    """The `Sharing` of replicas that have one device each."""
     return 1.0
 
 
@@ -72,9 +75,8 @@ class ClusterOutcome:
     stats: tuple[SchedulerStats, ...]
     """Queues and memory of each replica at the end."""
     prompts: tuple[tuple[int, int], ...]
-    """For each request that began: the number of its prompt tokens, and how many of them one replica with endless
-    memory would find if their state were there once the turn is sent.
-    """
+    """For each request that began: the number of its prompt tokens, and how many of them one replica with unlimited
+    memory would find if their state were there once the turn is sent."""
     fetched_tokens: int
     """Number of tokens copied between replicas for a turn."""
     moved_tokens: int
@@ -86,19 +88,19 @@ class ClusterOutcome:
 
     @property
     def reusable_tokens(self) -> int:
-        """Number of prompt tokens that one replica with endless memory would find."""
+        """Number of prompt tokens that one replica with unlimited memory would find."""
         return sum(reusable for _, reusable in self.prompts)
 
     @property
     def found(self) -> float:
-        """The share of the reusable prompt tokens that was not computed again; 1 where there are none."""
+        """Share of the reusable prompt tokens that was not computed again; 1 if there are none."""
         return (
             sum(record.cached_tokens for record in self.records) / self.reusable_tokens if self.reusable_tokens else 1
         )
 
     @property
     def spread(self) -> float:
-        """Busy time of the busiest replica minus that of the idlest, as a share of the mean."""
+        """Busy time of the busiest replica minus that of the least busy one, as a share of the mean."""
         return spread(self.busy)
 
 
@@ -124,17 +126,16 @@ def simulate_cluster(
     on_progress: Callable[[int], None] = lambda done: None,
     until: float = inf,
 ) -> ClusterOutcome:
-    """Serve `workload` by `replicas` engines, as `config` describes, and one router.
+    """Serve `workload` with `replicas` engines, as `config` describes, and one router.
 
-    Each replica is as in `simulate`, with a host tier of its own. State goes from replica to replica over `link`, from
-    host tier to host tier; each replica sends and receives one chain at a time. Without a link or a host tier nothing
-    is moved. With `asks`, each replica reports to the router what it holds; else the router knows only its own map, as
-    the server does. A replica that fails loses its state; its requests continue on others, with the tokens that they
-    have. A replica that drains finishes its requests. After `until` virtual seconds the run ends with the records made
-    by then.
+    Each replica is one of `simulate`, with its own host tier. State goes between host tiers over `link`; each replica
+    sends and receives one chain at a time. Without a link or a host tier nothing is moved. With `asks`, each replica
+    reports its blocks to the router; else the router knows only its own map, as the server does. A replica that fails
+    loses its state; its requests continue on others, with the tokens that they have. A replica that drains finishes its
+    requests. After `until` virtual seconds the run ends with the records made by then.
 
-    `sharing` is what replicas that share a device cost each other, such as `on_cores`. `watch` makes those
-    who observe the loop of each replica.
+    `sharing` is the slowdown of replicas that share a device, such as `on_cores`. `watch` makes the observers of each
+    replica's loop.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.
@@ -193,7 +194,7 @@ class Replica:
     routed: int = 0
     sends_until: float = 0.0
     receives_until: float = 0.0
-    """Virtual time at which its link becomes free in each direction."""
+    """Virtual time at which the replica's link becomes free in each direction."""
 
     @classmethod
     def make(
@@ -205,7 +206,7 @@ class Replica:
         pace: Callable[[float], float],
         watch: Watch,
     ) -> Replica:
-        """An idle replica. `pace(t)` multiplies the duration in the profile of a step that starts at t."""
+        """An idle replica. `pace(t)` multiplies the profile's duration of a step that starts at t."""
         clock = VirtualClock()
         loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline, pace=pace, watch=watch)
         planner = loop.planner
@@ -215,12 +216,15 @@ class Replica:
 
     @property
     def size(self) -> int:
-        """Number of tokens of KV that its tiers hold together."""
+        """Number of tokens of KV that the replica's tiers hold together."""
         host = self.pool.host
         return (self.pool.num_blocks + (host.num_blocks if host is not None else 0)) * self.pool.block_size
 
     def found(self, chain: Sequence[bytes], prompt_tokens: int) -> Found:
-        """The tokens of a prompt that it holds, by tier. The last token never counts, as it must be computed."""
+        """The tokens of a prompt that the replica holds, by tier.
+
+        The last token never counts, because it must be computed.
+        """
         chain = chain[: (prompt_tokens - 1) // self.pool.block_size]
         device = self.pool.find_all(chain)
         lacking = [digest for digest, block in zip(chain, device, strict=True) if block is None]
@@ -232,7 +236,7 @@ class Replica:
         return self.pool.find_all([digest])[0] is not None or self.pool.find_on_host(digest) is not None
 
     def receive(self, blocks: Iterable[tuple[int, bytes]], now: float) -> int:
-        """Store these blocks in the host tier while there is room. Returns how many were stored.
+        """Store these blocks in the host tier while there is room. Returns the number stored.
 
         Each block comes with its place in its chain.
         """
@@ -268,7 +272,7 @@ class Sent:
 
 
 BOUNDARY, STATE, EVENT, REBALANCE, STEP = range(5)
-"""Kinds of events, in the order in which events of one time happen: a step begins after everything else."""
+"""Kinds of events, in the order in which events of one time happen. A step begins after all others."""
 
 
 class Cluster:
@@ -407,7 +411,7 @@ class Cluster:
                 router.started(output.request_id, self.now)
                 sent.started = True
             sent.tokens += output.tokens
-            if sent.attempt > 1:  # the first replica's figure counts
+            if sent.attempt > 1:  # the figure of the first replica counts
                 output = output._replace(cached_tokens=sent.cached, scheduled_at=sent.scheduled)
             read.append(output)
             if output.finish_reason is not None:
@@ -421,7 +425,7 @@ class Cluster:
     def _end(self, sent: Sent, reason: FinishReason) -> None:
         del self._sent[sent.request.id]
         chain, size, prompt = list(sent.turn.chain), self._block_size, sent.request.prompt
-        # The last token is sampled; it is computed only with the next turn.
+        # The last token is sampled, and computed only with the next turn.
         known = (*prompt[len(chain) * size :], *sent.tokens[:-1])
         added = len(known) // size
         chain += block_digests(chain[-1] if chain else ROOT, known[: added * size], size) if added else []
@@ -450,9 +454,9 @@ class Cluster:
     ) -> None:
         """Copy the blocks of a chain that the source has and the target lacks.
 
-        `arrive` receives the number that have come.
+        `arrive` receives the number of blocks that have arrived.
 
-        As with engines, the source holds the blocks until they have arrived, and gaps between them do not matter.
+        As in engines, the source holds the blocks until they have arrived, and gaps between them do not matter.
         """
         link, size = self._link, self._block_size * self._token_bytes
         assert link is not None
@@ -471,7 +475,7 @@ class Cluster:
         self._push(ends, STATE, end)
 
     def _fail(self, number: int) -> None:
-        """Fail a replica: its state is gone, and its requests continue on others."""
+        """Fail a replica: its state is lost, and its requests continue on others."""
         node = self._nodes[number]
         node.failed = True
         self._router.lost(node.name)

@@ -1,7 +1,7 @@
 """Deploys a model on devices: turns their names into the cost profile and the pipeline stages of a simulation.
 
 A measured profile in the package, `profiles/MODEL--DEVICE.json`, takes precedence over one derived from the model's
-shape and the device's data sheet. The name of one of several devices ends with their layout: `-tp2`, `-pp2` or
+shape and the device's data sheet. The name of a profile of several devices ends with their layout: `-tp2`, `-pp2` or
 `-tp2-pp2`.
 
 The linear layers of a step do arithmetic and read the weights. The two overlap, but not fully: the root of the sum of
@@ -19,19 +19,19 @@ from importlib.resources import as_file, files
 from math import hypot
 from typing import Protocol
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel, LinkCost
 from holdfast.core.layout import Layout
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Device, Link, fp8_of, look_up
 from holdfast.lab.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import BUDGET_TILE, DEFAULT_TOKEN_BUDGET
 
 SAMPLED = 256
 """Largest number of tokens in a step for which the LM head computes logits."""
 TOKENS = (1, *range(16, 65, 16), *(at for tile in range(64, 256, 64) for at in (tile + 1, tile + 64)),
           *(at for tile in range(256, 4096, 128) for at in (tile + 1, tile + 128)), 8192, 16384, 32768)  # fmt: skip
-"""Token counts at which the linear layers' time is given: both ends of each tile, because it jumps there."""
+"""Token counts at which the linear layers' time is given: both ends of each tile, because the time jumps there."""
 QUERIES = (1, 2, *(size for power in range(2, 15) for size in (1 << power, 3 << power - 1)), 32768)
 """Chunk lengths at which the time of attention is given: powers of two, and the numbers midway between them."""
 CONTEXTS = tuple(at for at in QUERIES if at >= 16)
@@ -41,7 +41,7 @@ QUERY_TILE = 64
 
 
 class Wire(Protocol):
-    """The carrier of messages between stages."""
+    """The link that carries messages between stages."""
 
     def send(self, size: float) -> float:
         """Seconds to send a message of `size` bytes."""
@@ -66,7 +66,7 @@ class Pipeline:
         """The stages that a profile was measured on; None for one stage. Each takes its share of any step.
 
         A stage's share includes the time that it takes to send. A step therefore takes longer than in the profile by
-        the transfer times between stages, which no stage sees.
+        the transfer times between stages, which no stage measures.
         """
         if profile.pp == 1:
             return None
@@ -113,7 +113,7 @@ class Deployment:
 
 
 def configured_shape(model: str | ModelShape, device: str, config: EngineConfig) -> ModelShape:
-    """The model's shape with the weight and cache types of `config`. Raises ValueError where the engine would."""
+    """The model's shape with the weight and cache types of `config`. Raises ValueError if the engine would."""
     shape = model if isinstance(model, ModelShape) else look_up("model shape", MODELS, model)
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) == "fp8":
@@ -180,7 +180,7 @@ def deploy(
 def packaged_profile(shape: ModelShape, device: str, layout: Layout = ONE_DEVICE) -> CostProfile | None:
     """The package's measured profile of this model on these devices; None if there is none of this precision."""
     if replace(shape, quantization="none", kv_cache_dtype="auto") != MODELS.get(shape.name):
-        return None  # another model of that name
+        return None  # another model with this name
     file = files("holdfast").joinpath("profiles", f"{shape.name}--{device}{layout.suffix}.json")
     if not file.is_file():
         return None

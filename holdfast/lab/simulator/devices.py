@@ -55,7 +55,7 @@ class Device:
     link: str
     """The link between devices of one host."""
     fp8: Fp8 | None = None
-    """Its FP8 figures. None before Hopper: the engine's FP8 weights and FP8 cache need Hopper."""
+    """FP8 figures of the device. None before Hopper: the engine's FP8 weights and FP8 cache need Hopper."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The simulated executor: takes plans like the real one, and returns results on a virtual clock."""
+"""The simulated executor: takes plans as the real one does, and returns results on a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from holdfast.core.types import Identity
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.training import SimulatedTrainer
 from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.types import PENDING, CopyTime, PartResult, StepPlan, StepResult, TierCopied
-from holdfast.lm.types.tuning import TrainingPlan
 
 TOKEN, OTHER = 7, 8
-"""The tokens that steps sample: the first, or the other if a guess should be wrong. No model runs: a sequence ends at
-its maximum length.
-"""
+"""The tokens that steps sample: TOKEN, or OTHER if a guess should be wrong. No model runs: a sequence ends at its
+maximum length."""
 
 
 class Copying(NamedTuple):
-    """Copies of one plan in one direction, still under way."""
+    """Copies of one plan in one direction that have not completed."""
 
     ends: float
     time: CopyTime
@@ -118,7 +117,7 @@ def with_drafts(predictor: Predictor, spans: Sequence[tuple[int, int]], drafted:
 
 
 class SimulatedDrafter(Drafter):
-    """Guesses TOKEN. The simulated model samples TOKEN as often as guesses should be right."""
+    """Drafter that guesses TOKEN. The simulated model samples TOKEN as often as guesses should be right."""
 
     def propose(self, own: Matcher, identity: Identity, most: int) -> tuple[int, ...]:
         return (TOKEN,) * most
@@ -138,8 +137,8 @@ class SimulatedExecutor:
       so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
     - Drafts: at each sampled position the token is TOKEN, the guess, with probability `acceptance`.
-    - Training: a plan's slice follows its segments, on one stage; the copies of a job's vectors take as long as they do
-      on the link.
+    - Training: a plan's slice follows its segments, on one stage. The copies of a job's vectors take their time on the
+      link.
     """
 
     def __init__(
@@ -162,16 +161,15 @@ class SimulatedExecutor:
         """Time at which each stage has finished all submitted steps."""
         self._in_flight: deque[tuple[StepPlan, tuple[float, ...], float, float, tuple[PartResult, ...]]] = deque()
         """Plans in flight, each with the seconds of its stages, the seconds of its sends, its end, and its slice's
-        result.
-        """
+        result."""
         self._in_free = self._out_free = 0.0
         """Time at which each direction of the copy link becomes free."""
         self._swapping_out: deque[Copying] = deque()
         self._swapping_in: deque[Copying] = deque()
-        """Copies under way: to the host (`_swapping_out`), and from it (`_swapping_in`)."""
+        """Copies that have not completed: to the host (`_swapping_out`), and from it (`_swapping_in`)."""
         self._last_step = -1
         self._sampled_at: dict[int, float] = {}
-        """Time at which the first stage has the last token of each row; only in a pipeline."""
+        """For each row, the time at which the first stage has its last token. Used only in a pipeline."""
         self.stages_busy = [0.0] * len(self._reserves)
         """Seconds during which each stage computed."""
 
@@ -232,7 +230,7 @@ class SimulatedExecutor:
 
     @property
     def busy(self) -> float:
-        """Seconds during which the device computed; with several stages, their mean."""
+        """Seconds during which the device computed; for several stages, their mean."""
         return sum(self.stages_busy) / len(self.stages_busy)
 
     def close(self) -> None:
@@ -247,7 +245,7 @@ class SimulatedExecutor:
         return max((self._sampled_at[row] for row, tokens in rows if tokens[0] == PENDING), default=0.0)
 
     def _copy(self, plan: StepPlan, computed: float) -> None:
-        """Start the plan's copies. `computed` is when the computation submitted so far ends."""
+        """Start the plan's copies. `computed` is the time at which the computation submitted so far ends."""
         if plan.copies.swap_in:
             self._in_free = max(computed, self._in_free)
             self._in_free = self._start(plan, inward=True, blocks=len(plan.copies.swap_in), at=self._in_free)
@@ -257,7 +255,7 @@ class SimulatedExecutor:
         self._last_step = plan.step
 
     def _start(self, plan: StepPlan, *, inward: bool, blocks: int, at: float) -> float:
-        """Start a copy of `blocks` blocks at time `at`. Returns when it ends."""
+        """Start a copy of `blocks` blocks at time `at`. Returns the time at which it ends."""
         seconds = blocks * self._step_times.copy_seconds
         time = CopyTime(plan.step, inward, blocks * self._step_times.block_bytes, seconds)
         (self._swapping_in if inward else self._swapping_out).append(Copying(at + seconds, time))

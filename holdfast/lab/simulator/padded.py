@@ -1,4 +1,4 @@
-"""Padded rows in the simulator: how wide the batch is after each forward, and how long the forwards of a plan take."""
+"""Padded rows in the simulator: the width of the batch after each forward, and the time of a plan's forwards."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from holdfast.lm.types import RowMove, RowPlan, Segment, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class RowSoftware:
-    """The way forwards of padded rows are run. The defaults are this engine's; other values model systems in papers."""
+    """The way in which forwards of padded rows run.
+
+    The defaults are this engine's; other values model systems in papers.
+    """
 
     junk: bool = False
-    """Columns that a shaped prompt adds to the other rows stay (Baton §4.1). Otherwise they are cut at once."""
+    """Whether columns that a shaped prompt adds to the other rows stay (Baton §4.1). Otherwise they are cut at once."""
     cat_rate: float = 0.0
-    """Bytes per second at which each forward of the batch copies its whole state, as Transformers' own cache does by
-    `torch.cat`. The state is read and written. 0: no copy.
-    """
+    """Bytes per second at which each forward of the batch copies its whole state, as Transformers' own cache does with
+    `torch.cat`. The state is read and written. 0: no copy."""
     forward_seconds: float = 0.0
-    """Least seconds of a forward, because the host launches its kernels one by one."""
-    beside: bool = False
+    """Shortest time of a forward in seconds, because the host launches its kernels one by one."""
+    concurrent: bool = False
     """Whether forwards outside the batch run at the same time as the batch's (Baton §3.2). A step then takes the longer
-    time, not the sum.
-    """
+    time, not the sum."""
     host_adds: bool = False
-    """Whether the host cannot launch ahead of the device: a forward then takes `forward_seconds` plus the device's
-    time.
+    """Whether the host cannot launch ahead of the device.
+
+    A forward then takes `forward_seconds` plus the device's time.
     """
     joining_seconds: float = 0.0
-    """Seconds that the batch waits for each row that joins while others run: the host changes every layer's state."""
+    """Seconds that the batch waits for each row that joins while others run, because the host changes every layer's
+    state."""
     embed_rate: float = 0.0
     """Bytes per second at which an embedded state comes from the host. 0: it is on the device already."""
     kept_columns: int = 0
@@ -51,8 +54,8 @@ ENGINE = RowSoftware()
 class Batch:
     """The rows of the running batch, as far as its size depends on them: a row is placeholders, then its own columns.
 
-    `junk` keeps the columns that shaping adds to the other rows. Then the batch is cut only before an insertion, by the
-    placeholders that all its rows have in common (Baton §4.1, resources releasing). With `kept` it is cut even then
+    With `junk`, columns that shaping adds to the other rows stay. Then the batch is cut only before an insertion, by
+    the placeholders that all its rows have in common (Baton §4.1, resources releasing). With `kept` it is cut even then
     only if it would have more positions than that.
     """
 
@@ -76,7 +79,7 @@ class Batch:
         return len(self._columns) * self.width
 
     def embed(self, row: int, length: int) -> None:
-        """Add a state of `length` positions; the batch becomes wider if that is longer (§4.2)."""
+        """Add a state of `length` positions. The batch becomes wider if that is longer (§4.2)."""
         self.release()
         self._columns[row] = length
         self.width = max(self.width, length)
@@ -119,11 +122,14 @@ class Batch:
             self.drop(move.row)
 
     def run(self, segments: Sequence[Segment]) -> tuple[int, int, int]:
-        """`forward`, with these segments of a plan: rows that are not in the batch yet join it."""
+        """Apply `forward` to these segments of a plan. Rows that are not in the batch yet join it."""
         return self.forward([(each.row, each.length) for each in segments if each.row not in self])
 
     def follow(self, plan: StepPlan) -> tuple[int, int]:
-        """Apply a whole plan. Returns the most positions, and the most columns, that the batch had in a forward."""
+        """Apply a whole plan.
+
+        Returns the largest number of positions, and of columns, that the batch had in a forward.
+        """
         segments, positions, width, at = list(plan.segments), self.positions, self.width, 0
         rows_plan = plan.part(RowPlan)
         for index, forward in enumerate(rows_plan.forwards):
@@ -180,7 +186,7 @@ class PaddedStepTimes(StepTimes):
             else:
                 in_batch += self._batch(own)
         in_batch += self._move(moves, len(forwards))
-        return [max(in_batch, apart) if self._software.beside else in_batch + apart]
+        return [max(in_batch, apart) if self._software.concurrent else in_batch + apart]
 
     def _batch(self, segments: Sequence[Segment]) -> float:
         running = len(self.batch)
@@ -198,7 +204,10 @@ class PaddedStepTimes(StepTimes):
         return seconds
 
     def _move(self, moves: list[RowMove], before: int) -> float:
-        """Apply the moves before forward `before`. Returns the seconds that it waits for the states they load."""
+        """Apply the moves before forward `before`.
+
+        Returns the seconds that the forward waits for the states they load.
+        """
         seconds = 0.0
         while moves and moves[0].before <= before:
             move = moves.pop(0)

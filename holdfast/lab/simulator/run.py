@@ -9,7 +9,6 @@ from functools import partial
 from math import inf
 from typing import Protocol
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
@@ -19,11 +18,16 @@ from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
-from holdfast.lm.choice import capacity_of, make_scheduler, steps_in_flight
+from holdfast.lm.choice import capacity_of, compose_scheduler, make_planning, steps_in_flight
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.speculation.choice import make_parts as speculation_parts
+from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.parts.tiers.planner import TierPart
-from holdfast.lm.parts.tuning.choice import make_tuner
-from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.parts.tuning.choice import make_tuner, with_training
+from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
@@ -57,21 +61,21 @@ class Outcome:
     stats: SchedulerStats
     """State of queues and memory at the end."""
     trained: float = 0.0
-    """Virtual seconds that the device trained, besides `busy`."""
+    """Virtual seconds that the device trained, not included in `busy`."""
     trained_tokens: int = 0
     """Number of tokens in complete micro-batches."""
     slices: int = 0
     stages_busy: tuple[float, ...] = ()
-    """Virtual seconds that each stage of a pipeline computed; `busy` is their mean. Empty for one stage."""
+    """Virtual seconds that each stage of a pipeline computed. `busy` is their mean. Empty for one stage."""
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The share of the run in which each stage of a pipeline had nothing to do (bubbles)."""
+        """Share of the run in which each stage of a pipeline had nothing to do (bubbles)."""
         return tuple(1 - busy / self.seconds for busy in self.stages_busy)
 
 
 Watch = Callable[[Scheduler, EngineShape, VirtualClock], Iterable[Observer[StepPlan, StepResult]]]
-"""Makes the observers of a simulated loop, given its planner, the engine's shape and the virtual clock."""
+"""Function that makes the observers of a simulated loop from its planner, the engine's shape and the virtual clock."""
 
 
 def nobody(scheduler: Scheduler, shape: EngineShape, clock: VirtualClock) -> tuple[()]:
@@ -102,12 +106,14 @@ def simulate(
     Conversations arrive at their times. With `concurrency`, arrival times are ignored and that number of conversations
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
     step that starts at t. With a `pipeline`, one more step is in flight for each further stage, and `profile.cost` must
-    be its `whole()`. `watch` makes those who observe the loop. `on_progress` receives the number of requests that
-    have ended.
+    be its `whole()`. `watch` makes the observers of the loop. `on_progress` receives the number of requests that have
+    ended.
+
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
     `make_policy` replaces the policy that `config` asks for. With an `acceptance`, decodes verify drafts as
-    `config.speculation` says, and each guess is right with this chance. `tuning` has training jobs that run with the
-    requests; the run ends with the last request. After `until` virtual seconds it ends with the records made by then.
+    `config.speculation` says, and each guess is right with this probability. `tuning` has training jobs that run with
+    the requests; the run ends with the last request. After `until` virtual seconds it ends with the records made by
+    then.
 
     If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
     There is no remote tier.
@@ -155,7 +161,7 @@ def make_loop(
     tuning: Tuning | None = None,
     acceptance: float | None = None,
 ) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None]]:
-    """The engine's loop on a clock of its own, its executor, its trainer if there is `tuning`, and a function.
+    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, and a function.
 
     Call the function when no step can run while a disk tier still works: it lets the awaited job end. See `simulate`.
     """
@@ -171,26 +177,22 @@ def make_loop(
     on_disk = config.disk_cache_dir is not None
     if on_disk:
         shape = replace(shape, lower=_disk_tier(config, shape))
-    tuner = trainer = None
-    if tuning is not None:
-        block_bytes = profile.token_bytes * config.block_size
-        tuner, trainer = _begin_tuning(config, profile, shape, tuning, block_bytes)
+    cost = profile.cost
+    planning = make_planning(config, shape, cost, make_policy(shape) if make_policy else None, stages=stages)
+    policy = planning.policy
     drafter = SimulatedDrafter() if acceptance is not None and config.drafter else None
+    parts: list[Part] = [*speculation_parts(planning, drafter)]
+    trainer = None
+    if tuning is not None:
+        part, trainer = _begin_tuning(planning, profile, tuning)
+        policy = with_training(
+            planning, policy, part, tuning.deferral_bound, progress=tuning.progress, share=config.tuning_share
+        )
+        parts.append(part)
     executor = SimulatedExecutor(
         step_times, clock, host_seconds, pace, trainer, 1.0 if acceptance is None else acceptance
     )
-    policy = make_policy(shape) if make_policy else None
-    scheduler = make_scheduler(
-        config,
-        shape,
-        profile.cost,
-        policy=policy,
-        stages=stages,
-        tuner=tuner,
-        deferral_bound=tuning.deferral_bound if tuning is not None else None,
-        tuning_progress=tuning is not None and tuning.progress,
-        drafter=drafter,
-    )
+    scheduler = compose_scheduler(planning, policy, [*parts, *standard_parts(planning)])
     disk = SimulatedDisk(scheduler.part(TierPart), clock, shape.block_bytes, disk_rate) if on_disk else None
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
     observers = watch(scheduler, shape, clock)
@@ -198,17 +200,17 @@ def make_loop(
     return loop, executor, trainer, wait
 
 
-def _begin_tuning(
-    config: EngineConfig, profile: CostProfile, shape: EngineShape, tuning: Tuning, block_bytes: int
-) -> tuple[Tuner, SimulatedTrainer]:
-    """The tuner with its jobs, and the trainer that prices their slices. Raises ValueError as the engine would."""
+def _begin_tuning(planning: Planning, profile: CostProfile, tuning: Tuning) -> tuple[TuningPart, SimulatedTrainer]:
+    """The part that plans training, with its jobs, and the trainer that prices their slices.
+
+    Raises ValueError as the engine would.
+    """
+    block_bytes = profile.token_bytes * planning.config.block_size
     if not block_bytes:
         raise ValueError(f"the profile of {profile.cost.model} does not say the size of a position, which tuning needs")
     copying = block_bytes / profile.copy_rate if profile.copy_rate else 0.0
     tuner = make_tuner(
-        config,
-        shape,
-        profile.cost,
+        planning,
         tuning.shape,
         memory_fraction=tuning.memory_fraction,
         block_seconds=copying,
@@ -217,7 +219,7 @@ def _begin_tuning(
     jobs = {f"job {number}": job for number, job in enumerate(tuning.jobs)}
     for name, job in jobs.items():
         tuner.add(name, job, partial(job.blocks, block_bytes=block_bytes))
-    return tuner, SimulatedTrainer(tuner.cost, jobs, block_bytes, tuning.error)
+    return TuningPart(tuner), SimulatedTrainer(tuner.cost, jobs, block_bytes, tuning.error)
 
 
 def on_rows(config: EngineConfig, profile: CostProfile) -> bool:
@@ -227,8 +229,8 @@ def on_rows(config: EngineConfig, profile: CostProfile) -> bool:
 
 def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
     """Number of blocks in the host tier, and seconds to copy one block."""
-    if config.host_cache_gb == "auto" or not config.host_cache_gb or not config.prefix_sharing:
-        return 0, 0.0  # "auto" is off: a simulation has no host memory to measure
+    if not config.host_cache_bytes or not config.prefix_sharing:
+        return 0, 0.0  # "auto" means none: a simulation has no host memory to measure
     if not (profile.token_bytes and profile.copy_rate):
         cost = profile.cost
         raise ValueError(
@@ -236,7 +238,7 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
             "both the size of a position and how fast it is copied; give the rate with --copy-gbs, or drop the tier"
         )
     block = profile.token_bytes * config.block_size
-    return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
+    return int(config.host_cache_bytes / block), block / profile.copy_rate
 
 
 def nothing() -> None:
@@ -249,18 +251,15 @@ def _disk_tier(config: EngineConfig, shape: EngineShape) -> LowerShape:
         raise ValueError(
             "disk_cache_dir is set, and the simulated engine has no host tier before it; set host_cache_gb"
         )
-    return LowerShape(shape.block_bytes, disk_blocks=int(config.disk_cache_gb * 1e9) // shape.block_bytes)
+    return LowerShape(shape.block_bytes, disk_blocks=config.disk_cache_bytes // shape.block_bytes)
 
 
 def context_length(config: EngineConfig, profile: CostProfile) -> int:
-    """Longest sequence in tokens, prompt and output together."""
+    """Largest number of tokens in a sequence, prompt and output together."""
     longest = config.max_model_len or profile.max_model_len
     if profile.rows is None:
         return min(longest, profile.cache_tokens + 1)
-    rows, longest = row_shape(config, profile), min(longest, profile.max_model_len)
-    while longest > rows.quantum and rows.bytes.of(-(-longest // rows.quantum) * rows.quantum) > rows.memory:
-        longest -= rows.quantum
-    return longest
+    return row_shape(config, profile).longest_row(min(longest, profile.max_model_len))
 
 
 def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
@@ -296,8 +295,8 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
 def row_shape(config: EngineConfig, profile: CostProfile) -> RowShape:
     """Padded rows in the memory of the profile's cache, with the layout that the profile was measured on.
 
-    If the profile is of a paged cache, the rows are of a model with full attention, which has every ability. A host
-    tier is as large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a position.
+    If the profile is of a paged cache, the rows are of a model with full attention, which has every ability. The host
+    tier has the size in `config`; "auto" means none. Raises ValueError if the profile has no size of a position.
     """
     if not profile.token_bytes:
         cost = profile.cost
@@ -354,7 +353,7 @@ class Conversations:
         self._tokens = PromptTokens(vocab_size)
         self._open: dict[str, _OpenRequest] = {}
         self._history: dict[int, tuple[int, ...]] = {}
-        """The tokens so far of each conversation with a turn still due."""
+        """The tokens so far of each conversation that has a turn left."""
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
         self._due = [(0.0 if concurrency else workload[number].arrival, number, 0) for number in range(first)]
         """Turns to send: time, conversation, turn."""
@@ -363,7 +362,7 @@ class Conversations:
 
     @property
     def next_due(self) -> float:
-        """When the next turn is to be sent, in seconds; infinite if none is due before another ends."""
+        """Time at which the next turn is to be sent, in seconds; infinite if none is due before another ends."""
         return self._due[0][0] if self._due else inf
 
     @property

@@ -1,4 +1,4 @@
-"""SimulatedDisk: the jobs of a disk tier on a virtual clock, each for as long as its bytes take."""
+"""SimulatedDisk: runs the jobs of a disk tier on a virtual clock, each for the time that its bytes take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.tiers import Outcome, TierDone, TierJob
 
 DISK_RATE = 3e9
-"""Default rate in bytes per second: that of a local NVMe drive."""
+"""Default rate in bytes per second, that of a local NVMe drive."""
 DISK_LATENCY = 2e-4
 """Seconds from the start of a job to its first byte."""
 DONE: Outcome = "done"
@@ -29,7 +29,7 @@ class SimulatedDisk:
         self._free_at = 0.0
 
     def exchange(self) -> None:
-        """Tell the planner what has ended by now, and begin what it wants. The `refresh` of a loop."""
+        """Report jobs that have ended to the planner, and begin those that it wants. The `refresh` of a loop."""
         now, ended = self._clock(), list[TierDone]()
         self._queue(now)
         while self._running is not None and self._running[0] <= now:

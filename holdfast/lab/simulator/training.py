@@ -1,4 +1,4 @@
-"""Simulated training: jobs of a given size next to a simulated engine's requests, and the time of their slices."""
+"""Simulated training: jobs of a given size with a simulated engine's requests, and the time of their slices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast.core.training_cost import HEAD_TOKENS, TrainingCost, TrainingShape, UnitKind
 from holdfast.lab.simulator.shapes import BYTES, ModelShape
-from holdfast.lm.types.tuning import TrainingReport, TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingReport, TrainingSlice
 
 NUMBER = 4
 """Bytes of a 32-bit number."""
@@ -22,7 +22,7 @@ class SimulatedUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedBatch:
-    """A micro-batch of sequences of these lengths, with an optimizer step of its own."""
+    """A micro-batch of sequences of these lengths, with its own optimizer step."""
 
     lengths: tuple[int, ...]
     num_layers: int
@@ -30,7 +30,7 @@ class SimulatedBatch:
 
     @cached_property
     def units(self) -> tuple[SimulatedUnit, ...]:
-        """Its units in order, like those of `holdfast.training.jobs.units_of`."""
+        """The batch's units in order, like those of `holdfast.training.jobs.units_of`."""
         layers, chunks = range(self.num_layers), -(-sum(self.lengths) // HEAD_TOKENS)
         forward: tuple[UnitKind, ...] = ("attention", "mlp")
         backward: tuple[UnitKind, ...] = ("mlp_backward", "attention_backward")
@@ -44,13 +44,13 @@ class SimulatedBatch:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job whose optimizer steps are all alike: one micro-batch each."""
+    """A job whose optimizer steps are all alike, with one micro-batch each."""
 
     lengths: tuple[int, ...]
     """Number of tokens in each example of a micro-batch."""
     num_layers: int
     vector_bytes: int
-    """Bytes of its vectors: parameters, gradients, moments."""
+    """Bytes of the job's vectors: parameters, gradients, moments."""
     input_bytes: int
     """Bytes per token of the inputs of all halves."""
     kept_bytes: int
@@ -70,7 +70,7 @@ class SimulatedJob:
         return (self._batch,)
 
     def blocks(self, tokens: int, keep: bool, *, block_bytes: int) -> int:
-        """Number of cache blocks that it takes on the device with a micro-batch of `tokens` tokens."""
+        """Number of cache blocks that the job takes on the device with a micro-batch of `tokens` tokens."""
         token = self.input_bytes + (self.kept_bytes if keep else 0)
         return -(-(self.vector_bytes + tokens * token) // block_bytes)
 
@@ -78,7 +78,7 @@ class SimulatedJob:
 def job_of(shape: ModelShape, lengths: Sequence[int], *, rank: int = 16, count: int = 1 << 40) -> SimulatedJob:
     """A LoRA job over all linear layers of a decoder of this shape, with activations in 16 bits."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    products = (  # of each: the inputs, the outputs of all its parts, and how many parts have adapters of their own
+    products = (  # inputs, outputs of all parts, number of parts with their own adapters
         (shape.hidden, query + 2 * key, 3),
         (query, shape.hidden, 1),
         (shape.hidden, 2 * shape.intermediate, 2),
@@ -105,22 +105,21 @@ def training_shape(shape: ModelShape) -> TrainingShape:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Training next to a simulated engine's requests."""
+    """Training jobs that run with a simulated engine's requests."""
 
     jobs: Sequence[SimulatedJob]
     """Jobs in the order of their arrival. All arrive at the start."""
     shape: TrainingShape
     deferral_bound: float | None = None
-    """Seconds that a request may wait for training. None: the default, or slices if there is a `tbt_target`.
-    """
+    """Seconds that a request may wait for training. None: the default, or slices if there is a `tbt_target`."""
     memory_fraction: float = 0.5
     progress: bool = False
     error: float = 1.0
-    """Real over predicted time of units, before any correction."""
+    """Ratio of the real time of units to the predicted one, before any correction."""
 
 
 class SimulatedTrainer:
-    """Prices slices as the device would take them, and counts the trained tokens."""
+    """Computes the time of slices on the device, and counts the trained tokens."""
 
     def __init__(self, cost: TrainingCost, jobs: dict[str, SimulatedJob], block_bytes: int, error: float = 1.0) -> None:
         self._cost, self._jobs, self._block_bytes, self._error = cost, jobs, block_bytes, error

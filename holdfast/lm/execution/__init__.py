@@ -1,1 +1,1 @@
-"""Plans become tensors, run through the model, and give tokens back."""
+"""Execution: turns step plans into tensors, runs them through the model, and returns tokens."""

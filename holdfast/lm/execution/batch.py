@@ -28,14 +28,14 @@ PADDING = {"ids": 0, "positions": 0, "slots": -1}
 """The fields of padding tokens. Attention's `write` skips a negative slot."""
 
 TOKENS_PER_TABLE_WRITE = 4
-"""A padded step has room for one new block table entry per this many tokens. Further entries are uploaded apart."""
+"""Tokens of a padded step for each new block table entry that it has room for. Further entries are a second upload."""
 
 NO_SIZES: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """The inputs of a step on the device; views of one persistent buffer."""
+    """The inputs of a step on the device, as views of one persistent buffer."""
 
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
@@ -47,12 +47,12 @@ class PackedStep:
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """How the sampled rows are drawn, as `Sampler.draw` takes it."""
+        """The arguments of `Sampler.draw` that say how each sampled row is drawn."""
         return {**self.sampling, "position": self.sample_position}
 
 
 class Fields:
-    """One int64 buffer, and a tensor for each of its fields. Float32 fields use the first half of their place."""
+    """One int64 buffer, and a tensor for each of its fields. A float32 field uses the first half of its place."""
 
     def __init__(self, sizes: dict[str, int], device: torch.device | str, *, pinned: bool = False) -> None:
         """`sizes` are the capacities of the fields by name, in the order of the buffer."""
@@ -112,20 +112,20 @@ class StagedStep:
 
     @property
     def masked(self) -> Sequence[int]:
-        """Indices of the sampled rows that may draw some tokens only."""
+        """Indices of the sampled rows that may draw only some tokens."""
         return () if self.wishes is None else self.wishes.masked
 
     @property
     def embeds(self) -> Sequence[int]:
-        """Indices of the sampled rows whose hidden states are given."""
+        """Indices of the sampled rows whose hidden states are returned."""
         return () if self.wishes is None else self.wishes.embeds
 
 
 class ModelInputs:
-    """Inputs of the model besides tokens, for the steps of a batch that have some. This class itself adds none.
+    """Inputs of the model besides tokens, in steps that have some. This base class adds none.
 
-    It has fields of its own at the end of the batch's buffer. They are copied to the device only for steps with such
-    inputs. These steps also have graphs of their own.
+    They have their own fields at the end of the batch's buffer, which are copied to the device only in steps with such
+    inputs. These steps also have their own graphs.
     """
 
     plans: tuple[type[PartPlan], ...] = ()
@@ -140,16 +140,16 @@ class ModelInputs:
     def write(self, packed: Any, arrays: Arrays, num_tokens: int, num_rows: int, *, apart: bool) -> None:
         """Write the inputs from `pack` into the fields of a host buffer, for a step of these sizes.
 
-        `apart` is True where rows are computed apart from tokens, even if all tokens are sampled.
+        `apart` is True if sampled rows are computed separately from tokens, even if all tokens are sampled.
         """
 
     def clear(self, fields: Fields) -> None:
-        """Replace the inputs in the device's fields by those of padding."""
+        """Set the fields on the device to padding."""
 
     def entered(self, packed: Any, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
         """The inputs of a step that was copied to these fields, as the model reads them; None if it has none.
 
-        `num_rows` is None where the model gives a row for each token.
+        `num_rows` is None if the model returns a row for each token.
         """
         return None
 
@@ -164,9 +164,9 @@ TOKENS_ONLY = ModelInputs()
 class Batch:
     """Block tables and last sampled tokens by row, on the device, and a copy of the tables on the host.
 
-    Packing has two halves, so that the host can prepare a step while the device still runs the last one. `stage`
-    touches host state only. `enter` uploads the staged step and writes its table entries and pending tokens, in order
-    of submission.
+    Packing has two halves, so that the host can prepare a step while the device still runs the last one. `stage` uses
+    only state on the host. `enter` uploads the staged step and writes its table entries and pending tokens, in the
+    order of submission.
 
     For a captured graph, `enter` is split again. `upload` copies a padded step to the buffer that the graph reads.
     `apply`, the first part of the graph, writes its table entries and pending tokens.
@@ -183,33 +183,33 @@ class Batch:
         samples: int | None = None,
         inputs: ModelInputs = TOKENS_ONLY,
     ) -> None:
-        """`samples` is the most tokens that a step draws, by default one for each row.
+        """`samples` is the largest number of tokens that a step draws, by default one for each row.
 
-        `inputs` are the model's further inputs. They belong to this batch alone.
+        `inputs` are the model's inputs besides tokens. They belong to this batch alone.
         """
         samples = samples or rows
         self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
-        # One row beyond the usable ones takes the table entries that pad a step.
+        # Table entries that pad a step are written to one row after the usable ones.
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._padding_row = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.inputs = inputs
-        # The places of the fields are fixed, so that a captured graph finds them.
+        # Each field has a fixed place, where a captured graph finds it.
         self._sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), max_tokens)
         self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), samples)
-        # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
+        # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are a second upload.
         self._sizes |= dict.fromkeys(("write_at", "write_block"), max_tokens + rows)
         self._plain = sum(self._sizes.values())
-        """Number of buffer entries that a step of tokens only needs."""
+        """Number of buffer entries that a step of only tokens needs."""
         self._sizes |= inputs.sizes
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
         self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
-        """The sampling record that `_settings` holds, by row."""
+        """For each row, the sampling record that `_settings` holds."""
         self._wishes = np.zeros(rows, np.bool_)
-        """Whether that record asks for more than a token, by row."""
+        """For each row, whether that record asks for more than a token."""
         self._free: list[Fields] = []
-        """Host buffers that no step uses."""
+        """Host buffers that are not in use by a step."""
         self._persistent = Fields(self._sizes, device)
 
     def stage(self, plan: StepPlan) -> StagedStep:
@@ -294,24 +294,24 @@ class Batch:
         self.inputs.clear(self._persistent)
 
     def more(self, staged: StagedStep, num_rows: int | None) -> StepAdapters | None:
-        """Inputs of an entered step that the model reads besides its tokens; None if it has none.
+        """The inputs of an entered step besides its tokens, as the model reads them; None if it has none.
 
-        `num_rows` is the number of rows that the model gives; None for one per token.
+        `num_rows` is the number of rows that the model returns; None for one per token.
         """
         return self.inputs.entered(staged.more, self._persistent, staged.num_tokens, num_rows)
 
     def captured(self, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
-        """Inputs that a graph of this size reads besides tokens, for any uploaded step that has some."""
+        """The inputs besides tokens that a graph of this size reads, for any uploaded step that has some."""
         return self.inputs.captured(self._persistent, num_tokens, num_rows)
 
     def release(self, staged: StagedStep) -> None:
-        """Give the host buffer back, once the step has ended."""
+        """Return the host buffer of a step that has ended."""
         self._free.append(staged.host)
 
     def _copy(self, staged: StagedStep, num_tokens: int, num_rows: int, *, apart: bool = False) -> None:
         """Copy a staged step to the device, with its further inputs for this many tokens and sampled rows.
 
-        `apart` is True where rows are computed apart from tokens, even if all tokens are sampled.
+        `apart` is True if sampled rows are computed separately from tokens, even if all tokens are sampled.
         """
         used = self._plain
         if staged.more is not None:
@@ -320,11 +320,11 @@ class Batch:
         self._persistent.buffer[:used].copy_(staged.host.buffer[:used], non_blocking=True)
 
     def _room(self, num_tokens: int) -> int:
-        """Table entries that a padded step of this many tokens has room for."""
+        """Number of table entries that a padded step of this many tokens has room for."""
         return -(-num_tokens // TOKENS_PER_TABLE_WRITE)
 
     def _write_tables(self, fields: Fields, first: int, staged: StagedStep) -> None:
-        """Write the table entries from `first` on, or all of them where they are uploaded apart."""
+        """Write the table entries from `first` on, or all of them if they are a second upload."""
         tables = self.block_tables.view(-1)
         if staged.writes_apart is not None:
             places, blocks = staged.writes_apart.to(self.device)
@@ -383,7 +383,11 @@ class Batch:
     def _pack_sampling(
         self, plan: StepPlan, segments: Segments, arrays: Arrays
     ) -> tuple[int, bool, bool, Wishes | None]:
-        """Pack how each token is drawn. Returns the count, whether any is random or filtered, and the wishes."""
+        """Pack the sampling options of each token to draw.
+
+        Returns the number of tokens, whether any is random, whether any is filtered, and what rows ask for besides
+        tokens.
+        """
         drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
         for index, row in zip(at.tolist(), segments.row[at].tolist(), strict=True):
@@ -393,11 +397,11 @@ class Batch:
                 self._wishes[row] = sampling.asks
         places: npt.NDArray[np.integer] = segments.query_start[1:][at] - 1
         positions: npt.NDArray[np.integer] = segments.context_stop[at]
-        if plan.samples is not None:  # the last tokens of a segment, in order
+        if plan.samples is not None:  # a segment samples after each of its last `most` tokens, in order
             most = np.array(plan.samples, np.int64)
-            behind = np.repeat(np.cumsum(most), most) - np.arange(int(most.sum())) - 1
+            to_last = np.repeat(np.cumsum(most), most) - np.arange(int(most.sum())) - 1
             at = np.repeat(at, most)
-            places, positions = np.repeat(places, most) - behind, np.repeat(positions, most) - behind
+            places, positions = np.repeat(places, most) - to_last, np.repeat(positions, most) - to_last
         count, rows = len(at), segments.row[at]
         if count > len(arrays["sample_at"]):
             raise ValueError(f"step {plan.step} draws {count} tokens; the batch holds {len(arrays['sample_at'])}")

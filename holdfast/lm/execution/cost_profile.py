@@ -1,6 +1,6 @@
 """Measures a CostModel: linear layers by token count, attention by query length and context, at powers of two.
 
-`measure_cost` takes its time; `estimate_cost` times a few steps.
+`measure_cost` is thorough and takes seconds; `estimate_cost` times only a few steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
@@ -26,59 +26,64 @@ from holdfast.lm.models.base import Model
 from holdfast.lm.types import DeviceExecutor, Sampling, Segment, StepPlan, StepResult, TableWrite
 
 SECONDS_A_POINT = 0.01
-"""How long each point is repeated, at least REPEATS times. The median counts."""
+"""Seconds for which each point is repeated, at least REPEATS times. The result is the median."""
 REPEATS = 3
 ROUNDS = {"cuda": 2, "cpu": 4}
-"""Rounds of real steps, in turn by rising and by falling size. A clock that drops under load, or a CPU that is slow for
-a second, then affects all sizes alike."""
+"""Number of rounds of real steps. Sizes rise in one round and fall in the next, so a clock that drops under load, or a
+CPU that is slow for a second, affects all sizes alike."""
 WARM_UP = {"cuda": 1, "cpu": 0}
-"""Uncounted first steps of a kind in a round. None on a CPU: in service, too, each step differs from the last."""
+"""Number of first steps of each kind in a round that are not counted. A CPU needs none: in service, too, each step
+differs from the one before."""
 COUNTED = {"cuda": 2, "cpu": 3}
-"""Counted steps of a kind in a round."""
+"""Number of counted steps of each kind in a round."""
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
-"""How long a device computes before its steps are measured. After a rest, a GPU is up to 20% faster for a while."""
+"""Seconds of computing before steps are measured. After a rest, a GPU is up to 20% faster for a while."""
 BURST_TOKENS = 1024
-"""Tokens of the steps that measure the burst."""
+"""Number of tokens in the steps that measure the burst."""
 BURST_STEPS = 8
 REST_SECONDS = 0.15
-"""How long decodes run before the steps that measure the burst."""
+"""Seconds of decodes before the steps that measure the burst."""
 REST_ROWS, REST_CONTEXT = 16, 512
 BURST_TIMES = {"cuda": 3, "cpu": 0}
-"""How often the burst is measured. The median counts. A CPU is assumed to have none."""
+"""Number of times that the burst is measured; the result is the median. A CPU is assumed to have no burst."""
 LEAST_BURST = 0.03
-"""A burst that saves a smaller share of a step's time counts as none."""
+"""Smallest share of a step's time that a burst must save to count as one."""
 LAYERS = 4
-"""Layers whose attention is measured; the result is scaled to all layers."""
+"""Number of layers whose attention is measured. The result is scaled to all layers."""
 LEAST_SECONDS = 1e-6
-"""Lower bound for a step's linear layers. It applies where a step takes no longer than its attention alone."""
+"""Lower bound for the time of a step's linear layers, in seconds. It applies if a step takes no longer than its
+attention alone."""
 BLOCKS_FILLED = 1024
-"""Blocks filled with random numbers at a time. PyTorch draws none in FP8, and a second cache would not fit."""
+"""Number of blocks that are filled with random numbers at a time. PyTorch cannot draw FP8 numbers, and a second cache
+would not fit."""
 BATCH = 256
-"""Query tokens of the batch that measures a segment's attention: one segment alone would not fill the device."""
+"""Number of query tokens in the batch that measures a segment's attention. One segment alone would not fill the device.
+"""
 SPARSE = 4096
-"""Padded sizes above this many tokens are measured at powers of two only."""
+"""Number of tokens above which padded sizes are measured only at powers of two."""
 FAR = 256
-"""Chunks of at least this many tokens that do not begin their sequence are measured in real steps."""
+"""Smallest number of tokens of chunks that are measured in real steps if they do not begin their sequence."""
 POSITIONS = 1 << 16
-"""Upper bound, roughly, for the positions that an estimate's decodes attend to in one step."""
+"""Approximate limit for the positions that an estimate's decodes attend to in one step."""
 ESTIMATE_COUNTED = {"cuda": 1, "cpu": 2}
-"""Counted steps of a kind in an estimate. The shortest counts."""
+"""Number of counted steps of each kind in an estimate. The result is the shortest."""
 ESTIMATE_LOAD = 1 / 3
-"""Share of LOAD_SECONDS before an estimate, which has captured graphs just before."""
+"""Seconds of computing before an estimate, as a share of LOAD_SECONDS: graphs were captured just before."""
 ESTIMATE_DEVIATION = 0.18
-"""An estimate is believed to be right within 3.5 times this share, until steps in service say more."""
+"""Relative deviation of an estimate. It is taken to be right within 3.5 times this share until steps in service
+correct it."""
 SPREAD = 0.1
-"""Measured decodes have contexts from this share of the longest up to the longest."""
+"""Shortest context of measured decodes, as a share of the longest one."""
 
 Spans = tuple[tuple[int, int], ...]
 """The ranges [start, stop) of a step, one for each row."""
 
 
 class TimedDevice(Protocol):
-    """An allocated device: a `PagedDevice`, or several that share a model, with what the first of them holds of it."""
+    """An allocated device: a `PagedDevice`, or several that share a model, with the first one's part of it."""
 
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> CoreConfig: ...
 
     @property
     def kind(self) -> str:
@@ -115,20 +120,20 @@ class TimedDevice(Protocol):
 
 @torch.inference_mode()
 def measure_cost(device: TimedDevice, *, name: str) -> CostModel:
-    """Time the model on its device.
+    """Time the model on its device. This takes seconds: 10 to 30 for an 8B model on a GPU.
 
-    Overwrites the cache: call it after `allocate` and before the first step. Contexts are measured up to what the cache
-    and the model hold. Attention is measured for segments of every power of two, and between powers where segments
-    split into few tiles. All other time is that of real steps minus their attention. These are steps of random tokens,
-    back to back as in service, so upload, metadata, graphs and sampling count with the linear layers. The burst, by
-    which heavy steps are faster after decodes, is measured last. Takes seconds: 10 to 30 for an 8B model on a GPU.
+    Overwrites the cache, so call it after `allocate` and before the first step. Contexts are measured up to the largest
+    that the cache and the model hold. Attention is measured for segments of every power of two, and between powers
+    where segments split into few tiles. All other time is that of real steps minus their attention. These are steps of
+    random tokens, back to back as in service, so upload, metadata, graphs and sampling count with the linear layers.
+    The burst, by which heavy steps are faster after decodes, is measured last.
     """
     limit, longest = device.max_step_tokens, _longest(device)
     between = (3 * query // 4 for query in powers(256, longest))
     queries = sorted({min(query, limit) for query in (*powers(1, longest), *between)})
     cost = _attention_alone(device, name, queries)
     contexts = cost.attention_contexts
-    while device.executor.prepare():  # else steps would be measured as padded to larger sizes
+    while device.executor.prepare():  # otherwise steps would be measured as padded to larger sizes
         pass
     graphs = device.memory.graphs
     sizes = [size for size in graphs[0].sizes.tokens if size < limit] if graphs else []
@@ -164,11 +169,11 @@ def measure_cost(device: TimedDevice, *, name: str) -> CostModel:
 
 @torch.inference_mode()
 def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
-    """Time a few steps, in place of `measure_cost`: within a second on a GPU. Its `deviation` says how rough it is.
+    """Time a few steps, within a second on a GPU, as a rough form of `measure_cost`. The result has a `deviation`.
 
-    Overwrites the cache, as `measure_cost` does. Attention is taken as proportional to (query, position) pairs, what a
-    decode adds as proportional to its context, and a larger step to take no less time than a smaller one. Only some
-    of the padded sizes are timed; those between are interpolated.
+    Overwrites the cache, as `measure_cost` does. It assumes that attention is proportional to (query, position) pairs,
+    that a decode adds time in proportion to its context, and that a larger step takes no less time than a smaller one.
+    Only some of the padded sizes are timed; those between are interpolated.
     """
     limit, longest = device.max_step_tokens, _longest(device)
     graphs = device.memory.graphs
@@ -217,12 +222,12 @@ def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
 
 
 def _pairs(spans: Spans) -> float:
-    """How many (query, position) pairs the attention of these ranges has."""
+    """Number of (query, position) pairs in the attention of these ranges."""
     return sum((stop - start) * (start + stop) / 2 for start, stop in spans)
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
-    """Points (tokens, seconds) of the cost curve: the measured ones, level below each size that steps are padded to."""
+    """Points (tokens, seconds) of the cost curve: the measured ones, constant between padded sizes."""
     last = 0
     for count, taken in zip(tokens, seconds, strict=True):
         if count in padded_to and last + 1 < count:
@@ -240,13 +245,13 @@ def powers(first: int, last: int) -> Iterator[int]:
 
 
 def _chunks(device: TimedDevice, tokens: int) -> Spans:
-    """The fewest segments that together have this many tokens."""
+    """The smallest number of segments that together have this many tokens."""
     longest = device.model.spec.max_model_len
     return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
 
 
 def _longest(device: TimedDevice) -> int:
-    """Tokens of the longest sequence that the model and the cache hold."""
+    """Number of tokens in the longest sequence that the model and the cache hold."""
     return min(device.model.spec.max_model_len, device.memory.cache.num_blocks * device.config.block_size)
 
 
@@ -274,7 +279,7 @@ def _attention_alone(device: TimedDevice, name: str, queries: Sequence[int]) -> 
 
 
 def _load(device: TimedDevice, spans: Spans, share: float = 1.0) -> None:
-    """Repeat a step of these ranges until the device runs at its steady pace, or for a `share` of that time."""
+    """Repeat a step of these ranges until the device reaches its steady speed, or for a `share` of that time."""
     began = time.perf_counter()
     while time.perf_counter() - began < share * LOAD_SECONDS[device.kind]:
         _step(device, spans)
@@ -285,19 +290,19 @@ def _attention_of(cost: CostModel, spans: Spans) -> float:
 
 
 def _is_far(query: int, context: int) -> bool:
-    """Whether a chunk begins late enough in its sequence, and is long enough, to be measured as a real step."""
+    """Whether a chunk is measured as a real step: it begins late enough in its sequence, and is long enough."""
     return FAR <= query < context and query <= SPARSE
 
 
 def _attention_added(cost: CostModel, query: int, context: int, taken: Mapping[Spans, float]) -> float:
-    """Seconds of attention. For a chunk measured as a real step: that step's time minus its linear layers."""
+    """Seconds that attention adds. A chunk measured as a real step: that step's time minus its linear layers."""
     if not _is_far(query, context):
         return cost.attention(query, context)
     return max(cost.attention(query, query), taken[((context - query, context),)] - cost.linear(query))
 
 
 def _decodes_up_to(rows: int, context: int) -> Spans:
-    """Decodes with contexts spread evenly up to `context`, for they differ in service too."""
+    """Decodes with contexts spread evenly up to `context`, because contexts also differ in service."""
     least = max(1, SPREAD * context) if rows > 1 else context
     return tuple((length - 1, length) for length in np.linspace(least, context, rows).astype(int).tolist())
 
@@ -307,7 +312,7 @@ def _decode_attention(
 ) -> tuple[float, ...]:
     """Seconds that one decode adds to a step at each of `contexts`, compared with the shortest context.
 
-    `measured` are the longest context of each measured step, and its ranges. The added time is taken as proportional to
+    `measured` has the longest context and the ranges of each measured step. The added time is taken as proportional to
     the mean context of a step, and interpolated between steps.
     """
     (first, shortest), *longer = measured
@@ -321,7 +326,7 @@ def _decode_attention(
 
 
 def _burst(device: TimedDevice, cost: CostModel, most: int) -> Burst:
-    """How much faster than `cost` heavy steps of up to `most` tokens are after decodes, and for how long."""
+    """The burst of steps of up to `most` tokens after decodes: how much faster than `cost`, and for how long."""
     tokens, times = min(BURST_TOKENS, most), BURST_TIMES[device.kind]
     if tokens < HEAVY or not times:
         return Burst()
@@ -344,7 +349,7 @@ def burst_of(ratios: Sequence[float], seconds: float) -> Burst:
         return Burst()
     for ratio in ratios:
         saved += seconds * max(0.0, 1 - ratio)
-        if ratio > (1 + share) / 2:  # the burst ends in this step; later ones vary around the steady pace
+        if ratio > (1 + share) / 2:  # the burst ends within this step; later ratios vary around the steady speed
             break
     return Burst(share, saved / (1 / share - 1))
 
@@ -359,7 +364,7 @@ def _in_rounds(device: TimedDevice, steps: Sequence[Spans]) -> dict[Spans, float
 
 
 def _stage_shares(device: TimedDevice, *steps: Spans) -> tuple[float, ...]:
-    """The share of each stage of a pipeline in the time of these kinds of steps, in the mean; empty for one stage."""
+    """The mean share of each pipeline stage in the time of these kinds of steps; empty for one stage."""
     if device.config.pp == 1:
         return ()
     shares = []
@@ -381,7 +386,7 @@ def _taken(device: TimedDevice, plans: Sequence[StepPlan]) -> list[float]:
 
 
 def _results(device: TimedDevice, plans: Sequence[StepPlan]) -> list[StepResult]:
-    """Results of these steps. Two steps are in flight at any time."""
+    """The results of these steps. Two steps are in flight at any time."""
     results = []
     device.executor.submit(plans[0])
     for plan in plans[1:]:

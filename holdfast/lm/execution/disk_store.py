@@ -1,4 +1,4 @@
-"""DiskStore: blocks of the KV cache in two files of fixed places, which survive the engine and its death."""
+"""DiskStore: blocks of the KV cache in two files with fixed places. They survive the engine, also if it is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.lm.tiers import Outcome, Pieces, StoredBlock, TierBlock, checksum_
 FORMAT = 3
 """Version of the file format. Increase it whenever the bytes in the files change their meaning."""
 ENTRY = struct.Struct("<4sI32sQd")
-"""Entry of a place in use: MAGIC, the block's place in its sequence, its digest, the checksum, its last use.
+"""Format of the entry of a place in use: MAGIC, the block's place in its sequence, its digest, checksum and last use.
 
 The last use is in seconds since the epoch. The lower half of the entry's own checksum follows.
 """
@@ -29,40 +29,41 @@ MAGIC = b"HFKV"
 ENTRY_BYTES = 64
 PAGE = 4096
 RUN_BYTES = 1 << 20
-"""Bytes of one read or write, roughly: large enough for a disk's full rate, small enough to check some meanwhile."""
+"""Approximate size of one read or write: large enough for a disk's full rate, small enough to check some blocks while
+others are read."""
 MOST_PIECES = 1024
-"""Pieces of memory of one read or write: as many as Linux takes."""
+"""Largest number of memory pieces in one read or write, which is Linux's limit."""
 LEAST_LEFT = 1 << 30
-"""Bytes of the file system that are left to others."""
+"""Bytes of the file system that are left for other programs."""
 IDENTITY = re.compile(r"kv-[0-9a-f]{32}")
 OPEN = os.O_RDWR | os.O_CREAT
 
 
 class DiskStore:
-    """Blocks by their places, in a directory that is this engine's alone (`OwnDirectory`).
+    """Blocks by their places, in a directory that only this engine uses (`OwnDirectory`).
 
-        PATH/lock                 held while an engine uses the directory
-        PATH/kv-IDENTITY/about    what the identity stands for, for people
-        PATH/kv-IDENTITY/index    an entry of 64 bytes for each place
-        PATH/kv-IDENTITY/blocks   the blocks, each at a multiple of 4 KiB
+    PATH/lock                 held while an engine uses the directory
+    PATH/kv-IDENTITY/about    describes the identity, for people
+    PATH/kv-IDENTITY/index    an entry of 64 bytes for each place
+    PATH/kv-IDENTITY/blocks   the blocks, each at a multiple of 4 KiB
 
     An entry is cleared before its place is written to, and made when the block is complete. It has a checksum of the
-    block and of what identifies it, and each read compares that. So a kill at any moment leaves a place that is empty,
-    or whole. Nothing is synced: what a power failure leaves of unwritten pages is found by the same checksums, at the
-    read that would use them, and costs computing.
+    block and of the fields that identify it, and each read compares that checksum. So a kill at any moment leaves a
+    place either empty or whole. Nothing is synced: pages that a power failure leaves unwritten are found by the same
+    checksums when they are read, and their blocks are computed again.
 
-    The identity is that of model, types, layout, block size and version. Another one has another subdirectory, and what
-    it left is removed, so the directory stays within its size.
+    The identity is made from model, types, layout, block size and version. Each identity has its own subdirectory.
+    Files of other identities are removed, so the directory stays within its size.
 
-    Places that follow each other are read, or written, by one call of the system. Several threads do so; no place is
-    written while another thread uses it.
+    Places that follow each other are read or written by one system call. Several threads do so; no place is written
+    while another thread uses it.
     """
 
     def __init__(self, directory: Path, size: int, block_bytes: int, identity: dict[str, str]) -> None:
         """Open or make a store of at most `size` bytes.
 
         Raises ValueError for a directory that is in use, cannot hold this much, or can be written to by another user.
-        It is also raised if a link, a pipe or another user's file has the place of one of these files.
+        Also raises it if a link, a pipe or another user's file has the name of one of these files.
         """
         self.block_bytes = block_bytes
         self._stride = -(-block_bytes // PAGE) * PAGE
@@ -81,13 +82,13 @@ class DiskStore:
             raise unusable(directory, error) from None
         self._lock, self._index, self._blocks = descriptors
         self._sums: list[int | None] = [None] * self.num_blocks
-        """The checksum of each place in use."""
+        """The checksum of each place; None for a place that is not in use."""
         self._gap = memoryview(bytearray(self._stride - block_bytes))
-        """Bytes that fill the gap between two blocks. They mean nothing."""
+        """Bytes that fill the gap between two blocks. They are never read."""
         self.closed = threading.Event()
 
     def _open(self, directory: OwnDirectory, size: int, about: str, descriptors: list[int]) -> None:
-        """Add the descriptors of the index and of the blocks, of their full sizes. Raises ValueError and OSError."""
+        """Open the index and the blocks at their full sizes and add both descriptors. Raises ValueError and OSError."""
         name = f"kv-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
         for other in directory.names():
             if IDENTITY.fullmatch(other) and other != name:
@@ -105,7 +106,7 @@ class DiskStore:
                 os.ftruncate(descriptors[-1], self.num_blocks * stride)
 
     def stored(self) -> list[StoredBlock]:
-        """Blocks that the directory holds, the least recently used first. Reads the index alone."""
+        """Blocks that the directory holds, the least recently used first. Reads only the index."""
         now, found = time.time(), []
         with open(self._index, "rb", closefd=False) as file:
             file.seek(0)
@@ -143,10 +144,10 @@ class DiskStore:
         return outcomes
 
     def read(self, blocks: Sequence[TierBlock], targets: Sequence[Pieces]) -> list[Outcome]:
-        """Read each block into its target. Unless it is `done`, its place is cleared, and the target holds anything."""
+        """Read each block into its target. If it is not `done`, its place is cleared and its target is undefined."""
         outcomes: list[Outcome] = ["failed"] * len(blocks)
         asked = [*self._runs(blocks, targets)]
-        for first, run in asked:  # the device is busy with all of them from now on, while the first are checked
+        for first, run in asked:  # ask for all runs now, so that the device is busy while the first ones are checked
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._blocks, first * self._stride, len(run) * self._stride, os.POSIX_FADV_WILLNEED)
         for first, run in asked:
@@ -154,7 +155,7 @@ class DiskStore:
             try:
                 count = os.preadv(self._blocks, pieces, first * self._stride)
             except OSError:
-                if len(run) > 1:  # some of these blocks may be readable
+                if len(run) > 1:  # some of these blocks may still be readable
                     for at in run:
                         (outcomes[at],) = self.read([blocks[at]], [targets[at]])
                 continue
@@ -169,8 +170,8 @@ class DiskStore:
         return outcomes
 
     def _runs(self, blocks: Sequence[TierBlock], data: Sequence[Pieces]) -> Iterator[tuple[int, list[int]]]:
-        """Blocks whose places follow each other: the first place, and the numbers of the blocks in order of place."""
-        pieces = max(map(len, data), default=0) + 1  # each may need one for the gap after it
+        """Blocks whose places follow each other: the first place, and the indices of the blocks in order of place."""
+        pieces = max(map(len, data), default=0) + 1  # a block may need another piece for the gap after it
         first, run, most = 0, list[int](), max(1, min(MOST_PIECES // pieces, RUN_BYTES // self._stride))
         for at in sorted(range(len(blocks)), key=lambda at: blocks[at].slot):
             slot = blocks[at].slot
@@ -184,7 +185,7 @@ class DiskStore:
             yield first, run
 
     def _pieces(self, data: Sequence[Pieces], run: Sequence[int]) -> tuple[list[memoryview], int]:
-        """The memory of the blocks at `run` as it lies in the file, and its bytes."""
+        """The memory of the blocks at `run` in the order of the file, and its size in bytes."""
         if not self._gap:
             return [piece for at in run for piece in data[at]], len(run) * self._stride
         pieces = [piece for at in run for piece in (*data[at], self._gap)][:-1]
@@ -196,7 +197,7 @@ class DiskStore:
         os.pwrite(self._index, bytes(count * ENTRY_BYTES), first * ENTRY_BYTES)
 
     def close(self) -> None:
-        """Close the files and let another engine have the directory."""
+        """Close the files and let another engine use the directory."""
         if not self.closed.is_set():
             self.closed.set()
             for descriptor in (self._index, self._blocks, self._lock):
@@ -226,14 +227,14 @@ def closing_on_error() -> Iterator[list[int]]:
 
 
 def unusable(directory: Path, error: OSError) -> ValueError:
-    """The error for a directory, or for a file in it, that cannot be used. It says why, for people."""
+    """The error for a directory that cannot be used, or for a file in it. It gives the reason, for people."""
     name = Path(os.fsdecode(error.filename or directory)).name
     inside = "" if name == directory.name else f"{name} in it: "
     return ValueError(f"disk_cache_dir is {directory}, which cannot be used: {inside}{error.strerror or error}")
 
 
 def block_checksum(block: TierBlock, data: Pieces) -> int:
-    """The checksum of what identifies a block, and then of its bytes."""
+    """The checksum of the fields that identify a block, and of its bytes."""
     return checksum_of((block.place.to_bytes(4, "little") + block.digest, *data))
 
 

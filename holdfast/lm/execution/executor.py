@@ -35,7 +35,7 @@ from holdfast.lm.types import PartResult, StepPlan, StepResult, TableWrite
 from holdfast.lm.types.penalties import PenaltyPlan
 
 QUERY_SECONDS = 2e-5
-"""Seconds between two checks of a step in flight, in a wait that may have to end before the step does."""
+"""Seconds between two checks of a step in flight, in a wait that may end before the step does."""
 
 
 class Work(NamedTuple):
@@ -48,7 +48,7 @@ class Work(NamedTuple):
     """Rules for the tokens that the step's rows may draw."""
 
     def masks(self) -> torch.Tensor | None:
-        """Masks [M, W] int32, on the device, of rows that may draw some tokens only; None if there is no such row."""
+        """Masks [M, W] int32, on the device, of rows that may draw only some tokens; None if there is no such row."""
         return self.rules.masks() if self.rules.restricts else None
 
 
@@ -67,7 +67,7 @@ class Outcome:
         return Outcome(self.drawn.on_host(), self.wishes, [each.on_host() for each in self.found])
 
     def result(self, step: int, seconds: float) -> StepResult:
-        """The step's result, once all is on the host."""
+        """The step's result, once all values are on the host."""
         return StepResult(
             step,
             tuple(self.drawn.tokens.tolist()),
@@ -83,12 +83,12 @@ class CudaFlight:
 
     plan: StepPlan
     work: Work | None
-    """None for a plan without segments."""
+    """The step's segments and the parts' work on them; None for a plan without segments."""
     began: torch.cuda.Event
     done: torch.cuda.Event
-    """Recorded after the segments, before the work of parts that follows them."""
+    """Event recorded after the segments, before the work of parts that follows them."""
     computed: tuple[PackedStep, torch.Tensor] | None = None
-    """The step's inputs and its logits, until it is drawn."""
+    """The step's inputs and its logits, until its tokens are drawn."""
     outcome: Outcome | None = None
     """The step's results; None until it is drawn."""
     launched: Sequence[Launched] = ()
@@ -103,7 +103,7 @@ class CudaFlight:
         return EVERY_TOKEN if self.work is None else self.work.rules
 
     def finish(self) -> None:
-        """Wait for the device, if it has been drawn."""
+        """Wait for the device, if the step has been drawn."""
         if self.error is None:
             self.done.synchronize()
 
@@ -142,11 +142,11 @@ Flight = CudaFlight | Future[StepResult]
 
 
 class InFlight(NamedTuple):
-    """A step in flight, and the data that its collection needs."""
+    """A step in flight, and what its collection needs."""
 
     work: Work | None
     waits: bool
-    """Whether the step is complete only when its copies are."""
+    """Whether the step is complete only once its copies are."""
     flight: Flight
     drafts: list[tuple[int, ...]] | None
 
@@ -158,12 +158,12 @@ class PagedExecutor:
     order, while the caller plans the next one. Sampled tokens feed the next step on the device: a plan may ask for a
     token (`PENDING`) that the step before it has not yet given to the host.
 
-    The tokens that a row may draw can depend on the tokens before it (`DrawRules`). On CUDA such a step is launched up
-    to its logits. Its masks are computed when the host has the tokens of the step before it, while the device computes
-    the logits. Then the draw is launched. The oldest step in flight has always been drawn. In a pipeline all this
-    happens on the last stage, whose host has a sequence's token before the next step with that sequence arrives.
+    The tokens that a row may draw can depend on the tokens before it (`DrawRules`). On CUDA such a step is launched
+    only up to its logits. While the device computes these, the host gets the tokens of the step before and computes the
+    masks. Then the draw is launched. The oldest step in flight has always been drawn. In a pipeline all this happens on
+    the last stage, whose host has a sequence's token before the next step with that sequence arrives.
 
-    One thread submits, and the same or another one collects.
+    One thread submits. It may be a different thread that collects.
     """
 
     def __init__(
@@ -179,7 +179,8 @@ class PagedExecutor:
         """`parts` do their work in this order.
 
         `group` is the devices that share the model's layers, if there are several. `stage` links this device to the
-        other stages, if it is in a pipeline. Tokens are sampled on the last stage; on the others, results have none.
+        other stages, if it is in a pipeline. Tokens are sampled only on the last stage; results of other stages have
+        none.
         """
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
         self._draws = stage is None or stage.last
@@ -187,7 +188,7 @@ class PagedExecutor:
         self._device = model.spec.device
         self._hooks = PartHooks(parts, (PenaltyPlan, *memory.batch.inputs.plans))
         self._undrawn: CudaFlight | None = None
-        """The newest step in flight, if its draw waits for tokens of earlier ones."""
+        """The newest step in flight, if its draw waits for tokens of earlier steps."""
         self._in_flight: deque[InFlight] = deque()
         self._launching = threading.Lock()
         """Held while draws are launched on a GPU, and while their rules are used for that."""
@@ -224,13 +225,13 @@ class PagedExecutor:
         """Wait for the oldest step in flight. Raises what that step raised."""
         flight = self._in_flight[0].flight
         if isinstance(flight, CudaFlight) and flight.rules.reads:
-            flight.finish()  # others may submit meanwhile
+            flight.finish()  # outside the lock, so that other threads can submit
         with self._launching:
             work, waits, flight, drafts = self._in_flight.popleft()
             if isinstance(flight, CudaFlight):
                 self._read(flight)
         result, memory = flight.result(), self.memory
-        if drafts is not None and result.tokens:  # a stage before the last draws none
+        if drafts is not None and result.tokens:  # a stage before the last draws no token
             result = result.verified(drafts)
         if work is not None:
             memory.batch.release(work.staged)
@@ -241,11 +242,11 @@ class PagedExecutor:
         return result
 
     def prepare(self) -> bool:
-        """Use a pause to capture one more graph. Returns whether it did; never while a step is in flight."""
+        """Use a pause to capture one more graph, if no step is in flight. Returns whether it did."""
         memory = self.memory
         if not memory.graphs or self._in_flight:
             return False
-        # No other thread locks memory while a graph is captured.
+        # Other threads may not lock memory while a graph is captured.
         with ExitStack() as quiet:
             if memory.host is not None:
                 quiet.enter_context(memory.host.pinning)
@@ -300,7 +301,7 @@ class PagedExecutor:
         layers = self._begin(plan)
         if self._stage is not None and work is not None:
             self._stage.enter(work.staged, self.memory.batch.last_token)
-            began = time.perf_counter()  # the time that a stage waits for others is not the step's
+            began = time.perf_counter()  # the time that a stage waits for others is not part of the step's time
         outcome = self._nothing
         follows: Sequence[PartResult] = ()
         if work is not None:
@@ -335,7 +336,7 @@ class PagedExecutor:
         return flight
 
     def _draw_late(self) -> None:
-        """Launch what is left of the newest step in flight, if its draw waits."""
+        """Launch the rest of the newest step in flight, if its draw waits."""
         flight, self._undrawn = self._undrawn, None
         if flight is not None:
             try:
@@ -344,7 +345,7 @@ class PagedExecutor:
                 flight.error = error
 
     def _complete(self, flight: CudaFlight) -> None:
-        """Launch a step's draw and what its parts do after it."""
+        """Launch a step's draw, and then the work of its parts."""
         work, outcome = flight.work, self._nothing
         if work is not None and flight.computed is not None:
             outcome = self._draw(work, *flight.computed, work.masks())
@@ -355,7 +356,7 @@ class PagedExecutor:
         flight.launched = self._after(flight.plan)
 
     def _read(self, flight: CudaFlight) -> None:
-        """Read the tokens of the oldest step in flight. Then draw the next one, if it waits for that."""
+        """Read the tokens of the oldest step in flight. Then draw the next step, if it waits for them."""
         rules = flight.rules
         if rules.reads:
             rules.read()
@@ -372,7 +373,7 @@ class PagedExecutor:
         the next step is run.
         """
         graphs, staged = self.memory.graphs, work.staged
-        # A graph cannot wait, layer by layer, for blocks that are being swapped in.
+        # A graph cannot wait, layer by layer, for blocks that are swapping in.
         swapping_in = layers is not self.memory.layers
         captured = graphs and not swapping_in and not work.hidden
         started = graphs[staged.kind].run(staged) if captured else None
@@ -380,7 +381,7 @@ class PagedExecutor:
 
     @torch.inference_mode()
     def _draw(self, work: Work, packed: PackedStep, given: torch.Tensor, masks: torch.Tensor | None) -> Outcome:
-        """Sample after the rows of a step. The tokens [R] also become the last tokens of their rows.
+        """Sample the tokens [R] of a step's rows. They also become the last tokens of their rows.
 
         Before the last stage of a pipeline, no tokens are drawn.
         """
@@ -409,8 +410,8 @@ class PagedExecutor:
     def _eager(self, work: Work, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
         """Upload a step and launch its kernels one by one. Returns its inputs and its logits [R, own_vocab_size].
 
-        For a step that reads hidden states, these [T, hidden] take the place of the logits. Before the last stage of a
-        pipeline, the stream [T, width] does.
+        For a step that reads hidden states, the result has these [T, hidden] in place of the logits. Before the last
+        stage of a pipeline, it has the stream [T, width].
         """
         batch, attention, staged = self.memory.batch, self._attention, work.staged
         packed = batch.enter(staged)
@@ -433,7 +434,7 @@ class PagedExecutor:
 
     @property
     def _hidden_model(self) -> HiddenModel:
-        """The model, if it gives hidden states. Raises ValueError for another."""
+        """The model, if it gives hidden states. Raises ValueError if it does not."""
         if not isinstance(self._model, HiddenModel):
             raise ValueError(f"hidden states are asked for, and {self._model.spec.architecture} gives none")
         return self._model

@@ -20,13 +20,13 @@ from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import CapturableModel, StepInput
 
 KINDS = (1, 4, 16, 32, 64)
-"""Token counts up to which kernels have variants of their own (`linear.skinny_gemm`, `attention.paged`)."""
+"""Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
 
 FEW_SEGMENTS = 64
 """Number of segments that most steps with prefill work do not exceed."""
 
 MAX_TOKENS = 8192
-"""Larger steps are not captured: the device computes much longer than the host takes to launch their kernels."""
+"""Largest number of tokens of a captured step. A larger step computes much longer than its kernels take to launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class GraphSizes:
     tokens: tuple[int, ...]
     """Token counts of all other steps. Matrix products of these sizes are fast, so padding costs little."""
     rows: tuple[int, ...]
-    """Numbers of sampling rows in those other steps."""
+    """Numbers of sampling rows in steps that do not sample after each of their tokens."""
     segments: tuple[int, ...]
-    """Segment counts of those other steps. A captured attention launch has a fixed number; unused ones cost time."""
+    """Segment counts of these steps. A captured attention launch has a fixed number, and unused segments cost time."""
 
     @classmethod
     def of(cls, max_samples: int, max_tokens: int) -> GraphSizes:
@@ -77,14 +77,14 @@ class GraphSizes:
 
     @property
     def first(self) -> GraphSizes:
-        """Sizes that a start captures, apart from `first_bodies`. Under load without a pause there are no others.
+        """Sizes to capture at the start, besides `first_bodies`. Others are captured in pauses.
 
         Decodes are padded to at most 1.5 times their number, or twice for up to 16.
         """
         decodes = {
             size for size in self.decodes if _is_power_of_two(size) or (size >= 24 and _is_power_of_two(size / 3))
         }
-        # A head reads its weights for many rows in the time that it takes for one.
+        # A head takes as long for many rows as for one, because reading its weights takes most of the time.
         rows = {size for size in self.rows if _is_power_of_two(size) and size.bit_length() % 2}
         return GraphSizes(
             decodes=tuple(sorted({*decodes, self.decodes[-1]})),
@@ -95,18 +95,18 @@ class GraphSizes:
 
     @property
     def sparse_tokens(self) -> tuple[int, ...]:
-        """Some of `tokens`: each is at most twice the one before, or 1.5 times it from 512."""
+        """Some of `tokens`: each is at most twice the one before, or 1.5 times it from 512 on."""
         few = {size for size in self.tokens if _is_power_of_two(size) or (size > 512 and _is_power_of_two(size / 3))}
         return tuple(sorted({*few, self.tokens[-1]}))
 
     @property
     def first_bodies(self) -> list[tuple[int, int]]:
-        """Bodies that a start captures, the largest first: all with few segments from 512 tokens on, else some."""
+        """Bodies to capture at the start, the largest first. From 512 tokens on, all with few segments; else some."""
         few = {(tokens, min(tokens, self.segments[0])) for tokens in self.tokens if tokens >= 512}
         return sorted({*self.first.bodies(), *few})[::-1]
 
     def largest(self) -> GraphSizes:
-        """The largest size of each kind. All graphs share memory, so these take as much as all of them."""
+        """The largest size of each kind. All graphs share memory, so these sizes alone take as much as all sizes."""
         return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:], self.segments[-1:])
 
     def bodies(self) -> list[tuple[int, int]]:
@@ -150,52 +150,53 @@ class StepGraphs:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sizes: GraphSizes,
         *,
-        beside: StepGraphs | None = None,
+        plain: StepGraphs | None = None,
         group: Group | None = None,
         incoming: torch.Tensor | None = None,
     ) -> None:
         """Prepare graphs of `sizes`; `capture` makes them.
 
-        `beside` holds the graphs of steps of tokens only. It is given where the new graphs are for steps with further
-        inputs. Both have the same sizes and share all memory, and the graphs of `beside` are captured first.
+        `plain` has the graphs of steps of only tokens. It is given if the new graphs are for steps with further inputs.
+        Both have the same sizes and share all memory, and the graphs of `plain` are captured first.
 
         `group` is the devices that share the model's layers, if there are several. All capture the same sizes, and none
-        waits for another while it does. `incoming` is the buffer [max tokens, width] that holds the stream of the stage
-        before when a step starts; None on the first stage. The step overwrites it.
+        waits for another while it does. `incoming` is the buffer [max tokens, width] that holds the previous stage's
+        stream when a step starts; None on the first stage. The step overwrites it.
         """
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
-        self._beside, self._group = beside, group
+        self._plain, self._group = plain, group
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
         self._incoming = incoming
-        if beside is not None:
-            self._given: torch.Tensor = beside._given
+        if plain is not None:
+            self._given: torch.Tensor = plain._given
         elif incoming is not None and not spec.last:
             self._given = incoming  # each layer adds to the stream in place
         else:
             size = (self._most_rows, spec.own_vocab_size) if spec.last else (sizes.tokens[-1], spec.stream_width)
             self._given = torch.empty(size, dtype=spec.dtype, device=spec.device)
-        self._between: tuple[torch.Tensor, ...] = () if beside is None else beside._between
+        self._between: tuple[torch.Tensor, ...] = () if plain is None else plain._between
         self._pool: Any = None
         self._bodies: dict[tuple[int, int], Captured] = {}
         self._heads: dict[int, Captured] = {}
         self._decodes: dict[int, Captured] = {}
-        # Sizes that are captured so far, ascending.
+        # Sizes that are captured so far, in ascending order.
         self._ready_bodies: list[tuple[int, int]] = []
         self._ready_heads: list[int] = []
         self._ready_decodes: list[int] = []
         self._left: deque[Callable[[], Callable[[], None]]] = deque()
-        """A call for each size that the start left out. It captures the size and returns what puts it into use."""
+        """A call for each size that the start left out. It captures the size and returns the call that puts it into
+        use."""
         batch.clear()
 
     def capture(self) -> None:
-        """Capture the graphs that a start needs, in some tens of milliseconds each. `capture_next` adds the others."""
+        """Capture the graphs that a start needs, tens of milliseconds each. `capture_next` adds the others."""
         sizes, first = self.sizes, self.sizes.first
-        if self._beside is None:
+        if self._plain is None:
             self._pool = torch.cuda.graph_pool_handle()
         else:
-            self._pool, self._between = self._beside._pool, self._beside._between
-        # The largest first: the others fit into its memory.
+            self._pool, self._between = self._plain._pool, self._plain._between
+        # The largest comes first, because the others fit into its memory.
         for body in sizes.first_bodies:
             self._capture_body(body)()
         head_sizes = sizes.rows if self._model.spec.last else ()
@@ -218,7 +219,7 @@ class StepGraphs:
         """
         if not self._left:
             return False
-        self._batch.clear()  # else the rehearsal would run the last step again
+        self._batch.clear()  # otherwise the rehearsal would run the last step again
         try:
             use = self._left.popleft()()
         except torch.OutOfMemoryError:
@@ -291,9 +292,9 @@ class StepGraphs:
         return Captured(graph, metadata)
 
     def _rehearse(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Any:
-        """Run `work` once with empty attention metadata, which compiles its kernels; return the metadata.
+        """Run `work` once with empty attention metadata, which compiles its kernels. Returns the metadata.
 
-        `segments` is None where each segment is one token.
+        `segments` is None if each segment is one token.
         """
         metadata = self._attention.reserve(min(segments or size, self._most_rows), size if segments else None)
         work(size, metadata)
@@ -305,7 +306,7 @@ class StepGraphs:
         if not self._model.spec.last:
             self._give(rows[0])
             return
-        if not self._between:  # kept outside of the pool: the head's graph takes memory of its own there
+        if not self._between:  # kept outside of the pool, because the head's graph takes its own memory there
             self._between = tuple(part.new_empty(self._most_rows, *part.shape[1:]) for part in rows)
         for place, part in zip(self._between, rows, strict=True):
             place[: len(part)].copy_(part)
@@ -324,8 +325,8 @@ class StepGraphs:
             self._given[: len(result)].copy_(result)
 
     def _more(self, tokens: int, rows: int | None) -> StepAdapters | None:
-        """Inputs that the model reads besides tokens in steps of this size. `rows` is None where each token has one."""
-        return None if self._beside is None else self._batch.captured(tokens, rows)
+        """The model's inputs besides tokens in steps of this size. `rows` is None if each token has a row."""
+        return None if self._plain is None else self._batch.captured(tokens, rows)
 
     def _input(
         self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any, more: StepAdapters | None

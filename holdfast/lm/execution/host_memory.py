@@ -1,4 +1,4 @@
-"""The memory of the host tier: HostMemory, pinned slab by slab while the engine starts and serves, and its bytes."""
+"""HostMemory: the memory of the host tier, pinned slab by slab while the engine serves. HostBlocks: its bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.tiers import Pieces
 
 SLAB_BYTES = 1 << 26
-"""Bytes that are pinned at a time. Other calls to the driver wait meanwhile: at 256 MiB, 10% of the tokens of a stream
-took over 25 ms."""
+"""Bytes that are pinned at a time. Other calls to the driver wait meanwhile: with slabs of 256 MiB, 10% of a stream's
+tokens took over 25 ms."""
 HUGE_PAGES = 14
 """Linux's MADV_HUGEPAGE."""
 
@@ -25,10 +25,10 @@ log = logging.getLogger("holdfast.engine")
 
 
 class HostMemory:
-    """A cache in host memory, and how many of its blocks can be used so far.
+    """A cache in host memory, and the number of its blocks that can be used so far.
 
-    Pinning 32 GB takes some 20 s, most of it to clear pages. So a thread does it, and the first blocks can be used at
-    once. If the system refuses, what is pinned by then stays in use, and the log says why.
+    Pinning 32 GB takes about 20 s, most of it to clear pages. A thread does it, so the first blocks can be used at
+    once. If the system refuses, the memory pinned so far stays in use, and the log gives the reason.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HostMemory:
         self.pinning = threading.Lock()
         """Held while a slab is being pinned."""
         self.ready = 0
-        """Number of blocks that can be used. Never falls."""
+        """Number of blocks that can be used. It never falls."""
         self.blocks = cache.num_blocks
         """Number of blocks that can be used once all are pinned."""
         self._thread = threading.Thread(target=self._pin_all, name="holdfast-host-memory", daemon=True)
@@ -77,7 +77,7 @@ class HostMemory:
                 return
             slab = self._bytes[start:stop]
             allow_huge_pages(slab)
-            slab.zero_()  # many threads clear its pages; the driver would use one, and hold its locks
+            slab.zero_()  # several threads clear these pages; the driver would use one, and hold its locks meanwhile
             with self.pinning:
                 error = self._pin(slab.data_ptr(), len(slab))
             if error:
@@ -103,7 +103,7 @@ class HostPart(NamedTuple):
 
     @classmethod
     def of(cls, cache: KVCache) -> HostPart:
-        """The blocks of a cache. Raises ValueError for one that has them in pieces."""
+        """The blocks of a cache. Raises ValueError if a block is not in one piece."""
         if cache.num_blocks and not cache.data[:, :, 0].is_contiguous():
             raise ValueError("the host tier has its blocks in pieces")
         flat = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
@@ -111,15 +111,15 @@ class HostPart(NamedTuple):
 
     @classmethod
     def shared(cls, descriptor: int, num_blocks: int, block_bytes: int) -> HostPart:
-        """The blocks of another process, which has laid them in `shared_memory`. Raises OSError."""
+        """The blocks of another process in `shared_memory`, laid out by that process. Raises OSError."""
         return cls(memoryview(mmap.mmap(descriptor, num_blocks * block_bytes)), block_bytes)
 
 
 class HostBlocks:
     """The bytes of the host tier's blocks, in place: each rank's share of a block, in rank order.
 
-    Any thread may read a block that is held (`HostPool.hold`), and may write to one that is reserved, as
-    `HostPool.reserve` says.
+    Any thread may read a block that is held (`HostPool.hold`), and may write to a reserved one as described in
+    `HostPool.reserve`.
     """
 
     def __init__(self, parts: Sequence[HostPart]) -> None:
@@ -140,7 +140,7 @@ def shared_memory(descriptor: int, size: int) -> torch.Tensor:
 
 
 def cuda_pin(address: int, size: int, device: torch.device | None = None) -> int:
-    """Pin memory in place and map it for a GPU, by default the thread's. Other Python threads go on meanwhile."""
+    """Pin memory in place and map it for a GPU, by default the thread's. Other Python threads keep running."""
     with torch.cuda.device(device):
         return int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
 
@@ -151,7 +151,7 @@ def cuda_unpin(address: int) -> None:
 
 
 def slabs(address: int, size: int) -> Iterator[tuple[int, int]]:
-    """Ranges that together are [0, size). All inner bounds are bounds of pages, since no page may be pinned twice."""
+    """Ranges that together are [0, size). Inner bounds are page bounds, because no page may be pinned twice."""
     start = 0
     while start < size:
         stop = start + SLAB_BYTES
@@ -161,7 +161,7 @@ def slabs(address: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def allow_huge_pages(slab: torch.Tensor) -> None:
-    """Ask for huge pages, which are faster to pin. The system may not have them."""
+    """Ask for huge pages, which are faster to pin. The system may have none."""
     try:
         advise = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):

@@ -13,12 +13,12 @@ from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.kernels.collectives.protocol import Group
 
 TOKENS = (1, 16, 128, 512, 2048)
-"""Tokens of the messages. Sizes that no step reaches are left out."""
+"""Token counts of the timed messages. Counts that no step reaches are left out."""
 WARM_UP, REPEATS = 3, 20
 
 
 class LinkTimes(NamedTuple):
-    """Measured costs; None where there is no such link."""
+    """Measured costs of the links; None for a link that does not exist."""
 
     all_reduce: LinkCost | None
     send: LinkCost | None
@@ -40,8 +40,8 @@ def time_links(
     """Time messages of activations [T, width] of this dtype. All ranks call this at the same time, with equal sizes.
 
     `first` and `last` say whether this rank is in the first or the last of the `stages`. A send is timed as a round
-    through all stages, with a token back to the first. Sending a token is taken to cost as much as sending the
-    activations of one. Only the first stage's ranks return valid times.
+    through all stages, with a token back to the first stage. Sending a token is assumed to cost as much as sending the
+    activations of one token. Only the first stage's ranks return valid times.
     """
     sizes = [tokens for tokens in TOKENS if tokens <= max_tokens]
     bytes_of = tuple(tokens * width * dtype.itemsize for tokens in sizes)
@@ -76,7 +76,7 @@ def time_links(
 
 
 def _seconds(message: Callable[[int], None], tokens: int, device: torch.device) -> float:
-    """Mean seconds of one message of this many tokens, sent one after the other."""
+    """Mean seconds of one message of this many tokens. Messages are sent one after the other."""
     for _ in range(WARM_UP):
         message(tokens)
     _finish(device)

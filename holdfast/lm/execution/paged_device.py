@@ -1,4 +1,4 @@
-"""PagedDevice: measures how much memory a model's steps leave, and allocates the paged cache and its executor."""
+"""PagedDevice: measures the memory that a model's steps leave free, and allocates the paged cache and its executor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
 from holdfast.lm.copy_streams import CopyStream, stream_for
@@ -55,13 +55,13 @@ from holdfast.lm.types import (
 from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
-"""Most bytes of the cache on a CPU unless the config says otherwise: a first try must not fill a laptop's memory."""
+"""Largest cache on a CPU unless the config sets its size, in bytes. A first try must not fill a laptop's memory."""
 
 HOST_CACHE_BYTES = 32_000_000_000
-"""Most bytes of the host tier unless the config says otherwise: pinning takes time, and other processes need memory."""
+"""Largest host tier unless the config sets its size, in bytes. Pinning takes time, and other processes need memory."""
 
 TRANSIT_BYTES = 1_000_000_000
-"""Most bytes of the host tier of a CPU, unless the config says otherwise, where blocks move between engines."""
+"""Largest host tier of a CPU unless the config sets its size, in bytes, if blocks move between engines."""
 
 CPU = torch.device("cpu")
 SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
@@ -69,12 +69,12 @@ SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
 
 
 class PagedDevice(Device[MemoryMeasurement, EngineShape]):
-    """`loop.contracts.Device` for a model over a paged cache. Also compiles its kernels, and makes the executor."""
+    """`loop.contracts.Device` for a model over a paged cache. It also compiles the kernels and makes the executor."""
 
     def __init__(
         self,
         model: Model,
-        config: EngineConfig,
+        config: CoreConfig,
         *,
         parts: Collection[DevicePart] = (),
         name: str = "",
@@ -87,9 +87,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
         `name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
-        `make_stream` makes the streams that blocks are copied on; by default streams of the device's kind. `stages`
-        records how long the stages of `allocate` take. `place` is this rank's place, where `model` is its part of a
-        model that several ranks share.
+        `make_stream` makes the streams for copies of blocks, by default streams of the device's kind. `stages` records
+        how long the stages of `allocate` take. `place` is this rank's place if `model` is its part of a model that
+        several ranks share.
         """
         spec = model.spec
         self.model, self.config, self.device, self.name = model, config, spec.device, name
@@ -134,7 +134,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     @property
     def precision(self) -> str:
-        """The type of weights, activations and cache, for people."""
+        """The types of weights, activations and cache, in words."""
         dtype = str(self.model.spec.dtype).removeprefix("torch.")
         return precision_of(dtype, self.config.quantization, self.config.kv_cache_dtype)
 
@@ -166,7 +166,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     @property
     def host(self) -> HostMemory | None:
-        """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
+        """The host tier, if it has to be locked. Raises RuntimeError before `allocate`."""
         return self.memory.host
 
     @property
@@ -197,14 +197,14 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         )
 
     def in_thread(self) -> None:
-        """Let the calling thread use this device. A new thread begins with the first one."""
+        """Let the calling thread use this device. A new thread uses the first device by default."""
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
 
     def compile(self) -> None:
         """Compile the kernels of captured steps, several at a time, then run each kind of step once.
 
-        Compiling is most of a first start. The steps run over a cache of one block. Does nothing where steps are not
+        Compiling takes most of a first start. The steps run over a cache of one block. Does nothing if steps are not
         captured.
         """
         _, layers, batch = self._empty(1)
@@ -249,15 +249,15 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     @torch.inference_mode()
     def _run_in_thread(self, work: Callable[[], object]) -> None:
-        """Run `work` in a thread that has not chosen its CUDA device yet."""
+        """Run `work` in a new thread, which has not chosen its CUDA device yet."""
         with torch.cuda.device(self.device):
             work()
 
     def measure(self, whole_block_bytes: int = 0) -> MemoryMeasurement:
         """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits.
 
-        `whole_block_bytes` is the size of a block on all ranks together. This rank gets the same share of a configured
-        size as of a block. 0 means that it has all.
+        `whole_block_bytes` is the size of a block on all ranks together. This rank's share of a configured cache size
+        is its share of such a block. 0 means that this rank has the whole block.
         """
         on_gpu = self.kind == "cuda"
         plans = list(self._widest_plans())
@@ -285,7 +285,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
         """Allocate the KV cache of both tiers, the batch and the graphs of steps. Returns the engine's shape.
 
-        Then the parts' work and the executor are made. On CUDA no block of the host tier can be used before
+        The parts' executors and the executor are made after that. On CUDA no block of the host tier can be used before
         `memory.host` reports it ready.
         """
         memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
@@ -303,14 +303,16 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             copies_for_others=max(1, COPIES_FOR_OTHERS_BYTES[self.kind] // self.block_bytes),
             token_budget=self.token_budget,
             max_step_tokens=self.max_step_tokens,
-            # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
+            # A sequence's last token is never computed, so the pool holds one position less than the longest sequence
+            # has.
             max_model_len=min(spec.max_model_len, sizes.num_blocks * self.config.block_size + 1),
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             tile=BUDGET_TILE[self.kind],
             gives_hidden=isinstance(self.model, HiddenModel),
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
-            # every head. A weight in FP8 takes half the time, so it counts as half of one.
+            # every
+            # head. A weight in FP8 takes half the time, so it counts as half a weight.
             attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),
         )
         for part in self.parts:
@@ -369,7 +371,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
 
     def _inputs(self) -> ModelInputs:
-        """Inputs that the model reads besides tokens in a new batch's steps."""
+        """The inputs besides tokens that the model reads in a new batch's steps."""
         found = [part.inputs(self.max_step_tokens, self.config.max_samples) for part in self.parts]
         more = [each for each in found if each.sizes]
         if len(more) > 1:
@@ -385,7 +387,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         torch.cuda.synchronize(self.device)
 
     def _host_cache(self, num_blocks: int) -> KVCache:
-        """The blocks of the host tier, each in one piece. They may lie in memory that another process maps."""
+        """The blocks of the host tier, each in one piece. Another process may map their memory."""
         shared = None if self._shared is None else shared_memory(self._shared, num_blocks * self.block_bytes)
         return self._cache(num_blocks, CPU, by_block=True, within=shared)
 
@@ -406,7 +408,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         )
 
     def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> tuple[StepGraphs, ...]:
-        """The graphs of steps by their kind, still to be captured; empty where steps are not captured."""
+        """The graphs of steps by kind, not captured yet; empty if steps are not captured."""
         model, attention = self.model, self.attention
         if not self.captures or not isinstance(model, CapturableModel):
             return ()
@@ -416,7 +418,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         graphs = StepGraphs(model, attention, batch, layers, sizes, group=self.group, incoming=incoming)
         if not batch.inputs.sizes:
             return (graphs,)
-        return graphs, StepGraphs(model, attention, batch, layers, sizes, beside=graphs)
+        return graphs, StepGraphs(model, attention, batch, layers, sizes, plain=graphs)
 
     def _cache_bytes(self, free: int, total: int, activations: int, whole: int = 0) -> int:
         """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block.
@@ -424,8 +426,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         `whole` is as for `_host_cache_bytes`.
         """
         config, whole = self.config, whole or self.block_bytes
-        if config.cache_gb is not None:
-            cache = self._own_share(config.cache_gb * 1e9, whole)
+        if config.cache_bytes is not None:
+            cache = self._own_share(config.cache_bytes, whole)
         elif self.kind == "cuda":
             used = memory_of_others(self.device, free, total, config.memory_reserved)
             cache = int(total * config.memory_fraction) - used - activations
@@ -443,33 +445,32 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return cache
 
     def _host_cache_bytes(self, whole: int = 0) -> int:
-        """Bytes of the host tier. Raises MemoryError for more than the host has, or less than a block.
+        """Size of the host tier in bytes. Raises MemoryError if it exceeds the host's memory or holds no block.
 
-        A block takes `whole` bytes on all ranks together; 0: this rank has all of them.
+        A block takes `whole` bytes on all ranks together; 0: this rank has the whole block.
         """
-        wanted, whole = self.config.host_cache_gb, whole or self.block_bytes
+        wanted, size, whole = self.config.host_cache_gb, self.config.host_cache_bytes, whole or self.block_bytes
         free, total = memory_of(CPU)
-        if wanted == "auto":
+        if size is None:
             pinned, config = self.kind == "cuda", self.config
             if not config.prefix_sharing or not (pinned or config.moves_blocks):
                 return 0
-            # On a CPU both tiers are the same memory, and this one is only what blocks pass through.
+            # On a CPU both tiers are the same memory, and the host tier is only where blocks pass through.
             most = HOST_CACHE_BYTES if pinned else TRANSIT_BYTES
             return self._own_share(min(most, free // 4), whole)
-        size = int(wanted * 1e9)
-        if size > free or 0 < wanted * 1e9 < whole:
+        if size > free or (wanted and size < whole):
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free, and a "
                 f"block takes {whole / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
             )
         return self._own_share(size, whole)
 
-    def _own_share(self, size: float, whole: int) -> int:
-        """This rank's share of `size` bytes, where a block takes `whole` bytes on all ranks together."""
-        return int(size) * self.block_bytes // whole
+    def _own_share(self, size: int, whole: int) -> int:
+        """This rank's share of `size` bytes. A block takes `whole` bytes on all ranks together."""
+        return size * self.block_bytes // whole
 
     def _widest_plans(self) -> Iterator[StepPlan]:
-        """The steps that take most memory: one long prefill, then as many sequences as fit, drawn and filtered."""
+        """The steps that take the most memory: one long prefill, then as many sequences as fit, drawn and filtered."""
         greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
         random, filtered = replace(greedy, temperature=1.0), Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
         most, longest, tokens = self.config.max_sequences, self.model.spec.max_model_len, self.max_step_tokens
@@ -490,7 +491,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
 
 def resolve_device(name: str, index: int | None = None) -> torch.device:
-    """The device that a config's `auto`, `cpu` or `cuda` means; of several GPUs the one at `index`, or the current one.
+    """The device that a config's `auto`, `cpu` or `cuda` means; for several GPUs, the one at `index` or the current.
 
     Raises ValueError for cuda without a GPU.
     """

@@ -23,9 +23,9 @@ class PagedMemory:
     layers: Layers
     batch: Batch
     graphs: tuple[StepGraphs, ...] = ()
-    """The graphs of steps by their kind (`StagedStep.kind`); empty where steps are not captured."""
+    """The graphs of steps by kind (`StagedStep.kind`); empty if steps are not captured."""
     host: HostMemory | None = None
-    """The host tier, where it has to be locked; else None."""
+    """The host tier if it has to be locked; else None."""
     transfers: Transfers | None = None
     host_cache: KVCache | None = None
-    """The blocks of the host tier, each in one piece; None without one."""
+    """The blocks of the host tier, each in one piece; None without a host tier."""

@@ -1,4 +1,4 @@
-"""PartExecutor: a part's work in steps. DevicePart: its state on the device before there is a cache."""
+"""PartExecutor: the work of a part in steps. DevicePart: the state of a part on the device before there is a cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Launched(Protocol):
-    """Work that the device does, or has done, apart from the segments."""
+    """Work that a part has launched on the device, separate from the segments."""
 
     def result(self) -> PartResult:
-        """The work's result. Waits for the device."""
+        """The result of the work. Waits for the device."""
         ...
 
 
@@ -34,19 +34,19 @@ class Found(Protocol):
         ...
 
     def result(self) -> PartResult:
-        """The part's result, once all is on the host."""
+        """The part's result, once all values are on the host."""
         ...
 
 
 HiddenWork = Callable[[torch.Tensor, torch.Tensor], Found]
-"""Computes something from the hidden states of a step's tokens [T, hidden] and of its sampled rows [R, hidden].
+"""Function that computes a result from the hidden states of a step's tokens [T, hidden] and sampled rows [R, hidden].
 
 It does not wait for the device.
 """
 
 
 class DrawnStep(Protocol):
-    """A step whose draw was launched."""
+    """A step whose draw has been launched."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -54,75 +54,82 @@ class DrawnStep(Protocol):
         ...
 
 
-class DrawRules:
-    """Which tokens the rows of one step may draw. This class itself allows all.
+class DrawRules(ABC):
+    """Rules for the tokens that the rows of one step may draw.
 
-    The rules of a step may follow from the tokens of the steps before it. Methods are called in plan order, by one
-    thread at a time: `masks`, then `drawn`, then `read` and `results`, each for step after step.
+    The rules of a step may follow from the tokens of earlier steps. Methods are called in plan order, by one thread at
+    a time: for each step, first `masks`, then `drawn`, then `read` and `results`.
     """
 
     restricts = False
-    """Whether some row may not draw every token: only then is `masks` called."""
+    """Whether some row may not draw every token. Otherwise `masks` is not called."""
     reads = False
-    """Whether later rules follow from the step's tokens: only then are `drawn`, `read` and `results` called."""
+    """Whether later rules follow from the step's tokens. Otherwise `drawn`, `read` and `results` are not called."""
 
     @property
     def waits(self) -> bool:
-        """Whether `masks` would wait for the tokens of a step that the device may still compute."""
+        """Whether `masks` would wait for the tokens of a step that may still be on the device."""
         return False
 
+    @abstractmethod
     def masks(self) -> torch.Tensor:
-        """The masks [M, W] int32 of the rows `StagedStep.masked`, on the device."""
-        raise NotImplementedError
+        """The masks [M, W] int32 of the rows in `StagedStep.masked`, on the device."""
 
-    def drawn(self, step: DrawnStep) -> None:
-        """The step's draw was launched."""
+    def drawn(self, step: DrawnStep) -> None:  # noqa: B027
+        """Called when the step's draw has been launched."""
 
-    def read(self) -> None:
-        """Read the step's tokens, and before them those of earlier steps. Waits for the device."""
+    def read(self) -> None:  # noqa: B027
+        """Read the step's tokens, after those of earlier steps. Waits for the device."""
 
     def results(self) -> Sequence[PartResult]:
-        """Results that follow from the step's tokens. Called once the later steps that waited for them were drawn."""
+        """Results that follow from the step's tokens. Called once the later steps that waited for them are drawn."""
         return ()
 
 
-EVERY_TOKEN = DrawRules()
+class EveryToken(DrawRules):
+    """Rules that restrict no row."""
+
+    def masks(self) -> torch.Tensor:
+        return torch.empty((0, 0), dtype=torch.int32)
+
+
+EVERY_TOKEN: DrawRules = EveryToken()
 
 
 class PartExecutor:
     """The work of one part in the steps of a paged executor.
 
-    A part overrides the hooks that it needs and is called at no other. Work on the device goes to the current stream,
-    in the order of the hooks, and waits for nothing unless the hook says so.
+    A part overrides the hooks that it needs; others are not called. Work on the device goes to the current stream, in
+    the order of the hooks, and waits for nothing unless the hook's doc says so.
     """
 
     plans: ClassVar[tuple[type[PartPlan], ...]] = ()
-    """The classes of plans that the part reads. A plan with a value that nothing reads is refused."""
+    """The classes of plans that the part reads. A step with a plan that no part reads is refused."""
 
     def before(self, plan: StepPlan) -> None:
-        """Called when a plan is about to run. In the thread that runs the steps."""
+        """Called when a plan is about to run, in the thread that runs the steps."""
 
     def hidden(self, staged: StagedStep) -> Sequence[HiddenWork]:
         """Functions that compute the part's results from the hidden states of a step."""
         return ()
 
     def rules(self, staged: StagedStep) -> DrawRules:
-        """The rules for the rows `staged.masked` of a step, which has at least one such row.
+        """The rules for the rows in `staged.masked` of a step, which has at least one such row.
 
         At most one part of an executor has this hook. It is not called on a device that draws no tokens.
         """
         return EVERY_TOKEN
 
     def after(self, plan: StepPlan) -> Sequence[Launched]:
-        """Called when the segments of a plan have run, or are launched. In the thread that runs the steps."""
+        """Called when the segments of a plan have run or are launched, in the thread that runs the steps."""
         return ()
 
     def completed(self, *, wait: bool) -> Sequence[PartResult]:
-        """A step is collected: results of other work that has ended by now. With `wait`, of all work begun so far."""
+        """Results of other work that has ended; with `wait`, of all work begun. Called when a step is collected."""
         return ()
 
     def idle(self) -> AbstractContextManager[object]:
-        """Context in which a graph is captured: no thread of the part may allocate pinned memory within it."""
+        """Context for capturing a graph: within it, no thread of the part may allocate pinned memory."""
         return NOTHING
 
     def close(self) -> None:
@@ -133,12 +140,12 @@ Kind = TypeVar("Kind")
 
 
 class PartHooks:
-    """The parts of an executor in order, and for each hook the parts that override it. Others are not called."""
+    """The parts of an executor in order. For each hook, it lists the parts that override it; only these are called."""
 
     __slots__ = ("_reads", "after", "before", "close", "completed", "hidden", "idle", "parts", "rules")
 
     def __init__(self, parts: Iterable[PartExecutor], plans: Iterable[type[PartPlan]] = ()) -> None:
-        """`plans` are classes of plans that the executor reads. Raises ValueError for two parts with draw rules."""
+        """`plans` are plans that the executor itself reads. Raises ValueError for two parts with draw rules."""
         self.parts = tuple(parts)
         self.before = self._overriding("before")
         self.hidden = self._overriding("hidden")
@@ -156,7 +163,7 @@ class PartHooks:
         return part_of(self.parts, kind)
 
     def check(self, plan: StepPlan) -> None:
-        """Raise ValueError for a plan with a part that nothing here reads."""
+        """Raise ValueError for a step with a plan that nothing here reads."""
         for part in plan.parts:
             if type(part) not in self._reads:
                 name = type(part).__name__
@@ -176,7 +183,7 @@ def part_of(parts: Iterable[object], kind: type[Kind]) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Memory and streams that a part's executor is made over."""
+    """The memory and streams over which a part's executor is made."""
 
     memory: PagedMemory
     make_stream: Callable[[], CopyStream]
@@ -184,33 +191,33 @@ class Allocated:
 
 
 class DevicePart(ABC):
-    """One part's state on a device, from the moment when the weights are there."""
+    """One part's state on a device. It is made when the weights are on the device."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device that it holds for good."""
+        """Bytes on the device that the part keeps as long as the engine runs."""
         return 0
 
     def workspace_bytes(self) -> int:
-        """Most bytes that its work takes besides the cache. Measured while there is no cache."""
+        """Largest number of bytes that the part's work takes besides the cache. Measured while there is no cache."""
         return 0
 
     def inputs(self, max_tokens: int, samples: int) -> ModelInputs:
-        """Inputs of the model for the part in a batch of this size. At most one part of a device has any."""
+        """The part's inputs of the model, in a batch of this size. At most one part of a device has any."""
         return TOKENS_ONLY
 
     def widest(self, rows: int) -> Sequence[PartPlan]:
-        """The part's plans in the steps that take most memory, each of `rows` segments."""
+        """The part's plans in the steps that take the most memory, each of `rows` segments."""
         return ()
 
     def widened(self) -> AbstractContextManager[object]:
-        """Context in which the widest steps are measured: the part's work is the largest that it can be."""
+        """Context for measuring the widest steps: within it, the part's work is the largest possible."""
         return NOTHING
 
     def shaped(self, shape: EngineShape) -> EngineShape:
-        """An engine's shape with what the part adds to it."""
+        """An engine's shape with the part's additions."""
         return shape
 
     @abstractmethod
     def executor(self, allocated: Allocated) -> PartExecutor:
-        """The part's work in the steps over an allocated cache. Called once."""
+        """The part's executor over an allocated cache. Called once."""

@@ -10,19 +10,19 @@ from holdfast.lm.kernels.collectives.peer_memory import PeerMemory, copy, signal
 from holdfast.lm.models.base import ModelSpec
 
 STREAM_SLOTS = 2
-"""Streams that a device holds before it takes them in. While it computes a step, the next one arrives."""
+"""Number of streams that a device holds before it reads them. The next one arrives while it computes a step."""
 
 FLAG_BYTES = 128
-"""Bytes for a counter of the streams or tokens that have come, or that were taken in."""
+"""Bytes of a counter: of streams or tokens that have arrived, or of streams that were read."""
 
 
 class PeerLink(StageLink):
-    """Streams and tokens go straight into memory of the device that needs them.
+    """Link that writes streams and tokens straight into the memory of the device that needs them.
 
-    Each sender counts its messages and writes that number to the receiver. The receiver writes back how many streams it
-    has taken in, for a sender that is STREAM_SLOTS ahead. No call makes the host wait. A stream is copied aside first,
-    so that later computation need not wait for the link. Tokens need no answer: the last stage sends the tokens of a
-    step after the first stage has taken in those of TOKEN_SLOTS steps before.
+    Each sender counts its messages and writes that number to the receiver. The receiver writes back the number of
+    streams that it has read, and a sender waits once it is STREAM_SLOTS ahead. No call makes the host wait. A stream is
+    first copied to a buffer, so that later computation need not wait for the link. Tokens need no answer: the last
+    stage sends a step's tokens only after the first stage has read those of the step TOKEN_SLOTS before.
     """
 
     def __init__(self, memory: PeerMemory, layout: Layout, spec: ModelSpec, max_tokens: int, max_rows: int) -> None:
@@ -49,17 +49,18 @@ class PeerLink(StageLink):
 
     @staticmethod
     def num_bytes(spec: ModelSpec, max_tokens: int, max_rows: int) -> int:
-        """Bytes of memory on every device, for steps of at most this many tokens and sampled rows."""
+        """Bytes of memory on every device for steps of at most this many tokens and sampled rows."""
         stream, tokens = _slot_bytes(spec, max_tokens, max_rows)
         return 3 * FLAG_BYTES + STREAM_SLOTS * stream + TOKEN_SLOTS * tokens
 
-    # A device's memory: how many streams came, how many the next stage took, how many tokens came; streams; tokens.
+    # A device's memory: counters of streams arrived, streams that the next stage has read, and tokens arrived; then
+    # streams; then tokens.
 
     def send(self, stream: torch.Tensor) -> None:
         slot, self._sent = self._sent % STREAM_SLOTS, self._sent + 1
         current, aside = torch.cuda.current_stream(self._device), self._aside[slot][: len(stream)]
         if self._sent > STREAM_SLOTS:
-            # This slot's earlier copy has been sent once the next stage has taken it in.
+            # The next stage has read this slot's earlier copy only after it was sent.
             wait(self._own + FLAG_BYTES, self._sent - STREAM_SLOTS, current)
         aside.copy_(stream)
         self._sender.wait_stream(current)
@@ -98,6 +99,6 @@ class PeerLink(StageLink):
 
 
 def _slot_bytes(spec: ModelSpec, max_tokens: int, max_rows: int) -> tuple[int, int]:
-    """Bytes of one slot for a stream, and of one for tokens."""
+    """Bytes of one slot for a stream, and of one slot for tokens."""
     stream = max_tokens * spec.stream_width * spec.dtype.itemsize
     return -(-stream // FLAG_BYTES) * FLAG_BYTES, -(-max_rows * 8 // FLAG_BYTES) * FLAG_BYTES

@@ -1,4 +1,4 @@
-"""Place: where one rank stands among those that share a model, and how it reaches the others."""
+"""Place: the place of one rank among the ranks that share a model, and its links to the others."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.models.base import ModelSpec
 
 TIMEOUT = timedelta(hours=1)
-"""The longest that a message between processes takes. A process that hangs is ended long before."""
+"""Longest time that a message between processes may take. A process that hangs is ended long before."""
 LOOPBACK = "127.0.0.1"
 
 
 class Place:
-    """One rank's place. All ranks make theirs at the same time, and wait for each other in doing so."""
+    """The place of one rank. All ranks make theirs at the same time, and wait for each other while they do."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, meeting: str, host: int | None = None) -> None:
-        """`meeting` is a directory of these ranks alone, where each leaves the address at which it can be reached.
+        """`meeting` is a directory for these ranks only, where each leaves the address at which it can be reached.
 
         `host` is the file descriptor of the memory for the rank's part of the host tier, if another rank maps it too.
         """
@@ -57,7 +57,7 @@ class Place:
         return PeerLink(memory, self.layout, spec, max_tokens, max_rows)
 
     def _group_of(self, name: str, ranks: range) -> Group:
-        """These ranks as the devices that share each layer."""
+        """These ranks as a group of devices that share each layer."""
         if self.device.type == "cpu":
             return TorchGroup(self._gloo(name, ranks))
         from holdfast.lm.kernels.collectives.symmetric import SymmetricGroup  # a CPU installation has no Triton
@@ -65,7 +65,7 @@ class Place:
         return SymmetricGroup(PrefixStore(name, self._store), ranks.index(self.rank), len(ranks), self.device)
 
     def _gloo(self, name: str, ranks: range) -> dist.ProcessGroup:
-        """These ranks of this host as one process group. Nobody else can reach its sockets."""
+        """These ranks of this host as one process group. Other users cannot reach its sockets."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]

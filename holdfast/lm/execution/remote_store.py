@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import redis
 
 LIFETIME = 86_400
-"""Seconds that a block stays in the service unless it is used."""
+"""Seconds that an unused block stays in the service. Each use begins them anew."""
 CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 2.0
-"""How long the service may take to accept a connection, and to answer."""
+"""Longest time, in seconds, for the service to accept a connection, and to answer."""
 HEAD = struct.Struct("<4sQ")
 """Header before a block's bytes: MAGIC and the checksum."""
 MAGIC = b"HFK2"
@@ -27,15 +27,15 @@ MAGIC = b"HFK2"
 class RemoteStore:
     """Blocks by digest, under names that begin with the engine's identity.
 
-    Engines with equal model, types, layout, block size and version share what they write. A digest begins with the
-    tenant (`Identity.root`), so tenants share nothing. The service bounds its size itself: each block has a lifetime,
-    and Redis evicts by its own `maxmemory-policy` (allkeys-lru is right).
+    Engines with equal model, types, layout, block size and version share their blocks. A digest begins with the tenant
+    (`Identity.root`), so tenants share nothing. The service bounds its own size: each block has a lifetime, and Redis
+    evicts by its `maxmemory-policy` (allkeys-lru is right).
 
-    An error of the service is an outcome, never an exception. May be used in several threads.
+    An error of the service is returned as an outcome, never raised. Threads may share the object.
     """
 
     def __init__(self, url: str, block_bytes: int, identity: dict[str, str], *, lifetime: int = LIFETIME) -> None:
-        """Connects at the first use. Raises ValueError for another URL than Redis's, or without the extra."""
+        """Connects at the first use. Raises ValueError for a URL that is not Redis's, or without the extra."""
         self._client = client_of(url)
         self._block_bytes = block_bytes
         about = json.dumps({**identity, "block bytes": str(block_bytes)}, sort_keys=True)
@@ -44,12 +44,12 @@ class RemoteStore:
         self.where = shown(url)
         """The service's address, for people."""
         self.trouble = "no answer yet"
-        """Reason why the last failed call failed, for people."""
+        """The reason why the last failed call failed, for people."""
 
     def check(self) -> Outcome:
-        """Whether the service can be written to now: failed if not, and then `trouble` says why.
+        """Whether the service can be written to now: failed if not, and then `trouble` gives the reason.
 
-        Missing if no check has left its mark there: it is new to this engine, or has lost what it held.
+        Missing if no check has left its mark there: the service is new to this engine, or has lost its contents.
         """
         with self._client.pipeline(transaction=False) as pipeline:
             pipeline.exists(self._prefix + b"check")
@@ -60,7 +60,7 @@ class RemoteStore:
         return "done" if answers[0] == 1 else "missing"
 
     def probe(self, blocks: Sequence[TierBlock]) -> list[Outcome]:
-        """Which of these blocks the service has."""
+        """For each of these blocks, whether the service has it."""
         with self._client.pipeline(transaction=False) as pipeline:
             for block in blocks:
                 pipeline.exists(self._name(block))
@@ -116,7 +116,7 @@ class RemoteStore:
         return self._prefix + block.digest
 
     def _execute(self, pipeline: redis.client.Pipeline) -> list[Any] | None:
-        """The answers, each of which may be an error; None if the service gave none."""
+        """The answers, each of which may be an error; None if the service gave no answer."""
         import redis
 
         try:
@@ -149,13 +149,13 @@ def client_of(url: str) -> redis.Redis:
             url,
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=ANSWER_SECONDS,
-            retry=Retry(NoBackoff(), 0),  # `LowerTiers` avoids a service that has failed
+            retry=Retry(NoBackoff(), 0),  # no retry here: `LowerTiers` avoids a service that has failed
         )
     except ValueError as error:
         raise ValueError(f"remote_cache is {shown(url)!r}, which is no URL of a Redis service: {error}") from None
 
 
 def shown(url: str) -> str:
-    """A URL without what is secret in it."""
+    """A URL without its secrets."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"

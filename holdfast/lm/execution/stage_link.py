@@ -1,4 +1,4 @@
-"""The link between the stages of a pipeline: streams go to the next stage, sampled tokens back to the first one."""
+"""StageLink: the link between pipeline stages. Streams go to the next stage, sampled tokens to the first one."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from holdfast.lm.models.base import ModelSpec
 from holdfast.lm.types import PENDING
 
 TOKEN_SLOTS = 16
-"""Steps whose sampled tokens the last stage may have sent and the first stage has not taken in."""
+"""Largest number of steps whose sampled tokens the last stage has sent and the first stage has not received."""
 STREAM_TAG, TOKENS_TAG = 0, 1
 
 
 class StageLink(Protocol):
     """Messages between one device and the devices of other stages that have its share of each layer.
 
-    Everything arrives in the order in which it was sent. Sending waits for nobody, and never for the host; receiving
+    Messages arrive in the order in which they were sent. Sending waits for neither a receiver nor the host; receiving
     makes the computation wait. All devices of a pipeline call this for the same steps in the same order.
     """
 
     def send(self, stream: torch.Tensor) -> None:
-        """Send a step's stream [T, hidden] to the next stage. It may be overwritten by what is computed later."""
+        """Send a step's stream [T, hidden] to the next stage. Later computation may overwrite it."""
         ...
 
     def receive(self, into: torch.Tensor) -> None:
-        """Write the next stream of the stage before into a contiguous [T, hidden]."""
+        """Write the next stream from the previous stage into a contiguous [T, hidden]."""
         ...
 
     def send_tokens(self, tokens: torch.Tensor) -> None:
         """Send a step's sampled tokens [R] int64 from the last stage to the first.
 
-        At most TOKEN_SLOTS of such steps are under way.
+        At most TOKEN_SLOTS steps have sent tokens that are not received.
         """
         ...
 
     def receive_tokens(self, count: int) -> torch.Tensor:
-        """The next tokens [R] int64 of the last stage, on the first."""
+        """Receive the next tokens [R] int64 of the last stage, on the first stage."""
         ...
 
 
 class GlooLink(StageLink):
-    """The link of a CPU: messages through gloo."""
+    """The link between devices that are CPUs, by messages through gloo."""
 
     def __init__(self, processes: dist.ProcessGroup, layout: Layout, rank: int) -> None:
-        """`processes` are all ranks."""
+        """`processes` has all ranks."""
         self._processes, self._rank, self._tp = processes, rank, layout.tp
         self._first, self._last = layout.shard_of(rank), layout.ranks - layout.tp + layout.shard_of(rank)
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        """Messages that are being sent. Their tensors must not change until then."""
+        """Messages that are being sent. Their tensors must not change before the send is complete."""
 
     def send(self, stream: torch.Tensor) -> None:
         self._send(stream, self._rank + self._tp, STREAM_TAG)
@@ -79,30 +79,30 @@ class GlooLink(StageLink):
 
 
 class TokensUnderWay(NamedTuple):
-    """Tokens that a step sampled on the last stage, and that the first one has not taken in."""
+    """Tokens that a step sampled on the last stage, and that the first stage has not received."""
 
-    rows: torch.Tensor  # [R] int64: the rows of these tokens
+    rows: torch.Tensor  # [R] int64: the row of each token
     numbers: npt.NDArray[np.int64]
     """The numbers in `rows`, on the host."""
 
 
 class StageEnd:
-    """One device's end of the link, with what the first stage knows of tokens that are under way.
+    """One device's end of the link. On the first stage, it tracks the tokens that are under way.
 
-    It outlives executors. For the thread that runs the steps.
+    It outlives executors. Only the thread that runs the steps uses it.
     """
 
     def __init__(self, link: StageLink, spec: ModelSpec, max_tokens: int) -> None:
-        """`spec` is that of the device's part of the model; steps have at most `max_tokens`."""
+        """`spec` describes the device's part of the model. A step has at most `max_tokens` tokens."""
         self._link, self._first, self.last = link, spec.first, spec.last
         self.incoming: torch.Tensor | None = None
-        """The stream [max_tokens, width] of the stage before, as the last step received it; None on the first stage."""
+        """The previous stage's stream [max_tokens, width], as the last step received it; None on the first stage."""
         if not spec.first:
             self.incoming = torch.zeros(max_tokens, spec.stream_width, dtype=spec.dtype, device=spec.device)
         self._under_way: deque[TokensUnderWay] = deque()
 
     def enter(self, staged: StagedStep, last_token: torch.Tensor) -> None:
-        """Receive a step's stream; on the first stage, the sampled tokens that the step needs.
+        """Receive a step's stream, or, on the first stage, the sampled tokens that the step needs.
 
         They become the last tokens of their rows, in `last_token` [rows].
         """
@@ -114,7 +114,7 @@ class StageEnd:
             last_token.index_copy_(0, rows, self._link.receive_tokens(len(numbers)))
 
     def leave(self, staged: StagedStep, rows: torch.Tensor, given: torch.Tensor) -> None:
-        """Pass on a step's results: its stream [T, width], or on the last stage its tokens [R].
+        """Send on a step's results: its stream [T, width], or, on the last stage, its tokens [R].
 
         `rows` [R] are the rows that sampled.
         """
@@ -127,12 +127,12 @@ class StageEnd:
             self._under_way.append(TokensUnderWay(rows.clone(), numbers))
 
     def drain(self) -> None:
-        """Take in the tokens that are under way, on the first stage, and forget them. Nothing runs that needs them."""
+        """Receive the tokens that are under way, on the first stage, and drop them. No step needs them."""
         while self._under_way:
             self._link.receive_tokens(len(self._under_way.popleft().numbers))
 
     def _needed(self, staged: StagedStep) -> int:
-        """How many steps' tokens to take in: up to the last one that sampled for a row whose token is PENDING."""
+        """Number of steps whose tokens must be received: up to the last one that sampled for a PENDING token."""
         needed = max(0, len(self._under_way) - TOKEN_SLOTS + 1)
         if staged.has_pending and self._under_way:
             arrays, tokens = staged.host.arrays, slice(0, staged.num_tokens)

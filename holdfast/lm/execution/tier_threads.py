@@ -20,9 +20,9 @@ log = logging.getLogger("holdfast.engine")
 
 
 class TierThreads:
-    """Does the jobs of `LowerTiers`. Reads come before writes that have not begun.
+    """Runs the jobs of `LowerTiers`. Reads come before writes that have not begun.
 
-    A job touches only host blocks that `LowerTiers` holds or reserves for it, so it needs no lock.
+    A job uses only host blocks that `LowerTiers` holds or reserves for it, so it needs no lock.
     """
 
     def __init__(
@@ -37,12 +37,13 @@ class TierThreads:
     ) -> None:
         """`host` is the host tier. `clock` is the engine's. `wake` is called, in any thread, when a job has ended.
 
-        Each check of the remote tier waits for `pause` seconds.
+        Each check of the remote tier first waits for `pause` seconds.
         """
         self._host = host
         self._disk, self._remote = disk, remote
         self._clock_began = time.time() - clock()
-        """The time at 0 of the engine's clock. Measured once, so blocks of one last use keep one on the disk."""
+        """The system's time at 0 of the engine's clock. It is measured once, so that equal last uses stay equal on the
+        disk."""
         self._ended: deque[TierDone] = deque()
         self._waiting: dict[str, tuple[deque[TierJob], deque[TierJob]]] = {}
         self._pools: dict[str, ThreadPoolExecutor] = {}
@@ -55,16 +56,16 @@ class TierThreads:
         self._pause, self._wake = pause, wake
         self._closed = threading.Event()
         self._failing: set[TierName] = set()
-        """The tiers whose failure has been logged: the disk for good, the remote tier until it works again."""
+        """The tiers whose failure has been logged. The disk stays here; the remote tier leaves when it works again."""
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way, or has ended and was not taken. Checks do not count."""
+        """Whether a job is running, or has ended and was not taken yet. Checks do not count."""
         return self._under_way > 0 or bool(self._ended)
 
     @property
     def trouble(self) -> str:
-        """Why the remote tier does not work, for people; empty if it does, or if there is none."""
+        """The reason why the remote tier does not work, for people; empty if it works, or if there is none."""
         return self._remote.trouble if self._remote is not None and "remote" in self._failing else ""
 
     def start(self, jobs: Iterable[TierJob]) -> None:
@@ -83,7 +84,7 @@ class TierThreads:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
-        """Stop after the jobs that have begun. The host's memory may go then."""
+        """Stop after the jobs that have begun. The host's memory may be freed then."""
         self._closed.set()
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
@@ -100,11 +101,11 @@ class TierThreads:
         began = time.perf_counter()
         try:
             outcomes = self._do(job)
-        except Exception:  # the sequence that waits for it must not wait for ever
+        except Exception:  # otherwise the sequence that needs the job would wait forever
             log.exception("holdfast: a job of the %s tier failed", tier)
             outcomes = ["failed"] * len(job.blocks)
         if "failed" in outcomes:
-            self.tell_failure(job.tier, f"could not {job.kind} a block")
+            self.log_failure(job.tier, f"could not {job.kind} a block")
         if corrupt := outcomes.count("corrupt"):
             log.warning("holdfast: %d blocks of the %s tier were corrupt and are dropped", corrupt, tier)
         self._ended.append(TierDone(job.number, tuple(outcomes), time.perf_counter() - began))
@@ -112,7 +113,7 @@ class TierThreads:
             self._under_way -= 1
         self._wake()
 
-    def tell_failure(self, tier: TierName, what: str) -> None:
+    def log_failure(self, tier: TierName, what: str) -> None:
         """Log that a tier has failed, unless that was logged and it has not worked since."""
         with self._lock:
             if tier in self._failing:
@@ -127,14 +128,14 @@ class TierThreads:
             )  # fmt: skip
 
     def _check(self, job: TierJob) -> None:
-        """See after a pause whether the remote tier works again."""
+        """Check after a pause whether the remote tier works again."""
         began = time.perf_counter()
         if self._closed.wait(self._pause):
             return
         assert self._remote is not None
         try:
             outcome = self._remote.check()
-        except Exception:  # the next check finds out
+        except Exception:  # the next check reports it
             log.exception("holdfast: the remote tier could not be checked")
             outcome = "failed"
         if self._closed.is_set():

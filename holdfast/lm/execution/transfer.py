@@ -1,31 +1,29 @@
-"""Transfers: copies of blocks between device and host, on streams of their own, during the computation."""
+"""Transfers: copies of blocks between device and host, on their own streams, during the computation."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast.lm.copy_streams import CopyEvent, CopyStream
+from holdfast.lm.copy_streams import CopiesInFlight, CopyEvent, CopyInFlight, CopyStream
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.models.base import LayerCache, LayerCaches
-from holdfast.lm.types import BlockCopy, CopyTime, StepPlan, TierCopied
+from holdfast.lm.types import BlockCopy, StepPlan, TierCopied
 
 GROUPS = 4
-"""Groups of layers in which a plan that awaits its own swap-in gets it. It starts once the first is complete."""
+"""Number of layer groups in which a plan's own swap-in is copied. The plan starts once the first group is complete."""
 
 
 class SwappingInLayers:
-    """The layers' caches while they are swapped in. Reading a layer makes the computation wait for that layer's copy.
+    """The layers' caches while they are swapping in. Reading a layer makes the computation wait for that layer's copy.
 
     So the first layers compute while later ones are still being copied (Pensieve §4.3.3). Pensieve does this for every
-    swap-in. Here only a plan that awaits its own copies does it: it has nothing else to compute. Its layers are copied
-    in `GROUPS` groups. While other sequences run, a sequence joins once its whole copy is there.
+    swap-in. Here only a plan that awaits its own copies does it, because it has nothing else to compute. Its layers are
+    copied in `GROUPS` groups. While other sequences run, a sequence joins once its whole copy is complete.
     """
 
     def __init__(self, layers: Sequence[LayerCache], events: Sequence[CopyEvent]) -> None:
@@ -55,8 +53,7 @@ class Transfers:
         self._device, self._host, self._layers = device, host, layers
         self._inward, self._outward = make_stream(), make_stream()
         self._last_in: CopyEvent | None = None
-        self._swapping_in: deque[_CopiesInFlight] = deque()
-        self._swapping_out: deque[_CopiesInFlight] = deque()
+        self._copies = CopiesInFlight()
         self._begun = -1
         self._block_bytes = device.data[:, :, 0].nbytes
         step = -(-len(layers) // GROUPS)
@@ -69,9 +66,9 @@ class Transfers:
         """
         layers: LayerCaches = self._layers
         copies = plan.copies
-        for earlier in tuple(self._swapping_in):
+        for earlier in self._copies.inward:
             if earlier.step <= copies.awaits:
-                earlier.parts[-1].wait()
+                earlier.end.wait()
         if copies.swap_in:
             own = copies.awaits >= plan.step
             self._inward.follow()
@@ -80,7 +77,7 @@ class Transfers:
             groups = self._groups if own else [slice(0, len(self._layers))]
             parts = tuple(self._inward.copy(partial(copy, group)) for group in groups)
             self._last_in = parts[-1]
-            self._swapping_in.append(_CopiesInFlight(plan.step, parts, len(places)))
+            self._copies.inward.append(CopyInFlight(plan.step, len(places) * self._block_bytes, parts))
             if own:
                 events = [parts[at // groups[0].stop] for at in range(len(self._layers))]
                 layers = SwappingInLayers(self._layers, events)
@@ -89,42 +86,16 @@ class Transfers:
             blocks, places = self._outward.upload(block_numbers(copies.swap_out))
             work = partial(copy_blocks, self._device, blocks, self._host, places)
             event = self._outward.copy(work, after=self._last_in)
-            self._swapping_out.append(_CopiesInFlight(plan.step, (event,), len(places)))
+            self._copies.outward.append(CopyInFlight(plan.step, len(places) * self._block_bytes, (event,)))
         self._begun = plan.step
         return layers
 
     def completed(self, *, wait: bool) -> TierCopied:
-        """Copies that have completed. With `wait`, block until all copies begun so far have."""
-        copies: list[CopyTime] = []
-        swapped_out, swapped_in = (
-            self._passed(queue, wait, copies) for queue in (self._swapping_out, self._swapping_in)
-        )
-        return TierCopied(swapped_out, swapped_in, tuple(copies))
-
-    def _passed(self, queue: deque[_CopiesInFlight], wait: bool, copies: list[CopyTime]) -> int:
-        """Move complete copies from `queue` to `copies`. Returns the last plan with all its copies complete."""
-        begun = self._begun
-        while queue:
-            step, parts, blocks = queue[0]
-            if wait:
-                parts[-1].finish()
-            elif not parts[-1].done():
-                return step - 1
-            queue.popleft()
-            seconds = sum(part.seconds() for part in parts)
-            copies.append(CopyTime(step, queue is self._swapping_in, blocks * self._block_bytes, seconds))
-        return begun
+        """Copies that have completed. With `wait`, block until all copies begun so far have completed."""
+        return self._copies.completed(self._begun, wait=wait)
 
 
 def block_numbers(copies: Sequence[BlockCopy]) -> torch.Tensor:
-    """Sources and targets of copies, int64 [2, n]. `torch.tensor` takes 10 times as long, and a device may wait."""
+    """Sources and targets of copies, int64 [2, n]. `torch.tensor` takes 10 times as long, while a device waits."""
     flat = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies))
     return torch.from_numpy(flat.reshape(-1, 2).T.copy())
-
-
-class _CopiesInFlight(NamedTuple):
-    """Copies of one plan in one direction, in the order of their ends."""
-
-    step: int
-    parts: tuple[CopyEvent, ...]
-    blocks: int

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from holdfast.lm.grammar.compiler import GrammarCompiler, mask_threads
+from holdfast.lm.grammar.rows import Answer, ConstrainedRow, Forced
 from holdfast.lm.grammar.shares import Shares
 from holdfast.lm.types import PENDING
-from holdfast.lm.types.grammars import Answer, ConstrainedRow, Forced
 
 
 class _State:

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels in parallel processes. Threads would wait for Python's lock."""
+"""Compiles Triton kernels in parallel processes, because threads would wait for Python's lock."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -49,11 +49,11 @@ def compile_once(launch: Callable[[], object], *identity: object) -> bool:
     """Compile all kernels that `launch` launches, unless a call with this `identity` has done so before.
 
     Returns whether it compiled. `launch` runs once and its kernels do not run, so it must not depend on their results.
-    The compiled kernels are in Triton's cache, where real launches find them; so is a note that they are compiled. If a
-    kernel cannot be compiled here, its first launch compiles it and raises the reason.
+    The compiled kernels go to Triton's cache, where real launches find them. So does a note that they are compiled. If
+    a kernel cannot be compiled here, its first launch compiles it and raises the reason.
     """
     state = json.dumps([*identity, triton.__version__], default=str)
-    prepare().join()  # so that the children need not do it
+    prepare().join()  # so that the children need not hash it again
     note = Path(triton.knobs.cache.dir) / f"holdfast-{hashlib.sha256(state.encode()).hexdigest()[:32]}"
     if note.exists():
         return False
@@ -95,7 +95,7 @@ def kernels_of(launch: Callable[[], object], begin: Callable[[Kernel], object] |
             if begin is not None and function.ASTSource is not ASTSource:
                 begin(kernel)
                 begun.add((id(function), key))
-        return True  # Triton then takes the kernel for compiled elsewhere, and launches nothing
+        return True  # Triton then assumes that the kernel is compiled elsewhere, and launches nothing
 
     before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
     try:
@@ -122,7 +122,7 @@ def compile_in_processes(kernels: Iterable[Kernel], target: GPUTarget) -> None:
     reading, writing = os.pipe()
     children: list[int] = []
     try:
-        # Each free process takes the next number. All numbers fit into the pipe before anybody reads it.
+        # Each free process takes the next number. All numbers fit into the pipe, so writing them does not block.
         os.write(writing, b"".join(number.to_bytes(2, "big") for number in range(len(waiting))))
         os.close(writing)
         for _ in range(min(len(waiting), os.cpu_count() or 1)):
@@ -135,7 +135,7 @@ def compile_in_processes(kernels: Iterable[Kernel], target: GPUTarget) -> None:
 def _fork(life: Callable[[], object]) -> int:
     """Start a child process that makes one call and ends. Returns its process id."""
     with warnings.catch_warnings():
-        # A child of a process with threads must not use their locks. This one uses none, and ends by `_exit`.
+        # A child of a process with threads must not use their locks, so this one uses none and ends with `_exit`.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:

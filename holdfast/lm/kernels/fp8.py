@@ -13,13 +13,13 @@ LARGEST = 448.0
 """The largest FP8 number. FP8 has no infinity; a number that rounds above this becomes NaN."""
 
 FIRST_CAPABILITY = (9, 0)
-"""The least compute capability of GPUs that run GEMMs with FP8 weights.
+"""Lowest compute capability of GPUs that run GEMMs with FP8 weights.
 
 GPUs of 8.9 multiply FP8 too, but have too little shared memory.
 """
 
 ROWS_AT_A_TIME = 1024
-"""Number of rows of a weight that are quantized together. Meanwhile they take memory in float32."""
+"""Number of rows of a weight that are quantized together. They take memory in float32 meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def quantize(weight: torch.Tensor, maxima: torch.Tensor | None = None) -> Fp8Wei
     """
     data = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = (row_maxima(weight) if maxima is None else maxima) / LARGEST
-    # The least normal number as the scale of a row of zeros keeps the quotients finite.
+    # For a row of zeros the scale is the smallest normal number, which keeps the quotients finite.
     scale.clamp_(min=torch.finfo(torch.float32).tiny)
     pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (weight, data, scale))
     for rows, into, factors in zip(*pieces, strict=True):

@@ -11,7 +11,7 @@ from holdfast.lm.kernels import fp8
 
 LARGEST = tl.constexpr(fp8.LARGEST)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
-"""The least normal FP8 number. From it on, numbers have 3 bits of fraction; smaller ones are multiples of 2^-9."""
+"""Smallest normal FP8 number. From it on, numbers have 3 bits of fraction; smaller ones are multiples of 2^-9."""
 UNIT = tl.constexpr(1.5 * 2.0**14)
 """A number so large that every float32 near it is a multiple of 2^-9."""
 
@@ -20,8 +20,8 @@ UNIT = tl.constexpr(1.5 * 2.0**14)
 def round_to_fp8(numbers):
     """float32 numbers rounded to the nearest FP8 number, ties to even; still float32, and not clamped to LARGEST.
 
-    Converting them afterwards is exact. The conversion of Triton's interpreter alone does not round, or loses the
-    carry.
+    Converting the result to FP8 is exact. Without this step, the conversion of Triton's interpreter does not round, or
+    loses the carry.
     """
     bits = numbers.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -51,7 +51,7 @@ def query_for_keys(query, cached: tl.constexpr):
 
 @triton.jit
 def values_as(values, to: tl.constexpr, natural):
-    """Cached values [keys, D] in dtype `to`, for a product of small matrices; `natural` is any number that is not < 0.
+    """Cached values [keys, D] in dtype `to`, for a product of small matrices; `natural` is any number from 0 on.
 
     FP8 values are multiplied by a 1 that the compiler cannot see through. It then converts before it rearranges the
     numbers, and float16 has an instruction that transposes on the way (ldmatrix). Otherwise it would gather single

@@ -10,7 +10,7 @@ HALVES = (64, 32)
 """The allowed numbers of inputs in half a chunk. The two halves of a chunk share its bytes."""
 
 ROWS_AT_A_TIME = 1024
-"""Number of rows that are dequantized together. Meanwhile they take memory in float32."""
+"""Number of rows that are dequantized together. They take memory in float32 meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

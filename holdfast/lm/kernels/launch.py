@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FIRST_CAPABILITY = (9, 0)
-"""The least compute capability of GPUs with programmatic dependent launch (Hopper)."""
+"""Lowest compute capability of GPUs with programmatic dependent launch (Hopper)."""
 
 
 @cache
@@ -28,8 +28,8 @@ def dependent_launch_options(device: torch.device) -> dict[str, bool]:
 def launch_dependents(DEPENDENT: tl.constexpr):
     """Let programs of the next kernel start on processors that this kernel leaves free.
 
-    Until its own `wait_for_previous` returns, the next kernel may read only weights and what the host placed before the
-    step. It must not read what this kernel or an earlier one writes.
+    Until its own `wait_for_previous` returns, the next kernel may read only weights and data that the host wrote before
+    the step. It must not read the output of this kernel or of an earlier one.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -37,7 +37,10 @@ def launch_dependents(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Wait until the previous kernel is done. Each kernel calls this before it writes, so all earlier ones are done."""
+    """Wait until the previous kernel is done.
+
+    Each kernel calls this before it writes, so all earlier ones are done too.
+    """
     if DEPENDENT:
         gdc_wait()
 

@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from itertools import repeat
 from typing import NamedTuple
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.lm.memory.prefix_index import PrefixIndex
 
 Use = tuple[float, int]
@@ -65,7 +65,7 @@ class RetentionRule:
     block_size: int = 16
 
     @classmethod
-    def of(cls, config: EngineConfig, cost: Cost) -> RetentionRule:
+    def of(cls, config: CoreConfig, cost: Cost) -> RetentionRule:
         """The rule that a configuration names. Its chunk size is rounded up to whole blocks."""
         chunk_blocks = -(-config.chunk_size // config.block_size)
         return cls(EVICTIONS[config.eviction], cost, chunk_blocks, config.block_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -395,11 +394,6 @@ class RowPool:
         """Bytes of a state of this many positions outside the batch."""
         return self.shape.bytes.of(length)
 
-    def row_bytes(self, width: int) -> int:
-        """Bytes of a row in a batch of this width."""
-        quantum = self.shape.quantum
-        return self.shape.bytes.of(-(-width // quantum) * quantum)
-
     @property
     def memory(self) -> int:
         """Bytes that may be used in all. It shrinks when the device runs out of them."""
@@ -464,7 +458,7 @@ class RowPool:
     @property
     def used(self) -> int:
         """Positions in use, of all rows as wide as the longest, rounded up; also where the batch has settled."""
-        used = self.rows * self.row_bytes(self.width) + self.outside
+        used = self.shape.batch_bytes(self.rows, self.width) + self.outside
         return min(self.num_blocks, -(-used // self.shape.bytes.position))
 
     def blocks_for(self, positions: int) -> int:
@@ -473,13 +467,11 @@ class RowPool:
 
     def longest(self, limit: int) -> int:
         """The most positions of a row that is alone, in multiples of the quantum and at most the first from `limit`."""
-        quantum = self.shape.quantum
-        widths = range(quantum, limit + quantum, quantum)
-        return quantum * bisect_right(widths, self.shape.memory, key=self.shape.bytes.of)
+        return self.shape.widest_row(limit)
 
     def holds(self, count: int, blocks: int, longest: int) -> bool:
         """Whether a batch of `count` rows of at most `longest` positions fits; one row always does."""
-        return count <= 1 or count * self.row_bytes(longest) + self.outside <= self._most
+        return count <= 1 or self.shape.batch_bytes(count, longest) + self.outside <= self._most
 
     def admits(self, found: FoundRow, length: int, reserved: int) -> bool:
         """Whether one more row of `length` positions, and one to come, may join and leave `reserved` available."""
@@ -491,7 +483,8 @@ class RowPool:
         if not rest and not self.ended and not self.ahead:
             return True
         width = max((length + 1, *rest, *self.ended.values()))
-        total = (len(rest) + len(self.ended) + 1) * self.row_bytes(width) + self.in_use - self._batch_bytes()
+        batch = self.shape.batch_bytes(len(rest) + len(self.ended) + 1, width)
+        total = batch + self.in_use - self._batch_bytes()
         return total <= self._most - reserved * self.shape.bytes.position
 
     def admits_ahead(self, length: int, reserved: int) -> bool:
@@ -504,12 +497,13 @@ class RowPool:
         """Whether a state that was computed ahead may join the batch and leave `reserved` available."""
         if not self.members and not self.ended and len(self.ahead) == 1:
             return True
-        total = (self.rows + 1) * self.row_bytes(max(self.width, state.capacity)) + self.in_use - self._batch_bytes()
+        batch = self.shape.batch_bytes(self.rows + 1, max(self.width, state.capacity))
+        total = batch + self.in_use - self._batch_bytes()
         return total - self.bytes(state.capacity) <= self._most - reserved * self.shape.bytes.position
 
     def needed(self, found: FoundRow, length: int) -> int:
         """Positions that one more row of `length` takes, including those by which it widens the other rows."""
-        wider = (self.rows + 1) * self.row_bytes(max(self.width, length + 1)) - self._batch_bytes()
+        wider = self.shape.batch_bytes(self.rows + 1, max(self.width, length + 1)) - self._batch_bytes()
         return wider // self.shape.bytes.position
 
     def freed_by(self, victim: SequenceState[Any], after: Collection[SequenceState[Any]]) -> int:
@@ -519,7 +513,7 @@ class RowPool:
         ended = tuple(self.ended.values())
 
         def size(capacities: Sequence[int]) -> int:
-            return (len(capacities) + len(ended)) * self.row_bytes(max((*capacities, *ended), default=0))
+            return self.shape.batch_bytes(len(capacities) + len(ended), max((*capacities, *ended), default=0))
 
         return (size(rest) - size(without)) // self.shape.bytes.position
 
@@ -741,4 +735,4 @@ class RowPool:
         rows, width = self.rows, max(self.width, longest)
         if self._settled and self.shape.settles(rows, width) and all(each.place == "batch" for each in self.members):
             return 0
-        return rows * self.row_bytes(width)
+        return self.shape.batch_bytes(rows, width)

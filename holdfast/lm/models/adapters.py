@@ -12,7 +12,7 @@ from holdfast.lm.kernels.lora.protocol import Lora, LoraStack
 from holdfast.lm.models.peft_files import AdapterWeights, DecoderSizes, module_shapes
 
 FIELDS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""The modules that each linear field of LayerWeights fuses, from its first row down."""
+"""For each linear field of LayerWeights, the modules that it fuses, in the order of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter on the host, ready to be copied to a slot: the numbers that the slot reads, in the slot's order."""
+    """An adapter on the host, ready to be copied to a slot: its numbers in the order in which a slot stores them."""
 
     numbers: torch.Tensor  # [n], in the type of the slots
     pieces: tuple[Piece, ...]
@@ -149,10 +149,7 @@ class AdapterSlots:
         self._scales[slot].copy_(adapter.scales, non_blocking=True)
 
     def fill(self) -> None:
-        """Fill every slot with an adapter of the full rank that adds zero.
-
-        This is the widest case, for measuring steps.
-        """
+        """Fill every slot with an adapter of the full rank that adds zero: the widest case, for measuring steps."""
         self._numbers.zero_()
         self._ranks.fill_(self.max_rank)
         self._scales.zero_()

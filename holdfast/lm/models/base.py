@@ -16,23 +16,23 @@ class UnsupportedCheckpoint(ValueError):
 
 
 class NotNative(UnsupportedCheckpoint):
-    """The native decoder does not compute this variant of an architecture. Transformers' code may."""
+    """A variant of an architecture that the native decoder does not compute. Transformers' code may compute it."""
 
 
 class DamagedCheckpoint(UnsupportedCheckpoint):
-    """Files that no code can read: one is cut off or missing, or holds numbers that are not finite."""
+    """A checkpoint with a damaged file: one that is missing, cut off, or holds numbers that are not finite."""
 
 
 class MisfitCheckpoint(UnsupportedCheckpoint):
-    """Tensors that are not those of config.json, by their names or shapes."""
+    """A checkpoint whose tensors have other names or shapes than its config.json implies."""
 
 
 LENGTH_LIMIT = 1 << 22
-"""The most tokens of a sequence unless max_model_len is given. Block tables are sized for the longest sequence."""
+"""Largest number of tokens in a sequence unless max_model_len is given. Block tables are sized for this length."""
 
 
 def limited(wanted: int | None, made_for: int) -> int:
-    """The longest sequence in tokens: `wanted`, or else what the model was made for.
+    """Length limit of a sequence, in tokens: `wanted`, or else `made_for`, the limit that the model was made for.
 
     Raises ValueError if `wanted` is longer than `made_for`, and UnsupportedCheckpoint if `made_for` is above
     LENGTH_LIMIT and `wanted` is not given.
@@ -57,7 +57,7 @@ def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The facts about a model of any architecture that the engine needs.
+    """Facts about a model of any architecture that the engine needs.
 
     If several devices share the model, layers, heads and bytes are those of this device's part.
     """
@@ -72,10 +72,10 @@ class ModelSpec:
     own_vocab_size: int
     """Number of vocabulary tokens whose logits this device computes."""
     max_model_len: int
-    """The longest sequence in tokens."""
+    """Largest number of tokens in a sequence."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
-    """The dtype of weights and activations; also of the cache, unless the engine's configuration names another."""
+    """The dtype of weights and activations, and also of the cache, unless the engine's configuration sets another."""
     device: torch.device
     weight_bytes: int
     stream_width: int = 0
@@ -91,7 +91,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerCaches(Protocol):
-    """The caches of all layers, read one layer at a time: a layer may still be on its way from the host."""
+    """The caches of all layers. They are read one layer at a time, because a later layer may still be swapping in."""
 
     def __getitem__(self, layer: int, /) -> LayerCache: ...
 

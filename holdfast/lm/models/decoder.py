@@ -1,4 +1,4 @@
-"""The native decoder: one transformer over packed tokens, with a spec of how an architecture differs from Llama."""
+"""The native decoder: one transformer over packed tokens. A spec describes how an architecture differs from Llama."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WeightSource(Protocol):
     def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
         """A quantized weight with the rows of all these tensors, in a kernel's format.
 
-        None if `fill` must give the numbers.
+        None if no kernel reads the stored format. `fill` then gives plain numbers.
         """
         return None
 
@@ -210,7 +210,7 @@ class Decoder:
             elif field in quantized:
                 weights[field] = self._quantized(names, parts)
             else:
-                # Kernels read the checkpoint's row order; reordered rows are read as plain numbers.
+                # Kernels read rows in the checkpoint's order. Rows that must be reordered are read as plain numbers.
                 as_stored = field in LINEAR_FIELDS and (field != "qkv" or self._pairs is None)
                 packed = self._packed(names, parts) if as_stored else None
                 weights[field] = self._fused(names, parts) if packed is None else packed
@@ -233,7 +233,7 @@ class Decoder:
         return whole
 
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor of which every device holds all."""
+        """A tensor that every device holds whole."""
         return self._fused((name,), (Piece.all_of(*shape),))
 
     def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
@@ -302,7 +302,7 @@ class Decoder:
         return logits
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
-        """The residual stream and the last layer's attention output, [R, ...]: later work needs only these rows.
+        """The residual stream and the last layer's attention output, [R, ...]. The head needs only these rows.
 
         The residual stream is one tensor that every layer adds to in place. A stage before the last returns the stream
         of all tokens, [T, hidden], and nothing else.
@@ -332,7 +332,7 @@ class Decoder:
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
         if not self.shard.last:
-            ops.computed(normed)  # completes the stream
+            ops.computed(normed)  # this completes the stream
             return (stream,)
         if step.sample_at is None:
             return stream, attended
@@ -372,7 +372,7 @@ class Decoder:
         The stream has the rows of all tokens, or only of the `sampled` ones.
         """
         ops, layer, spec = self._ops, self.layers[index], self.decoder
-        # A stage before the last does not read the normed stream after its last layer, so any norm will do there.
+        # A stage before the last does not read the normed stream after its last layer, so the choice of norm is free.
         following = self.norm if index == len(self.layers) - 1 else self.layers[index + 1].input_norm
         if layer.end_norm is not None:
             following = layer.end_norm

@@ -1,4 +1,4 @@
-"""The contents of a native decoder's checkpoint: its sizes and options, and its tensors' names and shapes."""
+"""DecoderSpec: the sizes and options of a native decoder, and the names and shapes of its checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DecoderSpec:
     head_dim: int
     max_positions: int
     rms_eps: float
-    """Number added under the root of every norm."""
+    """Number added under the square root of every norm."""
     rope: Rope
     names: WeightNames
     activation: str = "silu"
@@ -42,7 +42,7 @@ class DecoderSpec:
     sinks: bool = False
     """Whether each head has a logit without a value (GPT-OSS)."""
     experts: ExpertSpec | None = None
-    """The experts, in layers that have them in place of an MLP."""
+    """The experts of layers that have experts in place of an MLP; None: every layer has an MLP."""
     init_std: float = 0.02
     """The standard deviation of random weights."""
     norms: tuple[str, ...] = ("input_norm", "post_norm")
@@ -89,9 +89,9 @@ class DecoderSpec:
 
     @property
     def plain_positions(self) -> int:
-        """The longest sequence in positions by default.
+        """Default length limit of a sequence, in positions.
 
-        LongRoPE ends at its original length, with one set of frequencies.
+        For LongRoPE it is the original length, because longer sequences need another set of frequencies.
         """
         return (
             min(self.max_positions, self.rope.original_length) if self.rope.kind == "longrope" else self.max_positions
@@ -99,12 +99,12 @@ class DecoderSpec:
 
     @property
     def most_positions(self) -> int:
-        """The most positions that max_model_len may ask for. Dynamic scaling extends the config's own limit."""
+        """Largest max_model_len that can be asked for. Dynamic scaling extends the config's own limit."""
         return int(self.max_positions * self.rope.factor) if self.rope.kind == "dynamic" else self.max_positions
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the layers are like Llama's, the only ones that LoRA adapters and tuning support."""
+        """Whether LoRA adapters and tuning support the decoder. They support only layers that are like Llama's."""
         plain = self.norms == ("input_norm", "post_norm") and not (self.layer_norm or self.norm_offset or self.parallel)
         whole = self.rope.kind != "none" and self.rope.share == 1.0 and self.local_rope is None
         unscaled = self.softcap is None and self.logit_softcap is None and self.embedding_scale == 1.0
@@ -113,7 +113,7 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class Part:
-    """A weight that a checkpoint stores transposed, or in one tensor with others."""
+    """The place of a weight that a checkpoint stores transposed, or together with others in one tensor."""
 
     name: str
     """The tensor's name after the layer's prefix."""
@@ -169,7 +169,7 @@ class WeightNames:
     fields: dict[str, tuple[str, ...]]
     """For each field of LayerWeights, the tensor names after the prefix."""
     ignored: tuple[str, ...] = ()
-    """Endings of tensor names to ignore. For example, old checkpoints saved their rope frequencies."""
+    """Endings of tensor names to ignore, such as the rope frequencies that old checkpoints saved."""
     positions: str = ""
     """The name of the table of learned positions."""
     project_in: str = ""
@@ -180,7 +180,8 @@ class WeightNames:
     base: str = ""
     """The beginning of all names but the LM head's."""
     bases: tuple[str, ...] = ("",)
-    """Other beginnings, found in checkpoints of the bare model or of a larger model that contains it."""
+    """Other beginnings of the same names: those of checkpoints of the bare model, or of a larger model that contains
+    it."""
     others: tuple[str, ...] = ()
     """Beginnings of tensor names that are not the decoder's, such as a vision tower's."""
 

@@ -27,7 +27,7 @@ GPT_OSS = ExpertNames(
 )
 
 MOST_CHOSEN = 32
-"""The most experts of one token. Kernels unroll their loops over them."""
+"""Largest number of experts that a token may choose. Kernels unroll their loops over them."""
 
 
 def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
@@ -110,7 +110,7 @@ class Source(Protocol):
 def read_experts(
     spec: DecoderSpec, layer: int, shard: Shard, source: Source, *, device: torch.device, dtype: torch.dtype
 ) -> Experts:
-    """The experts of one layer of the whole decoder, or the shard's share of each expert's columns.
+    """The experts of one layer; for a shard, its share of each expert's columns.
 
     Only the shard's first device has the bias of the second product, because the devices' results are added.
     """
@@ -124,7 +124,7 @@ def read_experts(
         return torch.empty(shape, device=device, dtype=dtype)
 
     def filled(name: str, *parts: range) -> torch.Tensor:
-        """The piece of a tensor given by `parts`, the ranges of its last dimensions. Other dimensions are whole."""
+        """Read a tensor, cut to the ranges `parts` of its last dimensions."""
         whole = shapes[name]
         piece = Piece(whole, (*map(range, whole[: len(whole) - len(parts)]), *parts))
         into = empty(*piece.shape)

@@ -203,7 +203,7 @@ GEMMA_NAMES = dict(
 
 
 def gemma(config: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """The options that Gemma 2 and 3 share: norms before and after each half, of weight 1 + w, and scaled embeddings.
+    """DecoderSpec fields that Gemma 2 and 3 share: scaled embeddings, and norms of weight 1 + w around each half.
 
     Every layer has a window except each `every`-th.
     """
@@ -236,7 +236,7 @@ def gemma2(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
-    """Gemma 3's text: five layers of six have a window and a rotation of their own; queries and keys are normed."""
+    """Gemma 3. Five of six layers have a window and their own rotation. Queries and keys are normed."""
     config = {"max_position_embeddings": 131_072, **config}
     if config.get("attn_logit_softcapping") is not None:
         # Transformers' Gemma 3 reads this key but does not apply it.

@@ -28,9 +28,9 @@ GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down"
 """For each fused linear layer (a field of LayerWeights), the modules that read its input."""
 
 Kept = dict[str, torch.Tensor]
-"""The tensors, by name, that a half's backward needs besides its input.
+"""The tensors that a half's backward needs besides its input, by name.
 
-A forward writes into the tensors that are there already, and adds the others.
+A forward writes into the tensors that are already there, and adds the others.
 """
 
 
@@ -46,7 +46,7 @@ class LoraGroup:
 LayerAdapter = Mapping[str, LoraGroup]
 """An adapter's matrices in one layer, or their gradients, by fused linear layer.
 
-A layer without a module is missing.
+A fused layer that the adapter does not change has no entry.
 """
 
 
@@ -68,7 +68,7 @@ class AdapterLayout:
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """For each fused linear layer, the modules of it that the adapter changes."""
+        """For each fused linear layer, those of its modules that the adapter changes."""
         chosen = {field: tuple(name for name in names if name in self.modules) for field, names in GROUPS.items()}
         return {field: names for field, names in chosen.items() if names}
 
@@ -328,7 +328,7 @@ class Halves:
         return query, key[:, 0], value[:, 0]
 
     def _shrink(self, x: torch.Tensor, field: str, adapter: LayerAdapter, kept: Kept) -> None:
-        """Keep x Aᵀ of a group's modules, if it has any."""
+        """Store x Aᵀ of a group's modules in `kept`, if the adapter changes any of them."""
         if field in adapter:
             name = f"shrunk_{field}"
             kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))

@@ -1,9 +1,8 @@
 """All other causal decoders: Transformers' own modeling code, with paged attention as its attention function.
 
-Transformers passes every keyword of `model(...)` down to the attention function of each layer, so the step is a keyword
-and there is no global state. Not every architecture does so: some drop keywords, some never call the function, and some
-use masks that the keywords do not describe. Each model is therefore probed first, and refused with the reason if it
-fails.
+Transformers passes every keyword of `model(...)` down to the attention function of each layer, so the step is passed as
+a keyword and there is no global state. Some architectures drop keywords, never call the function, or use masks that the
+keywords do not describe. Each model is therefore probed first, and refused with the reason if it fails.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ class Call:
 
 
 class NotPaged(UnsupportedCheckpoint):
-    """Transformers has loaded the module, but its attention cannot be replaced by paged attention."""
+    """A module that Transformers can load, but whose attention cannot be replaced by paged attention."""
 
     def __init__(self, reason: str, module: Any) -> None:
         super().__init__(reason)
         self.module = module
-        """The module, unchanged but for the name of its attention. `padded.loading` can take it over."""
+        """The module, with no change except the name of its attention. `padded.loading` can take it over."""
 
 
 class TransformersModel:
@@ -78,7 +77,7 @@ class TransformersModel:
 
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
-        # Some modules cannot be asked for certain logits only. They compute those of every token.
+        # Some modules have no argument that selects which logits they compute. They compute the logits of every token.
         self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -307,7 +306,7 @@ def _accepted(
 
 
 def _check_rope(config: Any, length: int) -> None:
-    """Refuse frequencies that change with the batch's longest sequence: results would depend on other requests."""
+    """Refuse frequencies that change with the batch's longest sequence. Results would depend on other requests."""
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
         if rope.get("rope_type") == "longrope":

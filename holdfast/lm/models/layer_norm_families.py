@@ -83,7 +83,7 @@ OPT_NORMS_AFTER = {"post_norm": norm("self_attn_layer_norm"), "end_norm": norm("
 
 
 def opt(config: Mapping[str, Any]) -> DecoderSpec:
-    """OPT: learned positions, starting at row 2. OPT-350m has its norms after each half, and narrow embeddings."""
+    """OPT: learned positions from row 2 on. OPT-350m has narrow embeddings, and its norms come after each half."""
     fields = sizes({"max_position_embeddings": 2048, **config})
     if not config.get("layer_norm_elementwise_affine", True):
         raise NotNative("layer_norm_elementwise_affine is off, and the native decoder's norms have weights")

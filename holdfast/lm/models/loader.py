@@ -71,7 +71,7 @@ def load(
     """
     directory, device = Path(directory), torch.device(device)
     config = read_json(directory / "config.json")
-    understood(config)
+    checked_architecture(config)
     kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
     options: dict[str, Any] = dict(device=device, dtype=kind, eos_token_ids=eos_token_ids(directory, config))
     try:
@@ -110,7 +110,7 @@ def load(
 def decoder_spec(directory: str | Path) -> DecoderSpec:
     """The spec of a native decoder, from its config.json. Raises UnsupportedCheckpoint for any other model."""
     config = read_json(Path(directory) / "config.json")
-    understood(config)
+    checked_architecture(config)
     return native_spec(config)
 
 
@@ -147,8 +147,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def understood(config: Mapping[str, Any]) -> str:
-    """The architecture's name, after checking that config.json rules out nothing that a paged cache needs."""
+def checked_architecture(config: Mapping[str, Any]) -> str:
+    """The architecture's name. Raises UnsupportedCheckpoint if config.json names something that is not supported."""
     architecture = architecture_of(config)
     if config.get("is_encoder_decoder"):
         raise UnsupportedCheckpoint(f"{architecture} is an encoder-decoder; only causal decoders are served")
@@ -299,7 +299,7 @@ class Safetensors(WeightSource):
         return replace(spec, tied=False)
 
     def _equal(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers. Some rows of each are read at a time."""
+        """Whether two tensors hold the same numbers. Rows are read in groups, to bound the memory for them."""
         first, second = (self._files[name].get_slice(name) for name in (one, other))
         shape = tuple(first.get_shape())
         if shape != tuple(second.get_shape()):

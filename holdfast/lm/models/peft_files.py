@@ -52,7 +52,7 @@ _WITHOUT_EFFECT = {
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
 }  # fmt: skip
-"""Keys of the config without effect here: they say how an adapter was made, or repeat what its tensors show."""
+"""Config keys that have no effect here: they record how the adapter was made, or repeat what its tensors show."""
 _UNDERSTOOD = {
     "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
     "task_type", "use_rslora",
@@ -62,7 +62,7 @@ _PLAIN_START = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 class UnsupportedAdapter(ValueError):
-    """An adapter that cannot be used. The message says why; it names no directory."""
+    """An adapter that cannot be used. The message gives the reason and names no directory."""
 
 
 class DecoderSizes(Protocol):
@@ -241,7 +241,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    """Refuse options that would make the adapter more than B A x on the modules that its tensors name."""
+    """Refuse options that change more of the model than B A x on the modules that the adapter's tensors name."""
     if config.get("peft_type") != "LORA":
         raise UnsupportedAdapter(f"peft_type is {_shown(config.get('peft_type'))}; only LORA is supported")
     if config.get("task_type") not in ("CAUSAL_LM", None):
@@ -315,7 +315,7 @@ def _ranks(file: Any, names: list[str], base: DecoderSizes, max_rank: int) -> di
 
 
 def _check_targets(config: Mapping[str, Any], ranks: Mapping[tuple[int, str], int], num_layers: int) -> None:
-    """Refuse a file without modules that the config lists. Patterns are not expanded: the tensors list the modules."""
+    """Refuse a file without tensors for a module that the config lists. Patterns in the list are not checked."""
     targets = config.get("target_modules")
     if not isinstance(targets, list) or config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         return

@@ -1,8 +1,8 @@
-"""Quantized checkpoints (AWQ and GPTQ with 4 bits, published FP8, MXFP4) under the names of plain tensors.
+"""Quantized checkpoints (AWQ and GPTQ with 4 bits, published FP8, MXFP4), read by the names of plain tensors.
 
-Weights in a format that a kernel reads stay quantized: linear layers of 4 bits, and of FP8 with one scale for a tensor
-or a row. All others are dequantized as they are read, rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4
-(GPT-OSS), and linear layers whose parts or sizes no kernel takes.
+Weights stay quantized if a kernel reads their format: linear layers of 4 bits, and of FP8 with one scale for a tensor
+or a row. All others are dequantized as they are read, and rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4
+(GPT-OSS), and linear layers whose parts or sizes no kernel supports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTS = (
     *(".weight_scale_inv", ".weight_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale"),
     *("_blocks", "_scales"),
 )
-"""Endings of the names of tensors that store a quantized tensor, in addition to its own name or in its place."""
+"""Endings of the names of the tensors that hold a quantized tensor. They may be there in addition to its own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class QuantizedReader:
         return None
 
     def names(self, stored: Iterable[str]) -> Iterable[str]:
-        """The names of the plain tensors that stored ones represent, without the zero biases that GPTQ's tools add."""
+        """The names of the plain tensors that stored ones represent, except the zero biases that GPTQ's tools add."""
         for name in stored:
             ending = next((ending for ending in PARTS if name.endswith(ending)), "")
             stem = name.removesuffix(ending)
@@ -184,7 +184,7 @@ class QuantizedReader:
         return pack(torch.cat(numbers), torch.cat(scale), torch.cat(zero), groups[0], half)
 
     def _group(self, whole: int, own: int) -> int:
-        """Number of inputs in a group, if the device has `own` inputs of a whole row."""
+        """Number of inputs in a group, if this device has `own` of the `whole` inputs of a row."""
         return own if self._how.group == -1 else min(self._how.group, whole)
 
     def _int4(

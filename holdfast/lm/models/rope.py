@@ -41,7 +41,7 @@ class Rope:
         return int(dim * self.share)
 
     def pairs(self, dim: int) -> torch.Tensor | None:
-        """The order [dim] in which a head's numbers make the pairs i and i + dim / 2; None: the stored order.
+        """The order [dim] in which a head's numbers make the pairs (i, i + dim / 2); None: the stored order.
 
         If only a share of the head is rotated, its pairs are within that share. The order does not change the products
         of queries and keys, because both use it.
@@ -103,7 +103,7 @@ class Rope:
         return torch.where((wavelength >= short) & (wavelength <= long), between, stretched)
 
     def _yarn(self, plain: torch.Tensor, stretched: torch.Tensor, dim: int) -> torch.Tensor:
-        """Interpolate from kept to stretched between two numbers of rotations over the original length (YaRN, §3.2)."""
+        """Keep waves of many rotations in the original length, stretch those of few, blend between (YaRN, §3.2)."""
 
         def dimension(rotations: float) -> float:
             return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -124,10 +124,11 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bool = False) -> Rope:
     """Read `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling`, of a config.json.
 
-    `theta` is the base if the config names none. With `partial`, the family rotates the share of each head that
-    partial_rotary_factor names. Transformers' code of the other families ignores that key, but its scaling code, which
-    all families share, does not, and the two then fail together. Raises UnsupportedCheckpoint for that combination, and
-    for an unknown kind of scaling.
+    `theta` is the base if the config names none. With `partial`, the family rotates only the share of each head that
+    partial_rotary_factor gives. For other families, Transformers' attention ignores that key but its scaling code does
+    not, so the combination fails there.
+
+    Raises UnsupportedCheckpoint for that combination, and for an unknown kind of scaling.
     """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -147,7 +148,7 @@ def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bool 
     if kind == "default":
         return plain
     longest = int(config["max_position_embeddings"])
-    # Some configs keep the length of their first training outside the scaling. That length has precedence.
+    # Some configs give the original length outside the scaling. That value has precedence.
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     if kind == "dynamic":  # Transformers counts from the config's length
         original = longest

@@ -1,4 +1,4 @@
-"""Shard: the part of a native decoder, and of each tensor of its checkpoint, that one device holds."""
+"""Shard: the part of a native decoder that one device holds, and that part of each tensor of its checkpoint."""
 
 from __future__ import annotations
 

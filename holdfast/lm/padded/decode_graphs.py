@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,10 +22,10 @@ from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.abilities import TOLERANCE, probed_lengths
 from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32
-from holdfast.lm.padded.growing_layer import QUANTUM, FixedLayer, growing
+from holdfast.lm.padded.growing_layer import FixedLayer, growing
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import Leaf, State, StateLayout
-from holdfast.lm.types import padded_columns, padded_rows
+from holdfast.lm.types import QUANTUM, BatchShape, padded_columns, padded_rows
 
 MaskKind = Literal["columns", "by layer", "window"]
 """How a model is shown which columns are tokens: by a mask [rows, columns], as in any forward; by a ready mask for each
@@ -39,13 +39,6 @@ MOST_TOO_LARGE = 2
 """A batch stays in its shape while that computes at most this many times the columns of the smallest shape."""
 _PROBED = (4, 4 * 1024)
 """Rows and positions of the memory for probing, whose longest prompt has 512 tokens."""
-
-
-class Shape(NamedTuple):
-    """The number of rows and columns that a decode is padded to."""
-
-    rows: int
-    columns: int
 
 
 @dataclass(slots=True)
@@ -192,20 +185,20 @@ class DecodeGraphs:
             0.
             """
         self._capture = capture and self._device.type == "cuda"
-        self._shape: Shape | None = None
+        self._shape: BatchShape | None = None
         """The shape in which the batch has settled; None if it has not."""
-        self._decodes: OrderedDict[Shape, _Decode] = OrderedDict()
+        self._decodes: OrderedDict[BatchShape, _Decode] = OrderedDict()
         self._logits: torch.Tensor | None = None
         """Logits [rows, vocab_size] that all graphs write. They are outside the graphs' pool, so the graphs can share
         it.
         """
         self._pool: Any = torch.cuda.graph_pool_handle() if self._capture else None
         self._constants = Constants()
-        self.refused: dict[Shape, str] = {}
+        self.refused: dict[BatchShape, str] = {}
         """Shapes that could not be captured, with the reason. They are launched kernel by kernel."""
 
     @property
-    def captured(self) -> tuple[Shape, ...]:
+    def captured(self) -> tuple[BatchShape, ...]:
         """The shapes that have a graph."""
         return tuple(shape for shape, decode in self._decodes.items() if decode.graph is not None)
 
@@ -240,24 +233,24 @@ class DecodeGraphs:
         self._shape = shape
         return logits[: len(rows.rows)]
 
-    def _choose(self, rows: RunningRows) -> tuple[Shape | None, int | None]:
+    def _choose(self, rows: RunningRows) -> tuple[BatchShape | None, int | None]:
         """The shape to decode in, None if none fits, and the column to write, None if the batch is not there yet."""
-        least, width = padded_rows(len(rows.rows)), rows.width
+        count, width = len(rows.rows), rows.width
         if not self._memory:
-            return Shape(least, min(QUANTUM, self._most_columns)), 0
-        best = Shape(least, padded_columns(width + ROOM, self._most_columns))
-        if best.rows * best.columns > self._positions:
-            best = Shape(least, padded_columns(width + 1, self._most_columns))
+            return BatchShape(padded_rows(count), min(QUANTUM, self._most_columns)), 0
+        best = BatchShape.least(count, width + ROOM, self._most_columns)
+        if best.positions > self._positions:
+            best = BatchShape.least(count, width + 1, self._most_columns)
         settled = self._shape
-        if settled is not None and settled.rows >= least:
-            most = MOST_TOO_LARGE * best.rows * best.columns
+        if settled is not None and settled.rows >= best.rows:
             column = self._column(rows.state, settled)
-            if column is not None and column < settled.columns and settled.rows * settled.columns <= most:
+            small = settled.positions <= MOST_TOO_LARGE * best.positions
+            if column is not None and column < settled.columns and small:
                 return settled, column
-        fits = best.rows * best.columns <= self._positions and width < best.columns
+        fits = best.positions <= self._positions and width < best.columns
         return best if fits else None, None
 
-    def _column(self, state: State, shape: Shape) -> int | None:
+    def _column(self, state: State, shape: BatchShape) -> int | None:
         """The column after the last one, if all layers have settled in this shape and agree on it, else None."""
         columns = {
             layer.settled(self._view(keys, layer.keys, shape))
@@ -265,7 +258,7 @@ class DecodeGraphs:
         }
         return columns.pop() if len(columns) == 1 else None
 
-    def _settle(self, rows: RunningRows, shape: Shape) -> int:
+    def _settle(self, rows: RunningRows, shape: BatchShape) -> int:
         """Copy the batch into the memory. Returns the column that the decode writes."""
         free = shape.columns - rows.width
         column = rows.width + max(0, free - ROOM) // 2  # columns in front are room for longer rows that join
@@ -281,7 +274,7 @@ class DecodeGraphs:
             if isinstance(part, torch.Tensor) and part.data_ptr() != place.data_ptr():
                 place.copy_(part)
 
-    def _view(self, memory: torch.Tensor, like: torch.Tensor, shape: Shape) -> torch.Tensor:
+    def _view(self, memory: torch.Tensor, like: torch.Tensor, shape: BatchShape) -> torch.Tensor:
         """Keys or values [rows, heads, columns, size] of a shape, from the start of their memory."""
         sizes = (shape.rows, *like.shape[1:-2], shape.columns, like.shape[-1])
         return memory[: torch.Size(sizes).numel()].view(sizes)
@@ -292,7 +285,7 @@ class DecodeGraphs:
         padding = [0] * (most - len(rows.rows))
         self._numbers.copy_(upload([column, *rows.rows, *padding, *rows.lengths, *padding], self._device))
 
-    def _run(self, shape: Shape, last_token: torch.Tensor) -> torch.Tensor:
+    def _run(self, shape: BatchShape, last_token: torch.Tensor) -> torch.Tensor:
         """The logits of all rows of the shape, including padding."""
         decode = self._decodes.get(shape)
         if decode is None:
@@ -312,10 +305,10 @@ class DecodeGraphs:
         decode.graph.replay()
         return self._logits
 
-    def _wants_capture(self, shape: Shape, decode: _Decode) -> bool:
+    def _wants_capture(self, shape: BatchShape, decode: _Decode) -> bool:
         return self._capture and decode.ran and decode.graph is None and shape not in self.refused
 
-    def _capture_one(self, shape: Shape, decode: _Decode) -> None:
+    def _capture_one(self, shape: BatchShape, decode: _Decode) -> None:
         """Capture a decode, or record why it cannot be captured: the model reads a number from the device, say."""
         try:
             graph = torch.cuda.CUDAGraph()
@@ -327,7 +320,7 @@ class DecodeGraphs:
         except Exception as error:  # the decode still runs without a graph, or its error comes again
             self.refused[shape] = _in_one_line(error)
 
-    def _launches(self, shape: Shape, last_token: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _launches(self, shape: BatchShape, last_token: torch.Tensor) -> Callable[[], torch.Tensor]:
         """A function that launches a decode of this shape, with no host number in it."""
         most, numbers = padded_rows(self._rows), self._numbers
         column, rows, lengths = numbers[:1], numbers[1 : 1 + shape.rows], numbers[1 + most :][: shape.rows]
@@ -367,7 +360,7 @@ class DecodeGraphs:
             return windowed
         return {"full_attention": added(tokens), "sliding_attention": windowed}
 
-    def _stand_in(self, shape: Shape) -> State:
+    def _stand_in(self, shape: BatchShape) -> State:
         """A state of the model's own class, over the memory."""
         layout, prototype = self._layout, self._prototype
         parts: list[tuple[Leaf, torch.Tensor | int]] = [

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.stages import Stages
 from holdfast.lm.devices import describe_device, memory_of, memory_of_others, taken_memory
 from holdfast.lm.padded.abilities import probe
@@ -23,7 +23,6 @@ from holdfast.lm.padded.decode_graphs import (
 from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.executor import PaddedExecutor
-from holdfast.lm.padded.growing_layer import QUANTUM, rounded
 from holdfast.lm.padded.host_rows import HostRows
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.running_rows import RunningRows
@@ -31,6 +30,7 @@ from holdfast.lm.padded.state_layout import StateLayout
 from holdfast.lm.types import (
     BUDGET_TILE,
     DEFAULT_TOKEN_BUDGET,
+    QUANTUM,
     Abilities,
     EngineShape,
     LanguageDevice,
@@ -39,6 +39,7 @@ from holdfast.lm.types import (
     RowShape,
     padded_columns,
     padded_rows,
+    whole_quanta,
 )
 
 CPU_STATE_BYTES = 4_000_000_000
@@ -75,7 +76,7 @@ class PaddedDevice(LanguageDevice):
     def __init__(
         self,
         model: UnmodifiedModel,
-        config: EngineConfig,
+        config: CoreConfig,
         *,
         name: str = "",
         stages: Stages | None = None,
@@ -198,9 +199,6 @@ class PaddedDevice(LanguageDevice):
         )
         self._check_one_row(sizes.cache, "")
         self._sizes = sizes
-        longest = self.model.max_model_len
-        while longest > shape.quantum and self._row(longest) > sizes.cache:
-            longest -= shape.quantum
         spec = self.model
         return EngineShape(
             model=self.name,
@@ -209,7 +207,7 @@ class PaddedDevice(LanguageDevice):
             num_host_blocks=sizes.host_cache // self.row_bytes.position,
             token_budget=self.token_budget,
             max_step_tokens=self._max_step_tokens(sizes),
-            max_model_len=longest,
+            max_model_len=shape.longest_row(self.model.max_model_len),
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             tile=BUDGET_TILE[self.kind],
@@ -247,7 +245,7 @@ class PaddedDevice(LanguageDevice):
 
     def _row(self, length: int) -> int:
         """Bytes of a row of `length` positions in the batch."""
-        return self.row_bytes.of(rounded(length))
+        return self.row_bytes.of(whole_quanta(length))
 
     def _forward_bytes(self, rows: int, tokens: int, start: int = 0) -> int:
         """Temporary bytes of a forward of these rows after `start` positions; 0 on a CPU.
@@ -303,8 +301,8 @@ class PaddedDevice(LanguageDevice):
     def _state_bytes(self, free: int, total: int, activations: int, share: float) -> int:
         """Bytes for the states of all rows. Raises MemoryError for a size that is not free, or is less than a row."""
         config, device = self.config, self.model.device
-        if config.cache_gb is not None:
-            size = int(config.cache_gb * 1e9)
+        if config.cache_bytes is not None:
+            size = config.cache_bytes
         elif self.kind == "cuda":
             left = int(total * config.memory_fraction) - memory_of_others(device, free, total, config.memory_reserved)
             # A prompt of the longest kind may need more than there is. Then fewer rows run at the same time.
@@ -347,11 +345,10 @@ class PaddedDevice(LanguageDevice):
 
     def _host_bytes(self) -> int:
         """Bytes for states on the host. Raises MemoryError for more than the host has."""
-        wanted = self.config.host_cache_gb
+        wanted, size = self.config.host_cache_gb, self.config.host_cache_bytes
         free, total = memory_of(torch.device("cpu"))
-        if wanted == "auto":
+        if size is None:
             return min(HOST_STATE_BYTES, free // 4) if self.kind == "cuda" else 0
-        size = int(wanted * 1e9)
         if size > free:
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free; choose "

@@ -12,15 +12,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-QUANTUM = 256
-"""A buffer has room for a multiple of this many positions in each row."""
+from holdfast.lm.types import whole_quanta
+
 WASTE = 1.25
 """A buffer is replaced by a smaller one when it is larger than needed by more than this factor."""
-
-
-def rounded(positions: int) -> int:
-    """The number of positions that a buffer for `positions` positions has room for."""
-    return -(-positions // QUANTUM) * QUANTUM
 
 
 class _Buffers:
@@ -30,7 +25,7 @@ class _Buffers:
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: int, positions: int, front: int = 0) -> None:
         """Buffers of `rows` rows and `positions` positions: `front` unwritten columns, then these keys and values."""
-        wide = rounded(positions)
+        wide = whole_quanta(positions)
         self.keys, self.values = (x.new_empty(rows, *x.shape[1:-2], wide, x.shape[-1]) for x in (keys, values))
         self.begin, self.end = 0, front + keys.shape[-2]
         """The columns in use are [begin, end)."""
@@ -101,7 +96,7 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
             self._buffers = own = _Buffers(keys, values, rows, more)
         else:
             width = self.keys.shape[-2] + more
-            if own is None or own.end + more > own.keys.shape[-2] or own.size > WASTE * rows * rounded(width):
+            if own is None or own.end + more > own.keys.shape[-2] or own.size > WASTE * rows * whole_quanta(width):
                 self._buffers = own = _Buffers(self.keys, self.values, rows, width)
             for buffer, new in ((own.keys, keys), (own.values, values)):
                 place = buffer.narrow(-2, own.end, more)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.lm.copy_streams import CopyEvent, CopyStream, stream_for
+from holdfast.lm.copy_streams import CopiesInFlight, CopyEvent, CopyInFlight, CopyStream, stream_for
 from holdfast.lm.padded.state_layout import State, StateLayout
-from holdfast.lm.types import CopyTime, RowBytes, TierCopied
+from holdfast.lm.types import RowBytes, TierCopied
 
 
 class LoadingState:
@@ -39,17 +38,6 @@ class _Slot:
     bytes: int
     stored: CopyEvent | None = None
     state: State | None = None
-
-
-@dataclass(slots=True)
-class _Copy:
-    """A copy under way."""
-
-    step: int
-    bytes: int
-    end: CopyEvent
-    source: State
-    """The state being copied, held until the copy has read it."""
 
 
 class HostRows:
@@ -82,8 +70,7 @@ class HostRows:
         make = make_stream or (lambda: stream_for(device))
         self._out, self._in = make(), make()
         self._slots: dict[int, _Slot] = {}
-        self._going_out: deque[_Copy] = deque()
-        self._coming_in: deque[_Copy] = deque()
+        self._copies = CopiesInFlight()
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
@@ -115,7 +102,7 @@ class HostRows:
         stored.stored = self._out.copy(work)
         self._slots[slot] = stored
         self.used += size
-        self._going_out.append(_Copy(step, size, stored.stored, state))
+        self._copies.outward.append(CopyInFlight(step, size, (stored.stored,), source=state))
 
     def load(self, slot: int, length: int, step: int) -> LoadingState:
         """Begin to copy a slot's first `length` positions to the device, in plan `step`. The slot keeps its state.
@@ -132,7 +119,7 @@ class HostRows:
             loading.state = state if length == stored.length else self.layout.cut(state, length)
 
         loading.end = self._in.copy(work, after=stored.stored)
-        self._coming_in.append(_Copy(step, stored.bytes, loading.end, stored))
+        self._copies.inward.append(CopyInFlight(step, stored.bytes, (loading.end,), source=stored))
         return loading
 
     def forget(self, slot: int) -> None:
@@ -142,32 +129,10 @@ class HostRows:
 
     def completed(self, step: int, *, wait: bool) -> TierCopied:
         """Copies of plans up to `step` that have completed. With `wait`, block until all begun so far have."""
-        copies: list[CopyTime] = []
-        out = self._passed(self._going_out, step, wait, copies)
-        return TierCopied(out, self._passed(self._coming_in, step, wait, copies), tuple(copies))
+        return self._copies.completed(step, wait=wait)
 
     def close(self) -> None:
         """Wait for the copies under way and free the memory."""
-        for copy in (*self._going_out, *self._coming_in):
-            copy.end.finish()
-        self._going_out.clear()
-        self._coming_in.clear()
+        self._copies.finish()
         self._slots.clear()
         self.used = 0
-
-    def _passed(self, queue: deque[_Copy], step: int, wait: bool, copies: list[CopyTime]) -> int:
-        """Move complete copies of plans up to `step` to `copies`. Returns the last plan whose copies are complete."""
-        while queue and queue[0].step <= step:
-            copy = queue[0]
-            if wait:
-                copy.end.finish()
-            elif not copy.end.done():
-                return copy.step - 1
-            queue.popleft()
-            seconds, inward = copy.end.seconds(), queue is self._coming_in
-            if copies and (copies[-1].step, copies[-1].inward) == (copy.step, inward):
-                before = copies.pop()
-                copies.append(CopyTime(copy.step, inward, before.bytes + copy.bytes, before.seconds + seconds))
-            else:
-                copies.append(CopyTime(copy.step, inward, copy.bytes, seconds))
-        return step

@@ -1,19 +1,37 @@
-"""The parts that serve the options of ordinary requests, in their order."""
+"""The planner's sides of parts that are made of the configuration and the shape alone, in their order."""
 
 from __future__ import annotations
 
-from holdfast.lm.parts.grammars.planner import GrammarPart
-from holdfast.lm.parts.penalties.planner import PenaltyPart
-from holdfast.lm.parts.prompts.planner import PromptPart
-from holdfast.lm.parts.vectors.planner import VectorPart
+from collections.abc import Callable, Sequence
+
+from holdfast.lm.parts.adapters import planner as adapters
+from holdfast.lm.parts.grammars import planner as grammars
+from holdfast.lm.parts.moves import planner as moves
+from holdfast.lm.parts.penalties import planner as penalties
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.prompts import planner as prompts
+from holdfast.lm.parts.tenants import planner as tenants
+from holdfast.lm.parts.tiers import planner as tiers
+from holdfast.lm.parts.vectors import planner as vectors
 from holdfast.lm.scheduler.part import Part
 
+STANDARD: tuple[Callable[[Planning], Sequence[Part]], ...] = (
+    prompts.make_parts,
+    vectors.make_parts,
+    tenants.make_parts,
+    penalties.make_parts,
+    grammars.make_parts,
+    adapters.make_parts,
+    tiers.make_parts,
+    moves.make_parts,
+)
+"""Functions that make the parts, none if the configuration or the shape asks for none.
 
-def parts_of_requests() -> tuple[Part, ...]:
-    """The parts of a scheduler over a paged cache, for the options of its requests."""
-    return PromptPart(), VectorPart(), PenaltyPart(), GrammarPart()
+Engines and simulations have these parts after those that need a device: drafts have a step's budget before the tokens
+that a grammar forces.
+"""
 
 
-def parts_of_rows() -> tuple[Part, ...]:
-    """The parts of a scheduler over padded rows, for the options of its requests. Its device keeps no tokens."""
-    return (PenaltyPart(every_step=True),)
+def standard_parts(planning: Planning) -> list[Part]:
+    """The parts of `STANDARD`."""
+    return [part for make in STANDARD for part in make(planning)]

@@ -58,6 +58,12 @@ class StepBuilder(ABC):
     `RowBuilder`. This class holds the plan under construction, and makes the StepPlan of it.
     """
 
+    __slots__ = (
+        "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops", "_swap_in",
+        "_tokens", "_writes", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace", "planned",
+        "pool", "postponed", "predicted", "reserved", "running", "sampling", "swapping_in", "weigh",
+    )  # fmt: skip
+
     def __init__(self, queues: Queues, number: int, now: float) -> None:
         self.budget = 0
         """Tokens that may still be planned."""
@@ -106,8 +112,8 @@ class StepBuilder(ABC):
         """Runs of decodes: the index of the first one's segment, its place in `sampling`, and their number."""
         self.due: Callable[[Entry], bool] | None = None
         """Which waiting sequences may start. None: all. Sequences that may not start hold up no other."""
-        self._preempted: list[str] = []
-        """Ids of the sequences that lost their rows so far."""
+        self._preempted = queues.unreported
+        """Ids of the sequences that lost their rows so far, also in earlier steps for which no plan was made."""
         self._swap_in: list[BlockCopy] = []
         """Copies from the host that the step begins."""
         if queues.swapping_in:
@@ -255,7 +261,7 @@ class StepBuilder(ABC):
             self.number,
             segments,
             tuple(self._writes),
-            preempted=tuple(self._preempted),
+            preempted=queues.report_preempted(),
             samples=tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
             copies=TierCopies(tuple(self._swap_in), swap_out, awaits),
             forecast=Forecast(self.num_tokens + max(0, self.budget), self.predicted),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.types import Request
 from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
 
@@ -155,7 +155,7 @@ class TenantQueue:
         return min(firsts, key=lambda entry: (served[entry.sequence.request.identity.tenant], entry.rank), default=None)
 
 
-def make_order(config: EngineConfig) -> Order:
+def make_order(config: CoreConfig) -> Order:
     """The order that a configuration asks for."""
     match config.order:
         case "fcfs":
@@ -163,6 +163,6 @@ def make_order(config: EngineConfig) -> Order:
         case "priority":
             return Priority(config.priority_aging)
         case "deadline":
-            return Deadline(DEFAULT_TTFT if config.ttft_target is None else config.ttft_target / 1000)
+            return Deadline(DEFAULT_TTFT if config.ttft_seconds is None else config.ttft_seconds)
         case "fair":
             return Fair(config.fair_weight)

@@ -19,37 +19,10 @@ ROUNDING = 1e-9
 """A step's share of the decodes is full when less than this part of it is left."""
 
 
-class PagedKind:
-    """Paged blocks: any sequences share a step, and one starts wherever its kept blocks end (`kind.MemoryKind`)."""
-
-    prefill_ahead = 0
-    parts: tuple[Part, ...] = ()
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.memory = pool
-        self.block_pools = (pool,)
-
-    def state(self, name: str, root: bytes | None) -> SequenceCache:
-        """The block table of a new sequence. See `MemoryKind.state`."""
-        return SequenceCache(self.memory, root)
-
-    def builder(self, queues: Queues, number: int, now: float) -> PagedBuilder:
-        """A plan under construction. See `MemoryKind.builder`."""
-        return PagedBuilder(queues, number, now)
-
-    def mark_lost(
-        self, result: StepResult, in_flight: Iterable[Submitted], entries: Mapping[str, Entry], next_step: int
-    ) -> Collection[Entry]:
-        """No sequence: the memory of all blocks is allocated before the first step, so none is lost."""
-        return ()
-
-    def settle(self, result: StepResult, lost: Collection[Entry], queues: Queues) -> Collection[Entry]:
-        """No sequence ends: one that fits the pool always fits the device."""
-        return ()
-
-
 class PagedBuilder(StepBuilder):
     """A plan over paged blocks: decodes and chunks of prompts are computed together, packed, whatever their rows."""
+
+    __slots__ = ("_after_sampling", "_preemption")
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
         super().__init__(queues, number, now)
@@ -215,3 +188,29 @@ class PagedBuilder(StepBuilder):
             return False
         entry.decode_limit = min(entry.cache.capacity, entry.limit - 1)
         return True
+
+
+class PagedKind:
+    """Paged blocks: any sequences share a step, and one starts wherever its kept blocks end (`kind.MemoryKind`)."""
+
+    prefill_ahead = 0
+    parts: tuple[Part, ...] = ()
+    builder = PagedBuilder
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.memory = pool
+        self.block_pools = (pool,)
+
+    def state(self, name: str, root: bytes | None) -> SequenceCache:
+        """The block table of a new sequence. See `MemoryKind.state`."""
+        return SequenceCache(self.memory, root)
+
+    def mark_lost(
+        self, result: StepResult, in_flight: Iterable[Submitted], entries: Mapping[str, Entry], next_step: int
+    ) -> Collection[Entry]:
+        """No sequence: the memory of all blocks is allocated before the first step, so none is lost."""
+        return ()
+
+    def settle(self, result: StepResult, lost: Collection[Entry], queues: Queues) -> Collection[Entry]:
+        """No sequence ends: one that fits the pool always fits the device."""
+        return ()

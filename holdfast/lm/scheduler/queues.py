@@ -54,6 +54,8 @@ class Queues:
         self.preemptions = 0
         self.suspensions = 0
         """Number of `preemptions` whose state the host tier keeps or may keep."""
+        self.unreported: list[str] = []
+        """Ids of preempted sequences that no plan has reported yet. Always the same list."""
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prefix_hits_on_host = 0
@@ -184,6 +186,12 @@ class Queues:
         if entry.cache.end(tokens, now):
             self.free_rows.append(entry.row)
         entry.row = NO_ROW
+
+    def report_preempted(self) -> tuple[str, ...]:
+        """Return the ids of the sequences preempted since the last plan was made, so that a plan reports each once."""
+        reported = tuple(self.unreported)
+        self.unreported.clear()
+        return reported
 
     def preempt(self, entry: Entry, now: float) -> None:
         """Move a running or prefilled entry back to waiting.

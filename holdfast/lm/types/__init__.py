@@ -18,6 +18,7 @@ from holdfast.lm.types.device import (
     MemoryMeasurement,
     precision_of,
 )
+from holdfast.lm.types.padding import QUANTUM, BatchShape, padded_columns, padded_rows, whole_quanta
 from holdfast.lm.types.plan import (
     NO_COPIES,
     NO_FORECAST,
@@ -42,8 +43,6 @@ from holdfast.lm.types.rows import (
     RowResult,
     RowShape,
     idle_tokens,
-    padded_columns,
-    padded_rows,
 )
 from holdfast.lm.types.sampling import SAMPLING_COLUMNS, History, Sampling, Shaping
 from holdfast.lm.types.sequence import Sequence
@@ -58,8 +57,10 @@ __all__ = [
     "NO_COPIES",
     "NO_FORECAST",
     "PENDING",
+    "QUANTUM",
     "SAMPLING_COLUMNS",
     "Abilities",
+    "BatchShape",
     "BlockCopy",
     "BlockMove",
     "CopyTime",
@@ -95,4 +96,5 @@ __all__ = [
     "padded_columns",
     "padded_rows",
     "precision_of",
+    "whole_quanta",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.lm.types.padding import QUANTUM, BatchShape, whole_quanta
 from holdfast.lm.types.plan import PartPlan, StepPlan
 from holdfast.lm.types.result import PartResult
 
@@ -166,7 +168,7 @@ class RowShape:
     abilities: Abilities
     host_memory: int = 0
     """Bytes for states on the host."""
-    quantum: int = 256
+    quantum: int = QUANTUM
     """The batch has room for a multiple of this many positions in each row."""
     settled: int = 0
     """Positions of the memory for the batch in captured decodes, which `memory` does not include. 0: there is none."""
@@ -182,27 +184,27 @@ class RowShape:
         """Whether a decode leaves a batch of this size, with the new column, in the memory of captured decodes."""
         if not self.settled or not self.bytes.growing:
             return self.settled > 0
-        columns = padded_columns(width, self.longest, self.quantum)
-        return width <= columns and padded_rows(rows) * columns <= self.settled
+        shape = BatchShape.least(rows, width, self.longest, self.quantum)
+        return width <= shape.columns and shape.positions <= self.settled
 
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a row in a batch of this width."""
+        return self.bytes.of(whole_quanta(width, self.quantum))
 
-def padded_rows(rows: int) -> int:
-    """Rows of a captured decode: 1, 2, 4, 8, 12, 16, then steps of at most a half of the power of two below.
+    def batch_bytes(self, rows: int, width: int) -> int:
+        """Bytes of a batch of this many rows, the longest of which has `width` positions."""
+        return rows * self.row_bytes(width)
 
-    At most a third is padding.
-    """
-    if rows <= 4:
-        return 1 << (rows - 1).bit_length()
-    step = 4 if rows <= 16 else 8 if rows <= 64 else 1 << (rows - 1).bit_length() - 3
-    return -(-rows // step) * step
+    def widest_row(self, limit: int) -> int:
+        """The widest row that is alone, in multiples of the quantum and at most the first from `limit`."""
+        widths = range(self.quantum, limit + self.quantum, self.quantum)
+        return self.quantum * bisect_right(widths, self.memory, key=self.bytes.of)
 
+    def longest_row(self, limit: int) -> int:
+        """The most positions of a row that is alone: `limit`, or the multiple of the quantum that fits the memory.
 
-def padded_columns(columns: int, most: int, quantum: int = 256) -> int:
-    """Columns of a captured decode: 1, 2 ... 8, 10, 12, 14, 16, 20 ... times half the quantum, and at most `most`.
-
-    Beyond a quantum, at most a third is padding; beyond four, a fifth.
-    """
-    unit = max(1, quantum // 2)
-    units = -(-columns // unit)
-    step = 1 << max((units - 1).bit_length() - 3, 0)
-    return min(-(-units // step) * step * unit, most)
+        At least the quantum, or `limit` if that is less.
+        """
+        while limit > self.quantum and self.row_bytes(limit) > self.memory:
+            limit -= self.quantum
+        return limit

@@ -138,7 +138,7 @@ class ConversationStore:
             return _shown(row)
 
     def find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
-        """Return a conversation's row. Raises NotFound; it names `item` if the client asked for one."""
+        """Return a conversation's row. Raises NotFound, which names `item` if the client asked for an item."""
         key = {"id": conversation, "tenant": tenant, "oldest": self._space.oldest()}
         row = db.execute(_OWN, key).one_or_none()
         if row is None:
@@ -146,15 +146,15 @@ class ConversationStore:
         return row
 
     def _clear_head(self, db: Connection, conversation: str) -> None:
-        """Clear the head after an edit, because no turn has these items.
+        """Clear a conversation's head after an edit, because its items no longer equal any turn's.
 
-        The update also keeps other writers out until the commit.
+        The update also locks the row against other writers until the commit.
         """
         db.execute(update(conversations).where(conversations.c.id == conversation).values(head=None))
 
 
 def fitting(sizes: Sequence[int], most: int) -> int:
-    """Return how many leading items have at most this total size; at least one if there are any."""
+    """Return how many leading items fit in `most` in total; at least one if there are any."""
     total = 0
     for count, size in enumerate(sizes):
         total += size
@@ -185,8 +185,8 @@ def _remove(db: Connection, *which: ColumnElement[bool]) -> Sequence[int]:
 def advance(db: Connection, turn: Turn) -> None:
     """Make a turn its conversation's head, within the caller's transaction.
 
-    Raises Conflict if the conversation has changed since the turn began: its head or, without a head, its items. The
-    update comes first because it keeps other servers out.
+    Raises Conflict if the conversation has changed since the turn began: its head, or its items if it has no head. The
+    update comes first because it locks the row against other servers.
     """
     columns, parent, here = conversations.c, turn.context.parent, items.c.conversation == turn.conversation
     unmoved = columns.head.is_(None) if parent is None else columns.head == parent

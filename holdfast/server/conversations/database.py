@@ -56,7 +56,7 @@ class Name(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """Return the id in the form in which it is looked up."""
+        """Return the id with each NUL replaced."""
         return None if value is None else value.replace("\0", "\ufffd")
 
 
@@ -80,7 +80,7 @@ A thread is kept or dropped whole. `active` is the time of its last turn.
 """
 
 by_tenant = Index("threads_by_tenant", threads.c.tenant, threads.c.active)
-"""Index that finds a tenant's longest idle thread."""
+"""Index that finds the thread of a tenant that has been idle longest."""
 
 turns = Table(
     "turns",
@@ -99,7 +99,7 @@ turns = Table(
     Column("characters", Integer, nullable=False),
     Column("digest", LargeBinary, nullable=False),
 )
-"""Turns: a response and its input. Its tokens are the parent's up to `start`, then its own.
+"""Turns: a response and its input. The tokens of a turn are its parent's first `start` tokens, then its own.
 
 A turn is not visible if it was deleted or created with store: false. It stays while other turns build on it.
 """
@@ -160,15 +160,15 @@ MigrationStep = Callable[[Connection], None]
 STEPS: tuple[MigrationStep, ...] = (_turns, _conversations, _by_tenant)
 """Migration steps. Step i takes a database from version i to i + 1.
 
-When a table changes later, its old step keeps the old form. The steps of files and batches come after these
-(`server.jobs.tables`), so a later step of either is added at their end.
+When a table changes later, the step that created it keeps the old form. The steps of files and batches
+(`server.jobs.tables`) follow these, so any later step is added at the end of that list.
 """
 
 
 def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
-    """Apply the missing steps and then those of `more`, within the caller's transaction: all or none.
+    """Apply the missing steps of `STEPS` and `more`, within the caller's transaction: all or none.
 
-    Other servers that start on the same database wait for the end of the transaction. Raises ValueError for a database
+    Other servers that start on the same database wait until the transaction ends. Raises ValueError for a database
     that a newer Holdfast wrote.
     """
     steps = (*STEPS, *more)
@@ -183,22 +183,22 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    leases.create(db, checkfirst=True)  # It has no version, because nothing in it outlives a server.
+    leases.create(db, checkfirst=True)  # This table has no version, because its rows do not outlive a server.
 
 
 def data_directory() -> Path:
-    """Return the directory for Holdfast's files among the user's data."""
+    """Return Holdfast's directory within the user's data directory."""
     given = os.environ.get("XDG_DATA_HOME")
     return (Path(given) if given else Path.home() / ".local" / "share") / "holdfast"
 
 
 def place(store: str | None) -> str:
-    """Return the location of the store that a configuration asks for."""
+    """Return the location of the configured store, by default a file in the data directory."""
     return store or str(data_directory() / "conversations.sqlite")
 
 
 def shown(where: str) -> str:
-    """Return a store's location for display: a URL without its password."""
+    """Return a store's location without a password, for display."""
     try:
         return sqlalchemy.make_url(where).render_as_string(hide_password=True) if "://" in where else where
     except ArgumentError:
@@ -206,26 +206,26 @@ def shown(where: str) -> str:
 
 
 class Database:
-    """Connection to a database."""
+    """A SQLite or PostgreSQL database."""
 
     def __init__(self, where: str) -> None:
         """Connect to a SQLite file, a database's URL, or `memory`. Raises ValueError, OSError, SQLAlchemyError."""
         self.engine = _connect(where)
         self.single = isinstance(self.engine.pool, StaticPool)
-        """Whether there is only one connection, for one thread at a time."""
-        # All queries of a read see one moment. SQLite does this by itself.
+        """Whether there is only one connection, which one thread uses at a time."""
+        # In PostgreSQL, all queries of a read must see the same snapshot. SQLite does this by default.
         isolation = {"isolation_level": "REPEATABLE READ"} if self.engine.dialect.name == "postgresql" else {}
         self._reading = self.engine.execution_options(**isolation)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Begin a transaction that only reads."""
+        """Begin a read-only transaction."""
         with self._reading.connect() as db, db.begin():
             yield db
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Begin a transaction that writes. It holds the write lock from its beginning."""
+        """Begin a transaction that takes the write lock at its beginning."""
         with self.engine.connect().execution_options(holdfast_write=True) as db, db.begin():
             yield db
 
@@ -238,9 +238,9 @@ class Database:
                 raise ValueError("the file is damaged; restore it, or move it away to begin a new one")
 
     def make_room(self, error: Exception) -> bool:
-        """After a failed write, move SQLite's log into its file, so that the log's space can be used again.
+        """After a failed write, move SQLite's write-ahead log into the database file to free the log's space.
 
-        Returns False if this cannot help, because the failure was not that of a disk.
+        Returns False if this failed, or if the error is not one of a full or broken disk.
         """
         code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF
         if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
@@ -267,7 +267,7 @@ def _connect(where: str) -> Engine:
     elif url.drivername.startswith("sqlite"):
         path = Path(url.database or "").expanduser()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Only the owner may read it. SQLite gives its side files the same rights.
+        # Only the owner may read it. SQLite gives its other files the same permissions.
         os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
         engine = sqlalchemy.create_engine(
             url.set(database=str(path)),
@@ -285,7 +285,7 @@ def _connect(where: str) -> Engine:
 
 
 def _prepare_sqlite(engine: Engine) -> None:
-    """Turn on write-ahead logging, flush every commit to the disk, and begin transactions ourselves."""
+    """Turn on write-ahead logging, flush every commit to the disk, and send BEGIN explicitly."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:

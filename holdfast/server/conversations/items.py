@@ -1,20 +1,29 @@
-"""Items: messages, reasoning, calls and their results, in the API's shape and as messages for chat templates."""
+"""Items: messages, reasoning, calls and their results, in the API's shape and as messages for chat templates.
+
+A compaction is one opaque item, carried by the client, that replaces a conversation. It holds a summary. The user's
+messages stay before it unchanged, as in OpenAI's API.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from holdfast.server.conversations.compaction import OPENING, Compacted, decode_compacted
+import msgspec
+
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     ROLES,
-    ApiError,
     check_arguments,
+    check_items,
     check_parts,
     checked_role,
+    invalid,
     past_call,
     refuse_extra,
     shown,
@@ -28,6 +37,14 @@ CALL_FIELDS = ("type", "id", "status", "call_id", "name", "arguments", "namespac
 SEARCH_FIELDS = ("type", "id", "status", "action", "results")
 RESULT_FIELDS = ("type", "id", "status", "call_id", "output")
 REASONING_FIELDS = ("type", "id", "status", "summary", "content", "encrypted_content")
+SUMMARIZE = (
+    "Summarize our conversation so far for somebody who goes on with it: what was asked and answered, the facts and "
+    "names that were given, and what is still open. Answer with the summary alone."
+)
+"""Request for a summary, put to the model at the end of a conversation that is compacted."""
+OPENING = "Summary of the conversation so far: "
+MOST_TOKENS = 1024
+"""Maximum number of tokens of a summary, unless the client gives one. A quarter of the context is also a limit."""
 
 
 def new_id(kind: str) -> str:
@@ -42,7 +59,7 @@ def new_item(role: str, *texts: str) -> Item:
 
 
 def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return the content part of an answer."""
+    """Return text as a content part of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
@@ -72,9 +89,43 @@ def searched_item(item: Item, query: str, results: list[Result] | None) -> Item:
 
 
 def reasoning_item(*texts: str) -> Item:
-    """Return reasoning as a completed item. It has no summary."""
+    """Return reasoning as a completed item, without a summary."""
     content = [{"type": "reasoning_text", "text": text} for text in texts]
     return {"id": new_id("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+
+class Compacted(NamedTuple):
+    """The summary that replaces a conversation."""
+
+    summary: str
+    said: list[str] = []  # noqa: RUF012  never changed
+    """Texts of the user's messages. Only items of earlier versions of Holdfast have them."""
+
+
+def encode_compacted(compacted: Compacted) -> str:
+    """Encode a compaction as the `encrypted_content` of an item. It is not encrypted: the client knows it all."""
+    return base64.urlsafe_b64encode(json.dumps(compacted._asdict()).encode()).decode()
+
+
+class _Sealed(msgspec.Struct):
+    """JSON object within an `encrypted_content`."""
+
+    summary: str
+    said: list[str] = []
+
+
+def decode_compacted(encoded: object, name: str) -> Compacted:
+    """Decode an `encrypted_content`. Raises ApiError for a value that `encode_compacted` did not make.
+
+    Checks the size of the decoded JSON, because the check of the request body does not decode it.
+    """
+    try:
+        data = base64.urlsafe_b64decode(str(encoded).encode("ascii"))
+        check_items(data, name, name)
+        found = msgspec.json.decode(data, type=_Sealed)
+        return Compacted(found.summary, found.said)
+    except (ValueError, binascii.Error, RecursionError, msgspec.MsgspecError):
+        raise invalid(f"{name} was not made by this server's /v1/responses/compact", name) from None
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
@@ -94,7 +145,7 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
             expanded += len(found.said) + 1
             if expanded > MAX_MESSAGES:
                 reason = f"the compactions in {name} stand for {expanded} messages or more; at most {MAX_MESSAGES}"
-                raise ApiError(reason, param=name, code="invalid_value")
+                raise invalid(reason, name)
             items += _expanded(found)
         else:
             items.append(_read_item(item, place))
@@ -144,11 +195,11 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
                 f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, "
                 "web_search_call, reasoning, compaction"
             )
-            raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+            raise invalid(reason, f"{name}.type", "unsupported_content")
 
 
 def _search_call(item: Item) -> dict[str, Any]:
-    """Return a search as the call that the model made."""
+    """Return a web search as a function call, which the model wrote."""
     arguments = {"query": item["action"]["query"]}
     return {"id": item["id"], "type": "function", "function": {"name": SEARCH_TOOL.name, "arguments": arguments}}
 
@@ -159,12 +210,12 @@ def _read_search(item: Mapping[str, Any], name: str) -> Item:
     query = action.get("query") if isinstance(action, Mapping) else None
     if not isinstance(query, str):
         path = f"{name}.action.query"
-        raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
+        raise invalid(f"{path} must be a string", path)
     results: list[Result] = []
     for index, page in enumerate(found if isinstance(found, list) else ()):
         path = f"{name}.results[{index}]"
         if not isinstance(page, Mapping):
-            raise ApiError(f"{path} must be an object", param=path, code="invalid_value")
+            raise invalid(f"{path} must be an object", path)
         refuse_extra(page, ("title", "url", "text"), path)
         results.append({field: _string(page, field, path, empty=True) for field in ("title", "url", "text")})
     return searched_item(search_item(), query, None if item.get("status") == "failed" else results)
@@ -174,7 +225,7 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
     value = item.get(field)
     if not isinstance(value, str) or not (value or empty):
         path = f"{name}.{field}"
-        raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
+        raise invalid(f"{path} must be a string", path)
     return value
 
 
@@ -194,7 +245,7 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
     said: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}
     answering: dict[str, Any] | None = None
-    """The assistant's message that calls may be added to."""
+    """The assistant's message to which calls may be added."""
     for item in unfolded(items):
         match item["type"]:
             case "message":

@@ -1,4 +1,4 @@
-"""Leases record which server writes each running response. A server that ends in any way stops renewing them."""
+"""Leases: record which server writes each running response. A server that ends stops renewing its leases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holdfast.server.conversations.database import Database, leases
 LEASE_SECONDS = 15.0
 """Seconds for which a lease holds without renewal.
 
-The clocks of servers with one database may differ by half of it.
+This also allows for the clocks of servers with one database, which may differ by half of it.
 """
 RENEW_SECONDS = 1.0
-"""Seconds between two renewals. At each one, a server also reads the requests of other servers."""
+"""Seconds between two renewals. A server checks at the same interval which of its responses others cancelled."""
 KEPT_SECONDS = 100 * LEASE_SECONDS
 """Seconds for which the lease of an ended server stays in the table."""
 
@@ -23,7 +23,7 @@ _BY = leases.c
 
 
 class Leases:
-    """Leases of all servers with one database. Each response that is stored before it is complete has one."""
+    """Leases of all servers with one database. Each response that is stored before its end has a lease."""
 
     def __init__(self, database: Database, now: Callable[[], float]) -> None:
         self.server = uuid.uuid4().hex
@@ -32,7 +32,7 @@ class Leases:
         self._now = now
 
     def begin(self, db: Connection, response: str) -> None:
-        """Record that this server writes a response, within the transaction that stores its beginning."""
+        """Record that this server writes a response, within the transaction that stores the response's beginning."""
         db.execute(insert(leases).values(response=response, server=self.server, seen=self._now(), cancelled=False))
 
     def end(self, db: Connection, response: str) -> None:
@@ -40,7 +40,7 @@ class Leases:
         db.execute(delete(leases).where(_BY.response == response))
 
     def held(self, db: Connection, responses: Collection[str]) -> set[str]:
-        """Return those of the responses that another server writes. Responses of this server are not included."""
+        """Return the given responses that another server is writing."""
         other = _BY.response.in_(responses), _BY.server != self.server, _BY.seen >= self._now() - LEASE_SECONDS
         return {*db.execute(select(_BY.response).where(*other)).scalars()} if responses else set()
 
@@ -55,7 +55,7 @@ class Leases:
             db.execute(update(leases).where(_BY.response == response).values(cancelled=True))
 
     def renew(self, responses: Collection[str]) -> set[str]:
-        """Renew the leases of this server's responses. Returns those to stop because they were cancelled or deleted."""
+        """Renew the leases of this server's responses. Returns the cancelled and deleted responses, which must stop."""
         mine = _BY.server == self.server, _BY.response.in_(responses)
         with self._database.write() as db:
             db.execute(update(leases).where(*mine).values(seen=self._now()))

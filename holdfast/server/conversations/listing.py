@@ -17,18 +17,18 @@ from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import NotFound
 
 SCANNED = 100
-"""Maximum number of conversations that one search call reads."""
+"""Maximum number of conversations that one query of a search reads."""
 SCANNED_BYTES = 8 << 20
-"""Number of bytes after which a search ends its page, so that no read delays others.
+"""Number of bytes after which a search ends its page, because a longer read would delay others.
 
-It is also the limit for each conversation: a search sees no more of it.
+A search reads at most this number of bytes of each conversation, too.
 """
 FETCHED = 8
 """Number of items that are fetched at once."""
 BEGINNING = 4096
 """Number of bytes that are read for the beginning of an item."""
 SURROGATES = r"\ud83d\ude00"
-"""Longest form of one character in JSON."""
+"""Longest encoding of one character in JSON. A cut may leave any part of it."""
 TEXT = re.compile(rb'"(?:text|output)":"((?:[^"\\]|\\.)*+)')
 """Pattern of a text within an item. The end of the text may be missing."""
 PREVIEW = 120
@@ -53,7 +53,7 @@ class _Said(Struct):
 
 
 class Listing:
-    """List of a store's conversations. Raises NotFound if a cursor is no conversation of the tenant."""
+    """List of a store's conversations. Raises NotFound if a cursor is not the id of a conversation of the tenant."""
 
     def __init__(self, database: Database, space: Space) -> None:
         self._database = database
@@ -74,8 +74,8 @@ class Listing:
     ) -> tuple[list[dict[str, Any]], str | None, bool]:
         """Find conversations whose metadata or items contain `wanted`, ignoring case. Each has its `match`.
 
-        Returns a page of them, the last conversation that was read, and whether there are more to read. A page can be
-        short or empty, because one search reads only a bounded amount.
+        Returns a page of found conversations, the id of the last conversation that was read, and whether there are more
+        to read. A page can be short or empty, because one search reads only a bounded amount.
         """
         wanted, found, size = wanted.casefold(), list[dict[str, Any]](), 0
         with self._database.read() as db:
@@ -161,7 +161,7 @@ def _said(db: Connection, ids: Sequence[str]) -> tuple[dict[str, list[str]], int
 
 
 def _around(text: str, wanted: str) -> str | None:
-    """Return part of the text around a match; None if there is no match."""
+    """Return the text around the first match; None if there is no match."""
     at = text.casefold().find(wanted)
     if at < 0:
         return None

@@ -13,7 +13,7 @@ from holdfast.server.conversations.values import Context
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Tokens of a text, with a digest that identifies the text."""
+    """Tokens of a text, with a digest by which the text is recognized."""
 
     tokens: array[int]
     characters: int
@@ -22,7 +22,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation, ready for the answer."""
+    """A rendered conversation, to which the model writes the answer."""
 
     text: str
     tokens: array[int]
@@ -35,7 +35,7 @@ class Prompt:
         return len(self.tokens)
 
     def answered(self, text: Text, answer: str, tokens: Sequence[int], reason: FinishReason) -> Known:
-        """Return the known tokens at the end of the turn: those of the prompt, then the generated ones.
+        """Return the tokens known at the end of the turn: those of the prompt, then the generated tokens.
 
         Generated tokens count as known only if they decode to the answer. They do not if a stop string cut the answer
         short, or if they include special tokens, which have no text. The token that stopped the sequence is left out,
@@ -50,13 +50,13 @@ class Prompt:
 
 
 def compose(text: Text, whole: str, context: Context, most: int | None = None) -> Prompt:
-    """Tokenize the rendering of all messages after the part whose tokens the context knows.
+    """Tokenize a rendered conversation, reusing the tokens that the context knows.
 
     If the rendering begins with the known text (compared by digest; the text is not stored), its known tokens are
-    reused, and only the rest is tokenized, in context. Otherwise everything is tokenized. This happens after new
-    instructions, an edited item or a change of tokenizer, with a template that trims or reorders messages, and when a
-    token would span the border. So the tokens always stand for exactly the template's rendering. Raises RequestRefused
-    if the text must have more than `most` tokens.
+    reused, and only the rest is tokenized, in context. Otherwise everything is tokenized: after new instructions, an
+    edited item or a change of tokenizer, with a template that trims or reorders messages, and when a token would span
+    the border. So the tokens always decode to exactly the template's rendering. Raises RequestRefused if the text has
+    more than `most` tokens.
     """
     border = context.characters
     if context.tokens and border <= len(whole) and text.digest(whole[:border]) == context.digest:

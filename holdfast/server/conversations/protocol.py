@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import MAX_LOGPROBS, FinishReason
-from holdfast.server.conversations.compaction import Compacted, encode_compacted
 from holdfast.server.conversations.items import (
+    Compacted,
     call_item,
+    encode_compacted,
     new_id,
     new_item,
     read_items,
@@ -31,9 +32,11 @@ from holdfast.server.protocol import (
     RequestBody,
     SampledRequest,
     TemplateOptions,
+    invalid,
     template_options,
-)
-from holdfast.server.replies import RequestUsage, encode
+)  # fmt: skip
+from holdfast.server.replies import RequestUsage
+from holdfast.server.replies import event as named_event
 from holdfast.server.search import SEARCH_TOOL
 from holdfast.server.tools import read_toolset, search_results
 
@@ -96,10 +99,9 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     background: bool = False
     max_output_tokens: Count | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    """Whether the oldest turns are left out of a prompt that exceeds the context. The conversation keeps them."""
+    """With `auto`, the oldest turns are left out of a prompt that exceeds the context. The conversation keeps them."""
     include: list[Included] = field(default_factory=list)
-    """Optional contents of the response. Only log probabilities have an effect; all other contents are always
-    included."""
+    """Optional contents of the response. Only log probabilities must be asked for; all others are always there."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     metadata: Metadata = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -107,8 +109,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     max_tool_calls: Count | None = None
-    """Maximum number of tool calls that the server runs, which are web searches."""
-    # Repeated in the response, without effect on the answer.
+    """Maximum number of tool calls that the server itself runs. These are web searches."""
+    # The following fields are repeated in the response and do not affect the answer.
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: Label | None = None
@@ -127,7 +129,7 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Further variables for the chat template."""
+        """Extra variables for the chat template."""
         return template_options(self.chat_template_kwargs, self.reasoning.effort)
 
     @property
@@ -144,20 +146,19 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def conversation_id(self) -> str | None:
-        """Id of the conversation of this turn; None if it belongs to none."""
+        """Id of the conversation that this turn belongs to; None if there is none."""
         return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
 
     def items(self) -> list[Item]:
         """Return the input as items. Raises ApiError for unsupported content and mutually exclusive parameters."""
         if self.previous_response_id is not None and self.conversation is not None:
             reason = "previous_response_id and conversation are mutually exclusive; give one of them"
-            raise ApiError(reason, param="previous_response_id", code="mutually_exclusive_parameters")
+            raise invalid(reason, "previous_response_id", "mutually_exclusive_parameters")
         if self.conversation_id is not None and not self.conversation_id.startswith("conv_"):
             reason = f"conversation is {self.conversation_id[:64]!r}; a conversation's id begins with conv_"
-            raise ApiError(reason, param="conversation", code="invalid_value")
+            raise invalid(reason, "conversation")
         if self.background and not self.store:
-            reason = "background needs store: true, as its answer is fetched later"
-            raise ApiError(reason, param="background", code="invalid_value")
+            raise invalid("background needs store: true, as its answer is fetched later", "background")
         if isinstance(self.input, str):
             return [new_item("user", self.input)] if self.input else []
         return read_items(self.input, "input")
@@ -224,10 +225,10 @@ class CopyRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
         for index, turn in enumerate(self.turns):
             place = f"turns[{index}]"
             if turn.id in new:
-                raise ApiError(f"{place}.id is another turn's", param=f"{place}.id", code="invalid_value")
+                raise invalid(f"{place}.id is another turn's", f"{place}.id")
             if turn.parent is not None and turn.parent not in new:
                 reason = f"{place}.parent is {turn.parent!r}, which is not the id of a turn before it"
-                raise ApiError(reason, param=f"{place}.parent", code="invalid_value")
+                raise invalid(reason, f"{place}.parent")
             new[turn.id] = new_id("resp")
             wanted = ResponseRequest(
                 model=turn.model, instructions=turn.instructions, metadata=turn.metadata, conversation=conversation
@@ -244,7 +245,7 @@ class CopyRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
             said = read_items(turn.input, f"{place}.input")
             grown.append(Turn(response=response, tenant=tenant, input=said, context=context, conversation=conversation))
         if self.head is not None and self.head not in new:
-            raise ApiError(f"head is {self.head!r}, which is no turn's id", param="head", code="invalid_value")
+            raise invalid(f"head is {self.head!r}, which is no turn's id", "head")
         return grown, None if self.head is None else new[self.head]
 
 
@@ -255,12 +256,12 @@ class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 def event_bytes(event: Event) -> bytes:
-    """Encode one server-sent event, named by its type."""
-    return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
+    """Encode one server-sent event. Its name is the event's type."""
+    return named_event(event, event["type"])
 
 
 def new_response(wanted: ResponseRequest, served: str) -> Response:
-    """Return a response as it is before the answer begins."""
+    """Return a response in its state before the answer begins."""
     conversation = wanted.conversation_id
     return {
         "id": new_id("resp"),
@@ -301,14 +302,14 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
 
 
 def _full_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as its response reports it, with all fields."""
+    """Return a tool with all its fields, as a response repeats it."""
     if tool.get("type") != "function":
         return dict(tool)
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
 class ResponseShape:
-    """The wire format of one response, from its creation to its end. `response` is its current state.
+    """The wire format of one response. `response` is its current state, from its creation to its end.
 
     The output is a list of items: reasoning, messages and calls, in the order in which the model writes them. The first
     part of an item opens it. The first part of the next item closes it.
@@ -321,18 +322,18 @@ class ResponseShape:
         self.searches: dict[int, str] = {}
         """Arguments of web searches that have not ended, by index in the output."""
         self.output: list[Item] = []
-        """Items so far. All but the last are complete."""
+        """Items of the output so far. All but the last are complete."""
         self.opened = 0
         """Number of items in `output` whose opening event was sent."""
         self.numbers = itertools.count()
 
     def queued(self) -> Iterator[Event]:
-        """Yield the first events of a background response, before anything of it runs."""
+        """Yield the first events of a background response, while it waits to run."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.queued", response=self.response)
 
     def opening(self) -> Iterator[Event]:
-        """Yield the events before the answer. A stream that does not run in the background begins with them."""
+        """Yield the events before the answer, with `response.created` unless the response runs in the background."""
         if not self.response["background"]:
             yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
@@ -341,7 +342,7 @@ class ResponseShape:
             yield from self._add(new_item("assistant", ""))
 
     def part(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        """Yield the events of one more part of the answer, with the records of its tokens."""
+        """Yield the events of the answer's next part. `logprobs` are the records of the part's tokens."""
         kind = self.output[-1]["type"] if self.output else None
         match part:
             case Said(text):
@@ -369,11 +370,11 @@ class ResponseShape:
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
     def searching(self, at: int) -> Event:
-        """Return the event that the web search at this index of the output begins."""
+        """Return the event that a web search begins. `at` is its index in the output."""
         return self._of_item("response.web_search_call.searching", at)
 
     def searched(self, at: int, item: Item) -> Iterator[Event]:
-        """Yield the events that the web search at this index of the output ended with `item`."""
+        """Yield the events that a web search has ended with `item`. `at` is its index in the output."""
         del self.searches[at]
         self.output[at] = item
         if item["status"] == "completed":
@@ -381,12 +382,12 @@ class ResponseShape:
         yield self._event("response.output_item.done", output_index=at, item=item)
 
     def add_logprobs(self, logprobs: Sequence[dict[str, Any]]) -> None:
-        """Add the records of further tokens to the last item if it is a message."""
+        """Add the records of more tokens to the last item, if it is a message."""
         if self.output and self.output[-1]["type"] == "message":
             self.output[-1]["content"][0]["logprobs"] += logprobs
 
     def again(self, item: Item) -> Iterator[Event]:
-        """Yield the events of an item of a response that has ended, except its last. Its whole text is one delta."""
+        """Yield the events that replay an item of an ended response, except its closing. Its text is one delta."""
         yield from self._add(item)
         match item["type"]:
             case "function_call":
@@ -405,7 +406,7 @@ class ResponseShape:
                 yield self._part("response.output_text.delta", delta=part["text"], logprobs=logprobs)
 
     def whole(self, reason: FinishReason, usage: RequestUsage, reasoning_tokens: int) -> Response:
-        """Return the complete response. The caller stores it first, and then sets `response` to it."""
+        """Return the complete response. The caller stores it, and only then sets `response` to it."""
         stopped = reason is FinishReason.STOP
         status = "completed" if stopped else "incomplete"
         return self.response | {
@@ -435,8 +436,8 @@ class ResponseShape:
     def closing(self) -> Iterator[Event]:
         """Yield the last events of a stream. They are sent once the response is stored.
 
-        OpenAI's types have no event for a cancelled response, so it ends with response.incomplete. The status is in the
-        response.
+        OpenAI's types have no event for a cancelled response, so its last event is response.incomplete. The status in
+        the event's response is `cancelled`.
         """
         items: list[Item] = self.response["output"]
         if items:
@@ -453,14 +454,14 @@ class ResponseShape:
         return self._event("response.failed", response=self.response)
 
     def _add(self, item: Item) -> Iterator[Event]:
-        """Close the last item and open another one."""
+        """Close the last item and open `item`."""
         if self.output:
             yield from self._close()
         self.output.append(item)
         yield from self._open()
 
     def _open(self) -> Iterator[Event]:
-        """Yield the events that begin the last item, which is empty at first."""
+        """Yield the events that begin the last item. They report it as empty."""
         item = self.output[-1]
         self.opened = len(self.output)
         empty = item | {"status": "in_progress"}
@@ -500,7 +501,7 @@ class ResponseShape:
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _ended(self, status: str) -> list[Item]:
-        """Return the items at the end of the answer: an empty message if the model wrote nothing."""
+        """Return the final items. If the model wrote nothing, they are one empty message."""
         if not self.output:
             self.output.append(new_item("assistant", ""))
         if self.output[-1]["type"] != "web_search_call":
@@ -508,7 +509,7 @@ class ResponseShape:
         return [item | {"status": "failed"} if at in self.searches else item for at, item in enumerate(self.output)]
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        if kind.startswith("response.content_part."):  # Not in OpenAI's types, but the clients of llama-stack read it.
+        if kind.startswith("response.content_part."):  # Not in OpenAI's types, but clients of llama-stack read it.
             fields["response_id"] = self.response["id"]
         return {"type": kind, "sequence_number": next(self.numbers), **fields}
 
@@ -525,7 +526,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return token records in the shape of events, without bytes."""
+    """Return token records as events report them, without bytes."""
 
     def short(record: Mapping[str, Any]) -> dict[str, Any]:
         return {"token": record["token"], "logprob": record["logprob"]}
@@ -548,7 +549,7 @@ def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
 
 
 def error_event(error: ApiError) -> Event:
-    """Return the last event of a stream that fails while its response may go on."""
+    """Return the last event of a stream that fails, although its response may continue."""
     return {
         "type": "error", "code": error.code, "message": error.message, "param": error.param, "sequence_number": 0
     }  # fmt: skip
@@ -559,10 +560,10 @@ LAST_EVENTS = {"completed": "completed", "incomplete": "incomplete", "cancelled"
 
 
 def replay(response: Response, after: int = -1) -> Iterator[Event]:
-    """Yield the events above `after` of an ended background response whose events are no longer kept.
+    """Rebuild the events above number `after` of an ended background response from the response itself.
 
-    All text comes as one delta, so there may be fewer events than there were. The last event always comes. It contains
-    the response.
+    Used once the original events are dropped. Each text is one delta, so there may be fewer events than originally. The
+    last event, which contains the response, is always yielded.
     """
     *events, last = list(_replayed(_begun(response), response))
     yield from (event for event in events if event["sequence_number"] > after)
@@ -570,12 +571,12 @@ def replay(response: Response, after: int = -1) -> Iterator[Event]:
 
 
 def replay_begun(response: Response) -> Iterator[Event]:
-    """Return the first events of a background response, before any output."""
+    """Return the first events of a background response, which precede any output."""
     return _begun(response).queued()
 
 
 def _begun(response: Response) -> ResponseShape:
-    """Return the shape of a background response as it was before any output."""
+    """Return the shape of a background response in its first state, before any output."""
     begun = response | {"status": "queued", "output": [], "usage": None, "completed_at": None}
     return ResponseShape(begun | {"incomplete_details": None, "error": None})
 
@@ -591,7 +592,7 @@ def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:
 
 
 def ended(response: Response, status: str, code: str | None = None, message: str = "") -> Response:
-    """Return a response without an answer, which failed with a reason or was cancelled."""
+    """Return a response that ended without output: it failed for this reason, or was cancelled."""
     error = None if code is None else {"code": code, "message": message}
     return response | {"status": status, "output": [], "usage": None, "error": error}
 

@@ -1,4 +1,4 @@
-"""The stateful API: responses that are written while the client waits or in the background."""
+"""The stateful API: responses that run while the client waits, or in the background."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from holdfast.server.conversations.compaction import MOST_TOKENS, SUMMARIZE
-from holdfast.server.conversations.items import new_item
+from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import RENEW_SECONDS
 from holdfast.server.conversations.protocol import (
     CompactRequest,
@@ -26,7 +25,7 @@ from holdfast.server.conversations.protocol import (
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import RUNNING, Context, Turn
 from holdfast.server.conversations.writing import Writing
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.replies import encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
@@ -34,9 +33,9 @@ from holdfast.server.service import Lane, Service, internal
 POLL_SECONDS = 0.25
 """Seconds between two checks whether another server's response has ended."""
 KEPT_EVENTS = 1 << 16
-"""Maximum number of kept events of ended background responses. They are kept for readers that come back."""
+"""Maximum number of kept events of ended background responses. Readers that reconnect get them."""
 KEPT_BYTES = 64 << 20
-"""Maximum number of bytes of the responses whose events are kept."""
+"""Maximum total size in bytes of the ended responses whose events are kept."""
 
 
 class Responses:
@@ -63,7 +62,7 @@ class Responses:
         return Writing(self, wanted, tenant, lane, name)
 
     async def start(self, wanted: ResponseRequest, tenant: str) -> Background:
-        """Begin a background response. Returns once it is certain to be served. Raises ApiError."""
+        """Begin a background response. Returns once the engine has accepted it. Raises ApiError."""
         writing = self.write(wanted, tenant)
         background = Background(writing)
         try:
@@ -81,7 +80,7 @@ class Responses:
         """Renew the leases of this server's background responses, and stop those that other servers cancelled."""
         while self._background:
             await asyncio.sleep(RENEW_SECONDS)
-            with suppress(ApiError):  # The store fails, which it has logged.
+            with suppress(ApiError):  # The store failed, and has logged the reason.
                 for begun in [*self._background.values()]:
                     if begun.writing.running and not begun.stored_running:
                         await self.store.run(partial(_run, begun.writing.id))
@@ -98,7 +97,7 @@ class Responses:
         return response
 
     async def _elsewhere(self, tenant: str, response: Response, after: int) -> AsyncGenerator[Event, None]:
-        """Yield the events above `after` of a response that another server writes. All its text comes at its end."""
+        """Yield the events above `after` of a response that another server writes. All text comes at the end."""
         for event in replay_begun(response):
             if event["sequence_number"] > after:
                 yield event
@@ -107,9 +106,9 @@ class Responses:
             yield event
 
     def _end(self, background: Background) -> None:
-        """Keep the events of a background response that has ended, and drop the oldest kept ones beyond the limits."""
+        """Keep the events of a background response that has ended. Beyond the limits, drop the oldest kept events."""
         del self._background[background.writing.id]
-        size = len(encode(background.writing.shape.response))  # It repeats its request's tools.
+        size = len(encode(background.writing.shape.response))  # May be large, because it repeats the request's tools.
         self._ended[background.writing.id] = background.events, size
         self._kept_events += len(background.events)
         self._kept_bytes += size
@@ -126,8 +125,7 @@ class Responses:
         """Return the events of a background response. Raises ApiError: 404, or 400 if it is not in the background."""
         stored = await self.retrieve(tenant, response)
         if not stored["background"]:
-            reason = "only a response with background: true can be streamed again"
-            raise ApiError(reason, param="stream", code="invalid_value")
+            raise invalid("only a response with background: true can be streamed again", "stream")
         background, (kept, _) = self.running(tenant, response), self._ended.get(response, (None, 0))
         if background is None and stored["status"] in RUNNING:
             return Events(None, lambda after: self._elsewhere(tenant, stored, after))
@@ -145,15 +143,14 @@ class Responses:
             return len((await writing.compose(most=None)).tokens)
 
     async def compact(self, wanted: CompactRequest, tenant: str) -> dict[str, Any]:
-        """Compact a turn's input and its context to the user's own items and a summary. Raises ApiError.
+        """Replace a turn's input and its context by the user's own items and a summary. Raises ApiError.
 
-        The result is stored as a response without a parent, so that a turn can continue from its id.
+        The result is stored as a response without a parent, so that a turn can continue from the response's id.
         """
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
         writing = self.write(wanted.changed(store=False, max_output_tokens=most), tenant)
         if not writing.input and wanted.previous_response_id is None:
-            reason = "input and previous_response_id are missing: there is nothing to compact"
-            raise ApiError(reason, param="input", code="invalid_value")
+            raise invalid("input and previous_response_id are missing: there is nothing to compact", "input")
         given = list(writing.input)
         writing.input.append(new_item("user", SUMMARIZE))
         response = await writing.whole()
@@ -167,7 +164,7 @@ class Responses:
         return made
 
     def running(self, tenant: str, response: str) -> Background | None:
-        """Return a background response that this process is writing; None if it is not."""
+        """Return a background response that this server is writing; None if it writes no such response."""
         background = self._background.get(response)
         return background if background is not None and background.writing.tenant == tenant else None
 
@@ -177,12 +174,12 @@ class Responses:
         if background is not None:
             return background.writing.shape.response
         stored, elsewhere = await self.store.read(lambda store: store.turns.response(tenant, response))
-        if stored["status"] in RUNNING and not elsewhere:  # Its server has ended.
+        if stored["status"] in RUNNING and not elsewhere:  # The server that wrote it has ended.
             return ended(stored, "failed", "server_error", "the server ended before the response was complete")
         return stored
 
     async def cancel(self, tenant: str, response: str) -> Response:
-        """Stop a background response, whichever server writes it. An ended one stays unchanged. Raises ApiError."""
+        """Stop a background response, whichever server writes it. An ended one does not change. Raises ApiError."""
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
@@ -191,8 +188,8 @@ class Responses:
             await self.store.run(lambda store: store.leases.cancel(response))
             found = await self._ended_elsewhere(tenant, found)
         if not found["background"]:
-            reason = "cannot cancel it: it has not background: true; to stop such a response, close its connection"
-            raise ApiError(reason, param="response_id", code="invalid_value")
+            reason = "only a response with background: true can be cancelled; to stop this one, close its connection"
+            raise invalid(reason, "response_id")
         return found
 
     async def delete(self, tenant: str, response: str) -> None:
@@ -211,7 +208,7 @@ class Responses:
             return
         if (tenant, conversation) in self._locked:
             reason = "another response of this conversation is being written; try again when it has ended"
-            raise ApiError(reason, param="conversation", code="conversation_locked")
+            raise invalid(reason, "conversation", "conversation_locked")
         self._locked.add((tenant, conversation))
         try:
             yield
@@ -243,9 +240,9 @@ class Events:
     """Events of one background response."""
 
     last: int | None
-    """The sequence_number of the last event so far; None if it is no longer known."""
+    """Value of `sequence_number` of the last event so far; None if it is not known."""
     after: Callable[[int], AsyncGenerator[Event, None]]
-    """Function that yields the events above a sequence_number."""
+    """Function that yields the events with a `sequence_number` above its argument."""
 
 
 async def each(events: Iterable[Event]) -> AsyncGenerator[Event, None]:
@@ -255,7 +252,7 @@ async def each(events: Iterable[Event]) -> AsyncGenerator[Event, None]:
 
 
 class Background:
-    """A response that is written without waiting for a reader. Keeps its events for readers that follow it."""
+    """A response that runs without waiting for a reader. Its events are kept for readers that follow it."""
 
     def __init__(self, writing: Writing) -> None:
         self.writing = writing
@@ -266,7 +263,7 @@ class Background:
         self.task = asyncio.create_task(self._run())
 
     async def begun(self) -> None:
-        """Wait until the response is certain to be served and its beginning is stored. Raises ApiError."""
+        """Wait until the engine has accepted the response and its beginning is stored. Raises ApiError."""
         prepared = asyncio.create_task(self.writing.prepared.wait())
         try:
             await asyncio.wait({prepared, self.task}, return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +286,7 @@ class Background:
             changed.cancel()
 
     async def stop(self) -> None:
-        """Cancel the response. It stays unchanged if it has ended or its end is being stored."""
+        """Cancel the response, unless it has ended or its end is being stored."""
         if not (self.writing.settled or self.task.cancelling()):
             self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Space accounting: tracks each tenant's share of the store and drops threads to keep it within its bounds."""
+"""Space accounting: tracks how much each tenant stores, and drops threads to keep the store within its bounds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from holdfast.server.conversations.database import conversations, items, threads
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
 SHARE = 8
-"""Divisor of the store's size that gives a thread's maximum size, so that no thread drives out all others."""
+"""Divisor of the store's size that gives a thread's maximum size. It keeps one thread from displacing all others."""
 BATCH = 64
-"""Maximum number of threads that one write drops, so that no turn waits for a long clean-up."""
+"""Maximum number of threads that one write drops. A longer cleanup would delay turns."""
 RECOUNT, RECOUNT_OVER_BOUNDS = 256, 32
-"""Number of writes between two counts of the sizes, normally and beyond the bounds.
+"""Number of writes between two counts of the stored sizes: within the bounds, and beyond them.
 
-Sizes are counted again because other servers may write to the same database. Beyond the bounds the count comes sooner,
-to see what others have dropped. Counting takes some 50 ms for 100,000 threads.
+Sizes are counted again because other servers may write to the same database. Beyond the bounds this happens sooner,
+because others may have dropped threads. A count takes about 50 ms for 100,000 threads.
 """
 
 _BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
@@ -49,7 +49,7 @@ _IDLE_OF = _IDLE.where(threads.c.tenant == bindparam("tenant"))
 SIZE: ColumnElement[int] = sum(
     (func.length(blob) for blob in (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)), literal(0)
 )
-"""A turn's size in bytes."""
+"""Size of a turn in bytes."""
 _CHILD = turns.alias()
 _REMOVE = (
     delete(turns)
@@ -72,7 +72,7 @@ _BY_TENANT = select(threads.c.tenant, func.count(), func.sum(threads.c.bytes)).g
 
 @dataclass
 class Held:
-    """Size of one tenant's threads, as far as this process knows."""
+    """Number and size of one tenant's threads, at the last count plus this server's changes since."""
 
     threads: int = 0
     bytes: int = 0
@@ -81,8 +81,8 @@ class Held:
 class Space:
     """Keeps the store within its bounds, within the store's transactions. A thread is kept or dropped whole.
 
-    Beyond the bounds, the tenant with the most data loses its longest idle thread. So no tenant is driven out by a
-    larger one: each of n tenants is safe with an n-th of the store.
+    Beyond the bounds, the tenant with the most data loses the thread that has been idle longest. So a larger tenant
+    cannot displace a smaller one: with n tenants, each can keep an n-th of the store.
     """
 
     def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
@@ -92,15 +92,15 @@ class Space:
         self._writes = RECOUNT
 
     def bytes(self) -> int:
-        """Number of stored bytes of all tenants, as far as this process knows."""
+        """Number of stored bytes of all tenants, at the last count plus this server's changes since."""
         return sum(each.bytes for each in list(self._held.values()))
 
     def oldest(self) -> float:
-        """Time of last activity before which threads are too old to be found."""
+        """Time before which a thread's last activity is too old for it to be kept or found."""
         return self.now() - self._bounds.seconds
 
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
-        """Record that a thread is active and grew by `size` bytes, and keep the bounds. Raises ThreadTooLarge."""
+        """Record that a thread is active and grew by `size` bytes, then drop old threads. Raises ThreadTooLarge."""
         now, most = self.now(), self._bounds.bytes // SHARE
         if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
             raise ThreadTooLarge(
@@ -114,7 +114,7 @@ class Space:
         self.drop_old(db, spare=thread)
 
     def drop_old(self, db: Connection, spare: str = "") -> None:
-        """Drop threads that are too old and, beyond the bounds, the longest idle threads of the largest tenants.
+        """Drop threads that are too old. Beyond the bounds, also drop the longest idle threads of the largest tenants.
 
         Never drops the thread `spare`.
         """
@@ -149,7 +149,7 @@ class Space:
         return []
 
     def remove(self, db: Connection, thread: str) -> None:
-        """Remove a thread with all its content, because its tenant asks for that."""
+        """Remove a thread with all its content, at its tenant's request."""
         self._drop(db, thread)
         self._writes = RECOUNT  # The next write counts the sizes again.
 
@@ -162,10 +162,10 @@ class Space:
         db.execute(delete(threads).where(threads.c.id == thread))
 
     def prune(self, db: Connection, thread: str, turn: str | None, freed: int = 0) -> None:
-        """Remove a turn if it is invisible and nothing builds on it, and then its ancestors in the same way.
+        """Remove a turn if it is invisible and nothing builds on it. Then do the same for its parent, and so on.
 
-        Removes the thread if it is then empty. `freed` is the size in bytes of the data that the caller removed from
-        it.
+        Removes the thread if it is then empty. `freed` is the number of bytes that the caller already removed from the
+        thread.
         """
         while turn is not None:
             row = db.execute(_REMOVE, {"turn": turn}).one_or_none()

@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 class Store:
-    """Synchronous store, for one writing and one reading thread. `AsyncStore` runs it off the event loop.
+    """Synchronous store for one writing and one reading thread. `AsyncStore` runs it off the event loop.
 
-    Each method of its parts is one transaction, committed whole or not at all: if the process dies, the last committed
-    turn stays. Every method takes the tenant, and finds nothing of another tenant.
+    Each method of its parts is one transaction, which is committed whole or not at all. If the process dies, all
+    committed turns stay. Every method takes the tenant, and finds only this tenant's objects.
     """
 
     def __init__(self, database: Database, bounds: Bounds, now: Callable[[], float] = time.time) -> None:
-        """Use `open` instead."""
+        """Internal; call `open` to get a store."""
         self.database = database
         self.space = Space(bounds, now)
         self.leases = Leases(database, now)
@@ -52,7 +52,8 @@ class Store:
     ) -> Store:
         """Open or create the store at `where`: a file for SQLite, a database's URL, or `memory`.
 
-        Checks that a file is whole, and migrates an older schema, including the steps of `more`. Raises StoreError.
+        Checks that a SQLite file is not damaged, and migrates an older schema, including the steps of `more`. Raises
+        StoreError.
         """
         shown = where if "://" not in where else where.partition("://")[0] + " database"
         try:
@@ -75,9 +76,9 @@ class Store:
 
 
 class AsyncStore:
-    """Store for coroutines. The event loop never waits for the disk.
+    """Store for coroutines. Runs each call in a thread, so the event loop never waits for the disk.
 
-    One thread writes and one reads, each in the order of the calls, so a read never waits for a write.
+    One thread writes and one reads, each in the order of the calls, so a read does not wait for a write.
     """
 
     def __init__(self, store: Store, metrics: Metrics | None = None) -> None:
@@ -93,7 +94,7 @@ class AsyncStore:
 
     @property
     def up(self) -> bool:
-        """Whether the last read and the last write found a working database."""
+        """Whether both the last read and the last write reached a working database."""
         return not self._failing
 
     async def read(self, work: Callable[[Store], T], param: str | None = None) -> T:
@@ -103,8 +104,8 @@ class AsyncStore:
     async def run(self, work: Callable[[Store], T], param: str | None = None) -> T:
         """Run `work` and return its result. If the caller is cancelled, the work still completes.
 
-        Raises ApiError if the store refuses or the database fails, for example on a full disk; then nothing of the work
-        is stored. `param` is the request's parameter that names the object to be found, if there is one.
+        Raises ApiError if the store refuses the work or the database fails, for example on a full disk. Then nothing of
+        the work is stored. `param` is the request's parameter that names the object, if there is one.
         """
 
         def write(store: Store) -> T:
@@ -155,5 +156,5 @@ class AsyncStore:
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:
-    """Return the 404 of an object that does not exist or belongs to another tenant."""
+    """Return the 404 error for an object that does not exist or belongs to another tenant."""
     return ApiError(f"{kind} {id[:64]!r} was not found", status=404, param=param, code=f"{kind}_not_found")

@@ -18,12 +18,12 @@ from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Contex
 from holdfast.server.replies import encode
 
 MOST_BYTES = 64 << 20
-"""Maximum size in bytes of a tree that is returned. A tree is always returned whole."""
+"""Maximum size in bytes of a tree that `turns` returns. It is never returned in parts."""
 REPORTED_FIELDS = (
     "status", "created_at", "completed_at", "model", "instructions", "temperature", "max_output_tokens", "output",
     "usage", "timings", "error", "incomplete_details", "background", "metadata",
 )  # fmt: skip
-"""Fields of the response that a turn reports."""
+"""Fields of a turn's response that are part of the turn in the API."""
 
 
 class Tree:
@@ -49,8 +49,8 @@ class Tree:
     def turns(self, tenant: str, conversation: str) -> dict[str, Any]:
         """Return all turns, each after its parent, older siblings first, and `head`, the turn to continue from.
 
-        A deleted turn is left out, and its children get its parent. `running` says that another server writes a turn.
-        Raises Conflict if the tree is too large.
+        A deleted turn is left out, and its children get its parent. `running` is true if another server is writing the
+        turn. Raises Conflict if the tree is too large.
         """
         with self._database.read() as db:
             row = self._find(db, tenant, conversation)
@@ -81,7 +81,7 @@ class Tree:
         return {"object": "conversation.tree", "id": conversation, "head": above(row.head), "turns": ordered}
 
     def move(self, tenant: str, conversation: str, response: str, *, after: bool) -> None:
-        """Continue the conversation after or before one of its turns. Its items become those of that branch.
+        """Continue the conversation after or before one of its turns. Its items become the items of that branch.
 
         Raises Conflict if no turn can follow this one.
         """
@@ -117,7 +117,7 @@ class Tree:
     def restore(
         self, tenant: str, conversation: str, metadata: Mapping[str, str], grown: Sequence[Turn], head: str | None
     ) -> None:
-        """Store a new conversation with turns from elsewhere. Each turn's context names its parent, an earlier turn."""
+        """Store a new conversation with copied turns. Each turn's context names its parent, which comes earlier."""
         encoded, size = encode(metadata), 0
         with self._database.write() as db:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}

@@ -23,9 +23,9 @@ from holdfast.server.replies import encode
 CACHED_TURNS = 1024
 CACHED_TOKENS = 1 << 21
 CACHED_BYTES = 256 << 20
-"""Limits of the contexts held in memory: their number, their total tokens (some tens of MB), and their message bytes.
+"""Limits of the cached contexts: their number, their tokens in total (some tens of MB), and their bytes of messages.
 
-Messages that several contexts share count for each of them.
+A message that several contexts share counts once for each of them.
 """
 FETCHED = 8
 """Number of turns of a chain that are fetched at once."""
@@ -52,7 +52,7 @@ class _Answered(Struct):
 
 
 class TurnStore:
-    """Turns of a store. Each method is one transaction, except `chain`, which runs within the caller's.
+    """Turns of a store. Each method is one transaction, except `chain`, which runs within its caller's transaction.
 
     Raises NotFound for a response that does not exist.
     """
@@ -69,7 +69,7 @@ class TurnStore:
             return self.chain(db, self._find(db, tenant, response))
 
     def response(self, tenant: str, response: str) -> tuple[dict[str, Any], bool]:
-        """Return a response in the API's shape, and whether another server is writing it."""
+        """Return a response as the API shows it, and whether another server is writing it."""
         with self._database.read() as db:
             found = decode(self._find(db, tenant, response).response, type=dict[str, Any])
             return found, found["status"] in RUNNING and bool(self._leases.held(db, [response]))
@@ -82,7 +82,7 @@ class TurnStore:
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
 
-        `begun` says that this replaces the beginning of the same turn, which was stored earlier. Raises Conflict if the
+        `begun` means that the beginning of this turn was stored earlier and is replaced now. Raises Conflict if the
         parent, the conversation or that beginning was deleted or has changed.
         """
         status, context = turn.response["status"], turn.context
@@ -137,7 +137,7 @@ class TurnStore:
             self._space.grown(db, row.thread, row.tenant, len(running) - len(row.response))
 
     def delete(self, tenant: str, response: str) -> None:
-        """Delete a response. Its turn stays, invisible, while others build on it."""
+        """Delete a response. Its turn stays, invisible, while other turns build on it."""
         with self._database.write() as db:
             row = self._find(db, tenant, response)
             db.execute(update(turns).where(turns.c.id == response).values(visible=False))
@@ -146,7 +146,7 @@ class TurnStore:
             self._space.prune(db, row.thread, response)
 
     def chain(self, db: Connection, last: Row[Any]) -> Context:
-        """Return the items and tokens from a thread's first turn up to this one. Raises ThreadTooLarge."""
+        """Return all items and tokens from a thread's first turn up to `last`. Raises ThreadTooLarge."""
         cached = self.cache.get(last.id)
         if cached is not None:
             check_context(cached.size)
@@ -181,7 +181,7 @@ class TurnStore:
         return row
 
     def _shared(self, db: Connection, turn: Turn) -> int:
-        """Return the number of leading tokens shared with the parent. Raises Conflict if the parent is gone."""
+        """Return the number of leading tokens shared with the parent. Raises Conflict if the parent was deleted."""
         parent, known = turn.context.parent, turn.context.tokens
         if parent is None:
             return 0
@@ -196,7 +196,7 @@ class TurnStore:
 class ContextCache:
     """Cache of recent turns' contexts, so that the next turn need not read its whole chain.
 
-    The least recently used context leaves first. Methods may be called from several threads.
+    The least recently used context is dropped first. Methods may be called from several threads.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class ContextCache:
             return context
 
     def add(self, context: Context) -> None:
-        """Cache a context, and drop others beyond the limits."""
+        """Cache a context, and drop the least recently used ones beyond the limits."""
         assert context.parent is not None
         with self._lock:
             self.remove(context.parent)

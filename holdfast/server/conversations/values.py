@@ -10,24 +10,24 @@ Item = dict[str, Any]
 """An item in the API's shape, for example a message with type, id, status, role and content."""
 
 GOOD = ("completed", "incomplete")
-"""Statuses of turns that others may build on."""
+"""Statuses of turns that other turns may build on."""
 RUNNING = ("queued", "in_progress")
 """Statuses of turns that are still being written."""
 
 
 MOST_CONTEXT = 16 << 20
-"""Maximum number of bytes of stored messages that a turn may build on. They are all in memory while it runs."""
+"""Maximum number of bytes of stored messages that a turn may build on. The turn holds all of them in memory."""
 
 
 class StoreError(Exception):
-    """The store cannot be opened; the message says why in one line."""
+    """The store cannot be opened. The message is one line with the reason."""
 
 
 class NotFound(Exception):
-    """An object does not exist or belongs to another tenant. The two look the same to a client."""
+    """An object does not exist or belongs to another tenant. To a client, both look the same."""
 
     def __init__(self, kind: str, id: str, param: str | None = None) -> None:
-        """`param` names the argument that held the id, if it is not the method's subject."""
+        """`param` names the request's parameter that held the id. It is None if the path held it."""
         super().__init__(kind, id, param)
         self.kind, self.id, self.param = kind, id, param
 
@@ -41,7 +41,7 @@ class ThreadTooLarge(Exception):
 
 
 def check_context(size: int) -> None:
-    """Raises ThreadTooLarge if a turn's messages so far have too many bytes."""
+    """Raises ThreadTooLarge if the messages before a turn have too many bytes."""
     if size > MOST_CONTEXT:
         reason = (
             f"the messages before this turn have {size} bytes or more; at most {MOST_CONTEXT} are read for one turn"
@@ -62,7 +62,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A response to be stored. `tokens` is the whole sequence; only the part after the parent's is stored."""
+    """A response to be stored. `tokens` is the whole sequence; only tokens that differ from the parent's are stored."""
 
     response: Mapping[str, Any]
     """The response as the API shows it, with id, status, output and previous_response_id."""
@@ -95,9 +95,9 @@ class Context:
     items: Sequence[Item] = ()
     """All items so far."""
     tokens: Sequence[int] = ()
-    """Raw tokens of the items, as far as they are known."""
+    """Raw tokens of the items' text, up to the first character whose tokens are not known."""
     characters: int = 0
-    """Number of characters of the text that these tokens stand for."""
+    """Number of characters of the text that `tokens` encodes."""
     digest: bytes = b""
     """Digest of the text and of the tokenizer."""
     size: int = 0

@@ -1,4 +1,4 @@
-"""Writing of one response of the Responses API, from its prompt to its stored turn."""
+"""Writing: one response of the Responses API, from its prompt to its stored turn."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from holdfast.server.formats.parts import Part, Said
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import records, tokens_with_logprobs
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
 
 
 class Server(Protocol):
-    """Protocol of the stateful API, as far as one response uses it."""
+    """The part of the stateful API that one response uses."""
 
     service: Service
     store: AsyncStore
@@ -37,12 +37,12 @@ class Server(Protocol):
         """Lock a conversation against other changes. Raises ApiError if it is locked already."""
 
     def running(self, tenant: str, response: str) -> object | None:
-        """Return a background response that this process is writing; None if it is not."""
+        """Return a background response that this server is writing; None if it writes no such response."""
 
 
 @dataclass(slots=True)
 class Written:
-    """One answer of the model. A response has several answers if it searches the web."""
+    """One answer of the model. A response that searches the web has several."""
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Written:
 
 
 class Writing:
-    """One response in progress. It is stored when it ends, so a client that leaves earlier leaves no trace."""
+    """One response in progress. It is stored when it ends, so nothing is stored if the client leaves earlier."""
 
     def __init__(
         self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
@@ -69,7 +69,7 @@ class Writing:
         if wanted.search_results and server.search is None:
             place = next(f"tools[{at}].type" for at, tool in enumerate(wanted.tools) if tool["type"] in SEARCH_KINDS)
             reason = f"{place} is web_search, and this server has no search engine (see --web-search)"
-            raise ApiError(reason, param=place, code="unsupported_parameter")
+            raise invalid(reason, place, "unsupported_parameter")
         self.searched = 0
         """Number of web searches so far."""
         self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
@@ -77,14 +77,14 @@ class Writing:
         self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name)
         self.known = 0
-        """Number of leading prompt tokens that came from the store, in all rounds."""
+        """Number of leading prompt tokens that came from the store: the minimum over all answers."""
         self.name = name
         self.prepared = asyncio.Event()
-        """Set once the response is certain to be served."""
+        """Set once the engine can take the response: its prompt is composed, and its beginning is stored if needed."""
         self.begun = False
-        """Whether the beginning of the response is stored, for clients that poll a background response."""
+        """Whether the beginning of a background response is stored, so that clients can poll it."""
         self.settled = False
-        """Whether the store was asked to keep the end of the response. This cannot be undone."""
+        """Whether the end of the response was sent to the store. It can then no longer be cancelled."""
 
     @property
     def id(self) -> str:
@@ -124,7 +124,7 @@ class Writing:
                 yield event
 
     async def _round(self, written: Written) -> AsyncGenerator[Event, None]:
-        """Yield the events of one answer of the model, and add them to `written`.
+        """Yield the events of one answer of the model, and record the answer in `written`.
 
         A response that searches the web has several answers.
         """
@@ -156,9 +156,9 @@ class Writing:
         self.shape.add_logprobs(logprobs)
 
     async def _search(self, reason: FinishReason) -> AsyncGenerator[Event, None]:
-        """Yield the events of a round's web searches.
+        """Yield the events of the web searches that the last answer asked for.
 
-        A search fails if the round was cut short or if no more searches are allowed.
+        A search fails if the answer was cut short, or if no more searches are allowed.
         """
         for at, arguments in list(self.shape.searches.items()):
             query, results = "", None
@@ -173,7 +173,7 @@ class Writing:
                 yield event
 
     def _next_round(self) -> bool:
-        """Let the model continue after the search results. Returns whether it may write any more tokens."""
+        """Prepare the model's next answer, after the search results. Returns False if no tokens are left for it."""
         wanted, last = self.wanted, self.answer
         most = wanted.max_output_tokens
         left = None if most is None else most - last.usage.completion_tokens
@@ -219,11 +219,11 @@ class Writing:
         return await self._compose(self.context, most)
 
     async def _compose(self, known: Context, most: int | None) -> Prompt:
-        """Compose the prompt of everything so far, this response included. `known` may hold its leading tokens."""
+        """Compose the prompt of all items, this response's included. `known` may hold its leading tokens."""
         service = self.server.service
         items = [*self.context.items, *self.input, *self.shape.output]
         if not (items or self.wanted.instructions):
-            raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
+            raise invalid("input is missing: there is nothing to answer", "input")
         try:
             text, wanted = service.client.text, self.wanted
             size = self.context.size + text_size(self.wanted.instructions or "", self.input)
@@ -234,7 +234,7 @@ class Writing:
             def work() -> Prompt:
                 said = messages(wanted.instructions, items)
                 if not said:
-                    raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
+                    raise invalid("input is missing: there is nothing to answer", "input")
                 if wanted.truncation == "auto":
                     return service.truncation.compose(said, wanted.most_tokens, build, self.reading.toolset)
                 return build(said)
@@ -243,7 +243,7 @@ class Writing:
         except RequestRefused as error:
             raise refused(error, self.wanted, service.client) from None
         except ValueError as error:  # The chat template refuses these messages.
-            raise ApiError(str(error), param="input", code="invalid_value") from None
+            raise invalid(str(error), "input") from None
 
     async def _prepare(self) -> list[Sequence[int]]:
         """Compose the prompt, and store the beginning of a background response. Returns the prompt's tokens."""
@@ -258,7 +258,7 @@ class Writing:
         return [self.prompt.tokens]
 
     async def _go_on(self) -> list[Sequence[int]]:
-        """Compose the prompt that includes the search results, reusing known tokens. Returns its tokens."""
+        """Compose the prompt with the search results, reusing known tokens. Returns its tokens."""
         service = self.server.service
         known = self.prompt.answered(service.client.text, "", (), FinishReason.LENGTH)
         context = replace(self.context, tokens=known.tokens, characters=known.characters, digest=known.digest)
@@ -282,7 +282,7 @@ class Writing:
             )
             status = "failed" if lost else context.status
             reason = f"the previous response is {status}; go on from one that is completed or incomplete"
-            raise ApiError(reason, param="previous_response_id", code="invalid_value")
+            raise invalid(reason, "previous_response_id")
         return context
 
     def _turn(self, response: Response) -> Turn:
@@ -292,10 +292,10 @@ class Writing:
         )  # fmt: skip
 
     async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:
-        """Store the whole turn: response, items and raw tokens in one transaction.
+        """Store the whole turn, with its items and raw tokens, in one transaction.
 
-        The tokens of an answer of several parts are not stored, because the template renders its text differently from
-        the generated one.
+        If the answer has several parts, its tokens are not stored, because the template renders the parts differently
+        from the generated text.
         """
         if not self.wanted.store and self.wanted.conversation is None:
             return
@@ -314,11 +314,11 @@ class Writing:
         await self.server.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
 
     async def end(self, response: Response) -> None:
-        """Store a background response that failed or was cancelled, in its final form.
+        """Store the final state of a background response that failed or was cancelled.
 
         Stores nothing if the client has deleted the response.
         """
         self.shape.response = response
         self.settled = True
-        with suppress(ApiError):  # It was deleted meanwhile.
+        with suppress(ApiError):  # The client has deleted it meanwhile.
             await self._keep(self._turn(response))

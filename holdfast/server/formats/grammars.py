@@ -19,18 +19,18 @@ from holdfast.server.formats.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, 
 from holdfast.server.formats.toolset import Tool, Toolset
 
 MOST_CALLS = 32
-"""Maximum number of calls in one answer that a grammar allows."""
+"""Maximum number of calls that a grammar allows in one answer."""
 PLAIN = {"type", "description", "title", "default", "examples", "enum"}
-"""Keywords that a string's schema may have in a call in XML, which writes strings without quotes."""
+"""Keywords that a string's schema may have if the call is written in XML, where strings have no quotes."""
 PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema"}
-"""Keywords that a schema of arguments may have for each argument to be written separately."""
+"""Keywords that a schema of arguments may have if each argument is written separately."""
 
 TokenOf = Callable[[str], int | None]
-"""Function that returns the id of a tag that is a token; None for a tag that is ordinary text."""
+"""Function that returns the token id of a tag; None if the tag is ordinary text."""
 
 
 class GrammarText:
-    """A grammar under construction: its rules, by name."""
+    """A grammar under construction, as rules by name."""
 
     def __init__(self, token: TokenOf) -> None:
         self.token = token
@@ -49,7 +49,7 @@ class GrammarText:
         return literal(tag) if id is None else f"<[{id}]>"
 
     def up_to(self, name: str, tag: str) -> str:
-        """Add a rule for any text up to and including the tag. Returns its name."""
+        """Add a rule for any text up to and including the tag. Returns the rule's name."""
         if self.token(tag) is None:
             self.rules[f"{name}[lazy]"] = f"TEXT {literal(tag)}"
         else:
@@ -57,7 +57,7 @@ class GrammarText:
         return name
 
     def schema(self, name: str, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """Add a rule for JSON that follows a schema. Returns its name.
+        """Add a rule for JSON that follows a schema. Returns the rule's name.
 
         `lenient` ignores keywords that llguidance does not know.
         """
@@ -77,23 +77,23 @@ class GrammarText:
         return "answer"
 
     def reasoning(self, open: str, close: str, opened: bool) -> str:
-        """Return the expression for reasoning before the answer, which the prompt has opened or the model may open."""
+        """Return the expression for reasoning before the answer. `opened`: the prompt ends with the opening tag."""
         thought = self.up_to("thought", close)
         return f"{thought} BLANKS? " if opened else f"({self.tag(open)} {thought} BLANKS?)? "
 
 
 def _renamed(found: re.Match[str]) -> str:
-    """Rename the start rule of a client's grammar, because the whole grammar has a start rule of its own."""
+    """Rename the start rule of a client's grammar, because the combined grammar has its own start rule."""
     return "answer" if found[1] == "start" else ""
 
 
 def literal(text: str) -> str:
-    """Return a text as a string literal of the grammar; nothing if it is empty."""
+    """Return a text as a string literal of the grammar; an empty string for an empty text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments: an object. Unless the tool's schema says otherwise, it is closed."""
+    """Return the schema of a tool's arguments: an object, without further properties unless the tool allows them."""
     schema = dict(tool.schema)
     schema.setdefault("type", "object")
     if schema.get("properties") and not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys():
@@ -109,20 +109,20 @@ def named(grammar: GrammarText, at: int, tool: Tool, key: str = "arguments") -> 
 
 
 def any_of(grammar: GrammarText, name: str, rules: Sequence[str]) -> str:
-    """Add a rule for any one of several rules. Returns its name."""
+    """Add a rule for any one of several rules. Returns the new rule's name."""
     grammar.rules[name] = " | ".join(rules)
     return name
 
 
 def several(call: str, between: str, toolset: Toolset) -> str:
-    """Return the expression for one call, or for several if the toolset allows them."""
+    """Return the expression for one call, or for several calls if the toolset allows them."""
     if not toolset.parallel:
         return call
     return f"{call} ({between} {call}){{0,{MOST_CALLS - 1}}}"
 
 
 def tagged(grammar: GrammarText, toolset: Toolset, write: Callable[[GrammarText, int, Tool], str]) -> str:
-    """Return the expression for calls between tags, with text around them unless the model must call."""
+    """Return the expression for calls between tags. Text may surround them, unless the model must call."""
     calls = [f'"\\n"? {write(grammar, at, tool)} "\\n"?' for at, tool in enumerate(toolset.callable)]
     call = f"{any_of(grammar, 'call', calls)} {grammar.tag(CLOSE)}"
     if toolset.mode == "required":
@@ -142,7 +142,7 @@ def qwen_coder(grammar: GrammarText, toolset: Toolset) -> str:
     """
     if toolset.mode == "required":
         return tagged(grammar, toolset, xml_or_json)
-    # A function may also come without the outer tag. It must then follow its schema, too.
+    # A function may also come without the outer tag. Its arguments must then follow the schema, too.
     body = tagged(grammar, toolset, xml_or_json).removesuffix("TEXT")
     bare = [
         f"{literal(function.removeprefix(FUNCTION))} {rest}"
@@ -163,7 +163,7 @@ def xml_or_json(grammar: GrammarText, at: int, tool: Tool) -> str:
 
 
 def xml(grammar: GrammarText, at: int, tool: Tool) -> tuple[str, str] | None:
-    """Return the opening of a call as XML and its remainder. None if XML cannot express its schema."""
+    """Return the opening of a call in XML, and its remainder; None if XML cannot express the schema."""
     schema = arguments_schema(tool)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not schema.keys() <= PLAIN_OBJECT or schema["type"] != "object" or not {*required} <= properties.keys():
@@ -180,7 +180,7 @@ def xml(grammar: GrammarText, at: int, tool: Tool) -> tuple[str, str] | None:
 
 
 def _xml_value(grammar: GrammarText, name: str, schema: Any) -> str | None:
-    """Return the expression for one value up to the end of its tag; None if XML cannot express its schema."""
+    """Return the expression for one argument, up to the end of its tag; None if XML cannot express its schema."""
     if not isinstance(schema, Mapping) or not isinstance(kind := schema.get("type"), str):
         return None
     if kind != "string":
@@ -197,7 +197,7 @@ def _xml_value(grammar: GrammarText, name: str, schema: Any) -> str | None:
 
 
 def llama(tag: str) -> Callable[[GrammarText, Toolset], str]:
-    """Return the writer for calls of Llama 3: JSON objects that are the whole answer, or that follow `tag`."""
+    """Return the writer for calls of Llama 3: JSON objects, which are the whole answer or follow `tag`."""
 
     def write(grammar: GrammarText, toolset: Toolset) -> str:
         calls = [named(grammar, at, tool, "parameters") for at, tool in enumerate(toolset.callable)]
@@ -217,8 +217,8 @@ def llama(tag: str) -> Callable[[GrammarText, Toolset], str]:
 def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
     """Return the writer for calls of Mistral.
 
-    They are a list after `tag`, or, if the model has the tag `arguments`, each call's name and arguments with this tag
-    between them.
+    The calls are a list after `tag`. If the model has the tag `arguments`, each call instead consists of its name, this
+    tag and its arguments.
     """
 
     def write(grammar: GrammarText, toolset: Toolset) -> str:
@@ -241,9 +241,9 @@ def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
 
 
 def harmony(grammar: GrammarText, toolset: Toolset) -> str:
-    """Return the expression for calls of GPT-OSS, each of which ends its answer.
+    """Return the expression for calls of GPT-OSS. Each call ends its answer.
 
-    Unless the model must call, it may instead answer in the final channel.
+    Unless the model must call, it may answer in the final channel instead.
     """
     calls = []
     for at, tool in enumerate(toolset.callable):

@@ -1,10 +1,10 @@
-"""GPT-OSS's answers (OpenAI's Harmony): messages, each in a channel, between special tokens.
+"""GPT-OSS's answers (OpenAI's Harmony format): messages in channels, separated by special tokens.
 
 <|channel|>analysis<|message|>They ask for the weather.<|end|><|start|>assistant<|channel|>commentary
 to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt has written <|start|>assistant already. Analysis is reasoning, a recipient makes a message a call, and all
-other messages are text: the final channel, and commentary without a recipient. vLLM reads them in the same way.
+The prompt ends with <|start|>assistant. Messages in the analysis channel are reasoning. A message with a recipient is a
+call. All other messages are text: the final channel, and commentary without a recipient. vLLM reads them the same way.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 TAGS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 ENDS = (END, CALL, RETURN, START, CHANNEL)
-"""Tags that end the text of a message. The last two do if a model forgets the end."""
+"""Tags that end the text of a message. The last two do so when a model omits the end tag."""
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAMESPACE = "functions."
 
 
 class HarmonyMessages(Parser):
-    """Reads messages of this format.
+    """Reads messages of GPT-OSS.
 
-    Calls of tools outside `names` count as reasoning, because they are the model's own.
+    Calls of tools that are not in `names` count as reasoning, because they are the model's built-in tools.
     """
 
     def __init__(self, names: Collection[str] = ()) -> None:
@@ -40,7 +40,7 @@ class HarmonyMessages(Parser):
         self.state = self._opening
 
     def _opening(self) -> bool:
-        """Read the beginning of an answer: a header, or plain text if the model writes no header."""
+        """Read the beginning of an answer: a header, or plain text if the model wrote no header."""
         begun = self.rest.lstrip()
         if not begun and not self.last:
             return False
@@ -54,7 +54,7 @@ class HarmonyMessages(Parser):
         return True
 
     def outside(self) -> bool:
-        """Skip everything between two messages, up to the next header."""
+        """Skip everything up to the next header."""
         found = [at for tag in (START, CHANNEL, MESSAGE) if (at := self.rest.find(tag)) >= 0]
         if not found:
             self.rest = "" if self.last else self.rest[len(self.rest) - held_back(self.rest, TAGS) :]
@@ -64,7 +64,7 @@ class HarmonyMessages(Parser):
         return True
 
     def _header(self) -> bool:
-        """Read a message's header: its channel and its recipient."""
+        """Read a message's header, which names its channel and recipient."""
         header, found, rest = self.rest.partition(MESSAGE)
         if not found:
             if self.last:  # The answer was cut.
@@ -87,7 +87,7 @@ class HarmonyMessages(Parser):
         return True
 
     def _function(self, recipient: str) -> str | None:
-        """Return the name of the function that a recipient names; None if it is not one of the tools."""
+        """Return the name of the function that is the recipient; None if it is not one of the tools."""
         name = recipient.removeprefix(NAMESPACE)
         return name if recipient.startswith(NAMESPACE) or name in self._names else None
 

@@ -1,4 +1,4 @@
-"""Converts past calls and their results for chat templates, including templates that know no tools."""
+"""Converts past calls and their results for chat templates, also for templates without tools."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ To call a function, write its name and its arguments as JSON between tags, and n
 {{"name": "the name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>
 You will get its result between <tool_response> and </tool_response>."""
-"""Text that describes the tools in a system message, for a template that knows no tools."""
+"""Text that describes the tools in a system message, for a template without tools."""
 
 
 def spelled_out(messages: Sequence[Message], toolset: Toolset | None) -> list[Message]:
-    """Convert messages for a template that knows no tools: calls and results become text in the format of Hermes."""
+    """Convert messages for a template without tools. Calls and results become text in Hermes' format."""
     said = [_plain(message) for message in messages]
     if toolset is None:
         return said
@@ -53,7 +53,7 @@ def _spelled(function: Mapping[str, Any]) -> str:
 
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Give calls ids of nine letters and digits, as Mistral's templates require."""
+    """Replace the ids of calls by nine letters and digits, which Mistral's templates require."""
     return [_with_short_ids(message) for message in messages]
 
 
@@ -66,7 +66,7 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short(id: str) -> str:
-    """Return an id of nine letters and digits: the id itself, or else its digest, so that ids stay distinct."""
+    """Return an id of nine letters and digits: the id itself if it has this form, otherwise its digest."""
     if re.fullmatch("[A-Za-z0-9]{9}", id):
         return id
     number = int.from_bytes(hashlib.sha256(id.encode("utf-8", "surrogatepass")).digest())
@@ -74,9 +74,9 @@ def _short(id: str) -> str:
 
 
 def as_thinking(messages: Sequence[Message]) -> list[Message]:
-    """Move reasoning to where GPT-OSS's template expects it.
+    """Move reasoning to the field that GPT-OSS's template reads.
 
-    The template takes no reasoning next to text and a call.
+    A message with text loses its reasoning, because the template accepts only one of them.
     """
     return [_with_thinking(message) if "reasoning_content" in message else message for message in messages]
 
@@ -87,7 +87,7 @@ def _with_thinking(message: Message) -> Message:
 
 
 def settled(messages: Sequence[Message]) -> list[Message]:
-    """Remove the reasoning of finished turns. Only a turn that waits for tools still needs its own."""
+    """Remove the reasoning of finished turns. Only the turn after the last user message keeps its reasoning."""
     last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)
     return [
         {key: value for key, value in message.items() if key != "reasoning_content"} if at < last else message

@@ -1,4 +1,4 @@
-"""Llama 3's calls: JSON objects that are the whole answer, or that follow `<|python_tag|>`.
+"""Llama 3's calls: JSON objects, which are the whole answer or follow `<|python_tag|>`.
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {"city": "Paris"}}
 """
@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.server.formats.objects import CallObject
-from holdfast.server.formats.parts import Parser
+from holdfast.server.formats.objects import ObjectParser
 
 TAG = "<|python_tag|>"
 
 
-class LlamaCalls(Parser):
-    """Reads calls of this format.
+class LlamaCalls(ObjectParser):
+    """Reads calls of Llama 3.
 
-    Without the tag, only the name of a known tool distinguishes a call from other JSON.
+    Without the tag, JSON counts as a call only if it names a known tool.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = names
-        self._object = CallObject(self)
-        self._opening = ""
-        """Text before the object. It is part of the answer if no call follows."""
         self.state = self._start
 
     def _start(self) -> bool:
@@ -55,22 +51,14 @@ class LlamaCalls(Parser):
         return True
 
     def _expect(self, opening: str, names: Collection[str] | None) -> None:
-        self._opening, self._object = opening, CallObject(self, names)
+        self.begin_object(opening, names)
         self.state = self._read
 
     def _read(self) -> bool:
-        ended = self._object.read()
-        if not ended and not (self.last and not self._object.begun):
-            return False
-        if self._object.begun:
-            self.state = self._after
-        else:
-            self.speak(self._opening + self._object.raw)
-            self.state = self.outside
-        return ended
+        return self.read_object(self._after)
 
     def _after(self) -> bool:
-        """Read what follows a call: another one, or text."""
+        """Read what follows a call: another call, or text."""
         if not self.skip_blanks():
             return False
         if self.rest[0] in ";,":

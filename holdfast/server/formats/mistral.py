@@ -1,4 +1,4 @@
-"""Mistral's calls after `[TOOL_CALLS]`: a JSON list, or in later models each call's name and its arguments.
+"""Mistral's calls after `[TOOL_CALLS]`: a JSON list, or, in later models, the name and arguments of each call.
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]
 [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[CALL_ID]a1b2c3d4e[ARGS]{}
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import re
 
-from holdfast.server.formats.objects import CallObject, ValueScanner
-from holdfast.server.formats.parts import Parser
+from holdfast.server.formats.objects import ObjectParser, ValueScanner
 
 TAG, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NAME = re.compile(r"[\w.:-]+", re.ASCII)
 
 
-class MistralCalls(Parser):
-    """Reads both kinds of calls."""
+class MistralCalls(ObjectParser):
+    """Reads both forms of calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._object = CallObject(self)
         self._scanner = ValueScanner()
 
     def outside(self) -> bool:
@@ -44,20 +42,12 @@ class MistralCalls(Parser):
     def _item(self) -> bool:
         if not self.skip_blanks():
             return False
-        self._object = CallObject(self)
+        self.begin_object()
         self.state = self._json if self.rest[0] == "{" else self.outside
         return True
 
     def _json(self) -> bool:
-        ended = self._object.read()
-        if not ended and not (self.last and not self._object.begun):
-            return False
-        if self._object.begun:
-            self.state = self._after_item
-        else:
-            self.speak(self._object.raw)
-            self.state = self.outside
-        return ended
+        return self.read_object(self._after_item)
 
     def _after_item(self) -> bool:
         if not self.skip_blanks():
@@ -71,7 +61,7 @@ class MistralCalls(Parser):
         return True
 
     def _name(self) -> bool:
-        """Read a name, and any id between it and the arguments."""
+        """Read a name, and the id that may follow before the arguments."""
         found = NAME.match(self.rest)
         end = found.end() if found else 0
         if found and end == len(self.rest):

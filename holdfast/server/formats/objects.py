@@ -1,9 +1,9 @@
-"""Calls as JSON objects, read character by character: the name first, then the arguments as they come."""
+"""Calls as JSON objects, read piece by piece as the model writes them: the name first, then the arguments."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from holdfast.server.formats.parts import Parser
 
@@ -12,18 +12,18 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class ValueScanner:
-    """Finds the end of one JSON value, without checking the contents of its brackets."""
+    """Finds the end of a JSON value. Does not check what is inside its brackets."""
 
     def __init__(self) -> None:
         self.kind = ""
-        """First character of the value; empty before it."""
+        """First character of the value; empty before the value begins."""
         self._depth = 0
         self._quoted = self._escaped = False
 
     def scan(self, text: str, at: int) -> tuple[int, bool]:
-        """Read from position `at`. Returns the position after the value, and whether the value is complete.
+        """Read on from position `at`. Returns the position after the value, and whether the value is complete.
 
-        A number or a word ends where something else begins, which may be after the end of the text.
+        A number or a word is complete only when another character follows it, which may be in a later text.
         """
         if not self.kind and at < len(text):
             self.kind = text[at]
@@ -57,13 +57,13 @@ class ValueScanner:
 
 
 class CallObject:
-    """Reads one `{"name": …, "arguments": {…}}` for a parser. Keys may be in any order, and more keys may follow."""
+    """Reads one `{"name": …, "arguments": {…}}` for a parser. Keys may come in any order, also unknown ones."""
 
     def __init__(self, parser: Parser, known: Collection[str] | None = None) -> None:
-        """Unless `known` is None, an object with another name is not a call."""
+        """If `known` is given, an object with a name that is not in it is not a call."""
         self.begun = self.done = self.failed = False
         self.raw = ""
-        """Text read before the call began. It is part of the answer if no call follows."""
+        """Text read before the call began. It belongs to the answer if no call follows."""
         self._parser = parser
         self._known = known
         self._place = "open"
@@ -171,3 +171,30 @@ class CallObject:
             self._parser.argue("{}")
         self.done = True
         return at + 1
+
+
+class ObjectParser(Parser):
+    """Base class of parsers whose calls are JSON objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.object = CallObject(self)
+        """Object that is being read."""
+        self.opening = ""
+        """Text before the object. It belongs to the answer if the object is not a call."""
+
+    def begin_object(self, opening: str = "", known: Collection[str] | None = None) -> None:
+        """Begin to read an object, after the text `opening`. `known` are the names that make it a call."""
+        self.opening, self.object = opening, CallObject(self, known)
+
+    def read_object(self, after: Callable[[], bool]) -> bool:
+        """Read more of the object. The next state is `after` if it is a call, otherwise `outside`."""
+        ended = self.object.read()
+        if not ended and not (self.last and not self.object.begun):
+            return False
+        if self.object.begun:
+            self.state = after
+        else:
+            self.speak(self.opening + self.object.raw)
+            self.state = self.outside
+        return ended

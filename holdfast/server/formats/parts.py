@@ -1,7 +1,7 @@
 """The parts of an answer, and the parser that finds them in text that arrives in pieces.
 
-A parser is pure. The joined parts do not depend on how the text is split into pieces. A parser holds text back only if
-it may turn out to be a tag, or if it is blanks that a tag would make meaningless.
+A parser is pure. However the text is split into pieces, the joined parts are the same. A parser holds text back only
+if it may be the beginning of a tag, or if it is blanks that the next tag would make meaningless.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class Said(NamedTuple):
-    """More text of the answer."""
+    """Text of the answer."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """More reasoning before the answer."""
+    """Text of the reasoning before the answer."""
 
     text: str
 
@@ -29,7 +29,7 @@ class CallBegin(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """More arguments of the last call, as JSON text."""
+    """Part of the last call's arguments, as JSON text."""
 
     text: str
 
@@ -60,28 +60,28 @@ def held_back(text: str, tags: Sequence[str]) -> int:
 
 
 class Parser:
-    """A parser with a state: a method that reads from `rest` and returns whether the next state can continue.
+    """A parser whose state is a method. The method reads from `rest`, and returns whether the next state can go on now.
 
-    It starts in `outside`, where a subclass looks for the beginning of a call, and returns there. Blanks around calls
-    are dropped.
+    The first state is `outside`, where a subclass looks for the beginning of a call. After a call it returns there.
+    Blanks around calls are dropped.
     """
 
     def __init__(self) -> None:
         self.state: Callable[[], bool] = self.outside
         self.rest = ""
-        """Received text that is not read yet."""
+        """Received text that is not parsed yet."""
         self.last = False
-        """Whether `rest` is all that will come."""
+        """Whether no text follows `rest`."""
         self._parts: list[Part] = []
         self._trim = False
-        """Whether the next blanks are dropped."""
+        """Whether to drop the blanks that come next."""
         self._blanks = ""
-        """Blanks at the end of the text so far."""
+        """Blanks at the end of the text so far. They are kept back because a call may follow."""
         self.thinking = False
-        """Whether the next text is reasoning. Only formats whose reasoning can come after other parts set this."""
+        """Whether the next text is reasoning. Set only by formats whose reasoning can follow other parts."""
 
     def push(self, text: str, last: bool = False) -> list[Part]:
-        """Add text. Returns the parts that are certain. With `last`, returns all that is left."""
+        """Add text. Returns the parts that are certain; with `last`, all remaining parts."""
         self.rest += text
         self.last = last
         while self.state():
@@ -101,7 +101,7 @@ class Parser:
         return self.say(len(self.rest))
 
     def say(self, count: int) -> bool:
-        """Read `count` characters as text. Returns False."""
+        """Read `count` characters as text. Returns False, because the state needs more input."""
         self.speak(self.rest[:count])
         self.rest = self.rest[count:]
         return False
@@ -132,7 +132,7 @@ class Parser:
         self._parts.append(Reasoning(text))
 
     def until(self, tags: Sequence[str]) -> str | None:
-        """Say the text before the first of the tags, and read that tag. Returns None while no tag is complete."""
+        """Read the text up to the first tag, and the tag itself. Returns the tag; None while no tag is complete."""
         found = [(at, tag) for tag in tags if (at := self.rest.find(tag)) >= 0]
         if not found:
             self.say(len(self.rest) - (0 if self.last else held_back(self.rest, tags)))
@@ -143,10 +143,10 @@ class Parser:
         return tag
 
     def skip_blanks(self) -> bool:
-        """Read blanks. Returns whether something follows them already."""
+        """Skip blanks. Returns whether any text follows them."""
         self.rest = self.rest.lstrip()
         return bool(self.rest)
 
     def awaits(self, tag: str) -> bool:
-        """Whether `rest` may still become the tag but is not complete."""
+        """Whether `rest` is an incomplete beginning of the tag and more text may come."""
         return not self.last and len(self.rest) < len(tag) and tag.startswith(self.rest)

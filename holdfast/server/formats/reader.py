@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from holdfast.server.formats.parts import Arguments, CallBegin, Parser, Part, Reasoning, held_back
 
 LEAST_CUT = 2
-"""Minimum number of characters of a closing tag at an answer's end that count as a tag that was cut."""
+"""Minimum number of characters at an answer's end that count as a closing tag cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,27 +17,27 @@ class ReasoningTags:
     open: str
     close: str
     assumed: bool = False
-    """Whether an answer begins with reasoning even if nothing opens it."""
+    """Whether an answer begins with reasoning even without an opening tag."""
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the prompt's end opens reasoning, so that the answer begins within it."""
+        """Whether the prompt ends with an opening tag, so that the answer begins within reasoning."""
         end = prompt.rstrip()
         return end.endswith(self.open) or (self.assumed and not end.endswith(self.close))
 
 
 class AnswerReader:
-    """Separates the reasoning at an answer's beginning from the rest, which a parser reads."""
+    """Separates the reasoning at the beginning of an answer from the rest, which a parser reads."""
 
     def __init__(
         self, rest: Parser, tags: ReasoningTags | None = None, *, opened: bool = False, one_call: bool = False
     ) -> None:
-        """`opened`: whether the answer begins within reasoning. `one_call`: whether to drop calls after the first."""
+        """`opened` means that the answer begins within reasoning. `one_call` drops all calls after the first."""
         self._thinking = opened
         self.calls = 0
         """Number of calls that have begun."""
         self._tags = tags
         self._settled = tags is None
-        """Whether it is known where the reasoning ends, or that there is none."""
+        """Whether the end of the reasoning has been found, or there is no reasoning."""
         self._begun = False
         self._held = ""
         self._rest = rest
@@ -49,7 +49,7 @@ class AnswerReader:
         return self._thinking or self._rest.thinking
 
     def push(self, text: str, last: bool = False) -> list[Part]:
-        """Add text. Returns the parts that are certain. With `last`, returns all that is left."""
+        """Add text. Returns the parts that are certain; with `last`, all remaining parts."""
         parts: list[Part] = []
         if not self._settled:
             text = self._think(self._held + text, last, parts)
@@ -61,7 +61,7 @@ class AnswerReader:
         return parts
 
     def _think(self, text: str, last: bool, parts: list[Part]) -> str:
-        """Read reasoning. Returns the text after it, if that has come."""
+        """Read reasoning, and add it to `parts`. Returns the text that follows it, if it has ended."""
         tags, self._held = self._tags, ""
         assert tags is not None
         if not self._begun:
@@ -76,7 +76,7 @@ class AnswerReader:
                 return text
             else:
                 text = begun
-            if not text and not last:  # Blanks may follow the tag.
+            if not text and not last:  # More blanks may follow the tag.
                 self._held = tags.open
                 return ""
             self._begun = True

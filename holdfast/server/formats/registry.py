@@ -1,4 +1,4 @@
-"""The format of a model's answers: named by the user, or detected from its chat template and vocabulary."""
+"""The format of a model's answers: chosen by the user, or detected from the chat template and vocabulary."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from holdfast.server.formats.toolset import Toolset
 
 
 class Template(Protocol):
-    """Protocol of a model's text, as far as formats use it: its template, and which tags are tokens."""
+    """The part of a model's text processing that formats use: its chat template, and which tags are tokens."""
 
     template: str | None
 
     def token_id(self, piece: str) -> int | None:
-        """Return the id of a tag that is a token; None for other tags."""
+        """Return the id of a tag that is a token; None for other text."""
 
     def is_visible(self, token: int) -> bool:
-        """Whether a token is ordinary text and not a special token."""
+        """Whether a token is ordinary text, not a special token."""
 
     def render_chat(
         self,
@@ -56,11 +56,11 @@ class CallFormat:
     tags: tuple[str, ...]
     """Tags of the format. The parser sees them even if they are special tokens."""
     grammar: Callable[[GrammarText, Toolset], str]
-    """Function that writes the grammar of an answer after its reasoning."""
+    """Function that returns the grammar expression for an answer, after any reasoning."""
     short_ids: bool = False
-    """Whether ids of calls have nine letters and digits."""
+    """Whether call ids have nine letters and digits."""
     channels: bool = False
-    """Whether its parser reads whole answers, including reasoning, even without tools."""
+    """Whether the parser reads whole answers, including reasoning, even without tools."""
 
     def new_id(self) -> str:
         """Return a new id for a call."""
@@ -97,7 +97,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": QWEN_CODER,
     "qwen3_xml": QWEN_CODER,
 }
-"""Formats of calls by the names that vLLM gives them."""
+"""Formats of calls by vLLM's names for them."""
 
 THINK = ReasoningTags("<think>", "</think>")
 BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
@@ -108,14 +108,15 @@ REASONING_FORMATS: Mapping[str, ReasoningTags | None] = {
     "openai_gptoss": None,
     "none": None,
 }
-"""Formats of reasoning by the names that vLLM gives them.
+"""Formats of reasoning by vLLM's names for them.
 
-`none` leaves reasoning in the text. Harmony is not listed, because its call format reads its reasoning.
+`none` leaves reasoning in the text. `openai_gptoss` has no tags, because the call format of GPT-OSS reads its
+reasoning.
 """
 
 
 def check_names(calls: str | None, reasoning: str | None) -> None:
-    """Raises ValueError for a name that no format has."""
+    """Raises ValueError for an unknown format name."""
     for option, given, known in (
         ("tool_call_parser", calls, list(CALL_FORMATS)),
         ("reasoning_parser", reasoning, list(REASONING_FORMATS)),
@@ -125,7 +126,7 @@ def check_names(calls: str | None, reasoning: str | None) -> None:
 
 
 def detected_calls(text: Template) -> CallFormat:
-    """Return the format of calls that a model's template or vocabulary shows. Hermes if neither shows one."""
+    """Return the format of calls, detected from a model's template or vocabulary; Hermes if neither shows one."""
     template = text.template or ""
 
     def has(tag: str) -> bool:
@@ -143,7 +144,7 @@ def detected_calls(text: Template) -> CallFormat:
 
 
 def detected_reasoning(text: Template) -> ReasoningTags | None:
-    """Return the reasoning tags that a model's template or vocabulary has, if any."""
+    """Return the reasoning tags that occur in a model's template or vocabulary; None if there are none."""
     for tags in (BRACKETS, THINK):
         if tags.open in (text.template or "") or text.token_id(tags.open) is not None:
             return tags
@@ -152,22 +153,22 @@ def detected_reasoning(text: Template) -> ReasoningTags | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Format of a model's answers, and of its prompts about tools."""
+    """The format of a model's answers, and of the tools in its prompts."""
 
     calls: CallFormat
     reasoning: ReasoningTags | None
     knows_tools: bool
-    """Whether the chat template can show tools. Otherwise a message describes them."""
+    """Whether the chat template can render tools. If not, a message describes them."""
     shown: frozenset[int]
-    """Special tokens that are tags of the reasoning."""
+    """Token ids of the reasoning tags that are special tokens."""
     shown_calls: frozenset[int]
-    """Special tokens that are tags of calls."""
+    """Token ids of the call tags that are special tokens."""
     tokens: Mapping[str, int]
-    """Token id by tag, for tags that are tokens."""
+    """Token ids by tag, for all tags that are tokens."""
 
     @classmethod
     def find(cls, text: Template, calls: str | None = None, reasoning: str | None = None) -> AnswerFormat:
-        """Return the format of a model. `calls` and `reasoning` are the user's choices; None detects them."""
+        """Return the format of a model. `calls` and `reasoning` are the user's choices. None detects the format."""
         knows = re.search(r"\btools\b", text.template or "") is not None
         form = detected_calls(text) if calls is None else CALL_FORMATS[calls]
         tags = detected_reasoning(text) if reasoning is None else REASONING_FORMATS[reasoning]
@@ -191,25 +192,25 @@ class AnswerFormat:
 
     @property
     def unread(self) -> AnswerFormat:
-        """Return a format that leaves answers as they are, for completions."""
+        """Format that leaves answers as they are, for completions."""
         return replace(self, calls=replace(self.calls, channels=False), reasoning=None, shown=frozenset())
 
 
 class Reading:
-    """Reads the answers to one request, beginning with its prompt."""
+    """Renders the prompt of one request, and reads its answers."""
 
     def __init__(self, format: AnswerFormat, toolset: Toolset | None, options: Mapping[str, Any]) -> None:
-        """`options` are further variables for the chat template."""
+        """`options` are extra variables for the chat template."""
         self.format = format
         self.toolset = toolset
         self.options = options
         self.opened = False
         """Whether answers begin within reasoning. Set when the prompt is rendered."""
         self.closed = False
-        """Whether the prompt rules out reasoning. Set when the prompt is rendered."""
+        """Whether the prompt has ended the reasoning already. Set when the prompt is rendered."""
         read = toolset is not None or format.calls.channels
         self.shown = format.shown | (format.shown_calls if read else frozenset())
-        """Special tokens whose text belongs to answers."""
+        """Ids of special tokens whose text is part of answers."""
 
     @property
     def plain(self) -> bool:
@@ -217,7 +218,7 @@ class Reading:
         return self.toolset is None and self.format.reasoning is None and not self.format.calls.channels
 
     def render(self, text: Template, messages: Sequence[Message], *, begin: bool = True) -> str:
-        """Render the prompt of a chat. With `begin` it ends where the answer begins. Raises ValueError."""
+        """Render the prompt of a chat. With `begin`, it ends where the answer begins. Raises ValueError."""
         said, tools = settled(messages), None
         if not self.format.knows_tools:
             said = spelled_out(said, self.toolset)
@@ -234,9 +235,9 @@ class Reading:
         return prompt
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Add the grammar that the calls need to the sampling of an answer. Requires the rendered prompt.
+        """Return the sampling parameters with the grammar that the calls need. Call `render` first.
 
-        A grammar from the request applies after the reasoning, unless the answer is a call.
+        A grammar of the request applies after the reasoning, unless the answer is a call.
         """
         toolset, tags, given = self.toolset, None if self.closed else self.format.reasoning, params.grammar
         if given is None and not (toolset is not None and toolset.constrained):
@@ -261,7 +262,7 @@ class Reading:
         return replace(params, grammar=Grammar("lark", grammar.written(body)))
 
     def reader(self) -> AnswerReader:
-        """Return a reader for one answer. Requires the rendered prompt."""
+        """Return a reader for one answer. Call `render` first."""
         toolset = self.toolset
         calls = toolset or (Toolset(()) if self.format.calls.channels else None)
         rest = Parser() if calls is None else self.format.calls.parser(calls)

@@ -19,8 +19,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.server.formats.objects import CallObject
-from holdfast.server.formats.parts import Parser, held_back
+from holdfast.server.formats.objects import ObjectParser
+from holdfast.server.formats.parts import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -29,20 +29,17 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}
 """Values that are also accepted in Python's spelling."""
 
 
-class TaggedCalls(Parser):
-    """Reads both kinds of calls, whichever the model writes."""
+class TaggedCalls(ObjectParser):
+    """Reads JSON calls and XML calls. The model may write either."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, bare: bool = False) -> None:
-        """`schemas` holds the schemas of the tools' arguments by name, because XML does not mark strings.
+        """`schemas` holds the schema of each tool's arguments by name. XML needs it, because it marks no strings.
 
         With `bare`, a function may also come without the outer tag.
         """
         super().__init__()
         self._tags = (OPEN, FUNCTION) if bare else (OPEN,)
         self._schemas = schemas
-        self._object = CallObject(self)
-        self._opening = ""
-        """Text before a call. It is part of the answer if no call follows."""
         self._properties: Mapping[str, Any] = {}
         self._count = 0
         """Number of arguments of the current function so far."""
@@ -62,9 +59,10 @@ class TaggedCalls(Parser):
         begun = self.rest.lstrip()
         if not begun:
             return False
-        self._opening = OPEN + self.rest[: len(self.rest) - len(begun)]
+        opening = OPEN + self.rest[: len(self.rest) - len(begun)]
         if begun[0] == "{":
-            self.rest, self._object = begun, CallObject(self)
+            self.rest = begun
+            self.begin_object(opening)
             self.state = self._json
         elif begun.startswith(FUNCTION):
             self.rest = begun[len(FUNCTION) :]
@@ -73,27 +71,19 @@ class TaggedCalls(Parser):
             return False
         else:
             self.rest = begun
-            self._no_call(self._opening)
+            self._no_call(opening)
         return True
 
     def _no_call(self, text: str) -> None:
-        """Return text that looked like a call to the answer."""
+        """Add text to the answer that looked like the beginning of a call."""
         self.speak(text)
         self.state = self.outside
 
     def _json(self) -> bool:
-        if not self._object.read():
-            if self.last and not self._object.begun:
-                self._no_call(self._opening + self._object.raw)
-            return False
-        if self._object.begun:
-            self.state = self._after
-        else:
-            self._no_call(self._opening + self._object.raw)
-        return True
+        return self.read_object(self._after)
 
     def _after(self) -> bool:
-        """Read what follows a call: the end of its tag, or another call within it."""
+        """Read the text after a call: the closing tag, or another call within the tag."""
         if not self.skip_blanks():
             return False
         if self.rest.startswith(CLOSE):
@@ -170,7 +160,7 @@ class TaggedCalls(Parser):
         return True
 
     def _other(self) -> bool:
-        """Read a value that may be other than a string. It can be converted only when complete."""
+        """Read a value that may not be a string. It is converted when it is complete."""
         at = self.rest.find(PARAMETER_END)
         if at < 0:
             return False
@@ -182,13 +172,13 @@ class TaggedCalls(Parser):
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the properties that a schema names."""
+    """Return the properties that a schema defines."""
     properties = schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def kinds_of(schema: Any) -> set[str]:
-    """Return the JSON types that a property may have; string if its schema does not say."""
+    """Return the JSON types that a property may have; string if its schema names none."""
     if not isinstance(schema, Mapping):
         return {"string"}
     if isinstance(given := schema.get("type"), str):
@@ -204,7 +194,7 @@ def kinds_of(schema: Any) -> set[str]:
 
 
 def converted(value: str) -> str:
-    """Convert a value to JSON: unchanged if it is JSON, a constant if it spells one, else a string."""
+    """Convert a value to JSON text. JSON stays as it is, constants are converted, and other text becomes a string."""
     if (word := value.strip().lower()) in WORDS:
         return json.dumps(WORDS[word])
     try:
@@ -215,5 +205,5 @@ def converted(value: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape text for a JSON string."""
+    """Escape text for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

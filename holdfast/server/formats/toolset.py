@@ -54,13 +54,13 @@ class Toolset:
         return self.mode == "required" or self.allowed is not None or any(tool.strict for tool in self.tools)
 
     def after_call(self, spent: Tool | None) -> Toolset | None:
-        """Return the toolset after a required call: the model may then do anything, except call the tool `spent`."""
+        """Return the toolset after a required call. The model may then answer, or call any tool except `spent`."""
         tools = tuple(tool for tool in self.tools if tool != spent)
         allowed = self.allowed if self.mode == "auto" else None
         return replace(self, tools=tools, mode="auto", allowed=allowed) if tools else None
 
     def free(self) -> Toolset:
-        """Return the tools with arguments that need not follow their schemas unless they are strict."""
+        """Return the toolset in which only strict tools restrict the arguments of their calls."""
         anything = {"type": "object"}
         return replace(
             self, tools=tuple(tool if tool.strict else replace(tool, parameters=anything) for tool in self.tools)

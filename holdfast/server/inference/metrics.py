@@ -1,4 +1,4 @@
-"""Metrics of applications, for Prometheus at /metrics and for the protocol's own statistics."""
+"""Metrics of applications: for Prometheus at /metrics, and for the protocol's own statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.engine.messages import AppStats
 from holdfast.server.metrics import LONG, SHORT
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Upper bounds of the histogram buckets for the number of nodes per task."""
+"""Upper bounds of the histogram buckets for the number of nodes of a task."""
 GAUGES = {
     "waiting": ("requests_waiting", "Requests of an application that have no place on the device yet"),
     "running": ("requests_running", "Requests of an application that have their places"),
@@ -29,7 +29,7 @@ GAUGES = {
 
 @dataclass
 class Totals:
-    """Counts of one application since the server's start. Times are in seconds."""
+    """Numbers and times of one application's requests since the server's start. Times are in seconds."""
 
     outcomes: Counts[str] = field(default_factory=Counts)
     succeeded: float = 0.0
@@ -46,7 +46,7 @@ class AppMetrics(Collector):
     def __init__(self, registry: CollectorRegistry) -> None:
         registry.register(self)
         self.stats: Mapping[str, AppStats | None] = {}
-        """State of each application's planner as of the last scrape; None if its engine did not answer."""
+        """State of each application's planner at the last scrape; None if the engine did not answer."""
         self.totals: dict[str, Totals] = {}
         self.requests = Counter(
             "holdfast_app_requests",
@@ -64,7 +64,7 @@ class AppMetrics(Collector):
         )  # fmt: skip
 
     def ended(self, app: str, outcome: str, seconds: float) -> None:
-        """Count how a request ended, and how many seconds it took."""
+        """Count an ended request. `seconds` is its duration."""
         self.requests.labels(app, outcome).inc()
         totals = self.totals.setdefault(app, Totals())
         totals.outcomes[outcome] += 1
@@ -75,7 +75,7 @@ class AppMetrics(Collector):
             totals.failed += seconds
 
     def computed(self, app: str, done: Inference) -> None:
-        """Count the times of a request that gave a result."""
+        """Count the waiting and computing times of a request that has a result."""
         queued, computed = done.scheduled - done.arrival, done.finish - done.scheduled
         self.queue.labels(app).observe(queued)
         self.compute.labels(app).observe(computed)
@@ -84,7 +84,7 @@ class AppMetrics(Collector):
         totals.computed += computed
 
     def statistics(self, app: str, version: str, stats: AppStats) -> dict[str, Any]:
-        """Return the protocol's statistics of one application. A task of nodes counts as one batch execution."""
+        """Return the protocol's statistics of one application. Each task counts as one batch execution."""
         totals = self.totals.get(app, Totals())
         count = totals.outcomes["ok"]
         batches: Counts[int] = Counts()
@@ -119,7 +119,7 @@ class AppMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the planners' metrics, for the registry."""
+        """Yield the planners' metrics to the registry."""
         up = GaugeMetricFamily("holdfast_app_engine_up", "1 if the engine answered this scrape", labels=["app"])
         for app, stats in self.stats.items():
             up.add_metric([app], stats is not None)
@@ -143,12 +143,12 @@ class AppMetrics(Collector):
 
 
 def duration(count: int, seconds: float) -> dict[str, int]:
-    """Return a duration in the shape of the protocol's statistics."""
+    """Return a duration in the form of the protocol's statistics."""
     return {"count": count, "ns": int(seconds * 1e9)}
 
 
 def histogram(batches: Mapping[int, int]) -> tuple[list[tuple[str, float]], float]:
-    """Return cumulative histogram buckets of tasks by number of nodes, and the total number of nodes."""
+    """Return the cumulative histogram buckets of tasks by their number of nodes, and the total number of nodes."""
     buckets = [
         (str(float(bound)), float(sum(number for size, number in batches.items() if size <= bound)))
         for bound in BATCHES

@@ -1,7 +1,7 @@
-"""Requests and replies of the Open Inference Protocol (KServe's V2), with Triton's binary tensors.
+"""Requests and replies of the Open Inference Protocol (KServe's V2), with Triton's extension for binary tensors.
 
-A body begins with JSON. The bytes of its binary tensors follow in order, and a header gives the length of the JSON. NaN
-and Infinity, which JSON does not have, are read and written by name, as in Triton.
+A body begins with JSON, and a header gives the length of the JSON. The bytes of the binary tensors follow in order. NaN
+and Infinity are not JSON, but they are read and written by name, as in Triton.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import msgspec
 from msgspec import Meta, Struct
 
 from holdfast.engine.messages import AppInfo, Tensor, TensorField
-from holdfast.server.protocol import ApiError, RequestBody, read_object, typed
+from holdfast.server.protocol import ApiError, RequestBody, invalid, read_object, typed
 from holdfast.server.replies import encode
 
 VERSION = "1"
-"""The only version of each application."""
+"""Name of the only version that each application has."""
 JSON_LENGTH = "inference-header-content-length"
 """Name of the header with the length of the JSON in bytes. Required if binary tensors follow the JSON."""
 MAX_SECONDS = 86400
-"""Longest `timeout` of a request, in seconds."""
+"""Maximum `timeout` of a request, in seconds."""
 
 
 class Kind(NamedTuple):
-    """Element type of tensors on the wire."""
+    """An element type of tensors in the protocol."""
 
     datatype: str
     """Name of the type in the protocol."""
     code: str
-    """Format character of the `struct` module; empty for texts, which have no fixed size."""
+    """Format character of the `struct` module; empty for strings, which have no fixed size."""
     element: type
 
     @property
     def size(self) -> int:
-        """Number of bytes of an element."""
+        """Size of an element in bytes."""
         return struct.calcsize(f"<{self.code}")
 
 
@@ -51,13 +51,13 @@ KINDS = {
     "float32": Kind("FP32", "f", float),
     "string": Kind("BYTES", "", str),
 }
-"""Element types by a field's dtype."""
+"""Element types by the dtype of a field."""
 
 Name = Annotated[str, Meta(max_length=1024)]
 
 
 class InputTensor(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One of `inputs`. Its data are in `data` or follow the JSON."""
+    """An entry of `inputs`. Its elements are in `data`, or follow the JSON as bytes."""
 
     name: Name
     shape: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 40)]], Meta(max_length=32)]
@@ -67,7 +67,7 @@ class InputTensor(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
 
 class WantedOutput(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One of `outputs`, which the client asks for."""
+    """An entry of `outputs`, which selects the outputs to return."""
 
     name: Name
     parameters: dict[str, Any] = {}
@@ -86,18 +86,18 @@ class InferenceRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request that fits its application."""
+    """A request that was checked against its application."""
 
     id: str
     inputs: dict[str, Tensor]
     outputs: tuple[tuple[TensorField, bool], ...]
-    """Outputs that the client asks for, each with whether it is sent as a binary tensor."""
+    """Outputs to return, each with whether it is sent as a binary tensor."""
     timeout: float | None = None
-    """Seconds in which the request must end; None without a limit."""
+    """Seconds within which the request must end; None for no limit."""
 
 
 def read_request(body: bytes, json_length: str | None, app: AppInfo) -> Wanted:
-    """Parse and check a request. `json_length` is the header's value. Raises ApiError with the value and the limit."""
+    """Parse and check a request. `json_length` is a header's value. Raises ApiError with the value and the limit."""
     if json_length is None:
         cut = len(body)
     else:
@@ -136,7 +136,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def request_parameters(given: Mapping[str, Any]) -> tuple[bool, float | None]:
-    """Return whether outputs are binary by default, and the timeout in seconds. Raises ApiError."""
+    """Return whether outputs are binary by default, and the timeout in seconds or None. Raises ApiError."""
     refuse_parameters(
         given, "parameters", ("binary_data_output", "timeout"),
         {"priority": 0, "sequence_id": 0, "sequence_start": False, "sequence_end": False},
@@ -149,16 +149,16 @@ def request_parameters(given: Mapping[str, Any]) -> tuple[bool, float | None]:
 
 
 def refuse_parameters(given: Mapping[str, Any], where: str, taken: Sequence[str], neutral: Mapping[str, Any]) -> None:
-    """Raises ApiError for a parameter that is not in `taken`, unless it has the value in `neutral`."""
+    """Raises ApiError for a parameter that is neither in `taken` nor has its value in `neutral`."""
     for name, value in given.items():
         if name in neutral and value == neutral[name] and isinstance(value, bool) == isinstance(neutral[name], bool):
             continue
         if name not in taken:
-            raise invalid(f"{where}.{name[:64]} is not supported; leave it out", "unsupported_parameter")
+            raise invalid(f"{where}.{name[:64]} is not supported; leave it out", code="unsupported_parameter")
 
 
 def flag(given: Mapping[str, Any], name: str, where: str, default: bool) -> bool:
-    """Return a parameter that is true or false. Raises ApiError for other values."""
+    """Return a parameter that must be true or false. Raises ApiError for other values."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise invalid(f"{where}.{name} must be true or false")
@@ -168,7 +168,7 @@ def flag(given: Mapping[str, Any], name: str, where: str, default: bool) -> bool
 def wanted_outputs(
     given: Sequence[WantedOutput], by_default: bool, app: AppInfo
 ) -> tuple[tuple[TensorField, bool], ...]:
-    """Return the outputs to send, by default all, each with whether it is a binary tensor. Raises ApiError."""
+    """Return the selected outputs, by default all, each with whether it is sent as a binary tensor. Raises ApiError."""
     if not given:
         return tuple((field, by_default) for field in app.outputs)
     known, found = {field.name: field for field in app.outputs}, {}
@@ -220,7 +220,7 @@ def read_inputs(given: Sequence[InputTensor], binary: bytes, app: AppInfo) -> di
 
 
 def raw_input(body: bytes, app: AppInfo) -> dict[str, Tensor]:
-    """Read the only input of a body without JSON. Its one free dimension follows from the length. Raises ApiError."""
+    """Read the only input from a body without JSON. Its one free dimension follows from the length. Raises ApiError."""
     field = app.inputs[0]
     kind, open_dimensions = KINDS[field.dtype], field.shape.count(-1)
     if len(app.inputs) > 1 or not kind.code or open_dimensions > 1:
@@ -233,7 +233,7 @@ def raw_input(body: bytes, app: AppInfo) -> dict[str, Tensor]:
 
 
 def check_shape(shape: Sequence[int], field: TensorField, where: str) -> None:
-    """Raises ApiError unless the shape fits the field."""
+    """Raises ApiError unless the shape matches the field's declared shape."""
     if len(shape) != len(field.shape):
         declared = list(field.shape)
         raise invalid(f"shape of {where} has {len(shape)} dimensions; it must have {len(field.shape)}: {declared}")
@@ -245,7 +245,7 @@ def check_shape(shape: Sequence[int], field: TensorField, where: str) -> None:
 
 
 def from_binary(data: bytes, count: int, kind: Kind, where: str) -> bytes:
-    """Check the bytes of `count` elements, and return them. Raises ApiError."""
+    """Check that `data` holds `count` valid elements, and return it. Raises ApiError."""
     if kind.code:
         if len(data) != count * kind.size:
             raise invalid(f"{where} has {len(data)} bytes; its shape needs {count * kind.size}")
@@ -264,7 +264,7 @@ def from_binary(data: bytes, count: int, kind: Kind, where: str) -> bytes:
 
 
 def from_json(data: Any, shape: Sequence[int], kind: Kind, where: str) -> bytes:
-    """Convert elements given as JSON, flat or nested like the shape, to bytes. Raises ApiError."""
+    """Convert elements from JSON to bytes. They may be flat, or nested as the shape is. Raises ApiError."""
     if data is None:
         raise invalid(f"{where} has no data; give data, or binary_data_size and bytes after the JSON")
     count = math.prod(shape)
@@ -287,7 +287,7 @@ def from_json(data: Any, shape: Sequence[int], kind: Kind, where: str) -> bytes:
 
 
 def flat(data: list[Any], shape: Sequence[int], where: str) -> list[Any]:
-    """Flatten nested lists. Raises ApiError if a list's length differs from the shape."""
+    """Flatten nested lists. Raises ApiError if the length of a list differs from the shape."""
     level = [data]
     for depth, size in enumerate(shape):
         if not all(isinstance(each, list) and len(each) == size for each in level):
@@ -298,14 +298,14 @@ def flat(data: list[Any], shape: Sequence[int], where: str) -> list[Any]:
 
 
 def pack_elements(elements: Sequence[Any], kind: Kind) -> bytes:
-    """Pack elements into bytes. Raises struct.error and OverflowError for numbers out of range."""
+    """Pack elements into bytes. Raises struct.error or OverflowError for a number out of range."""
     if kind.code:
         return struct.pack(f"<{len(elements)}{kind.code}", *elements)
     return b"".join(struct.pack("<I", len(data)) + data for data in (text.encode() for text in elements))
 
 
 def split_texts(data: bytes, where: str) -> list[bytes]:
-    """Split a binary tensor into its strings. Raises ApiError if the bytes end within one."""
+    """Split a binary tensor into its strings. Raises ApiError if a string is cut off."""
     texts, at = [], 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 4], "little")
@@ -317,7 +317,7 @@ def split_texts(data: bytes, where: str) -> list[bytes]:
 
 
 def reply(wanted: Wanted, app: AppInfo, given: Mapping[str, Tensor]) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of the answer."""
+    """Return the body and headers of the answer."""
     outputs, binary, plain = [], [], True
     for field, as_binary in wanted.outputs:
         tensor, kind = given[field.name], KINDS[field.dtype]
@@ -332,7 +332,7 @@ def reply(wanted: Wanted, app: AppInfo, given: Mapping[str, Tensor]) -> tuple[by
     answer = {"model_name": app.name, "model_version": VERSION, "outputs": outputs}
     if wanted.id:
         answer["id"] = wanted.id
-    head = encode(answer) if plain else json.dumps(answer).encode()  # Only json.dumps writes NaN.
+    head = encode(answer) if plain else json.dumps(answer).encode()  # msgspec cannot write NaN.
     if not binary:
         return head, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", JSON_LENGTH: str(len(head))}
@@ -358,7 +358,7 @@ def metadata(app: AppInfo) -> dict[str, Any]:
 
 
 def tensor_metadata(field: TensorField) -> dict[str, Any]:
-    """Return one tensor's metadata. Values without a field in the protocol go to the parameters."""
+    """Return the metadata of one tensor. Values that have no field in the protocol are parameters."""
     parameters: dict[str, Any] = {"help": field.help} if field.help else {}
     if -1 in field.shape:
         parameters["limit"] = field.limit
@@ -367,7 +367,7 @@ def tensor_metadata(field: TensorField) -> dict[str, Any]:
 
 
 def configuration(app: AppInfo) -> dict[str, Any]:
-    """Return a model's configuration, with Triton's names."""
+    """Return a model's configuration in Triton's form."""
 
     def tensors(fields: Sequence[TensorField]) -> list[dict[str, Any]]:
         types = {"BYTES": "TYPE_STRING"}
@@ -393,8 +393,3 @@ def configuration(app: AppInfo) -> dict[str, Any]:
             for number, device in enumerate(app.devices)
         ],
     }
-
-
-def invalid(reason: str, code: str = "invalid_value") -> ApiError:
-    """Return the error for a request that does not fit."""
-    return ApiError(reason, code=code)

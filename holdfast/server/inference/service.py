@@ -1,4 +1,4 @@
-"""The applications of a server: runs requests with admission, timeout and metrics."""
+"""The applications of a server: runs requests, with admission limits, timeouts and metrics."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from holdfast.engine.messages import AppStats, Tensor
 from holdfast.server.config import ServerConfig
 from holdfast.server.inference.metrics import AppMetrics
 from holdfast.server.inference.protocol import VERSION, Wanted
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.service import LARGE, Admission, engine_dead
 
 T = TypeVar("T")
 
 
 class App:
-    """One application: its engine, and its number of requests in progress."""
+    """One application: its engine, and the admission of its requests."""
 
     def __init__(self, client: AppClient, config: ServerConfig) -> None:
         self.client = client
         self.info = client.info
         most = client.config.app_max_requests
-        share = config.tenant_share if len(config.api_key) > 1 else 1  # A single tenant may have all places.
-        self.admission = Admission(most, max(1, int(share * most)), unit="requests")
+        self.admission = Admission(most, max(1, int(config.share * most)), unit="requests")
 
 
 class Applications:
@@ -51,7 +50,7 @@ class Applications:
         return any(app.admission.draining for app in self.apps.values())
 
     def find(self, name: str, version: str | None = None) -> App:
-        """Return an application by name. Raises ApiError 404."""
+        """Return an application by its name. Raises ApiError 404."""
         if name not in self.apps:
             reason = f"the model {name[:128]!r} is not served here; this server has {', '.join(self.apps)}"
             raise ApiError(reason, status=404, code="model_not_found")
@@ -61,14 +60,14 @@ class Applications:
         return self.apps[name]
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Run work on a body of this size in bytes. A large body is handled in a thread outside the event loop."""
+        """Run work on a body of `size` bytes. Work on a large body runs in a thread outside the event loop."""
         if size < LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._large, work)
 
     @contextmanager
     def counted(self, app: App, left: type[Exception]) -> Iterator[None]:
-        """Count how the request within the context ends. `left` is the exception raised when the client leaves."""
+        """Count how the request in this context ends. `left` is the exception for a client that disconnects."""
         began, outcome = time.monotonic(), "failed"
         try:
             yield
@@ -83,13 +82,13 @@ class Applications:
             self.metrics.ended(app.info.name, outcome, time.monotonic() - began)
 
     async def infer(self, app: App, wanted: Wanted, tenant: str) -> Mapping[str, Tensor]:
-        """Run a request. Cancelling the call aborts the request. Raises ApiError."""
+        """Run a request. Cancelling this call aborts the request. Raises ApiError."""
         with app.admission.admit(1, tenant), self._held(wanted):
             try:
                 async with asyncio.timeout(wanted.timeout):
                     done = await app.client.infer(wanted.inputs)
             except ValueError as error:
-                raise ApiError(str(error), code="invalid_value") from None
+                raise invalid(str(error)) from None
             except AppFailed as error:
                 raise ApiError(str(error), status=500, code="internal_error") from None
             except EngineDead:
@@ -103,7 +102,7 @@ class Applications:
     @contextmanager
     def _held(self, wanted: Wanted) -> Iterator[None]:
         """Count the bytes of a request's inputs within the context. Raises ApiError 503 beyond the limit."""
-        size, limit = sum(len(tensor.data) for tensor in wanted.inputs.values()), int(self.config.max_bodies_mb * 1e6)
+        size, limit = sum(len(tensor.data) for tensor in wanted.inputs.values()), self.config.max_bodies_bytes
         if self.held + size > limit:
             reason = f"more than {limit} bytes of inputs are in progress; try again"
             raise ApiError(reason, status=503, code="overloaded", retry_after=1)
@@ -114,12 +113,12 @@ class Applications:
             self.held -= size
 
     async def scrape(self) -> None:
-        """Ask all engines for their planners' state, for the metrics."""
+        """Get the state of all engines' planners, for the metrics."""
         names, answers = list(self.apps), [self.stats(app) for app in self.apps.values()]
         self.metrics.stats = dict(zip(names, await asyncio.gather(*answers), strict=True))
 
     async def stats(self, app: App) -> AppStats | None:
-        """Return the planner's state. None if the engine does not answer in time."""
+        """Return the planner's state; None if the engine does not answer in time."""
         try:
             return await app.client.health(timeout=self.config.health_seconds)
         except (EngineDead, TimeoutError):

@@ -1,4 +1,4 @@
-"""Attempts at stored work: the work that an engine has, and the ends of engines and servers during it.
+"""Attempts at batch lines and tuning jobs: how often an engine or a server ended while it had the work.
 
 A row is written before the engine gets the work, and deleted when the work is done. So a row that is still `running`
 after its server's end proves that the work was in flight then, in whatever way the server ended.
@@ -33,7 +33,7 @@ attempts = Table(
 """Attempts. `item` is a batch or a tuning job.
 
 `number` is a line of the batch, or the step after which the job wrote the adapter being loaded. `died` and `cut` are
-those of `Attempt`.
+the counts in `Attempt`.
 """
 
 Found = dict[int, Attempt]
@@ -47,7 +47,7 @@ class AttemptTable:
         self._database = database
 
     def begin(self, work: Iterable[tuple[str, int]]) -> None:
-        """Record that an engine gets this work, each given by its item and its number."""
+        """Record that an engine gets this work, given as pairs of item and number."""
         by_item: dict[str, list[int]] = {}
         for item, number in work:
             by_item.setdefault(item, []).append(number)
@@ -62,7 +62,7 @@ class AttemptTable:
                         db.execute(insert(attempts), [fresh | {"number": number} for number in sorted(new)])
 
     def end(self, died: Mapping[str, Collection[int]], safe: Mapping[str, Collection[int]]) -> None:
-        """Record that no engine has this work any longer. `died`: its engine ended. `safe`: the work was taken back."""
+        """Record that engines no longer have this work. `died` ended with its engine; `safe` was taken back before."""
         with self._database.write() as db:
             for ended, deaths in ((died, 1), (safe, 0)):
                 for item, numbers in ended.items():
@@ -82,7 +82,7 @@ class AttemptTable:
             forget(db, item, numbers)
 
     def found(self, item: str) -> Found:
-        """Return the attempts at an item that ended without a result."""
+        """Return the attempts at an item during which an engine or a server ended."""
         with self._database.read() as db:
             return ended_of(db, [item]).get(item, {})
 

@@ -22,13 +22,12 @@ from msgspec import Raw
 from holdfast.files.regular import open_file
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable, Found
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import Files, pauses, persist
 from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_id_of, split
-from holdfast.server.jobs.starts import Starts
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import (
     ENGINE_ENDED,
@@ -41,7 +40,7 @@ from holdfast.server.jobs.values import (
     StoredFile,
     Usage,
 )
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, invalid
 from holdfast.server.replies import ChatShape, RequestUsage, Shape, TextShape, encode
 from holdfast.server.service import REPLICA_LOST, Answer, Service, internal
 
@@ -49,13 +48,15 @@ T = TypeVar("T")
 
 COMMIT_SECONDS = 0.05
 """Seconds within which answers are collected to be stored together, because each flush of the disk takes time."""
+GATHER_SECONDS = 0.01
+"""Seconds within which starts of lines are collected to be stored together."""
 MOST_UNSTORED = 1000
 """Maximum number of unstored answers. Beyond it no line begins."""
 BREATH = 0.001
-"""Seconds of reading between two equal pauses while an input is checked. The event loop shares the interpreter."""
+"""Seconds of reading, and then seconds of pause, while an input is checked. The pauses let the event loop run."""
 ANSWERS_AT_ONCE = 256
 REST_SECONDS = 0.05
-"""Seconds between two transactions that clean up."""
+"""Seconds between two transactions of a cleanup."""
 SPACE = uuid.UUID("7f0c2a9c-6b0e-4c58-9d5e-0b6f3a1f4a52")
 """Namespace of output file ids. An id depends only on the batch, so rewriting replaces an unfinished file."""
 
@@ -73,7 +74,7 @@ class Turns:
         self._queues.setdefault(running.batch.tenant, deque()).append(running)
 
     def remove(self, running: RunningBatch) -> None:
-        """Remove a batch, wherever it stands."""
+        """Remove a batch from its tenant's queue, if it is there."""
         tenant = running.batch.tenant
         queue = self._queues.get(tenant)
         if queue is not None and running in queue:
@@ -82,7 +83,7 @@ class Turns:
                 del self._queues[tenant]
 
     def next(self) -> RunningBatch | None:
-        """Return the batch whose line is next, preferably one with suspects. Its tenant becomes the last in turn."""
+        """Return the batch whose line runs next; batches with suspects come first. Its tenant moves to the end."""
         suspects = ((tenant, each) for tenant, queue in self._queues.items() for each in queue if each.suspects)
         firsts = ((tenant, queue[0]) for tenant, queue in self._queues.items())
         found = next(suspects, None) or next(firsts, None)
@@ -125,9 +126,40 @@ class RunningBatch:
         return max(0, batch.total - batch.completed - batch.failed - len(self.answers) - len(self.in_flight))
 
     def sent(self, number: int) -> bool:
-        """Whether the engine was given a line that is in flight."""
+        """Whether a line in flight has reached the engine."""
         asked = self.asked.get(number)
         return asked is not None and (asked.answer.sent if isinstance(asked, Writing) else asked.sent)
+
+
+class Starts:
+    """Lines that are about to begin. `run` stores them."""
+
+    def __init__(self, store: AsyncStore) -> None:
+        self._store = store
+        self._waiting: list[tuple[tuple[str, int], asyncio.Future[None]]] = []
+        """Batch id and number of each line that is not stored yet, with the future that ends when it is."""
+        self._came = asyncio.Event()
+
+    async def note(self, batch: str, number: int) -> None:
+        """Record that a line begins, and return once that is stored. Store failures are retried."""
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(((batch, number), stored))
+        self._came.set()
+        await stored
+
+    async def run(self) -> None:
+        """Store starts as they come, until cancelled."""
+        while True:
+            await self._came.wait()
+            await asyncio.sleep(GATHER_SECONDS)
+            self._came.clear()
+            taken, self._waiting = self._waiting, []
+            # A line that was cancelled meanwhile does not begin.
+            if begun := [line for line, stored in taken if not stored.done()]:
+                await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).begin(begun)))
+            for _, stored in taken:
+                if not stored.done():
+                    stored.set_result(None)
 
 
 class BatchRunner:
@@ -166,7 +198,7 @@ class BatchRunner:
         return self._service.client.info.model
 
     def begin(self, batch: Batch, ending: Ending | None = None, attempts: Found | None = None) -> None:
-        """Start to run a batch from its current state to its end. Does not wait for that end.
+        """Start running a batch from its current state. Returns at once.
 
         `ending` is the final status of the batch, if that is decided already. `attempts` counts the engines and
         servers that ended during each line, or during the check of the input (`WHOLE`).
@@ -254,7 +286,7 @@ class BatchRunner:
             await self._change(running, "failed", faults=[fault])
             return
         await self._starts.note(batch.id, WHOLE)
-        limit, choices = int(self._service.config.max_body_mb * 1e6), self._service.config.max_choices
+        limit, choices = self._service.config.max_body_bytes, self._service.config.max_choices
         since = time.perf_counter()
 
         def allow(line: Line) -> None:
@@ -263,8 +295,7 @@ class BatchRunner:
                 raise asyncio.CancelledError
             self._service.check_model(line.wanted.model, batch.tenant)
             if line.choices > choices:
-                reason = f"the line asks for {line.choices} choices (n times prompts); at most {choices}"
-                raise ApiError(reason, param="n", code="invalid_value")
+                raise invalid(f"the line asks for {line.choices} choices (n times prompts); at most {choices}", "n")
             if time.perf_counter() - since > BREATH:
                 time.sleep(BREATH)
                 since = time.perf_counter()
@@ -279,12 +310,12 @@ class BatchRunner:
         if faults:
             await self._change(running, "failed", faults=faults)
         else:
-            # Attempts at checking the input say nothing about its lines.
+            # An engine that ended during the check of the input makes no line suspect.
             await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).forget(batch.id, [WHOLE])))
             await self._change(running, "in_progress", total=total)
 
     async def _answer_lines(self, running: RunningBatch) -> None:
-        """Run all unanswered lines, until all are answered or the batch is to end early."""
+        """Run the unanswered lines, until all are answered or the batch ends early."""
         batch = running.batch
         answered = await persist(lambda: self._store.read(lambda store: _table(store).answered(batch.id)))
         path = self._files.path(batch.input_file)
@@ -303,7 +334,7 @@ class BatchRunner:
             self._turns.remove(running)
             await asyncio.gather(*running.in_flight.values(), return_exceptions=True)
             running.source = None
-            # In the reader's thread, which may still be opening a file for a cancelled call.
+            # Closed in the reader's thread, because that may still be opening a file for a cancelled call.
             self._reader.submit(lambda: [each.close() for each in opened])
 
     async def _finish(self, running: RunningBatch) -> None:
@@ -437,13 +468,13 @@ class BatchRunner:
         return source.ahead.popleft() if source.ahead else None
 
     async def _answer(self, running: RunningBatch, line: Line) -> None:
-        """Answer one line, with as many tries as it takes, and queue the answer for storing."""
+        """Answer one line, with retries, and queue the answer for storing."""
         await self._starts.note(running.batch.id, line.number)
         status, body, usage = await self._ask(running, line)
         self._take(running, line.number, line.custom_id, status, body, usage)
 
     def _ended(self, running: RunningBatch, line: Line, task: asyncio.Task[None]) -> None:
-        """Remove a line from those in flight. It may have been cancelled before it began."""
+        """Remove an ended line from `in_flight`. A line that was cancelled early never began."""
         del running.in_flight[line.number]
         running.asked.pop(line.number, None)
         self._choices -= line.choices
@@ -486,7 +517,7 @@ class BatchRunner:
         self._answered.set()
 
     async def _ask(self, running: RunningBatch, line: Line) -> tuple[int, dict[str, Any], Usage]:
-        """Return the status, body and token counts of a line's answer. Retries while there is no place for it."""
+        """Return the status, body and token counts of a line's answer. Retries while the server is full."""
         waits = pauses()
         while True:
             try:
@@ -570,12 +601,12 @@ def output_line(
 
 
 def updated(batch: Batch) -> dict[str, Any]:
-    """Return the event of a batch's new state."""
+    """Return the event that reports a batch's new state."""
     return {"type": "batch.updated", "batch": batch.shown()}
 
 
 def answered_line(answer: AnsweredLine) -> dict[str, Any]:
-    """Return the event of an answered line."""
+    """Return the event that reports an answered line."""
     return {"type": "batch.line", "batch_id": answer.batch, "number": answer.number, "line": Raw(answer.text)}
 
 

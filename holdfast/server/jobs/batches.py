@@ -1,4 +1,4 @@
-"""Batches: creates, lists, cancels and resumes them after a restart, and streams their events."""
+"""Batches of one server: creates, lists and cancels them, resumes them after a restart, and streams their events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from holdfast.server.jobs.batch_runner import REST_SECONDS, BatchRunner, updated
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import DAYS_30, Files, check_expiry
 from holdfast.server.jobs.lines import REQUESTS
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tables import BatchTable, TooMany, WrongPurpose
 from holdfast.server.jobs.values import Batch, Ending
-from holdfast.server.protocol import ApiError, Metadata, RequestBody
+from holdfast.server.protocol import ApiError, Metadata, RequestBody, invalid
 
 WINDOW = "24h"
 WINDOW_SECONDS = 86400.0
@@ -58,8 +58,7 @@ class Batches:
         self.runner = BatchRunner(service, responses, files, self.feed, now)
         self.owner = Owner(files.directory)
         self._service, self._store, self._now = service, responses.store, now
-        share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
-        self._tenant_limit = max(1, int(MOST_OPEN * share))
+        self._tenant_limit = max(1, int(MOST_OPEN * service.config.share))
         self._tick_seconds = tick
         self._ticking: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -68,7 +67,7 @@ class Batches:
         self._closed = False
 
     async def start(self) -> None:
-        """Continue the batches that an earlier server left. Raises ApiError if the store fails."""
+        """Continue the batches that an earlier server left unfinished. Raises ApiError if the store fails."""
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick())
             try:
@@ -84,14 +83,12 @@ class Batches:
     async def create(self, wanted: BatchRequest, tenant: str) -> Batch:
         """Create a batch. Returns before any of its lines runs. Raises ApiError."""
         if wanted.endpoint == "/v1/embeddings":
-            reason = "no model served here has embeddings"
-            raise ApiError(reason, param="endpoint", code="unsupported_endpoint")
+            raise invalid("no model served here has embeddings", "endpoint", "unsupported_endpoint")
         if wanted.endpoint not in REQUESTS:
-            reason = f"endpoint is {wanted.endpoint[:64]!r}; it must be one of {', '.join(REQUESTS)}"
-            raise ApiError(reason, param="endpoint", code="invalid_value")
+            raise invalid(f"endpoint is {wanted.endpoint[:64]!r}; it must be one of {', '.join(REQUESTS)}", "endpoint")
         if wanted.completion_window != WINDOW:
             reason = f"completion_window is {wanted.completion_window[:32]!r}; it must be {WINDOW!r}"
-            raise ApiError(reason, param="completion_window", code="invalid_value")
+            raise invalid(reason, "completion_window")
         kept = DAYS_30
         if wanted.output_expires_after is not None:
             given = wanted.output_expires_after
@@ -135,7 +132,7 @@ class Batches:
         try:
             await self._store.run(add, "input_file_id")
         except WrongPurpose as error:
-            raise ApiError(str(error), param="input_file_id", code="invalid_value") from None
+            raise invalid(str(error), "input_file_id") from None
         except TooMany as error:
             raise ApiError(str(error), status=429, code="too_many_batches", retry_after=60) from None
         await self.start()
@@ -185,7 +182,7 @@ class Batches:
         self.files.close()
 
     async def _tick(self) -> None:
-        """Follow changes of the batches, and delete old ones."""
+        """Stop cancelled and expired batches, adopt those of ended servers, and delete old ones, until cancelled."""
         next_clean = 0.0
         while True:
             try:
@@ -195,11 +192,11 @@ class Batches:
                     await self._clean()
                     next_clean = time.monotonic() + CLEAN_SECONDS
             except (ApiError, OSError) as error:
-                log.warning("batches are not looked after now: %s", error)
+                log.warning("open and old batches cannot be checked now: %s", error)
             await asyncio.sleep(self._tick_seconds)
 
     async def _stop_some(self) -> None:
-        """Stop the batches that were cancelled, and those that have expired."""
+        """Stop cancelled and expired batches."""
         now = self._now()
         for id, running in list(self.runner.running.items()):
             if running.batch.expires is not None and running.batch.expires <= now:

@@ -17,6 +17,7 @@ from holdfast.server.protocol import (
     ApiError,
     check_parts,
     checked_role,
+    invalid,
     read_message,
     read_object,
     refuse_extra,
@@ -27,7 +28,7 @@ MAX_EXAMPLES = 1_000_000
 MAX_TOKENS = 1_000_000_000
 """Maximum number of tokens in a file."""
 BREATH = 0.001
-"""Seconds of tokenizing between two equal pauses. The event loop shares the interpreter, and chats the template."""
+"""Seconds of tokenizing, and then seconds of pause, so that the event loop and the rendering of chats go on."""
 
 Example = tuple[list[int], list[float]]
 """Token ids and their weights. A token's weight applies to predicting it from the tokens before it."""
@@ -35,7 +36,7 @@ Example = tuple[list[int], list[float]]
 
 @dataclass
 class ExampleReader:
-    """Reads one file once. Its fields hold the findings when `examples` has ended."""
+    """Reads one file once. `count`, `tokens`, `longest_found` and `faults` are complete when `examples` has ended."""
 
     text: Text
     longest: int
@@ -43,7 +44,7 @@ class ExampleReader:
     line_limit: int
     """Maximum number of bytes of a line."""
     wanted: Callable[[], bool] = lambda: True
-    """Returns whether to go on; called at every line."""
+    """Called before each line. Reading stops when it returns False."""
     count: int = 0
     tokens: int = 0
     longest_found: int = 0
@@ -108,11 +109,11 @@ def example_of(line: bytes, text: Text, longest: int) -> Example:
     except RequestRefused:
         raise _too_long(f"more than {longest}", longest) from None
     except ValueError as error:  # The chat template refuses these messages, or the text cannot be read.
-        raise ApiError(str(error), code="invalid_value") from None
+        raise invalid(str(error)) from None
     for name, value in fields.items():
         if name not in known and value not in (None, []):
             reason = f"unknown field: {name[:64]}; a line has messages, or prompt and completion"
-            raise ApiError(reason, param=name[:64], code="unknown_parameter")
+            raise invalid(reason, name[:64], "unknown_parameter")
     if len(ids) > longest:
         raise _too_long(str(len(ids)), longest)
     if not any(weights[1:]):
@@ -126,14 +127,14 @@ def _too_long(found: str, longest: int) -> ApiError:
 
 
 def _completion(fields: Mapping[str, Any], text: Text, longest: int) -> Example:
-    """Return the example of a prompt and its completion. The completion is learned as given, without an added end."""
+    """Return the example of a prompt and its completion. No end token is added to the completion."""
     parts = []
     for name in ("prompt", "completion"):
         part = fields.get(name)
         if not isinstance(part, str) or (name == "completion" and not part):
             least = "a text that is not empty" if name == "completion" else "a text"
             given = "a line has messages, or prompt and completion; " if part is None else ""
-            raise ApiError(f"{given}{name} must be {least}", param=name, code="invalid_value")
+            raise invalid(f"{given}{name} must be {least}", name)
         parts.append(part)
     prompt, completion = parts
     begin = text.encode(prompt, most=longest)
@@ -143,8 +144,8 @@ def _completion(fields: Mapping[str, Any], text: Text, longest: int) -> Example:
 def _chat(messages: Any, text: Text, longest: int) -> Example:
     """Return the example of a chat. The assistant's messages are learned, except those of weight 0.
 
-    A message's tokens are those that the model would write: the text that the template adds to the prompt for it, its
-    end included. Each part is tokenized after the text before it, as when the chat is answered turn by turn.
+    A message's learned tokens are the text that the template adds to the prompt for it, its end included. Each part is
+    tokenized after the text before it, as when the chat is answered turn by turn.
     """
     chat, learned = _read_chat(messages)
     pieces: list[tuple[list[int], float]] = []
@@ -157,7 +158,7 @@ def _chat(messages: Any, text: Text, longest: int) -> Example:
                 f"the chat template writes {name} in another way once more messages follow, so it cannot be learned "
                 "there; give it weight 0, or a line of its own"
             )
-            raise ApiError(reason, param=name, code="not_a_prefix")
+            raise invalid(reason, name, "not_a_prefix")
         answer = _answer(chat, index, prompt, text, last=index == len(chat) - 1)
         begin = prompt[len(done) :]
         ids = (
@@ -171,11 +172,10 @@ def _chat(messages: Any, text: Text, longest: int) -> Example:
 def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
     """Return the messages for the template, and the indices of the learned ones. Raises ApiError."""
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        reason = f"messages must be a list of 1 to {MAX_MESSAGES} messages"
-        raise ApiError(reason, param="messages", code="invalid_value")
+        raise invalid(f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise ApiError(f"messages[{index}] must be an object", param=f"messages[{index}]", code="invalid_value")
+            raise invalid(f"messages[{index}] must be an object", f"messages[{index}]")
     check_parts(messages, "messages")
     chat, learned = [], []
     for index, message in enumerate(messages):
@@ -188,27 +188,25 @@ def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
         assistant = chat[-1]["role"] == "assistant"
         if weight is not None:
             if not assistant:
-                reason = f"{name}.weight is for the assistant's messages; leave it out"
-                raise ApiError(reason, param=f"{name}.weight", code="invalid_value")
+                raise invalid(f"{name}.weight is for the assistant's messages; leave it out", f"{name}.weight")
             if isinstance(weight, bool) or weight not in (0, 1):
                 given = weight if isinstance(weight, int | float) else shown(weight)
-                reason = f"{name}.weight is {str(given).lower()}; it must be 0 or 1"
-                raise ApiError(reason, param=f"{name}.weight", code="invalid_value")
+                raise invalid(f"{name}.weight is {str(given).lower()}; it must be 0 or 1", f"{name}.weight")
         if assistant and weight != 0:
             if not chat[-1]["content"].strip():
-                raise ApiError(f"{name}.content is empty", param=f"{name}.content", code="invalid_value")
+                raise invalid(f"{name}.content is empty", f"{name}.content")
             learned.append(index)
     if chat[-1]["role"] != "assistant":
         reason = f"the last message's role is {chat[-1]['role']}; it must be the assistant's"
-        raise ApiError(reason, param=f"messages[{len(chat) - 1}].role", code="invalid_value")
+        raise invalid(reason, f"messages[{len(chat) - 1}].role")
     if not learned:
         reason = "there is nothing to learn: each of the assistant's messages has weight 0"
-        raise ApiError(reason, param="messages", code="nothing_to_learn")
+        raise invalid(reason, "messages", "nothing_to_learn")
     return chat, learned
 
 
 def _answer(chat: list[dict[str, str]], index: int, prompt: str, text: Text, *, last: bool) -> str:
-    """Return the text that the model is to write for a message: its content and the end that the template gives it."""
+    """Return the text that the model learns to write for a message: its content and the template's end for it."""
     answered = text.render_chat(chat[: index + 1], add_generation_prompt=False)
     if answered.startswith(prompt):
         return answered[len(prompt) :]
@@ -219,11 +217,11 @@ def _answer(chat: list[dict[str, str]], index: int, prompt: str, text: Text, *, 
         return answered[at:]
     name = f"messages[{index}]"
     reason = f"the chat template writes {name} in another way than it asks for it; give it weight 0"
-    raise ApiError(reason, param=name, code="not_a_prefix")
+    raise invalid(reason, name, "not_a_prefix")
 
 
 def _after(before: str, part: str, text: Text, longest: int) -> list[int]:
-    """Return the tokens of a text that follows another one, whose tokens are fixed."""
+    """Tokenize `part` as the continuation of `before`, whose own tokens stay as they are."""
     ids = text.encode_after(before, part, most=longest)
     return text.encode(part, add_special_tokens=False, most=longest) if ids is None else ids
 
@@ -231,7 +229,7 @@ def _after(before: str, part: str, text: Text, longest: int) -> list[int]:
 def _weighted(ids: list[int], text: Text) -> Iterator[tuple[list[int], float]]:
     """Yield an answer's tokens with their weights.
 
-    Blanks after its last special token get weight 0, because they are never written.
+    Blanks after the last special token get weight 0, because the model stops at that token.
     """
     ends = [place for place, token in enumerate(ids, 1) if not text.is_visible(token)]
     end = ends[-1] if ends and not text.decode(ids[ends[-1] :]).strip() else len(ids)

@@ -17,7 +17,7 @@ HEARTBEAT_SECONDS = 15.0
 
 
 class Feed:
-    """Passes on events as they happen. It keeps none: a new listener first asks for the current state."""
+    """Passes on events as they happen. It stores none, so a new listener first asks for the current state."""
 
     def __init__(self) -> None:
         self._listeners: defaultdict[str, set[_Listener]] = defaultdict(set)
@@ -73,7 +73,7 @@ class _Listener:
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """Return the next events, joined. Returns a comment if none comes for a while, and None at the end."""
+        """Return the events that came, joined; a comment after a quiet time; None at the end."""
         if not self._unread and not self._closed:
             self._changed.clear()
             try:

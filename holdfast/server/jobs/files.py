@@ -24,11 +24,11 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import StoreError
-from holdfast.server.jobs.scratch import Scratch
+from holdfast.server.jobs.locks import Scratch
 from holdfast.server.jobs.tables import FileTable
 from holdfast.server.jobs.values import StoredFile
 from holdfast.server.multipart import OVERHEAD, FormReader, base_name
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 
 T = TypeVar("T")
 
@@ -58,11 +58,10 @@ class Files:
         """Raises StoreError if the directory cannot be used."""
         self.store = store
         self.now = now
-        self.largest = int(config.max_file_mb * 1e6)
-        self.limit = int(config.files_gb * 1e9)
-        share = config.tenant_share if len(config.api_key) > 1 else 1
-        self.tenant_limit = int(self.limit * share)
-        self.tenant_uploads = max(1, int(MOST_UPLOADS * share))
+        self.largest = config.max_file_bytes
+        self.limit = config.files_bytes
+        self.tenant_limit = int(self.limit * config.share)
+        self.tenant_uploads = max(1, int(MOST_UPLOADS * config.share))
         """Maximum number of simultaneous uploads of one API key."""
         self._remove: Callable[[], object] = lambda: None
         """Removes the directory, if it is for this server alone."""
@@ -85,7 +84,7 @@ class Files:
         self._disk = ThreadPoolExecutor(2, "holdfast-files")
 
     async def on_disk(self, work: Callable[[], T]) -> T:
-        """Run `work` on the disk, off the event loop, and return its result. Raises OSError."""
+        """Run `work`, which uses the disk, in a thread, and return its result. Raises OSError."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     async def receive(
@@ -116,7 +115,7 @@ class Files:
                         held.clear()
                 form.finish()
                 if not size:
-                    raise ApiError("the file is empty", param="file", code="invalid_value")
+                    raise invalid("the file is empty", "file")
                 purpose = read_purpose(form.fields)
                 seconds = read_expiry(form.fields) or (DAYS_30 if purpose == "batch" else None)
                 await self.on_disk(partial(file.write, bytes(held)))
@@ -219,7 +218,7 @@ class Files:
         return await self.store.read(lambda store: FileTable(store.database).held(tenant))
 
     def _check_uploads(self, tenant: str) -> None:
-        """Raises ApiError at the limit of uploads: 429 at the API key's own limit, 503 at that of all keys."""
+        """Raises ApiError if too many uploads run: 503 at the limit of all API keys, 429 at this key's own."""
         if self._uploads.total() >= MOST_UPLOADS:
             reason = f"{MOST_UPLOADS} files are being received; try again in a moment"
             raise ApiError(reason, status=503, code="overloaded", retry_after=1)
@@ -279,10 +278,9 @@ def read_purpose(fields: Mapping[str, str]) -> str:
     """Return the purpose of an upload. Raises ApiError."""
     purpose = fields.get("purpose")
     if purpose is None:
-        raise ApiError("purpose is missing", param="purpose", code="missing_required_parameter")
+        raise invalid("purpose is missing", "purpose", "missing_required_parameter")
     if purpose not in PURPOSES:
-        reason = f"purpose is {purpose[:32]!r}; it must be {' or '.join(PURPOSES)}"
-        raise ApiError(reason, param="purpose", code="invalid_value")
+        raise invalid(f"purpose is {purpose[:32]!r}; it must be {' or '.join(PURPOSES)}", "purpose")
     return purpose
 
 
@@ -290,7 +288,7 @@ def read_expiry(fields: Mapping[str, str]) -> int | None:
     """Return the lifetime of an upload in seconds, if it is given. Raises ApiError, also for an unknown field."""
     for name in fields:
         if name not in ("purpose", "expires_after[anchor]", "expires_after[seconds]"):
-            raise ApiError(f"unknown parameter: {name[:64]}", param=name[:64], code="unknown_parameter")
+            raise invalid(f"unknown parameter: {name[:64]}", name[:64], "unknown_parameter")
     anchor, seconds = (fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     if anchor is None and seconds is None:
         return None
@@ -300,12 +298,11 @@ def read_expiry(fields: Mapping[str, str]) -> int | None:
 def check_expiry(anchor: object, seconds: object, param: str = "expires_after") -> int:
     """Check the parameter `param`, and return its seconds. Raises ApiError."""
     if anchor != "created_at":
-        raise ApiError(f'{param}.anchor must be "created_at"', param=param, code="invalid_value")
+        raise invalid(f'{param}.anchor must be "created_at"', param)
     least, most = EXPIRY
     if not isinstance(seconds, int) or isinstance(seconds, bool) or not least <= seconds <= most:
         given = "missing" if seconds is None else repr(seconds)[:32]
-        reason = f"{param}.seconds is {given}; it must be an integer between {least} and {most}"
-        raise ApiError(reason, param=param, code="invalid_value")
+        raise invalid(f"{param}.seconds is {given}; it must be an integer between {least} and {most}", param)
     return seconds
 
 
@@ -317,7 +314,7 @@ def unavailable(error: OSError) -> ApiError:
 
 
 def drop_abandoned(directory: Path) -> None:
-    """Delete unfinished files without a write for a while. Raises OSError."""
+    """Delete unfinished files that were not written to for ABANDONED_SECONDS. Raises OSError."""
     oldest = time.time() - ABANDONED_SECONDS
     for path in directory.glob(f"{UNFINISHED}*"):
         if path.stat().st_mtime < oldest:

@@ -11,7 +11,15 @@ from typing import IO, Any
 
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.jobs.values import LineFault
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, read_object, typed
+from holdfast.server.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    SampledRequest,
+    invalid,
+    read_object,
+    typed,
+)  # fmt: skip
 from holdfast.server.tools import chat_toolset
 
 MAX_LINES = 50_000
@@ -74,17 +82,17 @@ class LineReader:
     def __init__(
         self, file: IO[bytes], endpoint: str, answered: Collection[int], first: Collection[int] = frozenset()
     ) -> None:
-        """The unanswered ones of the lines `first` come before all others."""
+        """Unanswered lines with a number in `first` are read before all others."""
         self.ahead: deque[Line | BadLine] = deque()
         """Lines that were read. A BadLine is one that this server refuses."""
         self._file, self._endpoint, self._answered = file, endpoint, answered
         self._first = frozenset(first) - frozenset(answered)
         self._in_first = bool(self._first)
-        """Whether the lines `first` are being read, rather than the others."""
+        """Whether the lines of `first` are being read now."""
         self._number = self._position = 0
 
     def read(self) -> None:
-        """Read more lines into `ahead`. Raises OSError, and can then be called again."""
+        """Read more lines into `ahead`. May be called again after an OSError."""
         if self._in_first:
             self._read(lambda number: number in self._first)
             if self.ahead:
@@ -93,7 +101,7 @@ class LineReader:
         self._read(lambda number: number not in self._answered and number not in self._first)
 
     def _read(self, wanted: Callable[[int], bool]) -> None:
-        """Read more lines, of which only those with wanted numbers are kept."""
+        """Read more lines, and keep those with a wanted number."""
         self._file.seek(self._position)
         for number, text in split(self._file, number=self._number):
             if wanted(number):
@@ -113,20 +121,17 @@ def read_line(number: int, text: bytes, endpoint: str) -> Line:
         for name in fields:
             if name not in FIELDS:
                 reason = f"unknown field: {name[:64]}; a line has {', '.join(FIELDS)}"
-                raise ApiError(reason, param=name[:64], code="unknown_parameter")
+                raise invalid(reason, name[:64], "unknown_parameter")
         custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
-            reason = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters"
-            raise ApiError(reason, param="custom_id", code="invalid_value")
+            raise invalid(f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters", "custom_id")
         if fields.get("method") != "POST":
-            raise ApiError('method must be "POST"', param="method", code="invalid_value")
+            raise invalid('method must be "POST"', "method")
         if url != endpoint:
             given = repr(url[:64]) if isinstance(url, str) else "missing"
-            raise ApiError(
-                f"url is {given}; it must be the batch's endpoint, {endpoint!r}", param="url", code="invalid_url"
-            )
+            raise invalid(f"url is {given}; it must be the batch's endpoint, {endpoint!r}", "url", "invalid_url")
         if not isinstance(body, dict):
-            raise ApiError("body must be a JSON object", param="body", code="invalid_value")
+            raise invalid("body must be a JSON object", "body")
         return Line(number, custom_id, _read_body(body, REQUESTS[endpoint]))
     except ApiError as error:
         raise BadLine(
@@ -138,13 +143,13 @@ def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequ
     """Parse the request of a line. Raises ApiError for a fault, or for a request that a batch does not support."""
     wanted = typed(body, shape)
     if not wanted.model:
-        raise ApiError("model is missing", param="model", code="missing_required_parameter")
+        raise invalid("model is missing", "model", "missing_required_parameter")
     if wanted.stream:
-        raise ApiError("a line of a batch cannot be a stream; leave stream out", param="stream", code="invalid_value")
+        raise invalid("a line of a batch cannot be a stream; leave stream out", "stream")
     for name, neutral in (("priority", 0), ("deadline_ms", None)):
         if getattr(wanted, name) != neutral:
             reason = f"{name} has no place in a batch, whose lines all come after other requests; leave it out"
-            raise ApiError(reason, param=name, code="invalid_value")
+            raise invalid(reason, name)
     match wanted:
         case ChatRequest():
             wanted.conversation()
@@ -154,11 +159,10 @@ def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequ
         case ResponseRequest():
             wanted.items()
             if wanted.background:
-                reason = "a line of a batch is in the background anyway; leave background out"
-                raise ApiError(reason, param="background", code="invalid_value")
+                raise invalid("a line of a batch is in the background anyway; leave background out", "background")
             if wanted.conversation is not None:
                 reason = "lines run in any order, so none can append to a conversation; use previous_response_id"
-                raise ApiError(reason, param="conversation", code="invalid_value")
+                raise invalid(reason, "conversation")
     _ = wanted.most_tokens  # Raises ApiError if its two names contradict each other.
     return wanted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -37,7 +37,7 @@ from holdfast.server.replies import encode
 
 PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 DELETED_AT_ONCE = 1000
-"""Maximum number of rows that one transaction deletes, so that no turn of a conversation waits for a long one."""
+"""Maximum number of rows that one transaction deletes. A longer transaction would delay the turns of conversations."""
 
 files = Table(
     "files",
@@ -127,12 +127,13 @@ def _attempts(db: Connection) -> None:
 
 
 STEPS: tuple[MigrationStep, ...] = (_files_and_batches, _tuning, _attempts)
-"""Migration steps that follow those of `conversations.database`. A later step of either is added at the end of this
-list."""
+"""Migration steps after those of `conversations.database`. New steps of either go to this list's end."""
 
 _read_batch = msgspec.json.Decoder(Batch).decode
 _read_job = msgspec.json.Decoder(TuningJob).decode
 _read_event = msgspec.json.Decoder(JobEvent).decode
+
+Work = TypeVar("Work", Batch, TuningJob)
 
 
 class TooMany(Exception):
@@ -204,13 +205,41 @@ class FileTable:
             return list(db.execute(gone).scalars())
 
 
-class _OwnedTable:
+class _OwnedTable(Generic[Work]):
     """Work that belongs to servers: each row has an `owner`, and is `open` until it has ended."""
 
     table: Table
+    kind: str
+    """Name of the rows in errors, in the plural."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
+
+    def get(self, tenant: str, id: str) -> Work:
+        """Return one row's work as clients see it."""
+        with self._database.read() as db:
+            return self._shown(_row(db, self.table, id, tenant))
+
+    def page(
+        self, tenant: str, *, limit: int, after: str | None, metadata: Mapping[str, str] | None = None
+    ) -> tuple[list[Work], bool]:
+        """Return up to `limit` pieces of work after `after`, the newest first, and whether there are more.
+
+        Only work that has all of `metadata` is returned.
+        """
+        with self._database.read() as db:
+            known = None if after is None else _row(db, self.table, after, tenant, "after")
+            place = None if known is None else (known.created, known.id)
+            found: list[Work] = []
+            while True:
+                own = select(self.table).where(self.table.c.tenant == tenant)
+                rows = _page(db, own, self.table, limit, True, place)
+                for work in map(self._shown, rows):
+                    if (metadata or {}).items() <= dict(work.metadata or {}).items():
+                        found.append(work)
+                if len(found) > limit or len(rows) <= limit:
+                    return found[:limit], len(found) > limit
+                place = rows[-1].created, rows[-1].id
 
     def owners(self) -> set[str]:
         """Return the servers whose work has not ended."""
@@ -220,12 +249,24 @@ class _OwnedTable:
     def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
         """Give this work to `owner`, if it still belongs to one of `owners`, whose servers have ended.
 
-        Returns the work that it got by id, each with the attempts at it.
+        Returns the work that changed its owner, by id, each with the attempts at it.
         """
         with self._database.write() as db:
             theirs = update(self.table).where(self.table.c.id.in_(ids), self.table.c.owner.in_(owners))
             taken = set(db.execute(theirs.values(owner=owner).returning(self.table.c.id)).scalars())
             return {id: {} for id in taken} | cut_off(db, taken)
+
+    def _shown(self, row: Row[Any]) -> Work:
+        """Return a row's work as clients see it."""
+        raise NotImplementedError
+
+    def _check_room(self, db: Connection, tenant: str, limit: int, tenant_limit: int) -> None:
+        """Raises TooMany if this many pieces of work are open in total, or of the tenant."""
+        count = select(func.count()).select_from(self.table).where(self.table.c.open)
+        if (there := db.execute(count).scalar_one()) >= limit:
+            raise TooMany(f"{there} {self.kind} have not ended, which is the limit; try again later")
+        if (own := db.execute(count.where(self.table.c.tenant == tenant)).scalar_one()) >= tenant_limit:
+            raise TooMany(f"this API key has {own} {self.kind} that have not ended; at most {tenant_limit} are taken")
 
     def _orphans(self, owners: Collection[str]) -> Sequence[Row[Any]]:
         """Return the open rows of these servers, the oldest first."""
@@ -234,10 +275,10 @@ class _OwnedTable:
             return db.execute(theirs.order_by(self.table.c.created, self.table.c.id)).all()
 
 
-class BatchTable(_OwnedTable):
+class BatchTable(_OwnedTable[Batch]):
     """Table of batches. Raises NotFound for a batch that does not exist or belongs to another tenant."""
 
-    table = batches
+    table, kind = batches, "batches"
 
     def add(self, batch: Batch, owner: str, *, purpose: str, limit: int, tenant_limit: int) -> None:
         """Add a batch. Raises NotFound for its input file, WrongPurpose for a file for another purpose, TooMany."""
@@ -245,53 +286,36 @@ class BatchTable(_OwnedTable):
             file = _file(db, batch.tenant, batch.input_file, batch.created, "input_file_id")
             if file.purpose != purpose:
                 raise WrongPurpose(f"the file's purpose is {file.purpose}; a batch reads files of purpose {purpose}")
-            count = select(func.count()).select_from(batches).where(batches.c.open)
-            if (there := db.execute(count).scalar_one()) >= limit:
-                raise TooMany(f"{there} batches have not ended, which is the limit; try again later")
-            if (own := db.execute(count.where(batches.c.tenant == batch.tenant)).scalar_one()) >= tenant_limit:
-                raise TooMany(f"this API key has {own} batches that have not ended; at most {tenant_limit} are taken")
+            self._check_room(db, batch.tenant, limit, tenant_limit)
             row = {
                 "id": batch.id, "tenant": batch.tenant, "created": batch.created, "open": True, "owner": owner,
                 "input": batch.input_file, "cancelling": None, "batch": encode(batch),
             }  # fmt: skip
             db.execute(insert(batches).values(row))
 
-    def get(self, tenant: str, id: str) -> Batch:
-        """Return one batch."""
-        with self._database.read() as db:
-            return _as_batch(_row(db, batches, id, tenant))
-
-    def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[Batch], bool]:
-        """Return up to `limit` batches after the batch `after`, the newest first, and whether there are more."""
-        with self._database.read() as db:
-            known = None if after is None else _row(db, batches, after, tenant, "after")
-            place = None if known is None else (known.created, known.id)
-            rows = _page(db, select(batches).where(batches.c.tenant == tenant), batches, limit, True, place)
-            return [_as_batch(row) for row in rows[:limit]], len(rows) > limit
-
     def open_of(self, tenant: str) -> list[Batch]:
         """Return the tenant's batches that have not ended, the oldest first."""
         with self._database.read() as db:
             own = select(batches).where(batches.c.tenant == tenant, batches.c.open)
-            return [_as_batch(row) for row in db.execute(own.order_by(batches.c.created, batches.c.id))]
+            return [self._shown(row) for row in db.execute(own.order_by(batches.c.created, batches.c.id))]
 
     def ask_cancel(self, tenant: str, id: str, now: float) -> Batch:
         """Ask a batch's owner to stop it. Raises Conflict if it has ended or is finalizing."""
         with self._database.write() as db:
             row = _row(db, batches, id, tenant)
-            batch = _as_batch(row)
+            batch = self._shown(row)
             if batch.ended or batch.status == "finalizing":
                 raise Conflict(f"the batch is {batch.status}; only one in progress can be cancelled")
             if row.cancelling is None:
                 db.execute(update(batches).where(batches.c.id == id).values(cancelling=now))
-            return _as_batch(_row(db, batches, id, tenant))
+            return self._shown(_row(db, batches, id, tenant))
 
     def orphans(self, owners: Collection[str]) -> list[tuple[Batch, bool]]:
         """Return the open batches of these servers, the oldest first, and whether each is to be cancelled."""
         return [(_read_batch(row.batch), row.cancelling is not None) for row in self._orphans(owners)]
 
     def cancelled(self, ids: Iterable[str]) -> list[str]:
-        """Return those of the batches that a client asked to cancel."""
+        """Return the given ids whose batches a client asked to cancel."""
         with self._database.read() as db:
             asked = select(batches.c.id).where(batches.c.id.in_(list(ids)), batches.c.cancelling.is_not(None))
             return list(db.execute(asked).scalars())
@@ -299,9 +323,7 @@ class BatchTable(_OwnedTable):
     def change(self, id: str, fields: Mapping[str, Any], made: Sequence[StoredFile] = ()) -> Batch:
         """Change fields of a batch, together with the files that it made."""
         with self._database.write() as db:
-            for file in made:
-                db.execute(delete(files).where(files.c.id == file.id))
-                _insert_file(db, file)
+            _replace_files(db, made)
             batch = _write(db, replace(_read_batch(_row(db, batches, id).batch), **fields))
             if batch.ended:
                 forget(db, id)
@@ -355,31 +377,35 @@ class BatchTable(_OwnedTable):
         with self._database.write() as db:
             db.execute(delete(batches).where(~batches.c.open, batches.c.created < before))
 
+    def _shown(self, row: Row[Any]) -> Batch:
+        """Return a batch as clients see it: cancelling as soon as a client asked for that."""
+        batch = _read_batch(row.batch)
+        if row.cancelling is None or batch.ended:
+            return batch
+        status = "cancelling" if batch.status in ("validating", "in_progress") else batch.status
+        return replace(batch, status=status, times={**batch.times, "cancelling": row.cancelling})
 
-class JobTable(_OwnedTable):
+
+class JobTable(_OwnedTable[TuningJob]):
     """Table of tuning jobs. Raises NotFound for a job that does not exist or belongs to another tenant."""
 
-    table = tuning_jobs
+    table, kind = tuning_jobs, "tuning jobs"
 
     def add(self, job: TuningJob, owner: str, *, limit: int, tenant_limit: int, kept: int) -> None:
         """Add a job. Raises NotFound for its files, WrongPurpose for files for another purpose, TooMany.
 
-        `kept` is the maximum number of a tenant's jobs with adapters, and also of its ended jobs without any. Beyond
-        it, the oldest of the latter are deleted.
+        `kept` is the maximum number of a tenant's jobs with adapters, and also of its ended jobs without adapters.
+        Beyond it, the oldest ended jobs without adapters are deleted.
         """
         with self._database.write() as db:
             for param, id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
                 if id is not None and (file := _file(db, job.tenant, id, job.created, param)).purpose != "fine-tune":
                     reason = f"the purpose of {param} is {file.purpose}; a tuning job reads files of purpose fine-tune"
                     raise WrongPurpose(reason, param)
-            count = select(func.count()).select_from(tuning_jobs)
+            self._check_room(db, job.tenant, limit, tenant_limit)
             own = tuning_jobs.c.tenant == job.tenant
-            if (there := db.execute(count.where(tuning_jobs.c.open)).scalar_one()) >= limit:
-                raise TooMany(f"{there} tuning jobs have not ended, which is the limit; try again later")
-            if (there := db.execute(count.where(tuning_jobs.c.open, own)).scalar_one()) >= tenant_limit:
-                reason = f"this API key has {there} tuning jobs that have not ended; at most {tenant_limit} are taken"
-                raise TooMany(reason)
-            if (there := db.execute(count.where(tuning_jobs.c.serving, own)).scalar_one()) >= kept:
+            count = select(func.count()).select_from(tuning_jobs).where(tuning_jobs.c.serving, own)
+            if (there := db.execute(count).scalar_one()) >= kept:
                 raise TooMany(f"this API key has {there} tuned models, which is the limit; DELETE /v1/models/NAME")
             row = {
                 "id": job.id, "tenant": job.tenant, "created": job.created, "open": True, "reading": True,
@@ -392,33 +418,6 @@ class JobTable(_OwnedTable):
             _delete_jobs(db, list(db.execute(newest.offset(kept).limit(DELETED_AT_ONCE)).scalars()))
             _add_events(db, job.id, [JobEvent(created=job.created, message=f"Created fine-tuning job: {job.id}")])
 
-    def get(self, tenant: str, id: str) -> TuningJob:
-        """Return one job."""
-        with self._database.read() as db:
-            return _as_job(_row(db, tuning_jobs, id, tenant))
-
-    def page(
-        self, tenant: str, *, limit: int, after: str | None, metadata: Mapping[str, str]
-    ) -> tuple[list[TuningJob], bool]:
-        """Return up to `limit` jobs after the job `after`, the newest first, and whether there are more.
-
-        Only jobs that have all of `metadata` are returned.
-        """
-        with self._database.read() as db:
-            known = None if after is None else _row(db, tuning_jobs, after, tenant, "after")
-            place = None if known is None else (known.created, known.id)
-            found: list[TuningJob] = []
-            while True:
-                rows = _page(
-                    db, select(tuning_jobs).where(tuning_jobs.c.tenant == tenant), tuning_jobs, limit, True, place
-                )
-                for job in map(_as_job, rows):
-                    if metadata.items() <= dict(job.metadata or {}).items():
-                        found.append(job)
-                if len(found) > limit or len(rows) <= limit:
-                    return found[:limit], len(found) > limit
-                place = rows[-1].created, rows[-1].id
-
     def ask(self, tenant: str, id: str, verb: str, now: float) -> tuple[TuningJob, Wanted, int]:
         """Ask a job's owner to `pause`, `resume` or `cancel` it. Raises Conflict if its state does not allow it.
 
@@ -426,7 +425,7 @@ class JobTable(_OwnedTable):
         """
         with self._database.write() as db:
             row = _row(db, tuning_jobs, id, tenant)
-            job, asks = _as_job(row), row.asks + 1
+            job, asks = self._shown(row), row.asks + 1
             wanted: Wanted
             match verb:
                 case "pause":
@@ -439,7 +438,7 @@ class JobTable(_OwnedTable):
                 raise Conflict(f"the job is {job.status}; only {which} can be {PAST[verb]}")
             changed = update(tuning_jobs).where(tuning_jobs.c.id == id)
             db.execute(changed.values(wanted=wanted, asks=asks, asked_at=now))
-            return _as_job(_row(db, tuning_jobs, id, tenant)), wanted, asks
+            return self._shown(_row(db, tuning_jobs, id, tenant)), wanted, asks
 
     def orphans(self, owners: Collection[str]) -> list[tuple[TuningJob, Wanted]]:
         """Return the open jobs of these servers, the oldest first, and the wanted state of each."""
@@ -456,9 +455,7 @@ class JobTable(_OwnedTable):
     ) -> TuningJob:
         """Change fields of a job, together with its events and the files that it made."""
         with self._database.write() as db:
-            for file in made:
-                db.execute(delete(files).where(files.c.id == file.id))
-                _insert_file(db, file)
+            _replace_files(db, made)
             job = replace(_read_job(_row(db, tuning_jobs, id).job), **fields)
             values: dict[str, Any] = {"job": encode(job), "open": not job.ended}
             values["reading"] = job.status == "validating_files"
@@ -492,15 +489,14 @@ class JobTable(_OwnedTable):
     def serving(self) -> list[TuningJob]:
         """Return the jobs that have adapters, the oldest first."""
         with self._database.read() as db:
-            rows = db.execute(
-                select(tuning_jobs).where(tuning_jobs.c.serving).order_by(tuning_jobs.c.created, tuning_jobs.c.id)
-            )
-            return [_as_job(row) for row in rows]
+            wanted = select(tuning_jobs).where(tuning_jobs.c.serving)
+            return [self._shown(row) for row in db.execute(wanted.order_by(tuning_jobs.c.created, tuning_jobs.c.id))]
 
     def withdraw(self, tenant: str, id: str) -> None:
         """Mark a job as without adapters. Raises Conflict while it has not ended."""
         with self._database.write() as db:
-            if not (job := _as_job(_row(db, tuning_jobs, id, tenant))).ended or _row(db, tuning_jobs, id, tenant).open:
+            row = _row(db, tuning_jobs, id, tenant)
+            if not (job := self._shown(row)).ended or row.open:
                 raise Conflict(f"the tuning job of this model is {job.status}; cancel it first")
             db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(serving=False))
 
@@ -511,6 +507,18 @@ class JobTable(_OwnedTable):
             gone = list(db.execute(select(tuning_jobs.c.id).where(old).limit(DELETED_AT_ONCE)).scalars())
             _delete_jobs(db, gone)
             return gone
+
+    def _shown(self, row: Row[Any]) -> TuningJob:
+        """Return a job as clients see it: in its wanted state, even before its owner acts on it."""
+        job = _read_job(row.job)
+        if job.ended:
+            return job
+        match row.wanted:
+            case "pause":
+                return replace(job, status="paused")
+            case "cancel":
+                return replace(job, status="cancelled", finished=row.asked_at)
+        return replace(job, status="queued") if job.status == "paused" else job
 
 
 def _page(
@@ -554,12 +562,19 @@ def _insert_file(db: Connection, file: StoredFile) -> None:
     db.execute(insert(files).values({name: getattr(file, name) for name in file.__struct_fields__}))
 
 
+def _replace_files(db: Connection, made: Iterable[StoredFile]) -> None:
+    """Record files, and remove the records of earlier files with their ids."""
+    for file in made:
+        db.execute(delete(files).where(files.c.id == file.id))
+        _insert_file(db, file)
+
+
 KINDS = {batches: "batch", tuning_jobs: "fine_tuning_job"}
-"""By table, the name of a row in errors."""
+"""Name of a table's rows in errors."""
 
 
 def _row(db: Connection, table: Table, id: str, tenant: str | None = None, param: str | None = None) -> Row[Any]:
-    """A row as its owner stored it; with a `tenant`, only that one's. Raises NotFound."""
+    """Return a row as its owner stored it; only one of the `tenant`, if that is given. Raises NotFound."""
     wanted = select(table).where(table.c.id == id)
     row = db.execute(wanted if tenant is None else wanted.where(table.c.tenant == tenant)).one_or_none()
     if row is None:
@@ -570,28 +585,6 @@ def _row(db: Connection, table: Table, id: str, tenant: str | None = None, param
 def _write(db: Connection, batch: Batch) -> Batch:
     db.execute(update(batches).where(batches.c.id == batch.id).values(batch=encode(batch), open=not batch.ended))
     return batch
-
-
-def _as_batch(row: Row[Any]) -> Batch:
-    """Return a batch in its visible state, which is cancelling as soon as a client asked for that."""
-    batch = _read_batch(row.batch)
-    if row.cancelling is None or batch.ended:
-        return batch
-    status = "cancelling" if batch.status in ("validating", "in_progress") else batch.status
-    return replace(batch, status=status, times={**batch.times, "cancelling": row.cancelling})
-
-
-def _as_job(row: Row[Any]) -> TuningJob:
-    """Return a job in its visible state, which follows its wanted state at once."""
-    job = _read_job(row.job)
-    if job.ended:
-        return job
-    match row.wanted:
-        case "pause":
-            return replace(job, status="paused")
-        case "cancel":
-            return replace(job, status="cancelled", finished=row.asked_at)
-    return replace(job, status="queued") if job.status == "paused" else job
 
 
 def _delete_jobs(db: Connection, ids: Sequence[str]) -> None:

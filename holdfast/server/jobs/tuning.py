@@ -1,4 +1,4 @@
-"""Tuning jobs: creates, lists, pauses and resumes them, also after a restart, and serves their adapters."""
+"""Tuning jobs of one server: creates, lists and pauses them, resumes them, and serves their adapters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from holdfast.server.conversations.values import StoreError
 from holdfast.server.jobs.attempt_table import WHOLE
 from holdfast.server.jobs.batch_runner import REST_SECONDS
 from holdfast.server.jobs.files import DAYS_30, Files, unavailable
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tables import JobTable, TooMany, WrongPurpose
 from holdfast.server.jobs.tuning_runner import TuningRunner
 from holdfast.server.jobs.values import JobEvent, TuningJob, event_id
-from holdfast.server.protocol import ApiError, Metadata, RequestBody
+from holdfast.server.protocol import ApiError, Metadata, RequestBody, invalid
 from holdfast.server.service import Service
 
 MOST_OPEN = 256
@@ -44,7 +44,7 @@ KEPT_SECONDS = DAYS_30
 TICK_SECONDS = 2.0
 """Seconds between two checks for jobs that other servers changed, or did not finish before they ended."""
 SERVE_SECONDS = 60.0
-"""Seconds between two checks for adapters of jobs at other servers. They are served if the directory has them."""
+"""Seconds between two checks for adapters of other servers' jobs. They are served if they are in the directory."""
 CLEAN_SECONDS = 3600.0
 MODEL_CHARACTERS = 32
 """Maximum number of characters of the base model's name in the name of a tuned model."""
@@ -98,7 +98,7 @@ class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     validation_file: str | None = None
     method: Method | None = None
     hyperparameters: Parameters | None = None
-    """Hyperparameters in the former place of `method.supervised.hyperparameters`."""
+    """Hyperparameters in OpenAI's former place for them. `method.supervised.hyperparameters` is the current one."""
     suffix: Annotated[str, Meta(max_length=64)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
     metadata: Metadata | None = None
@@ -108,15 +108,13 @@ class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
         method = self.method or Method(type="supervised")
         for other in ("dpo", "reinforcement"):
             if method.type == other or getattr(method, other) is not None:
-                reason = f"method {other} is not supported; supervised is"
-                raise ApiError(reason, param="method.type", code="unsupported_method")
+                raise invalid(f"method {other} is not supported; supervised is", "method.type", "unsupported_method")
         if method.type != "supervised":
-            reason = f"method.type is {method.type[:32]!r}; it must be 'supervised'"
-            raise ApiError(reason, param="method.type", code="invalid_value")
+            raise invalid(f"method.type is {method.type[:32]!r}; it must be 'supervised'", "method.type")
         newer = None if method.supervised is None else method.supervised.hyperparameters
         if newer is not None and self.hyperparameters is not None:
             reason = "hyperparameters and method.supervised.hyperparameters exclude each other; give the latter"
-            raise ApiError(reason, param="hyperparameters", code="mutually_exclusive_parameters")
+            raise invalid(reason, "hyperparameters", "mutually_exclusive_parameters")
         given = newer or self.hyperparameters or MoreParameters()
         asked = {name: value for name, value in structs.asdict(given).items() if value != "auto"}
         if "target_modules" in asked:  # PEFT's names, for example q_proj.
@@ -146,8 +144,7 @@ class Tuning:
         self._service, self._store, self._owner, self._now = service, files.store, owner, now
         self._client = service.client
         self._tick_seconds = tick
-        share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
-        self._tenant_limit = max(1, int(MOST_OPEN * share))
+        self._tenant_limit = max(1, int(MOST_OPEN * service.config.share))
         self.runner = TuningRunner(service, files, self._open_directory(), now, lines_cleared or no_lines)
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
@@ -171,11 +168,10 @@ class Tuning:
         if wanted.model != model:
             what = "another name of it" if wanted.model in self._client.names else "an adapter"
             reason = f"{wanted.model[:128]} is {what}; tune the model itself, {model}"
-            raise ApiError(reason, param="model", code="unsupported_model")
+            raise invalid(reason, "model", "unsupported_model")
         suffix = wanted.suffix or ""
         if suffix and not re.fullmatch(r"[A-Za-z0-9._-]+", suffix):
-            reason = f"suffix is {suffix!r}; it must have letters, digits, or . _ - alone"
-            raise ApiError(reason, param="suffix", code="invalid_value")
+            raise invalid(f"suffix is {suffix!r}; it must have letters, digits, or . _ - alone", "suffix")
         self._check_parameters(asked)
         short = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:MODEL_CHARACTERS]
         id = uuid.uuid4().hex
@@ -199,7 +195,7 @@ class Tuning:
         try:
             await self._store.run(add)
         except WrongPurpose as error:
-            raise ApiError(str(error), param=error.param, code="invalid_value") from None
+            raise invalid(str(error), error.param) from None
         except TooMany as error:
             raise ApiError(str(error), status=429, code="too_many_jobs", retry_after=60) from None
         await self.start()
@@ -277,10 +273,10 @@ class Tuning:
         id = self._service.tuned.get(name, ("", ""))[1]
         if not id:
             reason = "only tuned models can be deleted; POST /v1/unload_lora_adapter gives up other adapters"
-            raise ApiError(reason, param="model", code="not_tuned")
+            raise invalid(reason, "model", "not_tuned")
         job = await self.retrieve(tenant, id)
         if name != job.name and job.status == "succeeded":
-            raise ApiError(f"a checkpoint goes with its model; delete {job.name}", param="model", code="not_tuned")
+            raise invalid(f"a checkpoint goes with its model; delete {job.name}", "model", "not_tuned")
         await self._store.run(lambda store: JobTable(store.database).withdraw(tenant, id))
         await self.runner.give_up(id)
         directory = self.runner.directory / id
@@ -299,7 +295,7 @@ class Tuning:
     # All jobs
 
     async def _tick(self) -> None:
-        """Follow changes of the jobs, and delete old ones."""
+        """Follow changes of the jobs, serve new adapters, and delete old jobs, until cancelled."""
         next_clean = next_serve = 0.0
         while True:
             try:
@@ -317,11 +313,11 @@ class Tuning:
             except EngineDead:
                 return
             except (ApiError, OSError) as error:
-                log.warning("tuning jobs are not looked after now: %s", error)
+                log.warning("tuning jobs cannot be checked now: %s", error)
             await asyncio.sleep(self._tick_seconds)
 
     async def _here(self) -> list[TuningJob]:
-        """Return the jobs whose adapters should be served here and are in the directory."""
+        """Return the jobs for the model served here whose adapters are in the directory."""
         if not self._client.info.adapter_slots:
             return []
         found = await self._store.read(lambda store: JobTable(store.database).serving())
@@ -384,17 +380,16 @@ class Tuning:
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
 
     def _check_parameters(self, asked: Mapping[str, Any]) -> None:
-        """Raises ApiError for hyperparameters whose adapter this server could not serve, or that no tuning supports."""
+        """Raises ApiError for a rank that this server could not serve, or unsupported target modules."""
         where = "method.supervised.hyperparameters"
         most = self._client.config.max_adapter_rank
         if asked.get("lora_rank", 1) > most:
             reason = f"lora_rank is {asked['lora_rank']}; adapters of at most {most} are served (--max-adapter-rank)"
-            raise ApiError(reason, param=f"{where}.lora_rank", code="invalid_value")
+            raise invalid(reason, f"{where}.lora_rank")
         try:
             Hyperparameters(epochs=1, batch_size=1, modules=tuple(asked.get("target_modules", ALL_MODULES)))
         except ValueError as error:
-            reason = str(error).replace("modules", "target_modules", 1)
-            raise ApiError(reason, param=f"{where}.target_modules", code="invalid_value") from None
+            raise invalid(str(error).replace("modules", "target_modules", 1), f"{where}.target_modules") from None
 
     def _open_directory(self) -> Path:
         """Return the directory of all jobs. It is created if this server accepts jobs. Raises StoreError."""

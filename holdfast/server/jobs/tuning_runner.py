@@ -1,4 +1,4 @@
-"""TuningRunner: has the engine run tuning jobs, stores the result of each step, and serves the adapters."""
+"""TuningRunner: sends tuning jobs to the engine, stores the result of each step, and serves the adapters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from holdfast.server.service import Service
 MOST_STEP_EVENTS = 10_000
 """Number of steps up to which each step has an event. A longer job has about this number of step events."""
 CLOSE_SECONDS = 5.0
-"""Maximum number of seconds for pausing all jobs at the end."""
+"""Maximum number of seconds that `close` waits for all jobs to pause."""
 COMMIT_SECONDS = 0.2
 """Seconds within which steps are collected to be stored together."""
 LEARNING_RATE = 2e-4
@@ -77,12 +77,12 @@ class RunningJob:
         self.attempt = attempt
         """Counts of engines and servers that ended while they had the job, since its last step."""
         self.begun = False
-        """Whether the store has recorded that the job runs, so that an end counts as one during the job."""
+        """Whether the store has recorded that the job runs, and so counts an engine's or server's end against it."""
         self.sent = False
         """Whether the engine has the job and has not paused it."""
         self.wanted: Wanted = wanted
         self.asks = 0
-        """Value of the job's change counter for which `wanted` holds."""
+        """Number of the latest request for a change, which `wanted` reflects."""
         self.paused = False
         """Whether the engine has paused the job, with its state on disk."""
         self.reported: deque[JobStep | JobStatus | JobEnded] = deque()
@@ -90,7 +90,7 @@ class RunningJob:
         self.dead = ""
         """Reason why the engine has ended; empty while it lives."""
         self.since: tuple[float, int] | None = None
-        """Time of this server's first step of the job, and the number of steps done by then."""
+        """Time of the first step since the job began or resumed here, and the steps done by then; None before it."""
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None]
 
@@ -126,7 +126,7 @@ class TuningRunner:
         self._closed = False
 
     def begin(self, job: TuningJob, wanted: Wanted = "run", attempt: Attempt | None = None) -> None:
-        """Run a job from its current state to its end. Does not wait.
+        """Start running a job from its current state. Returns at once.
 
         `attempt` counts the engines and servers that ended while they had the job.
         """
@@ -136,7 +136,7 @@ class TuningRunner:
         running.task = asyncio.create_task(self._run(running))
 
     def want(self, id: str, wanted: Wanted, asks: int) -> None:
-        """Set the wanted state of a job. `asks` numbers the changes, so that an older one is ignored."""
+        """Set the wanted state of a job. `asks` numbers the requests for a change; an outdated one is ignored."""
         running = self.running.get(id)
         if running is not None and asks > running.asks:
             running.wanted, running.asks = wanted, asks
@@ -224,7 +224,7 @@ class TuningRunner:
         )  # fmt: skip
 
     def _example_reader(self, running: RunningJob) -> ExampleReader:
-        limit = int(self._service.config.max_body_mb * 1e6)
+        limit = self._service.config.max_body_bytes
         client = self._client
 
         def wanted() -> bool:
@@ -253,7 +253,7 @@ class TuningRunner:
                 return
 
     async def _turn_of(self, running: RunningJob) -> bool:
-        """Wait until a job that is suspected of having ended an engine may run again, with no other suspect running.
+        """Wait until no other suspect and no batch line is tried, so that a suspected job may run again.
 
         Returns False if the job's wanted state changes meanwhile.
         """
@@ -279,14 +279,14 @@ class TuningRunner:
                 self._suspects[0].changed.set()
 
     async def _note_begin(self, running: RunningJob) -> None:
-        """Store that a job runs, before it can end an engine."""
+        """Store that a job runs. This must precede the engine's work, which may end the engine."""
         if not running.begun:
             work = [(running.job.id, WHOLE)]
             await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).begin(work)))
             running.begun = True
 
     async def _note_end(self, running: RunningJob) -> None:
-        """Store that a job no longer runs, and whether its engine died with it."""
+        """Store that a job no longer runs, and whether its engine ended during it."""
         if running.begun:
             work = {running.job.id: [WHOLE]}
             died, safe = (work, {}) if running.sent and self._client.dead.is_set() else ({}, work)
@@ -303,7 +303,7 @@ class TuningRunner:
         self._leave_suspects(running)
 
     async def _compute(self, running: RunningJob) -> None:
-        """Start a job at the engine, apply changes of its wanted state, and return at its end."""
+        """Run a job at the engine: start it, apply changes of its wanted state, and return at its end."""
         await self._note_begin(running)
         running.sent = not self._client.dead.is_set()
         try:
@@ -339,7 +339,7 @@ class TuningRunner:
             following.cancel()
 
     async def _follow(self, running: RunningJob, run: TuningRun) -> None:
-        """Collect the engine's events of a job."""
+        """Collect the events that the engine reports for a job."""
         try:
             async for event in run.events():
                 running.reported.append(event)
@@ -370,7 +370,7 @@ class TuningRunner:
         )
 
     async def _started(self, running: RunningJob, info: JobInfo) -> None:
-        """Take over the engine's progress of a job, and the hyperparameters that it chose."""
+        """Record the hyperparameters that the engine chose, and progress that it did not report before it ended."""
         job = running.job
         chosen = {
             "n_epochs": info.epochs, "batch_size": info.batch_size,
@@ -554,10 +554,10 @@ class TuningRunner:
                 self._service.loading.add(name)
 
     async def serve(self, job: TuningJob) -> None:
-        """Load the adapters that a job should serve to its tenant, and unload its others.
+        """Load the adapters that a job should serve to its tenant, and unload its older ones.
 
         If an engine ended while it loaded an adapter, the adapter is loaded again once no batch line is suspected.
-        After a second such end it is given up.
+        After the second such end, it is given up.
         """
         self.announce(job)
         wanted = {name: step for name, step in job.served.items() if name not in self._client.adapters}
@@ -605,7 +605,7 @@ class TuningRunner:
             died, safe = (work, {}) if self._client.dead.is_set() else ({}, work)
             with suppress(ApiError):
                 await self._store.run(lambda store: AttemptTable(store.database).end(died, safe))
-            self._loading = None  # Reset last, because `close` stores it again if this was cancelled.
+            self._loading = None  # Reset last: if this call is cancelled, `close` stores the end.
 
     async def give_up(self, job: str) -> None:
         """Unload all adapters of a job."""
@@ -614,7 +614,7 @@ class TuningRunner:
                 await self._unload(name)
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter. Requests that use it run to their end."""
+        """Unload an adapter. Running requests that use it continue to their end."""
         with suppress(AdapterError):  # The adapter is not loaded.
             await self._client.unload_adapter(name)
         self._service.tuned.pop(name, None)
@@ -638,12 +638,12 @@ class TuningRunner:
 
 
 def without_paths(reason: str) -> str:
-    """Return the engine's reason in a form for clients. System errors are replaced, because they name files."""
+    """Return the engine's reason without file paths, for clients."""
     return re.sub(r"'/[^']*'", "a file", reason)
 
 
 def in_words(param: str, fault: LineFault) -> str:
-    """Describe a fault of a line, or of a file as a whole."""
+    """Describe a fault in a sentence that names its file and line."""
     what = param.replace("_", " ")
     where = f"{what}, line {fault.line}: " if fault.line is not None else f"{what}: " if what else ""
     return where + fault.message

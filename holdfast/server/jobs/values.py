@@ -1,4 +1,4 @@
-"""Files, batches and tuning jobs as plain values, with the objects of OpenAI's API. Imports no database."""
+"""Files, batches and tuning jobs as plain values, with their objects in OpenAI's API. Imports no database."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from msgspec.structs import asdict
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED = ("failed", "completed", "expired", "cancelled")
-"""Statuses that never change again."""
+"""Final statuses of a batch."""
 Ending = Literal["completed", "expired", "cancelled"]
-"""Possible endings of a batch whose input was valid."""
+"""Final statuses of a batch whose input was valid."""
 
 
 class StoredFile(Struct, frozen=True, kw_only=True):
@@ -87,26 +87,26 @@ class Batch(Struct, frozen=True, kw_only=True):
     """Name of the model that was served when the batch was created. Only servers of this model continue the batch."""
     created: float
     expires: float | None
-    """Time at which the batch expires. None for a batch without a time limit, which runs on the user's own machine."""
+    """Time at which the batch expires. None if it never expires: a batch that `holdfast batch` runs on this machine."""
     output_seconds: float
     """Number of seconds for which its output files are kept."""
     metadata: Mapping[str, str] | None = None
     status: Status = "validating"
     times: Mapping[str, float] = field(default_factory=dict)
-    """Time at which the batch got each of its later statuses."""
+    """Time at which the batch reached each status after the first."""
     total: int = 0
     completed: int = 0
     failed: int = 0
     usage: Usage = Usage()
     faults: Sequence[LineFault] = ()
     ending: Ending | None = None
-    """Ending that follows the status finalizing; None before."""
+    """Final status of a batch that is finalizing; None before that."""
     output_file: str | None = None
     error_file: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the status never changes again."""
+        """Whether the status is final."""
         return self.status in ENDED
 
     def shown(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Batch(Struct, frozen=True, kw_only=True):
 
 
 class AnsweredLine(Struct, frozen=True, kw_only=True):
-    """The answer to one line, in the form in which it will be in an output file."""
+    """The answer to one line, as it is written to an output file."""
 
     batch: str
     number: int
@@ -155,13 +155,13 @@ class AnsweredLine(Struct, frozen=True, kw_only=True):
 
 
 MOST_DIED = 2
-"""Number of engines that may end while they have the same line or job. Then it is given up."""
+"""Number of engines that may end during the same line or job before it is given up."""
 MOST_ENDS = 3
-"""Number of ends of any kind during the same line or job, including those of a killed server, before it is given up."""
+"""Number of engines and servers, killed ones included, that may end during a line or job before it is given up."""
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """Number of ends of engines and servers while they had a batch line or a tuning job."""
+    """Number of engines and servers that ended while they had a batch line or a tuning job."""
 
     died: int = 0
     """Number of engines that ended, as reported by their server."""
@@ -170,7 +170,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     @property
     def suspect(self) -> bool:
-        """Whether the work may have caused the ends, so that it is tried again alone. A single cut is no suspicion."""
+        """Whether the work may be the cause, so that it is tried again alone. One killed server does not suffice."""
         return self.died >= 1 or self.cut >= 2
 
     @property
@@ -179,7 +179,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
         return self.died >= MOST_DIED or self.died + self.cut >= MOST_ENDS
 
     def reason(self, what: str) -> str:
-        """Return the reason for giving up, for the client. `what` names the work, for example "line"."""
+        """Return the reason for giving up, as an error text. `what` names the work, for example "line"."""
         who = "the engine" if not self.cut else "the engine or the server"
         times = self.died + self.cut
         return f"{who} ended {times} times while it had this {what}; it is not tried again, as it may be the cause"
@@ -190,11 +190,11 @@ ENGINE_ENDED = "engine_ended"
 
 JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 JOB_ENDED = ("succeeded", "failed", "cancelled")
-"""Statuses of a tuning job that never change again."""
+"""Final statuses of a tuning job."""
 Wanted = Literal["run", "pause", "cancel"]
-"""Wanted state of a tuning job, which its owner is to bring about."""
+"""Wanted state of a tuning job. The job's owner carries it out."""
 CHECKPOINTS_SERVED = 3
-"""Number of a job's newest checkpoints that are served under names of their own."""
+"""Number of a job's newest checkpoints that are served. Each has its own model name."""
 
 
 class JobCheckpoint(Struct, frozen=True, kw_only=True):
@@ -202,7 +202,7 @@ class JobCheckpoint(Struct, frozen=True, kw_only=True):
 
     id: str
     step: int
-    """Number of steps done before it was written."""
+    """Number of steps that the job had done when it wrote the adapter."""
     created: float
     loss: float
     """Training loss of the last step."""
@@ -252,7 +252,7 @@ class TuningJob(Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether the status never changes again."""
+        """Whether the status is final."""
         return self.status in JOB_ENDED
 
     def name_of(self, checkpoint: JobCheckpoint) -> str:
@@ -341,5 +341,5 @@ class JobEvent(Struct, frozen=True, kw_only=True):
 
 
 def event_id(job: str, number: int) -> str:
-    """Return the id of a job's event of this number."""
+    """Return the id of a job's event with this number."""
     return f"ftevent-{job.removeprefix('ftjob-')}-{number}"

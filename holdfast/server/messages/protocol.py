@@ -11,13 +11,13 @@ from msgspec import Meta, Struct, field
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
-    ApiError,
     ChatRequest,
     Count,
     RequestBody,
     StopString,
     TemplateOptions,
     check_parts,
+    invalid,
     refuse_extra,
     shown,
 )  # fmt: skip
@@ -28,7 +28,7 @@ TOOL_FIELDS = (
     "type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming", "input_examples",
     "defer_loading", "allowed_callers",
 )  # fmt: skip
-"""Fields of a tool that the client runs. Fields after `strict` do not affect answers."""
+"""Fields of a tool that the client runs. The fields after `strict` do not affect answers."""
 BLOCK_FIELDS = {
     "text": ("text", "citations"),
     "tool_use": ("id", "name", "input", "caller"),
@@ -36,17 +36,17 @@ BLOCK_FIELDS = {
     "thinking": ("thinking", "signature"),
     "redacted_thinking": ("data",),
 }
-"""Fields of each type of block, in addition to its type and `cache_control`."""
+"""Fields of each block type, besides `type` and `cache_control`."""
 ROLES = {
     "system": ("text",),
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
-"""Types of blocks that messages of each role may have."""
+"""Block types that messages of each role may have."""
 
 
 class Thinking(Struct, kw_only=True, frozen=True):
-    """The `thinking` parameter. The model decides how much it thinks."""
+    """The `thinking` parameter. Only its type has an effect; the model decides how long it thinks."""
 
     type: str
 
@@ -73,11 +73,11 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: dict[str, Any] = field(default_factory=dict)
-    """The `output_config` parameter. Its `format` is a JSON schema for the answer. An effort has no effect."""
+    """The `output_config` parameter. Its `format` is a JSON schema for the answer. Its effort has no effect."""
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
 
     def chat(self, **more: Any) -> MessagesChat:
-        """Return the equivalent chat. `more` are further fields of it. Raises ApiError."""
+        """Return the equivalent chat. `more` are other fields of the chat. Raises ApiError."""
         choice = self.tool_choice or {}
         options = dict(self.chat_template_kwargs)
         if self.thinking is not None:
@@ -98,7 +98,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     """Body of POST /v1/messages."""
 
     max_tokens: Count
-    """Maximum number of tokens of the answer. If the context has less room, the answer ends with the context."""
+    """Maximum number of tokens of the answer. The answer ends earlier if the context is full."""
     stream: bool = False
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -106,7 +106,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
 
     def to_answer(self) -> MessagesChat:
-        """Return the chat that is to be answered. Raises ApiError."""
+        """Return the chat to answer. Raises ApiError."""
         return self.chat(
             stream=self.stream,
             stop=self.stop_sequences,
@@ -117,7 +117,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
 
 
 def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -> Blocks:
-    """Convert messages to those of chat completions, where each tool result is a message. Raises ApiError."""
+    """Convert messages to chat completions' form, in which each tool result is a message. Raises ApiError."""
     check_parts(messages, "messages")
     read: Blocks = []
     texts = [system] if isinstance(system, str) else [_text(block, f"system[{at}]") for at, block in enumerate(system)]
@@ -128,21 +128,20 @@ def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -
     if read[-1]["role"] == "assistant":
         name = f"messages[{len(messages) - 1}]"
         reason = f"{name} is the assistant's: answers that are begun by the client are not supported; end with a user's"
-        raise ApiError(reason, param=name, code="unsupported_parameter")
+        raise invalid(reason, name, "unsupported_parameter")
     return read
 
 
 def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
-    """Convert one message, which may become several. Raises ApiError."""
+    """Convert one message to one or more messages. Raises ApiError."""
     role, content = message.get("role"), message.get("content")
     refuse_extra(message, ("role", "content", "id", "type"), name)
     if not isinstance(role, str) or role not in ROLES:
-        reason = f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}"
-        raise ApiError(reason, param=f"{name}.role", code="invalid_value")
+        raise invalid(f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}", f"{name}.role")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise _invalid(f"{name}.content must be a string or a list of blocks", f"{name}.content")
+        raise invalid(f"{name}.content must be a string or a list of blocks", f"{name}.content")
     texts, thoughts, calls, results = list[str](), list[str](), Blocks(), Blocks()
     for index, block in enumerate(content):
         path = f"{name}.content[{index}]"
@@ -154,7 +153,7 @@ def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
             case "tool_use":
                 given = block.get("input")
                 if not isinstance(given, Mapping):
-                    raise _invalid(f"{path}.input must be an object", f"{path}.input")
+                    raise invalid(f"{path}.input must be an object", f"{path}.input")
                 function = {"name": _string(block, "name", path), "arguments": json.dumps(given, ensure_ascii=False)}
                 calls.append({"id": _string(block, "id", path), "type": "function", "function": function})
             case "tool_result":
@@ -169,12 +168,12 @@ def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
 
 
 def _result(block: Mapping[str, Any], path: str) -> str:
-    """Return the text of a tool's result. Raises ApiError."""
+    """Return the text of a tool result. Raises ApiError."""
     content = block.get("content")
     if isinstance(content, list):
         return "\n".join(_text(each, f"{path}.content[{index}]") for index, each in enumerate(content))
     if not isinstance(content, str | None):
-        raise _invalid(f"{path}.content must be a string or a list of blocks", f"{path}.content")
+        raise invalid(f"{path}.content must be a string or a list of blocks", f"{path}.content")
     return content or ""
 
 
@@ -188,7 +187,7 @@ def _kind(block: Any, path: str, kinds: Sequence[str]) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str) or kind not in kinds:
         reason = f"{path}.type is {shown(kind)}; supported here: {', '.join(kinds)}"
-        raise ApiError(reason, param=f"{path}.type", code="unsupported_content")
+        raise invalid(reason, f"{path}.type", "unsupported_content")
     refuse_extra(block, ("type", "cache_control", *BLOCK_FIELDS[kind]), path)
     return kind
 
@@ -196,33 +195,33 @@ def _kind(block: Any, path: str, kinds: Sequence[str]) -> str:
 def _string(block: Mapping[str, Any], field: str, path: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        raise _invalid(f"{path}.{field} must be a string", f"{path}.{field}")
+        raise invalid(f"{path}.{field} must be a string", f"{path}.{field}")
     return value
 
 
 def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Convert a tool to the shape of chat completions. Raises ApiError."""
+    """Convert a tool to chat completions' form. Raises ApiError."""
     kind = tool.get("type", "custom")
     if kind not in ("custom", None):
         reason = f"{path}.type is {shown(kind)}; only tools with an input_schema are supported, which the client runs"
-        raise ApiError(reason, param=f"{path}.type", code="unsupported_parameter")
+        raise invalid(reason, f"{path}.type", "unsupported_parameter")
     refuse_extra(tool, TOOL_FIELDS, path)
     function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 
 
 def _read_format(given: Any) -> dict[str, Any] | None:
-    """Convert the format of the answer to the shape of chat completions. Raises ApiError."""
+    """Convert the answer's format to chat completions' form. Raises ApiError."""
     match given:
         case None:
             return None
         case {"type": "json_schema", "schema": dict(schema)}:
             return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    raise _invalid("output_config.format must have the type json_schema, and a schema", "output_config.format")
+    raise invalid("output_config.format must have the type json_schema, and a schema", "output_config.format")
 
 
 def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
-    """Convert `tool_choice` to the shape of chat completions. Raises ApiError."""
+    """Convert `tool_choice` to chat completions' form. Raises ApiError."""
     match choice.get("type"):
         case None if not choice:
             return None
@@ -233,9 +232,4 @@ def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
         case "tool":
             return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
         case kind:
-            reason = f"tool_choice.type is {shown(kind)}; supported: auto, any, tool, none"
-            raise ApiError(reason, param="tool_choice.type", code="invalid_value")
-
-
-def _invalid(reason: str, param: str) -> ApiError:
-    return ApiError(reason, param=param, code="invalid_value")
+            raise invalid(f"tool_choice.type is {shown(kind)}; supported: auto, any, tool, none", "tool_choice.type")

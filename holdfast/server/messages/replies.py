@@ -15,10 +15,11 @@ from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning,
 from holdfast.server.formats.registry import Reading
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError
-from holdfast.server.replies import Reply, RequestUsage, Shape, Written, encode
+from holdfast.server.replies import Reply, RequestUsage, Shape, Written
+from holdfast.server.replies import event as named_event
 
 UNSIGNED = "unsigned"
-"""Signature of thinking. Nobody verifies it when it comes back."""
+"""Signature of thinking blocks. The server does not verify it when a client sends it back."""
 
 
 class MessageShape(Shape):
@@ -27,7 +28,7 @@ class MessageShape(Shape):
     id_prefix, whole_object, chunk_object = "msg", "message", "message"
 
     def __init__(self, wanted: MessagesChat, text: Text, reading: Reading, most_tokens: int) -> None:
-        """`most_tokens` is the client's limit, whether or not the context has room for it."""
+        """`most_tokens` is the limit that the client gave, which may exceed the context."""
         super().__init__(wanted, text, reading)
         self.most_tokens = most_tokens
         self.stop: str | None = None
@@ -38,7 +39,7 @@ class MessageShape(Shape):
         self.blocks = 0
         """Number of content blocks that have begun."""
         self.open: type[Part] | None = None
-        """Type of the open block's parts, which is Arguments for a call; None without an open block."""
+        """Part type of the open block: Said, Reasoning, or Arguments for a call. None if no block is open."""
 
     def read(self, choice: int, delta: Delta) -> list[Part]:
         parts = super().read(choice, delta)
@@ -48,7 +49,7 @@ class MessageShape(Shape):
         return parts
 
     def events(self, delta: Delta, usage: RequestUsage) -> Iterator[bytes]:
-        """Yield the next events of a stream: new content, and the last events if the answer has ended."""
+        """Yield the next events of a stream: new content, and the last events when the answer ends."""
         if delta.finish_reason is None and not (delta.text or delta.tokens):
             return
         if not self.begun:
@@ -155,7 +156,7 @@ class MessageShape(Shape):
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Decode the arguments of a call to a JSON object. Other arguments are kept as they were written."""
+    """Decode a call's arguments to a JSON object. Text that is not an object is kept under `arguments`."""
     try:
         given = msgspec.json.decode(text or "{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -164,8 +165,8 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """Encode one server-sent event, named by its type."""
-    return f"event: {kind}\ndata: ".encode() + encode({"type": kind, **fields}) + b"\n\n"
+    """Encode one server-sent event. Its name is its type."""
+    return named_event({"type": kind, **fields}, kind)
 
 
 def error_event(error: ApiError) -> bytes:

@@ -1,4 +1,4 @@
-"""Routes that load and unload LoRA adapters while the server runs, with vLLM's paths and fields."""
+"""Routes that load and unload LoRA adapters while the server runs. Paths and fields are vLLM's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fastapi import FastAPI, Request, Response
 
 from holdfast.engine.client.client import AdapterError
 from holdfast.engine.client.connection import EngineDead
-from holdfast.server.protocol import ApiError, RequestBody
+from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import described, tenant_of
 from holdfast.server.service import Service, engine_dead
 
 RESERVED = "ft:"
-"""Prefix of the names of adapters that tuning jobs make."""
+"""Prefix of the names of tuning jobs' adapters."""
 
 
 class LoadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +28,7 @@ class LoadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
     lora_path: str
     """Directory in PEFT's format: relative to --adapter-root, or absolute and below it."""
     load_inplace: bool = False
-    """Whether to replace the adapter that has this name, if there is one."""
+    """Whether to replace a loaded adapter that has this name."""
 
 
 class UnloadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -42,8 +42,8 @@ class UnloadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
 def add_adapter_routes(app: FastAPI, service: Service) -> None:
     """Add POST /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
-    An adapter that a key loads is its own. One that an operator loads is for all keys, like the adapters served from
-    the start. A server with one key, or none, lets it change everything.
+    An adapter that an API key loads belongs to that key. An adapter that an operator loads is for all keys, like the
+    adapters loaded at the start. On a server with at most one key, that key may change all adapters.
     """
     client = service.client
 
@@ -52,11 +52,11 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
             raise ApiError("this server serves no adapters; start it with --max-adapters", code="adapters_off")
 
     def check_name(wanted: LoadRequest, request: Request) -> None:
-        """Raises ApiError for a name that this key may not give an adapter."""
+        """Raises ApiError if this key may not give an adapter this name."""
         name = wanted.lora_name
         if name.startswith(RESERVED):
             reason = f"adapter {name[:128]}: names that begin with {RESERVED} are those of tuning jobs' results"
-            raise ApiError(reason, param="lora_name", code="invalid_adapter")
+            raise invalid(reason, "lora_name", "invalid_adapter")
         tenant, operator = tenant_of(request), request.state.operator
         if name not in client.adapters or service.may_change(name, tenant, operator=operator):
             return
@@ -65,7 +65,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         raise ApiError(f"adapter {name[:128]}: the name {name[:128]} is taken", code="invalid_adapter")
 
     def check_change(name: str, request: Request) -> None:
-        """Raises ApiError if this key may not unload a loaded adapter."""
+        """Raises ApiError if the adapter is loaded and this key may not unload it."""
         tenant = tenant_of(request)
         if name not in client.adapters or service.may_change(name, tenant, operator=request.state.operator):
             return
@@ -96,14 +96,14 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         if wanted.lora_name in service.tuned:
             service.check_model(wanted.lora_name, tenant_of(request))
             reason = f"{wanted.lora_name[:128]} came from a tuning job; DELETE /v1/models/NAME deletes it"
-            raise ApiError(reason, param="lora_name", code="invalid_adapter")
+            raise invalid(reason, "lora_name", "invalid_adapter")
         check_change(wanted.lora_name, request)
         try:
             await client.unload_adapter(wanted.lora_name)
         except AdapterError as error:
             if error.missing:
                 raise not_loaded(wanted.lora_name) from None
-            raise ApiError(str(error), param="lora_name", code="invalid_adapter") from None
+            raise invalid(str(error), "lora_name", "invalid_adapter") from None
         except EngineDead as error:
             raise engine_dead(error) from None
         service.own.pop(wanted.lora_name, None)
@@ -117,13 +117,13 @@ def not_yours(name: str) -> ApiError:
 
 
 def not_loaded(name: str) -> ApiError:
-    """Return the error for unloading an adapter that does not exist or is another key's. Both look the same."""
+    """Return the error for an adapter that does not exist or belongs to another key. Both look the same to a client."""
     reason = f"the adapter {name[:128]!r} is not loaded"
     return ApiError(reason, status=404, param="lora_name", code="model_not_found")
 
 
 def below(root: str | None, path: str) -> Path:
-    """Return the directory that a client names, with its links followed.
+    """Return the resolved path of the directory that a client names.
 
     Raises ApiError 403 unless it is below `root`.
     """

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's Conversations: stored items that turns build on."""
+"""Routes of OpenAI's Conversations API: stored items that turns build on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.server.conversations.protocol import (
 )  # fmt: skip
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.values import RUNNING, Turn
-from holdfast.server.protocol import ApiError, parse
+from holdfast.server.protocol import invalid, parse
 from holdfast.server.routes.http import JSON, described, page_query, read_body, tenant_of
 
 MOST_SEARCHED = 200
@@ -34,13 +34,12 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     async def listing(request: Request) -> Response:
         """List the key's conversations, the latest active first; with `search`, only those that contain it.
 
-        With `search`, a page may be short although more follow after `last_id`.
+        With `search`, a page may be shorter than `limit` although more conversations follow.
         """
         tenant, (limit, _, after) = tenant_of(request), page_query(request)
         wanted = request.query_params.get("search", "").strip()
         if len(wanted) > MOST_SEARCHED:
-            reason = f"search has {len(wanted)} characters; at most {MOST_SEARCHED} are searched for"
-            raise ApiError(reason, param="search", code="invalid_value")
+            raise invalid(f"search has {len(wanted)} characters; at most {MOST_SEARCHED} are searched for", "search")
         if not wanted:
             page = await store.read(lambda store: store.listing.page(tenant, limit=limit, after=after))
             return JSON(item_list(*page))
@@ -59,7 +58,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/conversations/{conversation_id}")
     async def retrieve(request: Request, conversation_id: str) -> Response:
-        """A conversation without its items."""
+        """A conversation, without its items."""
         tenant = tenant_of(request)
         return JSON(await store.read(lambda store: store.conversations.get(tenant, conversation_id)))
 
@@ -73,7 +72,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.delete("/v1/conversations/{conversation_id}")
     async def delete(request: Request, conversation_id: str) -> dict[str, Any]:
-        """Delete a conversation and its items. Its responses stay, unless `responses=true` deletes them, too."""
+        """Delete a conversation and its items. With `responses=true`, delete its responses, too."""
         tenant, whole = tenant_of(request), request.query_params.get("responses") == "true"
         with responses.lock(tenant, conversation_id):
             await store.run(
@@ -88,7 +87,7 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.post("/v1/conversations/copies", openapi_extra=described(CopyRequest))
     async def copy(request: Request) -> Response:
-        """Create a conversation from turns returned before, here or elsewhere, with all branches."""
+        """Create a conversation from turns that this or another server returned, with all branches."""
         tenant, id = tenant_of(request), new_id("conv")
         body = await read_body(request, service.config)
 
@@ -102,23 +101,23 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/conversations/{conversation_id}/turns")
     async def turns(request: Request, conversation_id: str) -> Response:
-        """All turns of a conversation, each with its parent, and its head, the turn that it continues from."""
+        """All turns of a conversation, each with its parent, and `head`, the turn that it continues from."""
         tenant = tenant_of(request)
         found = await store.read(lambda store: store.tree.turns(tenant, conversation_id))
         for turn in found["turns"]:
             turn["running"] = turn["running"] or responses.running(tenant, turn["id"]) is not None
             if not turn["running"] and turn["status"] in RUNNING:
-                turn["status"] = "failed"  # But its server has ended.
+                turn["status"] = "failed"  # The server that wrote it has ended.
         return JSON(found)
 
     @app.post("/v1/conversations/{conversation_id}/head", openapi_extra=described(HeadRequest))
     async def head(request: Request, conversation_id: str) -> Response:
-        """Continue from another turn: after it (`after`), or in its place (`before`)."""
+        """Continue from another turn: after it (`after`), or instead of it (`before`)."""
         tenant = tenant_of(request)
         wanted = parse(await read_body(request, service.config), HeadRequest)
         response = wanted.after or wanted.before
         if response is None or (wanted.after is not None and wanted.before is not None):
-            raise ApiError("give either after or before", param="after", code="invalid_value")
+            raise invalid("give either after or before", "after")
         after = wanted.after is not None
         with responses.lock(tenant, conversation_id):
             await store.run(lambda store: store.tree.move(tenant, conversation_id, response, after=after))
@@ -154,7 +153,7 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.delete("/v1/conversations/{conversation_id}/items/{item_id}")
     async def delete(request: Request, conversation_id: str, item_id: str) -> Response:
-        """Remove one item. Returns the conversation."""
+        """Delete one item. Returns the conversation."""
         tenant = tenant_of(request)
         with responses.lock(tenant, conversation_id):
             found = await store.run(lambda store: store.conversations.delete_item(tenant, conversation_id, item_id))

@@ -1,4 +1,4 @@
-"""The outermost layer: handles every request, also refused ones. It sets the id, strips a proxy's path, and logs."""
+"""The outermost layer. Gives every request an id, strips the proxy's path, and logs it, even if it is refused."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ MAX_ID = 128
 MAX_SHOWN = 256
 """Maximum number of characters of a path in the log."""
 LEFT = 499
-"""Logged status of a request whose client left before its answer began."""
+"""Logged status of a request whose client disconnected before its answer began."""
 
 log = logging.getLogger("holdfast.requests")
 
 
 class Edge:
-    """Wraps the application. Each answer has the header x-request-id: the client's own id, or a new one."""
+    """Wraps the application. Each answer has the header x-request-id, with the client's id or a new one."""
 
     def __init__(
         self, app: ASGIApp, root_path: str = "", quiet: Collection[str] = (), tracing: Tracing | None = None
     ) -> None:
-        """`root_path` is removed from the beginning of a path. Requests for `quiet` paths are logged at debug level.
+        """`root_path` is removed from the beginning of paths. Requests for `quiet` paths are logged at debug level.
 
-        With `tracing`, requests that generate have spans.
+        With `tracing`, each request that generates gets a span.
         """
         self.tracing = tracing
         self.app = app
@@ -70,7 +70,7 @@ class Edge:
                 log.log(level, line(scope, state, id, status, size, seconds))
 
     def without_root(self, scope: Scope) -> Scope:
-        """Return the scope without the root path, whether or not the proxy has removed it."""
+        """Return the scope without the root path, which the proxy may already have removed."""
         root = self.root_path
         if not root or not f"{scope['path']}/".startswith(f"{root}/"):
             return scope
@@ -78,7 +78,7 @@ class Edge:
 
 
 def request_id(scope: Scope) -> bytes:
-    """Return the client's id if it is short and visible ASCII, or else a new one."""
+    """Return the client's id if it is short and visible ASCII; otherwise a new one."""
     given = dict(scope["headers"]).get(b"x-request-id", b"")
     if 0 < len(given) <= MAX_ID and all(0x21 <= byte <= 0x7E for byte in given):
         return bytes(given)
@@ -86,7 +86,7 @@ def request_id(scope: Scope) -> bytes:
 
 
 def line(scope: Scope, state: dict[str, Any], id: bytes, status: int, size: int, seconds: float) -> str:
-    """Return one line of the log. It has no texts and no keys. A tenant appears as the beginning of its digest."""
+    """Return one line of the log, without texts or keys. A tenant is shown by the beginning of its digest."""
     path = "".join(each if each.isprintable() and each != " " else "?" for each in scope["path"][:MAX_SHOWN])
     parts = [f"{scope['method']} {path} {status} {seconds:.3f}s bytes={size}"]
     usage = state.get("usage")

@@ -1,4 +1,4 @@
-"""Routes of models: chat completions, completions, embeddings, and responses, where a turn sends only its new input."""
+"""Routes that generate: OpenAI's completions, embeddings and responses, and Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace as replace_struct
 
+from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -19,7 +20,10 @@ from holdfast.server.conversations.protocol import (
 )
 from holdfast.server.conversations.service import Responses
 from holdfast.server.embeddings import EmbeddingRequest, embed
-from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, parse
+from holdfast.server.messages.protocol import MessagesRequest, TokensRequest
+from holdfast.server.messages.replies import MessageShape
+from holdfast.server.messages.replies import error_event as message_error
+from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, invalid, parse
 from holdfast.server.replies import DONE, ChatShape, RequestUsage, Shape, TextShape, event
 from holdfast.server.routes.http import (
     JSON,
@@ -31,12 +35,12 @@ from holdfast.server.routes.http import (
     tenant_of,
     while_connected,
 )  # fmt: skip
-from holdfast.server.service import Answer, Service, internal
+from holdfast.server.service import Answer, Service, internal, refused
 
 SMALL = 1 << 14
-"""Size in bytes from which a body is parsed off the event loop. Converting a grammar takes up to 1 us per byte."""
+"""Number of bytes from which a body is parsed off the event loop. Converting a grammar takes up to 1 us per byte."""
 MOST_EVENTS = 999_999_999
-"""Largest `starting_after` of a response whose number of events is unknown."""
+"""Maximum `starting_after` if the number of a response's events is unknown."""
 
 
 def add_completion_routes(app: FastAPI, service: Service) -> None:
@@ -58,9 +62,9 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
-    """Read and parse the request's body, a large one off the event loop. Raises ApiError.
+    """Read and parse the request's body. A large body is parsed off the event loop. Raises ApiError.
 
-    As in vLLM, a request that names no model is for the served one.
+    A request without a model name is for the served model, as in vLLM.
     """
     body = await read_body(request, service.config)
     large = len(body) >= SMALL
@@ -74,7 +78,7 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
 
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
-    """Return the whole answer, or a stream."""
+    """Return the whole answer, or a stream of it."""
     request.state.usage = answer.usage  # For the log.
     if not answer.wanted.stream:
         return JSON(await while_connected(request.receive, answer.whole(shape)))
@@ -100,25 +104,69 @@ def failure(answer: Answer, error: Exception) -> ApiError:
     return error if isinstance(error, ApiError) else internal(error)
 
 
+def add_message_routes(app: FastAPI, service: Service) -> None:
+    """Add POST /v1/messages and /v1/messages/count_tokens."""
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=described(TokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a prompt."""
+        wanted, tenant = await read_request(request, service, TokensRequest), tenant_of(request)
+        answer = service.answer(wanted.chat(truncate_prompt_tokens=-1), tenant)  # May exceed the context.
+        with service.lane.admission.admit(1, tenant):
+            try:
+                (prompt,) = await while_connected(request.receive, _encoded(answer))
+            except RequestRefused as error:
+                raise refused(error, answer.wanted, service.client) from None
+            except ValueError as error:
+                raise invalid(str(error), "messages") from None
+        return JSON({"input_tokens": len(prompt)})
+
+    @app.post("/v1/messages", openapi_extra=described(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation: whole, or as a stream of events."""
+        wanted = await read_request(request, service, MessagesRequest)
+        chat = wanted.to_answer()
+        answer = service.answer(chat, tenant_of(request))
+        answer.at_most = wanted.max_tokens
+        request.state.usage = answer.usage
+        shape = MessageShape(chat, service.client.text, answer.reading, wanted.max_tokens)
+        if not wanted.stream:
+            return JSON(await while_connected(request.receive, answer.whole(shape)))
+        return await start_stream(
+            request, message_events(answer, shape), lambda error: message_error(failure(answer, error))
+        )
+
+
+async def _encoded(answer: Answer) -> list[list[int]]:
+    return [list(prompt) for prompt in await answer.encode()]
+
+
+async def message_events(answer: Answer, shape: MessageShape) -> AsyncGenerator[bytes, None]:
+    async with aclosing(answer.deltas()) as deltas:
+        async for _, delta in deltas:
+            for event in shape.events(delta, answer.usage):
+                yield event
+
+
 def add_response_routes(app: FastAPI, responses: Responses) -> None:
     """Add the routes under /v1/responses: create, get, delete, cancel, input_items, input_tokens and compact."""
 
     @app.post("/v1/responses/input_tokens", openapi_extra=described(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
-        """Count the tokens of a turn's prompt, its context included. Nothing is answered or stored."""
+        """Count the tokens of a turn's prompt, its context included. Generates and stores nothing."""
         wanted = await read_request(request, responses.service, InputTokensRequest)
         count = await while_connected(request.receive, responses.count(wanted, tenant_of(request)))
         return JSON({"object": "response.input_tokens", "input_tokens": count})
 
     @app.post("/v1/responses/compact", openapi_extra=described(CompactRequest))
     async def compact(request: Request) -> Response:
-        """Shorten a long conversation: the user's messages stay, and the model summarizes the rest."""
+        """Shorten a long conversation: keep the user's messages, and let the model summarize the rest."""
         wanted = await read_request(request, responses.service, CompactRequest)
         return JSON(await while_connected(request.receive, responses.compact(wanted, tenant_of(request))))
 
     @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
     async def create(request: Request) -> Response:
-        """Answer a turn: whole, as a stream, or in the background."""
+        """Answer a turn: at once, as a stream, or in the background."""
         wanted = await read_request(request, responses.service, ResponseRequest)
         if wanted.background:
             background = await responses.start(wanted, tenant_of(request))
@@ -134,7 +182,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        """A stored response; with `stream`, the events of a background response, after `starting_after`."""
+        """A stored response. With `stream`, the events of a background response that follow `starting_after`."""
         tenant, query = tenant_of(request), request.query_params
         if query.get("stream") != "true":
             return JSON(await responses.retrieve(tenant, response_id))
@@ -164,7 +212,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 async def stream(
     request: Request, events: AsyncGenerator[Event, None], failed: Callable[[ApiError], Event]
 ) -> Response:
-    """Return a response as server-sent events. After the first one, an error ends it with `response.failed`."""
+    """Return a response as server-sent events. An error after the first event becomes the last event."""
 
     async def encoded() -> AsyncGenerator[bytes, None]:
         async with aclosing(events):
@@ -178,11 +226,11 @@ async def stream(
 
 
 def add_embedding_route(app: FastAPI, service: Service) -> None:
-    """POST /v1/embeddings."""
+    """Add POST /v1/embeddings."""
 
     @app.post("/v1/embeddings", openapi_extra=described(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        """A vector for each input, of a model that is made for embeddings."""
+        """One vector for each input, if the served model is made for embeddings."""
         wanted = await read_request(request, service, EmbeddingRequest)
         request.state.usage = usage = RequestUsage()
         return JSON(await while_connected(request.receive, embed(service, wanted, tenant_of(request), usage)))

@@ -1,4 +1,4 @@
-"""Code that all routes share: bounded bodies, JSON, pages, event streams, and work that ends if the client leaves."""
+"""Code that routes share: bounded bodies, JSON, pages, event streams, and work that stops if the client leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import item_list
 from holdfast.server.conversations.store import not_found
 from holdfast.server.conversations.values import Item
-from holdfast.server.protocol import ApiError, RequestBody
+from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.replies import encode
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's window bits by content encoding."""
 LEAST_COMPRESSED = 1024
-"""Size in bytes from which a body is compressed, if the client accepts that."""
+"""Number of bytes from which a body is compressed, if the client accepts it."""
 
 
 class JSON(Response):
@@ -40,7 +40,7 @@ class JSON(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Their source is closed when the response ends: complete, failed, or left by the client."""
+    """Server-sent events. Their source is closed when the response ends, also if it fails or the client leaves."""
 
     media_type = "text/event-stream"
 
@@ -68,9 +68,9 @@ class EventStream(StreamingResponse):
 async def start_stream(
     request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
 ) -> EventStream:
-    """Start a stream after its first event, so that a refusal still gets its own status.
+    """Wait for the first event and then return the stream. An earlier error raises, so that it gets its own status.
 
-    A later error is sent as an event, which `failed` makes, and ends the stream.
+    A later error becomes the last event, made by `failed`.
     """
 
     async def begin() -> bytes:
@@ -80,13 +80,13 @@ async def start_stream(
 
 
 def tenant_of(request: Request) -> str:
-    """Return the request's tenant, whose cached prefixes it may share."""
+    """Return the request's tenant. Requests of one tenant may share cached prefixes."""
     tenant: str = request.state.tenant
     return tenant
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies being received at once, up to `limit`, and up to `tenant_limit` per tenant."""
+    """Counts the bytes of bodies that are being received, up to `limit` in total and `tenant_limit` per tenant."""
 
     def __init__(self, limit: int, tenant_limit: int) -> None:
         self.limit = limit
@@ -97,12 +97,11 @@ class BodyBudget:
     @classmethod
     def of(cls, config: ServerConfig) -> BodyBudget:
         """Create the configured budget. With several keys, each key may use its share, but at least one body."""
-        limit, one = int(config.max_bodies_mb * 1e6), int(config.max_body_mb * 1e6)
-        share = config.tenant_share if len(config.api_key) > 1 else 1
-        return cls(limit, max(int(limit * share), min(limit, one)))
+        limit, one = config.max_bodies_bytes, config.max_body_bytes
+        return cls(limit, max(int(limit * config.share), min(limit, one)))
 
     def add(self, size: int, tenant: str) -> None:
-        """Count more bytes of a tenant. Raises ApiError beyond the limits; the bytes are counted nevertheless."""
+        """Count more bytes of a tenant. Raises ApiError beyond the limits, but counts them nevertheless."""
         self.held[tenant] += size
         if self.held.total() > self.limit:
             reason = f"more than {self.limit} bytes of request bodies are being received; try again"
@@ -127,9 +126,9 @@ def too_large(limit: int) -> ApiError:
 async def read_body(request: Request, config: ServerConfig) -> bytes:
     """Read the request's body.
 
-    Raises ApiError 413 as soon as it is too large, 429 if its tenant's bodies together are, 503 if all bodies are.
+    Raises ApiError: 413 if the body exceeds its limit, 429 if the tenant's bodies exceed theirs, 503 if all bodies do.
     """
-    body, limit = bytearray(), int(config.max_body_mb * 1e6)
+    body, limit = bytearray(), config.max_body_bytes
     budget: BodyBudget = request.app.state.bodies
     tenant = tenant_of(request)
     declared = request.headers.get("content-length", "")
@@ -147,11 +146,11 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
 
 
 def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:
-    """Decode a body from the encoding that its header names.
+    """Decode a body from its content encoding.
 
-    Raises ApiError: 413 as soon as it is too large, 415 for an unknown encoding, 400 for invalid data.
+    Raises ApiError: 413 if the result is too large, 415 for an unknown encoding, 400 for invalid data.
     """
-    limit = int(config.max_body_mb * 1e6)
+    limit = config.max_body_bytes
     if encoding.lower() in ("", "identity"):
         return body
     if encoding.lower() not in ENCODINGS:
@@ -170,9 +169,9 @@ def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:
 
 
 def compress(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
-    """Compress a body in the first encoding that the client accepts. Returns it with its headers.
+    """Compress a body in the first known encoding that the client accepts. Returns the body and its headers.
 
-    Small bodies stay as they are. `accepted` is the value of Accept-Encoding; an encoding with a weight of 0 is not
+    Small bodies stay as they are. `accepted` is the value of Accept-Encoding. An encoding with weight 0 is not
     accepted.
     """
     for part in accepted.lower().split(",") if len(body) >= LEAST_COMPRESSED else ():
@@ -204,7 +203,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def page(request: Request, items: list[Item]) -> dict[str, Any]:
-    """Return the page of a list that the client asks for. Raises ApiError."""
+    """Return the requested page of a list. Raises ApiError."""
     query = page_query(request)
     if query.newest_first:
         items = items[::-1]
@@ -225,28 +224,27 @@ class PageQuery(NamedTuple):
 
 
 def page_query(request: Request, *, most: int = 100, default: int = 20) -> PageQuery:
-    """Parse `limit`, `order` and `after`. Raises ApiError, which names the parameter at fault."""
+    """Parse `limit`, `order` and `after`. Raises ApiError, which names the invalid parameter."""
     query = request.query_params
     limit, order = query_integer(request, "limit", 1, most), query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise ApiError(f"order is {order[:32]}; it must be asc or desc", param="order", code="invalid_value")
+        raise invalid(f"order is {order[:32]}; it must be asc or desc", "order")
     return PageQuery(default if limit is None else limit, order == "desc", query.get("after"))
 
 
 def query_integer(request: Request, name: str, least: int, most: int) -> int | None:
-    """Return a query parameter as a number in ASCII digits; None if it is missing. Raises ApiError with the limits."""
+    """Return a query parameter as a number; None if missing. Raises ApiError unless it is digits and in range."""
     given = request.query_params.get(name)
     if given is None:
         return None
     if not (given.isascii() and given.isdigit() and len(given) <= 9 and least <= int(given) <= most):
-        reason = f"{name} is {given[:32]!r}; it must be an integer between {least} and {most}"
-        raise ApiError(reason, param=name, code="invalid_value")
+        raise invalid(f"{name} is {given[:32]!r}; it must be an integer between {least} and {most}", name)
     return int(given)
 
 
 @cache
 def _schemas(shape: type[RequestBody]) -> dict[str, Any]:
-    """Return the JSON schemas of a request body and of its parts, by name. The result is cached: do not modify it."""
+    """Return the JSON schemas of a request body and its parts, by name. The result is cached: do not modify it."""
     _, components = msgspec.json.schema_components([shape], ref_template="{name}")
     return components
 

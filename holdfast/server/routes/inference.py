@@ -1,4 +1,4 @@
-"""Routes of the Open Inference Protocol for applications of cells, as the clients of KServe and Triton call them."""
+"""Routes of the Open Inference Protocol for cell applications, as clients of KServe and Triton use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "
 
 
 class IndexRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Body of a request for the index. All models are always ready."""
+    """Body of a request for the index. `ready` has no effect, because all models are ready."""
 
     ready: bool = False
 
@@ -39,26 +39,26 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
     @app.get("/v2")
     async def server() -> dict[str, Any]:
-        """The name, version and extensions of this server."""
+        """The server's name, version and protocol extensions."""
         return {"name": "holdfast", "version": __version__, "extensions": list(EXTENSIONS)}
 
     @app.get(LIVE)
     @app.head(LIVE, include_in_schema=False)
     async def live() -> dict[str, Any]:
-        """Whether the server answers."""
+        """Always true: the server answers."""
         return {"live": True}
 
     @app.get(READY)
     @app.head(READY, include_in_schema=False)
     async def ready() -> Response:
-        """200 if the server accepts requests, after a round trip through each engine; else 503."""
+        """200 if the server accepts requests and each engine answers; otherwise 503."""
         if (reason := await trouble(app.state.admissions, app.state.clients, config.health_seconds)) is not None:
             return JSON({"ready": False, "error": reason}, 503)
         return JSON({"ready": True})
 
     @app.post("/v2/repository/index")
     async def index(request: Request) -> Response:
-        """All applications."""
+        """All applications, with their states."""
         body = decompress(await read_body(request, config), request.headers.get("content-encoding", ""), config)
         if body:
             parse(body, IndexRequest)
@@ -83,12 +83,12 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
         @app.get(prefix, name=f"metadata {prefix}")
         async def metadata(name: str, version: str | None = None) -> Response:
-            """An application's inputs and outputs."""
+            """The inputs and outputs of an application."""
             return JSON(protocol.metadata(applications.find(name, version).info))
 
         @app.get(f"{prefix}/ready", name=f"ready {prefix}")
         async def model_ready(name: str, version: str | None = None) -> Response:
-            """200 if the application accepts requests, after a round trip through its engine; else 503."""
+            """200 if the application accepts requests and its engine answers; otherwise 503."""
             each = applications.find(name, version)
             reason = await trouble([each.admission], [each.client], config.health_seconds)
             if reason is not None:
@@ -97,7 +97,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
         @app.get(f"{prefix}/config", name=f"config {prefix}")
         async def configuration(name: str, version: str | None = None) -> Response:
-            """The configuration of an application, in Triton's terms."""
+            """The configuration of an application, in Triton's form."""
             return JSON(protocol.configuration(applications.find(name, version).info))
 
         @app.get(f"{prefix}/stats", name=f"stats {prefix}")
@@ -114,7 +114,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
 
 async def answer(request: Request, app: App, applications: Applications) -> Response:
-    """Read a request, run it, and write its outputs in the form that the client wants. Raises ApiError."""
+    """Read a request, run it, and encode its outputs in the requested form. Raises ApiError."""
     config, headers = applications.config, request.headers
     body = await read_body(request, config)
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's part, completed with the replies, queries and keys that FastAPI does not know."""
+"""The OpenAPI document: FastAPI's output, plus the replies, queries and keys that FastAPI cannot infer."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def one_of(*words: str) -> Schema:
 
 
 def record(**fields: Schema) -> Schema:
-    """Return the schema of an object with all of these fields. It may have others."""
+    """Return the schema of an object that has at least these fields."""
     return {"type": "object", "required": list(fields), "properties": fields}
 
 
 def page_of(name: str) -> Schema:
-    """Return the schema of a page of a list."""
+    """Return the schema of one page of a list of `name` objects."""
     return record(
         object=one_of("list"),
         data=many(ref(name)),
@@ -155,11 +155,11 @@ SCHEMAS: Mapping[str, Schema] = {
     "Health": record(status=TEXT),
     "Any": ANYTHING,
 }
-"""Schemas of the replies, with the fields that are always present."""
+"""Schemas of the replies, by name. They list the fields that are always present."""
 
 
 class Reply(NamedTuple):
-    """Body of an answer with status 200: a JSON schema's name, an event schema's name, or bytes of a content type."""
+    """Body of an answer with status 200: the name of a JSON schema, of an event schema, or a content type of bytes."""
 
     json: str | None = None
     events: str | None = None
@@ -177,9 +177,9 @@ class Reply(NamedTuple):
         return content
 
 
-LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "most entries of the page")
+LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "maximum number of entries")
 ORDER = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "oldest or newest first")
-AFTER = ("after", TEXT, "the id of the last entry of the page before")
+AFTER = ("after", TEXT, "the id of the last entry of the previous page")
 PAGE = (LIMIT, AFTER)
 
 TUNING = "/v1/fine_tuning/jobs"
@@ -238,22 +238,22 @@ REPLIES: Mapping[str, Reply] = {
     f"GET {TUNING}/{{job_id}}/adapter/{{name}}": Reply(bytes="application/octet-stream"),
     **{f"POST {TUNING}/{{job_id}}/{verb}": Reply("TuningJob") for verb in ("pause", "resume", "cancel")},
 }
-"""Replies by method and path. Routes that are not listed, such as those under /v2, answer with other JSON."""
+"""Replies by method and path. Unlisted routes, such as those under /v2, return other JSON."""
 
 QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/responses/{response_id}": (
-        ("stream", TRUTH, "the events of a background response"),
-        ("starting_after", COUNT, "with stream: the sequence_number of the last event that is known"),
+        ("stream", TRUTH, "return the events of a background response"),
+        ("starting_after", COUNT, "with stream: the sequence_number of the last known event"),
     ),
     "GET /v1/responses/{response_id}/input_items": (LIMIT, ORDER, AFTER),
-    "GET /v1/conversations": (LIMIT, AFTER, ("search", TEXT, "only conversations that have this in them")),
-    "DELETE /v1/conversations/{conversation_id}": (("responses", TRUTH, "delete its responses, too"),),
+    "GET /v1/conversations": (LIMIT, AFTER, ("search", TEXT, "only conversations that contain this text")),
+    "DELETE /v1/conversations/{conversation_id}": (("responses", TRUTH, "also delete its responses"),),
     "GET /v1/conversations/{conversation_id}/items": (LIMIT, ORDER, AFTER),
     "GET /v1/files": (
         ("limit", {"type": "integer", "minimum": 1, "maximum": 10000, "default": 10000}, LIMIT[2]),
         ORDER,
         AFTER,
-        ("purpose", TEXT, "only files for this"),
+        ("purpose", TEXT, "only files for this purpose"),
     ),
     "GET /v1/batches": PAGE,
     f"GET {TUNING}": PAGE,
@@ -268,7 +268,7 @@ METHODS = ("get", "post", "delete")
 
 
 def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schema:
-    """Return the OpenAPI document of an application. `keyed`: all paths but `open_paths` need an API key."""
+    """Return the OpenAPI document of an application. If `keyed`, all paths except `open_paths` need an API key."""
     made = get_openapi(
         title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers or None
     )
@@ -288,13 +288,13 @@ def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schem
 def describe(operation: Schema, route: str, path: str) -> None:
     """Add the replies and query parameters of a route.
 
-    FastAPI's own are removed, because they describe checks that it does not make here.
+    FastAPI's own replies are removed, because they describe validation errors that the routes never return.
     """
     kind = "InferenceError" if is_inference(path) else "MessageError" if is_messages(path) else "Error"
     error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {
         "200": {"description": "Done", "content": REPLIES.get(route, Reply("Any")).content()},
-        "4XX": {"description": "Refused; the message says why", "content": error},
+        "4XX": {"description": "Refused; the message gives the reason", "content": error},
         "5XX": {"description": "Not served now (503), or failed", "content": error},
     }
     for name, schema, what in QUERIES.get(route, ()):

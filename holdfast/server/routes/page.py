@@ -1,6 +1,6 @@
-"""The page in the browser: files from the package, served under a strict content security policy.
+"""The browser page: files from the package, served with a strict content security policy.
 
-The files hold no data, so they need no key. All data on the page comes from the API, with the reader's key.
+The files hold no data, so they need no key. The page gets all data from the API, with the reader's key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain; charset=utf-8",
 }
-"""Content types by file name suffix. Other files are not served."""
+"""Content types by file suffix. Files with other suffixes are not served."""
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -43,7 +43,7 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "form-action 'none'",
-        # No string can become markup or code, because the page builds each element by itself.
+        # No string can become markup or code: the page builds each element through the DOM.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -77,7 +77,7 @@ class PageFile:
 
 @cache
 def page_files() -> Mapping[str, PageFile]:
-    """Return the page's files by name, which may contain slashes. They are read once, and no other file is served."""
+    """Return the page's files by name, which may contain slashes. The files are read once."""
     paths = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix in KINDS)
     bodies = {path.relative_to(FOLDER).as_posix(): read_bytes(path) for path in paths}
     whole = hashlib.sha256()
@@ -97,7 +97,7 @@ def page_files() -> Mapping[str, PageFile]:
 
 
 def wants_page(request: Request) -> bool:
-    """Whether a request for `/` comes from a browser, which gets the page."""
+    """Whether a request for `/` comes from a browser, which gets the page instead of JSON."""
     return "text/html" in request.headers.get("accept", "")
 
 
@@ -110,14 +110,14 @@ def is_page(scope: Scope) -> bool:
 
 
 def index(request: Request) -> Response:
-    """The page itself. A browser asks each time whether it has changed."""
+    """The page's index. Browsers check at each visit whether it has changed."""
     return page_files()[INDEX].response(request, "no-cache")
 
 
 def add_page_routes(app: FastAPI) -> None:
     """Add GET /page/{version}/{name}.
 
-    GET / is among the root's routes, because other clients get the API's list there.
+    GET / is added by `add_root_routes`, because clients other than browsers get JSON there.
     """
 
     @app.get(PREFIX + "{name:path}", include_in_schema=False)

@@ -14,8 +14,8 @@ from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.replica_metrics import describe
-from holdfast.server.routes.activity import is_operator
 from holdfast.server.routes.http import JSON, tenant_of
+from holdfast.server.routes.operators import is_operator
 from holdfast.server.routes.page import index, wants_page
 from holdfast.server.service import Service, trouble
 
@@ -39,13 +39,13 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     @app.head("/v1/models", include_in_schema=False)
     async def models(request: Request) -> dict[str, Any]:
-        """The served model, then its adapters: those for all keys, and the key's own."""
+        """The served model and its adapters: those for all keys and those of this key."""
         tenant = tenant_of(request)
         return {"object": "list", "data": [card(name, tenant) for name in service.models(tenant)]}
 
     @app.get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> dict[str, Any]:
-        """The served model, or an adapter, by its name."""
+        """The served model or one of its adapters."""
         return card(model, tenant_of(request))
 
 
@@ -67,7 +67,7 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
     @app.get("/")
     @app.head("/", include_in_schema=False)
     async def root(request: Request) -> Response:
-        """The name of this server, its models, and its main paths. A browser gets the page."""
+        """The server's name, models and main paths. A browser gets the page instead."""
         if wants_page(request):
             return index(request)
         listed = {
@@ -93,19 +93,19 @@ def add_status_routes(
     registry: CollectorRegistry,
     replicated: CollectorRegistry | None = None,
 ) -> None:
-    """Add GET /health and /metrics. Both ask the engines, within a time limit.
+    """Add GET /health and /metrics. Both query the engines, within a time limit.
 
-    `replicated` holds the metrics of each replica.
+    `replicated` holds the metrics that each replica has.
     """
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:
-        """200 after a round trip through each engine; 503 if one does not answer or the server drains.
+        """200 if each engine answers; 503 if one does not, or if the server drains.
 
-        With replicas, one answer is enough. For operators, the body has the state of each replica. A failing store or
-        remote cache is reported but is still a 200, because other requests are served, and without the remote cache all
-        are.
+        With replicas, one that answers is enough. For operators, the body has the state of each replica. If the store
+        or the remote cache fails, the status is still 200, because some or all requests can be served, and the body
+        reports the failure.
         """
         state = request.app.state
         client = service.client if service is not None and isinstance(service.client, Replicas) else None
@@ -125,7 +125,7 @@ def add_status_routes(
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Metrics in Prometheus' text format. If the server has keys, those of each replica are only for operators."""
+        """Metrics in Prometheus' text format. On a server with keys, only operators get the metrics of each replica."""
         if service is not None:
             service.metrics.stats = await stats_of(service)
         await applications.scrape()

@@ -1,4 +1,4 @@
-"""Routes that turn text into tokens and back, with vLLM's paths and fields."""
+"""Routes that convert text to tokens and back. Paths and fields are vLLM's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from fastapi import FastAPI, Request, Response
 from msgspec import Meta, field
 
 from holdfast.server.formats.registry import Reading
-from holdfast.server.protocol import MAX_MESSAGES, ApiError, RequestBody, TemplateOptions, TokenId, read_messages
+from holdfast.server.protocol import (
+    MAX_MESSAGES,
+    RequestBody,
+    TemplateOptions,
+    TokenId,
+    invalid,
+    read_messages,
+)  # fmt: skip
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import JSON, described, tenant_of
 from holdfast.server.service import Service
@@ -31,7 +38,7 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    """Whether to add special tokens. By default a prompt has them, and a chat has those of its template."""
+    """Whether to add special tokens. By default only to a prompt, because a chat's template has its own."""
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] = field(default_factory=list)
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
@@ -51,11 +58,11 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        """The tokens of a prompt or a chat, as the model would get them."""
+        """The tokens of a prompt or a chat, as the model gets them."""
         wanted = await read_request(request, service, TokenizeRequest)
         service.check_model(wanted.model or client.info.model, tenant_of(request))
         if (wanted.prompt is None) == (wanted.messages is None):
-            raise ApiError("give a prompt or messages, one of them", param="prompt", code="invalid_value")
+            raise invalid("give a prompt or messages, one of them", "prompt")
         special, size = wanted.add_special_tokens, len(wanted.prompt or "")
         if wanted.messages is not None:
             said = read_messages(wanted.messages)
@@ -82,7 +89,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
                 return JSON(await service.off_loop(size, work, renders=wanted.messages is not None))
         except ValueError as error:  # The chat template refuses these messages, or the text is not Unicode.
             param = "prompt" if wanted.messages is None else "messages"
-            raise ApiError(str(error), param=param, code="invalid_value") from None
+            raise invalid(str(error), param) from None
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -90,8 +97,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         wanted = await read_request(request, service, DetokenizeRequest)
         service.check_model(wanted.model or client.info.model, tenant_of(request))
         if wanted.tokens and (largest := max(wanted.tokens)) >= client.info.vocab_size:
-            reason = f"tokens holds {largest}; the model's ids are below {client.info.vocab_size}"
-            raise ApiError(reason, param="tokens", code="invalid_value")
+            raise invalid(f"tokens holds {largest}; the model's ids are below {client.info.vocab_size}", "tokens")
 
         def work() -> str:
             return client.text.decode(wanted.tokens, skip_special_tokens=False)

@@ -215,7 +215,7 @@ def test_an_aborted_request_gives_no_result_and_the_others_theirs() -> None:
     assert (stats.waiting, stats.running, stats.rows_used) == (0, 0, 0)
 
 
-def test_sizes_given_by_type_bound_the_tasks_and_say_what_they_are_padded_to() -> None:
+def test_sizes_given_by_type_bound_the_tasks_and_their_padding() -> None:
     cell = lstm_cell(sizes=SIZES)
     planner = Merging([cell], by="depth", most=16, sizes=((6,),))
     for number in range(10):

@@ -34,7 +34,7 @@ def serve(planner: ManyWorkers, sentences: Sequence[tuple[int, float]], device: 
 
 
 FIGURE_2_5 = ((2, 0.0), (3, 0.0), (3, 0.0), (5, 0.0), (3, 1.5), (4, 2.2), (7, 2.4), (2, 4.5))
-"""The paper gives the first four. Of the others it says: the fifth comes before 2, the next two before 3, 7 is the
+"""The paper gives the first four. The others by its words: the fifth comes before 2, the next two before 3, 7 is the
 longest."""
 
 

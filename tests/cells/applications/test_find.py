@@ -97,7 +97,7 @@ def test_an_object_in_a_module_may_be_the_application_or_a_function_that_gives_i
         ("needs:x", "application needs:x: there is no module not_installed_anywhere"),
     ],
 )
-def test_the_error_says_what_is_missing_or_wrong(folder: Path, name: str, reason: str) -> None:
+def test_the_error_names_the_missing_or_wrong_part(folder: Path, name: str, reason: str) -> None:
     mine = """
         number = 3
         def fails(): return {}["weights"]

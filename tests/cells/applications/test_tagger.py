@@ -63,7 +63,7 @@ def test_no_tags_by_word_alone_are_right_in_most_sentences() -> None:
     assert right < 500
 
 
-def test_what_came_before_decides_between_a_month_and_a_woman_and_a_year_and_an_amount() -> None:
+def test_earlier_words_decide_between_a_month_and_a_woman_and_a_year_and_an_amount() -> None:
     assert tags_of("On 3 May 1984 , Anna met Jordan Miller .")["May"] == "DATE"
     assert tags_of("In Jordan , May sold 1984 tickets .") == {
         "In": "O",
@@ -83,7 +83,7 @@ def test_the_head_of_a_list_decides_many_words_later() -> None:
         assert tags_of(f"The {head} {middle} Chester , Lincoln and Paris .")["Lincoln"] == tag
 
 
-def test_names_that_it_never_saw_are_tagged_by_what_is_around_them() -> None:
+def test_unknown_names_are_tagged_by_the_words_around_them() -> None:
     tags = tags_of("Xaverine met Dr Bolokov in Tungawalla with 73 spoons .")
     assert [tags[word] for word in ("Xaverine", "Bolokov", "Tungawalla", "73", "spoons")] == [
         "PERSON",

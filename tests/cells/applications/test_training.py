@@ -33,7 +33,7 @@ def test_training_lowers_the_loss_and_repeats_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_what_is_trained_is_saved_read_back_and_tested(
+def test_trained_weights_are_saved_read_back_and_tested(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(name, argparse.Namespace(seed=0, steps=1, out=tmp_path))

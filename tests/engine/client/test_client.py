@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.client import template
 from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.link import Child
 from holdfast.engine.messages import Abort, Start, Submit
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.models.loader import load
 from tests.adapters import drawn, write
@@ -239,7 +239,7 @@ async def test_health_raises_timeout_error_when_the_engine_hangs(client, monkeyp
     monkeypatch.setattr(client._child, "send", lambda message: None)
     with pytest.raises(TimeoutError):
         await client.health(timeout=0.001)
-    assert not client._unanswered, "nothing waits for the answer any more"
+    assert not client._questions._open, "nothing waits for the answer any more"
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.messages import ChunksFound
 from holdfast.engine.process.block_moves import Loan, Moves, Room
 from holdfast.engine.process.parts.moves import ChunkFinder
 from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.parts.moves.messages import ChunksFound
 from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
 from tests.lm.scheduler.test_histories import STEPS, History, check

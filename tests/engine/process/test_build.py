@@ -298,7 +298,7 @@ def test_stop_tokens_of_a_request_end_it(small):
 WITHOUT_TRANSFORMERS = """\
 import sys
 sys.modules["transformers"] = None
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.engine.process.build import build
 small = dict(cache_gb=0.01, threads=1, device="cpu")
 loop, info = build(EngineConfig(**small))

@@ -5,14 +5,15 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
-from holdfast.engine.messages import ChunksFetched, FetchChunks
 from holdfast.engine.process import chunk_service
 from holdfast.engine.process.block_moves import Moves
 from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import ChunkPeer, Kind, PeerError, Terms
+from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
 from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
 from tests.scheduling import create_scheduler
@@ -256,3 +257,22 @@ def test_a_service_that_closes_ends_the_moves_from_and_to_it(sides):
         ChunkPeer.connect(source.service.address, TERMS)
     for side in sides:
         side.check()
+
+
+def test_the_rate_is_that_of_the_first_batch_and_then_a_moving_average(sides, monkeypatch):
+    here, there = sides
+    seconds = iter([0.0, 1.0, 10.0, 12.0])
+    monkeypatch.setattr(chunk_service, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(chunk_service, "LEAST_TIMED", 3 * SIZE)
+    there.fetch(range(5), here.service.address)
+    assert there.service.stats()["chunk_rate"] == 5 * SIZE
+    there.fetch(range(10, 14), here.service.address)
+    assert there.service.stats()["chunk_rate"] == pytest.approx(5 * SIZE + 0.3 * (2 * SIZE - 5 * SIZE))
+    assert there.service.stats()["chunk_bytes_in"] == here.service.stats()["chunk_bytes_out"] == 9 * SIZE
+
+
+def test_a_small_batch_says_nothing_of_the_rate(sides, monkeypatch):
+    here, there = sides
+    monkeypatch.setattr(chunk_service, "LEAST_TIMED", 3 * SIZE)
+    there.fetch(range(2), here.service.address)
+    assert there.service.stats()["chunk_rate"] == 0.0 and there.service.stats()["chunk_bytes_in"] == 2 * SIZE

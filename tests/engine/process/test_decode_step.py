@@ -9,9 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 
 ROOT = Path(__file__).parents[3]
 MOST = 27

@@ -9,12 +9,12 @@ from collections import deque
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.link import one_line
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
 from holdfast.engine.process.build import Engine
 from holdfast.engine.process.serve import Loading, make_context, run, serve
 from holdfast.engine.ranks.ranks import NO_RANKS
+from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 

@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.engine.process.build import build
 from holdfast.engine.process.trace import Trace
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport, TrainingSlice
 from holdfast.lm.types import CopyTime, Forward, RowMove, RowPlan, Sampling, Segment, StepPlan, StepResult, TierCopied
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import run
 from tests.lab.simulator.test_run import separate_requests

@@ -203,3 +203,23 @@ def test_a_record_of_a_draft_counts_what_is_verified_as_decodes():
 def replace_segment(segment):
     """A chunk of a prompt, of the same length."""
     return segment._replace(sequence_id="b", row=1, sampling=None)
+
+
+def test_a_conversation_is_sent_again_only_once_its_blocks_have_changed(monkeypatch):
+    monkeypatch.setattr(watching, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "SHARE", 1e9)
+    clock = Clock()
+    loop, _, watched, sent = watched_loop(*create_requests(9, 30, max_tokens=3), clock=clock)
+    watched.watch(60.0)
+    while loop.has_work():
+        loop.step()
+        watched.tell()
+    for _ in range(20):
+        clock.now += 1.0
+        watched.tell(idle=True)
+    last = {}
+    for row in (row for activity in sent for row in activity.blocks):
+        assert row != last.get(row.number)
+        last[row.number] = row
+    assert sorted(row.request for row in last.values()) == ["0", "1"]
+    assert len(sent) > 10 and not sent[-1].blocks

@@ -165,3 +165,12 @@ def test_a_bell_of_a_process_that_has_ended_does_nothing():
 def test_a_capacity_that_is_no_number_of_cache_lines_is_refused(bells, capacity):
     with pytest.raises(ValueError, match=f"capacity is {capacity} bytes"):
         Mailbox(bells, capacity)
+
+
+def test_a_bell_that_nobody_rings_is_slept_on_for_as_many_seconds_as_were_asked_for():
+    bell = Bell.new()
+    began = time.monotonic()
+    assert not bell.sleep(0.05)
+    assert 0.049 < time.monotonic() - began < 5
+    assert not bell.sleep(0) and not bell.sleep(-1.0)
+    bell.close()

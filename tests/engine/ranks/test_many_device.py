@@ -11,10 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
 from holdfast.core.types import Grammar, Identity, Request, SamplingParams
-from holdfast.engine.messages import ChunksFetched, ChunksFound, FetchChunks, StopFetch
 from holdfast.engine.process import in_service
 from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.parts.moves import ChunkFinder, MoveHandler
@@ -25,8 +23,10 @@ from holdfast.engine.ranks.many_device import ManyDevice, ManyExecutor, ManyHost
 from holdfast.engine.ranks.messages import Copied, Loaded
 from holdfast.engine.ranks.paged import threads_of
 from holdfast.engine.ranks.ranks import HOST_BLOCKS, HOST_READY
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import cost_profile
 from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, StopFetch
 from holdfast.lm.types import (
     BlockCopy,
     CopyTime,

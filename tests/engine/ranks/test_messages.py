@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, TokenLogprobs
 from holdfast.engine.ranks.messages import (
     Allocate,
@@ -27,6 +26,13 @@ from holdfast.engine.ranks.messages import (
     read_parts,
     write_parts,
 )
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.grammar.rows import Answer, Forced
+from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
+from holdfast.lm.parts.prompts.values import PromptPlan, PromptReport, PromptResult
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
+from holdfast.lm.parts.values import VALUES
+from holdfast.lm.parts.vectors.values import VectorResult
 from holdfast.lm.types import (
     PENDING,
     BlockCopy,
@@ -39,11 +45,6 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
-from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
-from holdfast.lm.types.parts import VALUES
-from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
-from holdfast.lm.types.vectors import VectorResult
 
 RECORDS = [Sampling(temperature=0.5 * seed, top_k=seed, top_p=0.9, seed=seed) for seed in range(3)]
 numbers = st.integers(0, 1 << 40)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError
@@ -23,6 +22,7 @@ from holdfast.engine.process.build import build_engine
 from holdfast.engine.ranks.mailbox import Bell, Ticket
 from holdfast.engine.ranks.messages import Done, PlanWriter, Prepare
 from holdfast.engine.ranks.ranks import RankFailure, Seat, remove_stale_meetings
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import BlockCopy, Segment, StepPlan, TierCopies
 from tests.engine.conftest import SMALL, wait_for_end
 from tests.scheduling import create_requests

@@ -1,9 +1,9 @@
 """Helpers for tests of the simulator: a small invented device, and a run on it."""
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.run import simulate
+from holdfast.lm.config import EngineConfig
 
 COST = CostModel(
     model="m",

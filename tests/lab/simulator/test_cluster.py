@@ -6,7 +6,6 @@ import pytest
 
 from holdfast.cluster.routing import POLICIES, ReplicaView, RoutingRules, make_router
 from holdfast.cluster.routing import Turn as RoutedTurn
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
@@ -15,6 +14,7 @@ from holdfast.lab.simulator.cluster import ClusterEvent, Replica, on_cores, simu
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.digests import block_digests
 from tests.invariants import check_scheduler
 from tests.lab.simulator.simulation import PROFILE

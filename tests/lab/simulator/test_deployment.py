@@ -5,7 +5,6 @@ from importlib.resources import files
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import LinkCost
 from holdfast.core.layout import Layout
 from holdfast.lab.simulator import deployment
@@ -23,6 +22,7 @@ from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import fixed
+from holdfast.lm.config import EngineConfig
 from tests.lab.simulator.simulation import PROFILE
 
 

@@ -153,7 +153,7 @@ def test_swap_in_overlaps_steps_until_a_step_awaits_it():
 
 def test_results_report_completed_swap_outs():
     executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.003), VirtualClock())
-    for step in (copying(0, outward=3), plan(1), plan(2), plan(3)):  # 9 ms of copies beside steps of some 4 ms
+    for step in (copying(0, outward=3), plan(1), plan(2), plan(3)):  # 9 ms of copies during steps of some 4 ms
         executor.submit(step)
     assert [executor.collect().copied.swapped_out for _ in range(4)] == [-1, -1, 3, 3]
 

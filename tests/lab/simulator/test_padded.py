@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import PaddedCost
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.padded import Batch, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.run import context_length, engine_shape
 from holdfast.lab.workloads import Conversation, Turn, fixed
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import Forward, RowBytes, RowMove, RowPlan, RowShape, Sampling, Segment, StepPlan
 from tests.lab.simulator.simulation import COST, PROFILE, run
 from tests.padded_rows import ABLE
@@ -95,7 +95,7 @@ def test_software_adds_copied_caches_a_least_time_and_a_second_stream():
     assert seconds() == pytest.approx(batch + apart)
     assert seconds(cat_rate=1e9) == pytest.approx(batch + apart + 2 * 513 * 1000 / 1e9)
     assert seconds(forward_seconds=1.0) == 2.0
-    assert seconds(beside=True) == pytest.approx(max(batch, apart))
+    assert seconds(concurrent=True) == pytest.approx(max(batch, apart))
 
 
 @pytest.mark.parametrize(("name", "value"), [("cat_rate", -1.0), ("forward_seconds", float("inf"))])
@@ -211,8 +211,8 @@ class Watched:
 STREAMS = [Conversation(0.0, (Turn(20, 200),)) for _ in range(6)]
 
 
-def steps_beside_streams(prompts, profile, target):
-    """The steps in which prompts that arrive later are computed beside streams: seconds, and lengths."""
+def steps_with_streams(prompts, profile, target):
+    """The steps in which prompts that arrive later are computed with streams: seconds, and lengths."""
     seen = Watched()
     late = [Conversation(0.4, (Turn(length, 4),)) for length in prompts]
 
@@ -224,14 +224,14 @@ def steps_beside_streams(prompts, profile, target):
 
 def test_a_tbt_target_holds_on_rows_whether_prompts_are_long_or_many():
     for prompts in ([1900] * 4, [40, 31, 35] * 8, [300, 17, 900, 60, 3] * 3):
-        steps = steps_beside_streams(prompts, measured(), 20.0)
+        steps = steps_with_streams(prompts, measured(), 20.0)
         assert len(steps) > 3
         assert max(seconds for seconds, _ in steps) <= 0.0205
         assert max(seconds for seconds, _ in steps) > (0.018 if max(prompts) > 100 else 0.01), "it is made use of"
 
 
 def test_where_prompts_are_whole_a_step_has_one_that_exceeds_the_target_or_several_that_fit():
-    steps = steps_beside_streams([1500, 1500, 40, 31, 35, 28] * 2, measured(chunks=False), 20.0)
+    steps = steps_with_streams([1500, 1500, 40, 31, 35, 28] * 2, measured(chunks=False), 20.0)
     assert all(len(prompts) == 1 for seconds, prompts in steps if seconds > 0.0205)
     assert any(prompts == [1500] for _, prompts in steps), "long prompts are served"
     assert any(len(prompts) > 1 for _, prompts in steps)

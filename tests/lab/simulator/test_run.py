@@ -5,13 +5,14 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.core.config import PACKED_SCHEDULERS, EngineConfig
+from holdfast.core.config import PACKED_SCHEDULERS
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.run import engine_shape
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
 from tests.built import SCHEDULING, check, settings_of
 from tests.lab.simulator.simulation import COST, PROFILE, run

@@ -10,7 +10,7 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.training import SimulatedJob, SimulatedTrainer, Tuning, job_of, training_shape
 from holdfast.lab.workloads import Conversation, Turn
-from holdfast.lm.types.tuning import TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingSlice
 from holdfast.training.jobs import units_of
 from tests.lab.simulator.simulation import run
 from tests.training_plans import SHAPE
@@ -119,7 +119,7 @@ def test_a_profile_without_the_size_of_a_position_cannot_tune():
         run(chats(1), tuning=Tuning([a_job()], SHAPE))
 
 
-def test_an_8b_job_of_rank_16_takes_what_calculation_says():
+def test_an_8b_job_of_rank_16_takes_the_calculated_bytes():
     shape = MODELS["llama-3-8b"]
     job = job_of(shape, (4096, 4096))
     assert job.vector_bytes == pytest.approx(41.94e6 * (5 * 4 + 2), rel=0.001)

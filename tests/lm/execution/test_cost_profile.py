@@ -151,7 +151,7 @@ class Disturbed:
         return StepResult(plan.step, (), slower * step([(segment.start, segment.stop) for segment in plan.segments]))
 
 
-def test_an_estimate_of_a_pipeline_says_what_share_of_a_step_each_stage_takes(made_up):
+def test_an_estimate_of_a_pipeline_has_each_stage_s_share_of_a_step(made_up):
     class Staged(Disturbed):
         def collect(self) -> StepResult:
             result = super().collect()

@@ -118,7 +118,7 @@ def test_neighbours_of_many_ranks_come_in_no_more_pieces_than_the_system_takes(t
     store.close()
 
 
-def test_where_a_read_fails_the_blocks_beside_it_still_come(tmp_path, monkeypatch):
+def test_a_failed_read_does_not_affect_neighbouring_blocks(tmp_path, monkeypatch):
     store, _ = open_store(tmp_path)
     blocks = [block(number, number) for number in range(3)]
     store.write(blocks, [(memoryview(contents(number)),) for number in range(3)], [0.0] * 3)
@@ -176,7 +176,7 @@ def test_a_second_engine_is_refused_by_name(tmp_path):
     open_store(tmp_path)[0].close()
 
 
-def test_a_smaller_size_keeps_what_fits(tmp_path):
+def test_a_smaller_size_keeps_the_blocks_that_fit(tmp_path):
     store, _ = open_store(tmp_path)
     write(store, 1, 0)
     write(store, 2, store.num_blocks - 1)
@@ -285,7 +285,7 @@ def test_a_start_that_fails_leaves_no_file_open_and_no_lock(tmp_path):
     store.close()
 
 
-def test_what_the_tier_holds_already_does_not_count_as_taken_by_others(tmp_path, monkeypatch):
+def test_the_tier_s_own_blocks_do_not_count_as_used_by_others(tmp_path, monkeypatch):
     size = 2_000_000
     store, _ = open_store(tmp_path, size)
     for number in range(100):

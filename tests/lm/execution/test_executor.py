@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import measure_cost
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingSlice
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.tuning import TrainingPlan, TrainingSlice
 from tests.paged import allocated
 
 CONFIG = {

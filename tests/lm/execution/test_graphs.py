@@ -15,8 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -32,8 +32,8 @@ from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.adapters import AdapterPlan
 from tests.adapters import drawn
 from tests.paged import sizes
 
@@ -61,7 +61,7 @@ def test_every_batch_is_padded_to_a_size_not_much_larger(most: int) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 512, 1000])
 @pytest.mark.parametrize("budget", [1, 64, 100, 600, 2048, 16_640])
-def test_a_start_captures_few_sizes_that_are_not_far_apart(most: int, budget: int) -> None:
+def test_a_start_captures_few_sizes_close_to_each_other(most: int, budget: int) -> None:
     sizes = GraphSizes.of(most, budget)
     first = sizes.first
     assert set(first.bodies()) <= set(sizes.bodies()) and first.bodies()[0] == sizes.bodies()[0]
@@ -222,7 +222,7 @@ def test_no_more_rows_sample_than_there_are_tokens() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 16, 20, 512])
-def test_each_kind_of_size_is_among_those_captured(most: int) -> None:
+def test_each_kind_of_size_is_captured(most: int) -> None:
     sizes, kinds = GraphSizes.of(most, 600), GraphSizes.of(most, 600).kinds()
     assert set(kinds.decodes) <= set(sizes.decodes)
     assert list(kinds.decodes) == sorted({size for size in (1, 4, 16, 32, 64) if size <= most} | {most})
@@ -454,7 +454,7 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
     inputs = [AdapterInputs(slots.layers, 3, max_tokens=20, samples=6, device=where) for _ in models]
     batches = [Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where, inputs=each) for each in inputs]
     bare = StepGraphs(model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds())
-    graphs = StepGraphs(model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds(), beside=bare)
+    graphs = StepGraphs(model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds(), plain=bare)
     for each in (bare, graphs):
         each.capture()
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)

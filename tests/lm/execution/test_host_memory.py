@@ -128,7 +128,7 @@ def test_slabs_cover_everything_once_and_meet_at_bounds_of_pages(address: int, s
     assert all((address + stop) % mmap.PAGESIZE == 0 for _, stop in ranges[:-1])
 
 
-def test_a_block_is_what_each_rank_keeps_of_it_one_part_after_another(descriptor: int) -> None:
+def test_a_block_is_the_parts_of_all_ranks_in_rank_order(descriptor: int) -> None:
     own, other = cache(5), cache(5, shared_memory(descriptor, 5 * BLOCK_BYTES))
     for number, each in enumerate((own, other)):
         each.data.copy_(torch.arange(5.0).view(1, 1, 5, 1, 1, 1) + 10 * number)
@@ -140,7 +140,7 @@ def test_a_block_is_what_each_rank_keeps_of_it_one_part_after_another(descriptor
     assert own.data[:, :, 3].unique() == 3.0 and other.data[:, :, 3].unique() == 13.0
 
 
-def test_another_process_sees_what_is_written_to_shared_memory(descriptor: int) -> None:
+def test_another_process_sees_writes_to_shared_memory(descriptor: int) -> None:
     shared_memory(descriptor, 2 * BLOCK_BYTES)[BLOCK_BYTES:] = 7
     if (child := os.fork()) == 0:
         data, _ = HostPart.shared(descriptor, 2, BLOCK_BYTES)
@@ -157,7 +157,7 @@ def test_blocks_in_pieces_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_copies_blocks_in_pinned_shared_memory_beside_its_host(descriptor: int) -> None:
+def test_a_gpu_copies_blocks_of_pinned_memory_that_another_rank_maps(descriptor: int) -> None:
     """A rank's part of the host tier, which rank 0 maps as well."""
     kept = cache(1000, shared_memory(descriptor, 1000 * BLOCK_BYTES))
     seen = HostPart.shared(descriptor, 1000, BLOCK_BYTES).data

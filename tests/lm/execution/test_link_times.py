@@ -50,7 +50,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
-def test_a_send_takes_what_one_hop_of_a_round_takes(stages, monkeypatch):
+def test_a_send_takes_the_time_of_one_hop_of_a_round(stages, monkeypatch):
     link: Any = Chain(stages)
     monkeypatch.setattr(link_times, "time", link)
     times = time_links(

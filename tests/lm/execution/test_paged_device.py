@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -162,7 +162,7 @@ def test_without_measured_costs_attention_balances_the_rest_by_the_models_sizes(
     assert shape.attention_balance == weights // (2 * 2 * 4 * 8)
 
 
-def test_the_longest_sequence_is_what_the_cache_holds_if_that_is_less(model: Model) -> None:
+def test_the_cache_bounds_the_longest_sequence(model: Model) -> None:
     device = PagedDevice(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16))
     assert device.allocate(sizes(3)).max_model_len == 13
     assert device.allocate(sizes(100)).max_model_len == 64

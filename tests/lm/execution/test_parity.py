@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import AttentionBackendName, EngineConfig
+from holdfast.core.config import AttentionBackendName
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import Model, StepInput
@@ -102,7 +103,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_greedy_tokens_equal_those_of_transformers_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
+def test_greedy_tokens_equal_transformers_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
     tokens, _ = run(case, case.model, block_size, steps_in_flight)
     assert tokens == case.expected
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import StagedStep
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.part import EVERY_TOKEN, DrawRules, PartExecutor, PartHooks, part_of
 from holdfast.lm.models.base import Model
+from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
 from holdfast.lm.types import PartResult, StepPlan
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
 from holdfast.lm.types.penalties import PenaltyPlan
 from tests.lm.execution.test_executor import GREEDY, decode, model, prefill
 from tests.paged import allocated

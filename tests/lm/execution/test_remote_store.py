@@ -36,7 +36,7 @@ def data(*numbers):
     ]
 
 
-def test_engines_share_what_one_of_them_writes(url):
+def test_engines_share_the_blocks_that_one_writes(url):
     one, other = (RemoteStore(url, SIZE, IDENTITY) for _ in range(2))
     assert one.write(blocks(1, 2), data(1, 2)) == ["done", "done"]
     assert other.probe(blocks(1, 3)) == ["done", "missing"]
@@ -63,7 +63,7 @@ def test_an_engine_of_another_block_size_finds_nothing(url):
     other.close()
 
 
-def test_the_order_in_which_an_identity_is_told_makes_no_other_one(url):
+def test_the_order_of_an_identity_s_fields_does_not_matter(url):
     one, other = (RemoteStore(url, SIZE, dict(told)) for told in ([("a", "1"), ("z", "2")], [("z", "2"), ("a", "1")]))
     one.write(blocks(4), data(4))
     assert other.probe(blocks(4)) == ["done"]

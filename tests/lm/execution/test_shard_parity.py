@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig, QuantizationName
+from holdfast.core.config import QuantizationName
 from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.collectives import torch_group
 from holdfast.lm.kernels.collectives.protocol import Group

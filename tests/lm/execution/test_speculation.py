@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams, TokenLogprobs
-from holdfast.lm.choice import make_drafter, make_scheduler
+from holdfast.lm.choice import compose_scheduler, make_planning
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.speculation.choice import make_drafter, make_parts
+from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 from tests.invariants import check_scheduler
@@ -90,7 +92,9 @@ def play(model: Model, seed: int, speculation: Any, **options: Any) -> tuple[Ans
     )
     device = PagedDevice(model, config)
     shape = device.allocate(sizes(60, host))
-    scheduler = make_scheduler(config, shape, FREE, drafter=make_drafter(config, shape, "cpu"))
+    planning = make_planning(config, shape, FREE)
+    parts = [*make_parts(planning, make_drafter(config, shape, "cpu")), *standard_parts(planning)]
+    scheduler = compose_scheduler(planning, planning.policy, parts)
     loop = Loop(scheduler, device.executor, choose.choice((1, 2, 3)), time.monotonic)
     answers: Answers = {}
     aborted: set[str] = set()

@@ -92,7 +92,7 @@ def test_a_step_whose_tokens_are_known_waits_for_none(batch):
     assert not link.tokens
 
 
-def test_tokens_that_nobody_asks_for_are_taken_in_before_there_are_too_many(batch):
+def test_unneeded_tokens_are_received_before_there_are_too_many(batch):
     link, end = first_stage()
     for step in range(2 * TOKEN_SLOTS):
         if step >= TOKEN_SLOTS:

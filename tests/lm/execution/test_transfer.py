@@ -115,7 +115,7 @@ def test_a_swap_out_waits_for_earlier_swap_ins() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_copies_both_ways_beside_a_computation() -> None:
+def test_a_gpu_copies_both_ways_during_a_computation() -> None:
     device, host = cache(64, 0.0, "cuda"), KVCache(cache(128, 100.0).data.pin_memory())
     try:
         layers = tuple(device.layer(index) for index in range(LAYERS))

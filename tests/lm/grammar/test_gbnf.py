@@ -90,6 +90,10 @@ def test_random_grammars_mean_what_llguidance_takes_them_for(plain: GrammarCompi
         ('rot ::= "a"', "no rule is named root"),
         ('root ::= "\\q"', "no character"),
         ('root ::= "\\ud800"', "no character"),
+        ('root ::= "\\udbff"', "no character"),
+        ('root ::= "\\udc00"', "no character"),
+        ('root ::= "\\udfff"', "no character"),
+        ('root ::= "\\U00110000"', "no character"),
         ("root ::= []", "a set with characters"),
         ('root ::= a-b a_b\na-b ::= "a"\na_b ::= "b"', "named as another"),
         ("root ::= " + "(" * 65 + '"a"' + ")" * 65, "at most 64 parentheses"),
@@ -100,6 +104,12 @@ def test_a_mistake_is_told_with_its_place(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as refused:
         any_to_lark(text)
     assert len(str(refused.value)) < 300
+
+
+def test_the_characters_next_to_those_that_are_none_are_taken(plain: GrammarCompiler) -> None:
+    for code in ("ud7ff", "ue000", "U0010FFFF"):
+        grammar = Grammar("lark", any_to_lark(f'root ::= "\\{code}"'))
+        assert accepts(plain, grammar, chr(int(code[1:], 16)))
 
 
 @pytest.mark.parametrize(

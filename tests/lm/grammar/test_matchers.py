@@ -14,8 +14,8 @@ from holdfast.core.types import Grammar, SamplingParams
 from holdfast.engine.client.text import Text
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.grammar.rows import Answer, ConstrainedRow, Forced
 from holdfast.lm.types import PENDING, Sampling
-from holdfast.lm.types.grammars import Answer, ConstrainedRow, Forced
 from tests.lm.grammar.conftest import END, VOCAB
 from tests.tokenizers_made import byte_level
 

@@ -226,3 +226,63 @@ def test_a_large_disk_is_searched_during_the_rounds_of_known_conversations():
     blocks = BlockMap(*stored(*groups))
     looks = [len(blocks.advance({}, 9.0, 8)) for _ in range(80)]
     assert sum(looks) == 8 and max(looks) <= 2 and not looks[0]
+
+
+def test_blocks_of_the_disk_that_a_known_conversation_has_are_no_conversation_of_their_own():
+    whole = digests(1, 2, 3)
+    pool, lower = stored((1.0, whole), (4.0, digests(5, 6)))
+    for place, contents in whole.items():
+        host, _ = pool.host.reserve(1e9, pool.host.victims(1.0))
+        pool.host.cache_block(host, contents, place, (3.0, 7))
+    rows = BlockMap(pool, lower).everything({}, 5.0)
+    assert sorted((row.last, letters(row)) for row in rows) == [(3.0, "hhh"), (4.0, "kk")]
+
+
+def test_what_the_disk_has_behind_the_end_of_a_conversation_is_another_one():
+    pool, lower = stored((1.0, digests(1, 2, 3, 4)))
+    late = digests(8, 9)
+    host, _ = pool.host.reserve(1e9, pool.host.victims(1.0))
+    pool.host.cache_block(host, late[1], 1, (1.0, 7))  # of the same time, its first block unknown
+    rows = BlockMap(pool, lower).everything({}, 5.0)
+    assert sorted(map(letters, rows)) == ["?h", "kkkk"]
+
+
+def test_a_request_met_twice_counts_once_and_one_beside_an_open_one_is_a_branch():
+    watched = Watched(blocks=32, budget=64)
+    first, second = create_requests(tuple(range(20)), tuple(range(20)), max_tokens=9)
+    for request in (first, second):
+        watched.scheduler.add(request)
+    for _ in range(3):
+        watched.step(1.0)
+    rows = watched.look(1.0)
+    assert sorted((row.number, row.request, row.state) for row in rows.values()) == [
+        (1, "0", "running"),
+        (2, "1", "running"),
+    ]
+    while watched.scheduler.has_work():
+        watched.step(2.0)
+    assert [row.state for row in watched.look(3.0).values()] == ["idle", "idle"]
+
+
+def test_a_request_that_waits_again_after_a_preemption_is_told_as_waiting():
+    watched = Watched(blocks=32)
+    (request,) = create_requests(20, max_tokens=8)
+    watched.scheduler.add(request)
+    watched.step(1.0)
+    watched.scheduler.queues.preempt(watched.scheduler.entries["0"], 1.0)
+    (row,) = watched.look(2.0).values()
+    assert (row.state, letters(row), row.cost) == ("waiting", "ddddd", 0.0)
+
+
+def test_the_costs_of_places_are_those_of_the_rule():
+    watched = Watched(blocks=6)
+    assert watched.map.costs() == [(place, 4.0 * (place + 1)) for place in (0, 1, 2, 4)]
+
+
+def test_the_id_of_an_earlier_request_of_a_conversation_may_come_again():
+    watched = Watched(blocks=64)
+    watched.run("a", tuple(range(20)), 1.0)
+    assert watched.run("b", (*range(20), 90, 91, 92, 93, 94), 2.0).number == 1
+    other = watched.run("a", tuple(range(500, 520)), 3.0)
+    assert (other.number, letters(other)) == (2, "ddddd")
+    assert sorted((row.number, row.request) for row in watched.rows.values()) == [(1, "b"), (2, "a")]

@@ -1,7 +1,7 @@
 """Two tiers: when blocks are copied to the host, which are pinned meanwhile, and which make room for others there."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -468,9 +468,19 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
         self.filling = []
         self.memory = [None] * 4
         self.copies = []
+        self.arriving = {}
+        """The plan that fills each device block from the host."""
+        self.used = {}
+        """When the device block of each content was last used."""
+        self.used_on_host = {}
+        """When the copy of each content on the host was last used."""
 
     def digest_of(self, block):
         return self.pool._digests[block]
+
+    def owned(self):
+        """The contents of blocks that have an owner."""
+        return {self.digest_of(block) for table in self.tables for block in table}
 
     @rule(numbers=st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True))
     def start(self, numbers):
@@ -484,6 +494,8 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
             if self.pool.find_on_host(digest(number)) is not None:
                 (copy,) = self.pool.swap_in([(block, digest(number), number)])
                 assert self.memory[copy.source] == digest(number)
+                self.pool.copies.start_swap_in([copy.target], self.step)
+                self.arriving[copy.target] = self.step
             else:
                 self.pool.cache_block(block, digest(number), number)
         self.tables.append(shared + fresh)
@@ -491,7 +503,19 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(at=st.integers(0, 99))
     def end(self, at):
-        self.pool.free(self.tables.pop(at % len(self.tables)), self.now)
+        table = self.tables.pop(at % len(self.tables))
+        if not self.arriving.keys().isdisjoint(table):  # as when a sequence ends: only later plans use its blocks
+            self.arrive(0)
+        self.pool.free(table, self.now)
+        for block in table:
+            if (contents := self.digest_of(block)) not in self.owned():
+                self.used[contents] = self.used_on_host[contents] = self.now
+
+    @rule(behind=st.integers(0, 2))
+    def arrive(self, behind):
+        done = self.step - behind
+        self.pool.copies.finish_swap_in(done)
+        self.arriving = {block: step for block, step in self.arriving.items() if step > done}
 
     @rule()
     def swap_out(self):
@@ -505,6 +529,8 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
         done = self.step - behind
         for step, target, contents in self.copies:
             if step <= done:
+                if self.pool.host.find(contents) is None:
+                    self.used_on_host[contents] = self.used.get(contents)
                 self.memory[target] = contents
         self.copies = [copy for copy in self.copies if copy[0] > done]
         self.pool.finish_swap_out(done)
@@ -536,12 +562,14 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
             self.pool.host.free(block)
         elif self.pool.cache_on_host([(block, digest(number), number)], self.now):
             self.memory[block] = digest(number)
+            self.used_on_host[digest(number)] = self.now
 
     @rule(number=st.integers(0, 7), seconds=st.floats(0.001, 5.0))
     def touch(self, number, seconds):
         self.now += seconds
         block = find(self.pool, digest(number))
         self.pool.touch([] if block is None else [block], [digest(number)], self.now)
+        self.used[digest(number)] = self.used_on_host[digest(number)] = self.now
 
     @invariant()
     def the_books_are_whole(self):
@@ -554,6 +582,36 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
             assert self.memory[block] == contents
         for contents, block in self.pool.host._index.blocks.items():
             assert self.memory[block] == contents
+
+    @invariant()
+    def each_block_is_reported_where_it_is(self):
+        pool, owned, leaving = self.pool, self.owned(), {contents for _, _, contents in self.copies}
+        for contents in map(digest, range(8)):
+            block, copied = find(pool, contents), pool.find_on_host(contents) is not None
+            if block is None:
+                expected = "h" if copied else "-"
+            elif contents in owned:
+                expected = "i" if block in self.arriving else "u"
+            else:
+                expected = "o" if contents in leaving else "b" if copied else "d"
+            assert pool.tiers([contents]) == expected
+
+    @invariant()
+    def idle_blocks_are_as_old_as_their_last_use(self):
+        owned = self.owned()
+        for (last, _), _, contents in self.pool.idle_blocks(0, 6):
+            assert last == self.used[contents] and contents not in owned
+        for (last, _), number, contents in self.pool.host.idle_blocks(0, 4):
+            assert (last, digest(number)) == (self.used_on_host[contents], contents) and contents not in owned
+
+    @invariant()
+    def sharing_takes_what_it_pins_and_leaves_the_rest_available(self):
+        here = [block for number in range(8) if (block := find(self.pool, digest(number))) is not None]
+        idle = {block for block in here if self.pool.tiers([self.digest_of(block)]) in "db"}
+        assert self.pool.pinned_by(here) == len(idle)
+        used = {block for table in self.tables for block in table}
+        assert self.pool.used == len(used) and self.pool.cached == len(here) - len(used & {*here})
+        assert self.pool.available == 6 - len(used) - len({*self.pool.copies.swapping_out} - used)
 
 
 TestTwoTiersWithReaders = TwoTiersWithReaders.TestCase
@@ -624,3 +682,101 @@ def test_a_full_host_takes_no_wanted_block():
     idle(pool, 0, now=1.0)
     pool.want_on_host([digest(0)])
     assert pool.swap_out(0, 0, 1.0) == () and not pool.coming_to_host(digest(0))
+
+
+def used(host):
+    """The uses that readers see: the number of each content, and the time of its last use; None: it is in use."""
+    return [(contents[0], use and use[0]) for contents, use in host.take_uses()]
+
+
+def test_readers_are_told_what_came_and_what_was_used_again_from_their_first_look_on():
+    pool = pool_of(4, 4)
+    pool.cache_on_host([(pool.reserve_on_host(0, 0.0), digest(1), 0)], 1.0)
+    assert pool.host.unread_uses == 0 and used(pool.host) == [], "nobody had asked"
+    pool.cache_on_host([(pool.reserve_on_host(0, 0.0), digest(2), 0)], 2.0)
+    blocks = pool.allocate(3, 3.0)
+    for block, number in zip(blocks, (1, 2, 5), strict=True):
+        pool.cache_block(block, digest(number), number)
+    pool.free(blocks, 4.0)
+    assert pool.host.unread_uses == 3
+    assert used(pool.host) == [(2, 2.0), (1, 4.0), (2, 4.0)], "the host does not have the fifth"
+    assert pool.host.unread_uses == 0 and used(pool.host) == []
+
+
+def test_state_that_arrives_for_a_block_in_use_is_told_without_a_time():
+    pool = pool_of(4, 4)
+    pool.host.take_uses()
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(1), 0)
+    pool.cache_on_host([(pool.reserve_on_host(0, 1.0), digest(1), 0)], 1.0)
+    assert used(pool.host) == [(1, None)]
+
+
+@settings(max_examples=60)
+@given(
+    count=st.integers(0, 7),
+    free=st.integers(0, 4),
+    duplicates=st.integers(0, 2),
+    values=st.lists(st.integers(0, 5), max_size=3),
+    value=st.integers(0, 12),
+)
+def test_reserving_many_takes_what_reserving_one_by_one_takes(count, free, duplicates, values, value):
+    def made():
+        host = HostPool(free + duplicates + len(values), RULE)
+        taken = [host.reserve(1.0, host.victims(9.0))[0] for _ in range(duplicates + len(values))]
+        for number, block in enumerate(taken):
+            at = number - duplicates
+            host.cache_block(block, digest(number), 0 if at < 0 else values[at], None if at < 0 else (1.0, number))
+        return host
+
+    together, alone = made(), made()
+    blocks, lost = together.reserve_all(count, value / 8, together.victims(9.0))
+    victims, one_by_one, gone = alone.victims(9.0), [], []
+    for _ in range(count):
+        block, evicted = alone.reserve(value / 8, victims)
+        gone += evicted
+        if block is None:
+            break
+        one_by_one.append(block)
+    assert (blocks, lost) == (one_by_one, gone)
+    check_host(together, blocks)
+    assert len(blocks) == min(count, free + duplicates + sum(number + 1 < value for number in values))
+    assert together.dropped == alone.dropped == len(blocks) - min(len(blocks), free + duplicates)
+
+
+def test_one_digest_named_twice_is_touched_once_and_duplicates_are_left_alone():
+    pool = pool_of(4, 4)
+    idle(pool, 1, now=0.0)
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(2), 0)
+    for number in (1, 2):
+        pool.cache_on_host([(pool.reserve_on_host(0, 0.0), digest(number), 0)], 0.0)
+    pool.host.touch_all([digest(1), digest(2), digest(1), digest(3)], (5.0, 99))
+    check_pool(pool, [[block]])
+    assert pool.host.last_use(pool.find_on_host(digest(1))) == (5.0, 99)
+    assert pool.host.last_use(pool.find_on_host(digest(2))) is None
+
+
+def test_what_is_not_here_can_be_dropped_and_touched():
+    host = HostPool(2, RULE)
+    host.drop(digest(1))
+    host.touch(digest(1), (1.0, 1))
+    assert host.find(digest(1)) is None
+    check_host(host, [])
+
+
+def test_a_host_tier_never_shrinks():
+    host = HostPool(8, RULE, ready=4)
+    host.resize(2, 6)
+    assert (host.ready, host.num_blocks) == (4, 6)
+    check_host(host, [])
+    host.resize(6, 6)
+    assert [host.reserve(1.0, host.victims(0.0))[0] for _ in range(7)] == [0, 1, 2, 3, 4, 5, None]
+
+
+def test_of_two_duplicates_the_one_that_has_been_one_longer_is_evicted_first():
+    host = HostPool(2, RULE)
+    for number in (1, 2):
+        host.cache_block(host.reserve(1.0, host.victims(0.0))[0], digest(number), 0, None)
+    assert host.reserve(0.0, host.victims(0.0))[1] == [digest(1)]
+    assert host.dropped == 0, "the device has it"

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from holdfast.core.config import EngineConfig
-from holdfast.lm.memory.retention import EVICTIONS, MIN_AGE, Retention, RetentionRule, cost_by_position
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.memory.prefix_index import PrefixIndex
+from holdfast.lm.memory.retention import EVICTIONS, MIN_AGE, IdleBlocks, Retention, RetentionRule, cost_by_position
 
 
 def rule(eviction="retention", chunk_blocks=1, cost=float, block_size=1):
@@ -69,6 +70,16 @@ def test_lru_ignores_cost_and_can_evict_whole_conversations():
         conversation(retention, 0, 3, last=1.0, release=1)
         conversation(retention, 10, 1, last=1.0, release=2)
         assert order(retention, 5.0) == expected
+
+
+def test_tail_first_evicts_chunk_by_chunk_from_the_end_also_of_blocks_that_come_late():
+    for late in (False, True):
+        retention = Retention(rule("tail-first"))
+        if late:
+            add(retention, 20, 0, 9.0, 0)
+        retention.add_all((2, 1, 0), (2, 1, 0), (1.0, 1))
+        add(retention, 10, 0, 2.0, 2)
+        assert order(retention, 10.0) == [[2], [1], [0], [10], *[[20]] * late]
 
 
 def test_chunks_used_again_together_are_still_evicted_one_by_one_in_their_order():
@@ -193,3 +204,82 @@ def test_adding_and_removing_in_bulk_equals_one_by_one(seed):
         held = [block for block in held if block in together.blocks]
         assert set(held) == set(together.blocks) == set(alone.blocks)
     assert order(together, now + 5.0) == order(alone, now + 5.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_idle_blocks_are_reclaimed_in_the_order_of_their_last_use_whatever_happens_to_them(seed):
+    choose = random.Random(seed)
+    idle, retained, reclaimable, now = IdleBlocks(rule("lru")), {}, [], 0.0
+    for block in range(400):
+        now += 1.0
+        here = [*retained, *reclaimable]
+        if not here or choose.random() < 0.5:
+            idle.retained.add_all((block,), (0,), (now, block))
+            retained[block] = now
+            continue
+        chosen, act = choose.choice(here), choose.choice(("touch", "first", "move"))
+        if act == "touch":
+            idle.touch(chosen, (now, block))
+            if chosen in retained:
+                retained[chosen] = now
+            else:
+                reclaimable.remove(chosen)
+                reclaimable.append(chosen)
+        elif act == "first":
+            idle.put_first(chosen, (-now, block))
+            if chosen in retained:
+                retained[chosen] = -now
+            else:
+                reclaimable.remove(chosen)
+                reclaimable.insert(0, chosen)
+        else:
+            idle.move(chosen, 1000 + block)
+            if chosen in retained:
+                retained[1000 + block] = retained.pop(chosen)
+            else:
+                reclaimable.remove(chosen)
+                reclaimable.append(1000 + block)
+        assert (list(idle.reclaimable), set(idle.retained.blocks)) == (reclaimable, set(retained))
+        if choose.random() < 0.25:
+            count, batch = choose.randint(0, min(4, len(retained) + len(reclaimable))), choose.randint(1, 3)
+            if count > len(reclaimable):
+                evicted = sorted(retained, key=retained.__getitem__)[: max(count - len(reclaimable), batch)]
+                reclaimable += evicted
+                for each in evicted:
+                    del retained[each]
+            assert idle.reclaim(count, now, batch) == reclaimable[:count]
+            del reclaimable[:count]
+
+
+def test_only_retained_blocks_of_the_asked_range_are_listed_with_use_place_and_digest():
+    index, retention = PrefixIndex(8), Retention(rule())
+    for block, place in ((1, 4), (2, 5), (5, 6)):
+        index.add(block, bytes([block]), place)
+        add(retention, block, place, float(block), 7)
+    add(retention, 3, 0, 1.0, 8)  # not cached any longer
+    assert retention.among(0, 5, index) == [((1.0, 7), 4, b"\1"), ((2.0, 7), 5, b"\2")]
+    assert retention.among(2, 6, index) == [((2.0, 7), 5, b"\2"), ((5.0, 7), 6, b"\5")]
+
+
+def test_a_block_has_a_last_use_while_it_is_there_and_gives_it_back():
+    retention = Retention(rule())
+    conversation(retention, 0, 2, last=3.0, release=4)
+    assert (retention.last_use(1), retention.last_use(9)) == ((3.0, 4), None)
+    retention.renew(1, (5.0, 6))
+    assert retention.take(1) == (5.0, 6) and retention.last_use(1) is None
+    assert order(retention, 9.0) == [[0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_late_blocks_that_come_and_go_stay_in_order(seed):
+    choose, retention = random.Random(seed), Retention(rule("lru"))
+    add(retention, 0, 0, 1e6, 0)
+    held = {0: 1e6}
+    for block in range(1, 600):
+        held[block] = float(choose.randrange(1000))
+        add(retention, block, 0, held[block], block)
+        if choose.random() < 0.8 and len(held) > 20:
+            gone = choose.choice([each for each in held if each])
+            retention.remove([gone])
+            del held[gone]
+    assert order(retention, 2e6) == [[block] for block in sorted(held, key=lambda block: (held[block], block))]

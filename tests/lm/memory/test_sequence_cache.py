@@ -4,6 +4,7 @@ import pytest
 
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
 from tests.invariants import check_pool
@@ -200,3 +201,78 @@ def test_rolled_back_positions_are_missing_again_and_cached_ones_cannot_be():
     assert cache.missing(9) == ((6, 9),)
     with pytest.raises(AssertionError):
         cache.rollback(3)
+
+
+def two_tiers(tokens):
+    """A pool whose host alone has the first block of these tokens, and whose device alone has the third."""
+    pool = BlockPool(8, 4, rule=RetentionRule(chunk_blocks=1, block_size=4), host_blocks=4)
+    digests = SequenceCache(pool, ROOT)
+    digests.match(tokens)
+    pool.cache_on_host([(pool.reserve_on_host(0, 0.0), digests.digests[0], 0)], 0.0)
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digests.digests[2], 2)
+    pool.free([block], 0.0)
+    return pool, block
+
+
+def test_blocks_that_neither_tier_has_are_lacking_but_never_the_one_of_the_last_token():
+    tokens = list(range(21))
+    pool, _ = two_tiers(tokens)
+    cache = SequenceCache(pool, ROOT)
+    lacking = cache.lacking(tokens)
+    assert lacking == {index: cache.digests[index] for index in (1, 3, 4)}
+    assert [*SequenceCache(pool, ROOT).lacking(tokens[:20])] == [1, 3]
+    assert SequenceCache(pool, None).lacking(tokens) == {}
+    assert SequenceCache(pool, ROOT).lacking(tokens[:1]) == {}
+
+
+def test_blocks_of_both_tiers_and_new_ones_stand_at_their_places_of_the_table():
+    tokens = list(range(21))
+    pool, block = two_tiers(tokens)
+    cache = SequenceCache(pool, ROOT)
+    found = cache.match(tokens)
+    assert (len(found), [*found.shared], sorted(found.host)) == (2, [block], [0])
+    copies = cache.allocate(found, 21, 0.0)
+    assert [copy.target for copy in copies] == [cache.blocks[0]] and cache.blocks[2] == block
+    assert len(set(cache.blocks)) == 6 and cache.capacity == 24
+    assert cache.missing(21) == ((4, 8), (12, 21))
+    assert pool.find_all(cache.digests[:3]) == [cache.blocks[0], None, block]
+    check_pool(pool, [cache.blocks])
+
+
+def test_a_waiting_sequence_makes_its_blocks_of_both_tiers_young():
+    tokens = list(range(21))
+    pool, _ = two_tiers(tokens)
+    SequenceCache(pool, ROOT).touch(tokens, 7.0)
+    assert [use[0] for use, _, _ in pool.idle_blocks(0, 8)] == [7.0]
+    assert [use[0] for use, _, _ in pool.host.idle_blocks(0, 4)] == [7.0]
+    SequenceCache(pool, ROOT).touch([99, *tokens], 8.0)
+    assert [use[0] for use, _, _ in pool.idle_blocks(0, 8)] == [7.0], "another prompt"
+
+
+def test_blocks_of_the_host_that_are_cheaper_to_compute_are_left_out_of_what_is_found():
+    tokens = list(range(21))
+    pool, block = two_tiers(tokens)
+    pool.prices = Prices(lambda position: 1e-3, block_size=4, block_bytes=1000)
+    pool.host_link = Link(latency=0.0, rate=1e5)
+    found = SequenceCache(pool, ROOT).match(tokens)
+    assert (found.device, found.host) == ({2: block}, {})
+    pool.host_link = Link(latency=0.0, rate=1e9)
+    assert sorted(SequenceCache(pool, ROOT).match(tokens).host) == [0]
+
+
+def test_a_sequence_follows_its_blocks_when_they_move():
+    cache = SequenceCache(BlockPool(8, 4), ROOT)
+    cache.allocate(Found(), 12, 0.0)
+    first, second, third = table = cache.blocks
+    cache.move({second: 7, 99: 3})
+    assert cache.blocks is table and table == [first, 7, third]
+
+
+def test_no_more_is_planned_than_the_blocks_hold_and_nothing_is_skipped():
+    cache = SequenceCache(BlockPool(8, 4), ROOT)
+    cache.allocate(Found(), 8, 0.0)
+    for start, stop in ((0, 9), (1, 4)):
+        with pytest.raises(AssertionError):
+            cache.plan(start, stop)
+    assert cache.missing(8) == ((0, 8),)

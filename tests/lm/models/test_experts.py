@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
@@ -104,7 +104,7 @@ def test_families_read_their_own_keys() -> None:
     assert oss.experts.rule == ExpertRule(top_k=4, clamp=(1.702, 7.0))
 
 
-def test_a_stage_is_weighed_by_what_a_token_reads() -> None:
+def test_a_stage_is_weighed_by_the_weights_that_a_token_reads() -> None:
     spec = spec_of("Qwen3MoeForCausalLM", decoder_sparse_step=2, num_experts_per_tok=3, moe_intermediate_size=32)
     dense, sparse = layer_elements(spec, 0), layer_elements(spec, 1)
     assert dense - 3 * 64 * 96 == sparse - 3 * 3 * 64 * 32

@@ -103,7 +103,7 @@ OWN_NAMES: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("architecture", NATIVE)
-def test_what_a_config_leaves_out_is_as_its_class_in_transformers_has_it(architecture: str) -> None:
+def test_missing_config_fields_have_the_defaults_of_transformers(architecture: str) -> None:
     kinds = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     given: dict[str, Any] = OWN_NAMES.get(architecture, PLAIN)
     kind = kinds.get(architecture, "gemma3")

@@ -321,7 +321,7 @@ def test_halves_over_quantized_weights_are_those_over_the_dequantized_ones(half:
         torch.testing.assert_close(found, expected)
 
 
-def test_a_window_changes_what_is_attended() -> None:
+def test_a_window_changes_the_attended_positions() -> None:
     found = [
         backward_of_both(spec_of(windows=windows), "attention", ("q",), 1, (8,), True)[0][0]
         for windows in ((), (None, 3))

@@ -113,7 +113,7 @@ def distance(directory: Path, **options: Any) -> float:
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPT2", "OPT", "Falcon"])
 @pytest.mark.parametrize("stored", ["another", "a copy", "another in the last row"])
-def test_a_tied_head_that_is_stored_apart_is_used_if_it_differs(
+def test_a_tied_head_that_is_also_stored_is_used_if_it_differs(
     tmp_path: Path, family: str, stored: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "ROWS_AT_A_TIME", 100)

@@ -92,7 +92,7 @@ def written(base: Any, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("modules", [tuple(MODULES), ("q", "v"), ("o", "down")])
-def test_what_is_written_is_read_back(base: Any, modules: tuple[str, ...], tmp_path: Path) -> None:
+def test_written_blocks_are_read_back(base: Any, modules: tuple[str, ...], tmp_path: Path) -> None:
     weights = adapter(base, modules=modules, scale=0.75)
     write_peft(tmp_path, weights, base_model="base")
     found = read_peft(tmp_path, base)
@@ -149,7 +149,7 @@ def test_a_written_adapter_changes_peft_s_model_as_its_product_says(tmp_path: Pa
     ],
 )
 @pytest.mark.filterwarnings("ignore:The following alpha_pattern keys:RuntimeWarning")
-def test_what_peft_writes_is_read_with_peft_s_own_scales(options: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_peft_are_read_with_its_scales(options: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     module = tiny("llama")
     base = sizes_of(module.config)
@@ -215,9 +215,10 @@ def test_the_digest_changes_with_numbers_scale_and_place_and_with_nothing_else(b
         (dict(alpha_pattern={".*q_proj": 3}), "pattern '.*q_proj'"),
         (dict(alpha_pattern={"q_proj": None}), "alpha_pattern of 'q_proj' is None"),
         (dict(target_modules=["q_proj", "lm_head"]), "target_modules names 'lm_head'"),
+        (dict(target_modules=["q_proj", "proj"]), "target_modules names 'proj'"),
     ],
 )
-def test_what_is_more_than_plain_lora_is_refused_by_name(
+def test_options_beyond_plain_lora_are_refused_by_name(
     base: Any, written: Path, config: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedAdapter, match=words.replace("'.*", r"'\.\*")):

@@ -135,7 +135,7 @@ def difference(model: Any, module: Any) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3Moe"])
-def test_logits_are_those_of_the_dequantized_checkpoint(tmp_path: Path, family: str, method: str) -> None:
+def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family: str, method: str) -> None:
     differences = dict(moe_intermediate_size=64) if family == "Qwen3Moe" else {}
     module = quantized(tmp_path, family, method, **differences)
     model = load(tmp_path, device="cpu")

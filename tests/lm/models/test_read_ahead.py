@@ -50,7 +50,7 @@ def test_each_process_reads_its_share_of_the_files_once(tmp_path: Path, monkeypa
         names.clear()
 
 
-def test_what_would_fill_the_memory_or_is_one_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_checkpoints_and_single_files_are_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = files(tmp_path, 3)
     names = opened(monkeypatch)
     with read_ahead(paths[:1]):

@@ -39,7 +39,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", SCALINGS, ids=lambda given: given["rope_type"])
-def test_frequencies_are_those_of_transformers(given: dict[str, Any]) -> None:
+def test_frequencies_equal_those_of_transformers(given: dict[str, Any]) -> None:
     config = LlamaConfig(
         hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_parameters={**given}
     )

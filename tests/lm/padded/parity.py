@@ -8,12 +8,11 @@ from copy import copy
 from itertools import count
 from typing import Any
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded.device import PaddedDevice
-from holdfast.lm.padded.growing_layer import QUANTUM
-from holdfast.lm.types import MemoryMeasurement, RowPlan, StepPlan, StepResult
+from holdfast.lm.types import QUANTUM, MemoryMeasurement, RowPlan, StepPlan, StepResult
 from holdfast.loop.loop import Loop
 from tests.lm.padded.histories import FailingDriver, model_of
 from tests.padded_checks import VOCAB, StatePlaces, generate_alone

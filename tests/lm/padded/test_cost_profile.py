@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.padded import PaddedStepTimes
 from holdfast.lab.simulator.run import engine_shape
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from tests.padded_checks import StatePlaces
 from tests.padded_rows import ABLE

@@ -14,9 +14,6 @@ from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
     Constants,
     DecodeGraphs,
-    Shape,
-    padded_columns,
-    padded_rows,
     position_bytes,
     probe_graphs,
 )
@@ -26,7 +23,17 @@ from holdfast.lm.padded.growing_layer import FixedLayer, growing
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import StateLayout
-from holdfast.lm.types import PENDING, Forward, RowMove, RowPlan, Segment, StepPlan
+from holdfast.lm.types import (
+    PENDING,
+    BatchShape,
+    Forward,
+    RowMove,
+    RowPlan,
+    Segment,
+    StepPlan,
+    padded_columns,
+    padded_rows,
+)
 from tests.lm.padded.histories import ALL, CPU, GREEDY, History, Made
 from tests.padded_checks import CACHE, draw_prompts, generate_alone, tiny
 
@@ -199,11 +206,11 @@ def test_a_batch_stays_in_its_shape_until_that_is_twice_too_large(made):
     for batch in (settled, plain):
         batch.drop(0)
     check_decode(model, graphs, settled, plain)
-    assert graphs._shape == Shape(8, 128)
+    assert graphs._shape == BatchShape(8, 128)
     for batch in (settled, plain):
         batch.drop(1, 2)
     check_decode(model, graphs, settled, plain)
-    assert graphs._shape == Shape(2, 128)
+    assert graphs._shape == BatchShape(2, 128)
 
 
 @torch.inference_mode()
@@ -278,7 +285,7 @@ def test_captured_decodes_give_the_tokens_of_each_row_alone(family):
     for _ in range(12):
         for row, token in enumerate(executor.collect().tokens):
             tokens[row].append(token)
-    assert graphs.captured == (Shape(4, 128),)
+    assert graphs.captured == (BatchShape(4, 128),)
     executor.close()
     for row in range(3):
         assert tuple(tokens[row]) == generate_alone(driver.model.module, prompts[row], 12)

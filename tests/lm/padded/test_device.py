@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded import device as padded_device
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.types import Forward, MemoryMeasurement, RowMove, RowPlan, StepPlan
@@ -193,7 +193,7 @@ def test_prompts_are_computed_whole_where_a_model_cannot_compute_chunks(mamba):
 
 def test_the_longest_sequence_is_what_memory_holds(llama, monkeypatch):
     monkeypatch.setattr(padded_device, "QUANTUM", 16)
-    monkeypatch.setattr(padded_device, "rounded", lambda length: -(-length // 16) * 16)
+    monkeypatch.setattr(padded_device, "whole_quanta", lambda length: -(-length // 16) * 16)
     device = device_of(llama, cache_gb=70 * BYTES / 1e9)
     assert device.allocate(device.measure()).max_model_len == 64
 

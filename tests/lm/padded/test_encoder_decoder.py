@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.loading import as_unmodified
 from tests.padded_checks import VOCAB, draw_prompts

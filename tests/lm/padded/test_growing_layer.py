@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from holdfast.lm.padded.growing_layer import QUANTUM, FixedLayer, GrowingLayer, GrowingWindowLayer, growing, let_grow
+from holdfast.lm.padded.growing_layer import FixedLayer, GrowingLayer, GrowingWindowLayer, growing, let_grow
+from holdfast.lm.types import QUANTUM
 from tests.checkpoints import tiny
 from tests.padded_checks import CACHE
 

@@ -25,11 +25,11 @@ from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
 from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.parts.speculation.verification import Verification, draftable
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.invariants import check_scheduler
 from tests.scheduling import (
     EOS,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.choice import capacity_of, make_policy
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority, make_order
 from tests.invariants import check_scheduler
 from tests.scheduling import answer, create_requests, create_scheduler, spans
@@ -346,3 +346,86 @@ def test_cached_tokens_cost_a_tenant_nothing():
         scheduler.add(Request(name, prompt, SamplingParams(max_tokens=1), identity=Identity(tenant="a")))
         step(scheduler)
     assert order.served["a"] == (10 + 2) + (2 + 2)
+
+
+def test_a_queue_by_tenant_goes_by_counter_and_then_by_rank_and_lists_everybody():
+    order = Fair()
+    scheduler = create_scheduler(order=order, max_sequences=1)
+    scheduler.add(request(0, arrival=0.0))
+    started(scheduler)
+    for number, tenant in ((1, "b"), (2, "a"), (3, "b"), (4, "c")):
+        scheduler.add(request(number, arrival=float(number), identity=Identity(tenant=tenant)))
+    order.served.update(a=5.0, b=2.0, c=2.0)
+    waiting = scheduler.queues.waiting
+    assert [entry.id for entry in waiting] == ["1", "3", "4", "2"] and len(waiting) == 4
+    order.served["b"] = 2.5
+    assert waiting.first().id == "4"
+    order.served["b"], order.served["c"] = 7.0, 7.0
+    assert waiting.first().id == "2"
+    for name in ("2", "4", "1", "3"):
+        scheduler.abort(name)
+    assert (waiting.first(), len(waiting), [*waiting]) == (None, 0, [])
+
+
+def test_a_preempted_request_does_not_lift_its_tenant():
+    order = Fair(weight=1.0)
+    scheduler = create_scheduler(order=order, blocks=4, block_size=4)
+    scheduler.add(request(0, 8, identity=Identity(tenant="a")))
+    started(scheduler)
+    order.served["b"] = 1000.0
+    scheduler.queues.preempt(scheduler.entries["0"], 0.0)
+    before = dict(order.served)
+    scheduler.add(request(1, 8, identity=Identity(tenant="b")))
+    assert order.served == before, "b is far ahead already, and a has saved nothing up"
+    assert scheduler.queues.waiting.first().id == "0"
+
+
+def test_a_request_that_finds_all_of_its_prompt_in_the_cache_costs_its_tenant_one_token_at_least():
+    order = Fair(weight=0.5)
+    scheduler = create_scheduler(order=order, block_size=1)
+    for _ in range(2):
+        scheduler.add(request(0, 4, max_tokens=1))
+        step(scheduler)
+    assert order.served[""] == 4 + 0.5 + 1 + 0.5
+
+
+def test_a_class_waits_for_room_in_the_budget_and_for_its_tokens_in_flight_before_it_displaces():
+    scheduler = full(rows=3)
+    for number in (7, 8, 9):
+        scheduler.add(request(number, 30, arrival=6.0))
+    plan = step(scheduler, 6.0)
+    assert plan.preempted == ("2", "1", "0"), "61 tokens have room, and each prompt takes 30"
+    scheduler = full(rows=3)
+    for number in (7, 8, 9):
+        scheduler.add(request(number, 40, arrival=6.0))
+    assert step(scheduler, 6.0).preempted == ("2", "1")
+
+
+def test_a_request_displaces_nobody_whose_token_is_unknown():
+    scheduler = full()
+    scheduler.entries["1"].next_step = 1 << 40
+    scheduler.add(request(7, arrival=6.0))
+    plan = step(scheduler, 6.0)
+    assert plan.preempted == ("0",)
+
+
+def test_of_tenants_served_equally_the_one_whose_request_ranks_first_goes_first_and_is_listed_first():
+    order = Fair()
+    scheduler = create_scheduler(order=order, max_sequences=1)
+    scheduler.add(request(0, arrival=0.0))
+    started(scheduler)
+    for number, tenant, arrival in ((1, "a", 5.0), (2, "b", 3.0), (3, "b", 9.0), (4, "c", 4.0)):
+        scheduler.add(request(number, arrival=arrival, identity=Identity(tenant=tenant)))
+    order.served.update(dict.fromkeys("abc", 7.0))
+    waiting = scheduler.queues.waiting
+    assert [entry.id for entry in waiting] == ["2", "3", "4", "1"] and waiting.first().id == "2"
+
+
+@pytest.mark.parametrize(("headroom", "preempted"), [(0.0, ()), (0.3, ("0",))])
+def test_a_request_displaces_others_where_only_the_headroom_would_hold_it(headroom, preempted):
+    scheduler = create_scheduler(block_size=4, blocks=10, headroom=headroom)
+    scheduler.add(request(0, 21, max_tokens=9, priority=BATCH))
+    step(scheduler)
+    scheduler.add(request(7, 12, arrival=6.0))
+    plan = step(scheduler, 6.0)
+    assert plan.preempted == preempted and ("7", 0, 12) in spans(plan)

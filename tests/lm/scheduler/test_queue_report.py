@@ -109,3 +109,52 @@ def test_a_request_waits_for_what_the_disk_has_of_it():
     scheduler.part(TierPart).jobs(0.0)
     scheduler.schedule(0.0)
     assert reasons(scheduler) == {"0": "fetching"}
+
+
+def test_a_preempted_request_waits_for_its_results_in_flight():
+    scheduler = create_scheduler(block_size=4, blocks=2)
+    for request in create_requests(4, 4):
+        scheduler.add(request)
+    scheduler.schedule(0.0)
+    scheduler.schedule(0.0)
+    scheduler.abort("0")
+    assert reasons(scheduler) == {"1": "results in flight"}
+
+
+def test_a_report_counts_all_and_lists_the_first_of_each_kind_with_its_size_and_arrival():
+    scheduler = create_scheduler(max_sequences=3, budget=256)
+    for number, request in enumerate(create_requests(*[5] * 7)):
+        scheduler.add(replace(request, arrival=float(number)))
+    step(scheduler)
+    report = report_queues(scheduler.queues, 2)
+    assert (report.waiting, report.running, report.free_rows) == (4, 3, 0)
+    assert [(each.id, each.tokens, each.arrival) for each in report.first] == [("3", 5, 3.0), ("4", 5, 4.0)]
+    assert [each.id for each in report.rows] == ["0", "1"]
+
+
+def test_the_headroom_of_running_sequences_counts_where_blocks_are_short():
+    scheduler = started(20, 16, blocks=10, headroom=0.2)
+    assert scheduler.stats().blocks_used == 5
+    assert reasons(scheduler) == {"1": "no blocks"}, "5 are free, 2 of them are set aside"
+    scheduler.abort("0")
+    assert reasons(scheduler) == {"1": "budget"}, "it starts with the next step"
+
+
+def test_a_sequence_whose_state_is_coming_back_waits_for_its_copies_and_has_a_row():
+    scheduler = create_scheduler(block_size=4, blocks=16, host_blocks=32, max_sequences=4)
+    first, second, third = create_requests(24, 40, 5, max_tokens=1)
+    for request in (first, second):
+        scheduler.add(request)
+        while scheduler.has_work():
+            step(scheduler)
+    scheduler.add(replace(third, params=replace(third.params, max_tokens=9)))
+    step(scheduler)
+    scheduler.add(replace(first, id="again"))
+    for _ in range(9):
+        plan = scheduler.schedule(0.0)
+        if plan.copies.swap_in:
+            break
+        scheduler.update(plan, answer(plan), 0.0)
+    report = report_queues(scheduler.queues, 8)
+    assert [(each.id, each.reason) for each in report.first] == [("again", "copies under way")]
+    assert (report.waiting, report.running, report.free_rows) == (1, 1, 2)

@@ -1,5 +1,6 @@
 """The scheduler from outside: which requests it takes, how sequences end, and its reports."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.types import FinishReason, Identity
+from holdfast.lm.parts.penalties.planner import PenaltyPart
+from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.scheduler.order import Fcfs
 from holdfast.lm.types import PENDING, StepResult
+from holdfast.lm.types.result import CopyTime
 from tests.invariants import check_scheduler
+from tests.lm.scheduler.test_histories import STEPS, History
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
@@ -334,3 +340,162 @@ def test_an_end_token_at_the_limit_ends_a_sequence_once_as_stopped():
         plan = scheduler.schedule(0.0)
         (output,) = scheduler.update(plan, answer(plan, token), 0.0)
         assert (output.tokens, output.finish_reason) == ((token,), reason)
+
+
+class Counted(History):
+    """A history that counts for itself what plans and outputs say."""
+
+    def __init__(self, *options):
+        super().__init__(*options)
+        self.counted, self.first = Counter(), {}
+        schedule, update = self.scheduler.schedule, self.scheduler.update
+
+        def counting_schedule(now):
+            plan = schedule(now)
+            if plan is not None:
+                self.count(plan)
+            return plan
+
+        def counting_update(plan, result, now):
+            outputs = update(plan, result, now)
+            for output in outputs:
+                self.first.setdefault(output.request_id, output)
+                found = self.first[output.request_id]
+                assert (output.cached_tokens, output.scheduled_at) == (found.cached_tokens, found.scheduled_at)
+                assert output.cached_tokens % self.block_size == 0
+                assert sum(output.cached_by_tier) <= output.cached_tokens < len(self.requests[output.request_id].prompt)
+            return outputs
+
+        self.scheduler.schedule, self.scheduler.update = counting_schedule, counting_update
+
+    def count(self, plan):
+        self.counted["tokens"] += plan.num_tokens
+        self.counted["preemptions"] += len(plan.preempted)
+        self.counted["swapped in"] += len(plan.copies.swap_in)
+        self.counted["swapped out"] += len(plan.copies.swap_out)
+        assert plan.forecast.budget >= plan.num_tokens
+        spans = {}
+        for segment in plan.segments:
+            assert segment.start >= spans.get(segment.sequence_id, 0), "ranges of a sequence ascend"
+            spans[segment.sequence_id] = segment.stop
+
+
+@pytest.mark.parametrize(("seed", "stages"), [*((seed, 1) for seed in range(12)), (12, 2), (13, 3)])
+def test_the_figures_are_the_sums_of_what_plans_and_outputs_say(seed, stages):
+    history = Counted(seed, "stall-free", None, stages)
+    for _ in range(STEPS):
+        if history.random.random() < 0.4:
+            history.add()
+        history.step()
+        stats = history.scheduler.stats()
+        entries = history.scheduler.entries
+        assert stats.running == sum(entry.row >= 0 for entry in entries.values())
+        assert stats.waiting == len(entries) - stats.running
+        assert stats.blocks_used == len({block for entry in entries.values() for block in entry.cache.blocks})
+    history.drain()
+    stats, counted, firsts = history.scheduler.stats(), history.counted, history.first.values()
+    assert stats.tokens_computed == counted["tokens"]
+    assert stats.preemptions == counted["preemptions"]
+    assert stats.suspensions == (counted["preemptions"] if history.host_blocks else 0)
+    assert (stats.blocks_swapped_in, stats.blocks_swapped_out) == (counted["swapped in"], counted["swapped out"])
+    assert stats.prefix_queries == sum(len(request.prompt) for request in history.requests.values())
+    assert stats.prefix_hits == sum(output.cached_tokens for output in firsts)
+    assert stats.prefix_hits_on_host == sum(output.cached_by_tier[0] for output in firsts)
+    assert (stats.prefix_hits_on_host > 0) <= (stats.blocks_swapped_in > 0)
+    host = history.scheduler.pool.host
+    assert (stats.blocks_total, stats.host_blocks_total) == (history.blocks, history.host_blocks)
+    assert (stats.host_blocks_ready, stats.host_blocks_cached) == ((host.ready, host.cached) if host else (0, 0))
+    assert stats.tokens_dropped == history.scheduler.pool.dropped * history.block_size
+
+
+def copied(plan, inward, seconds):
+    """The answer to a plan, with the time of a copy of 2 MiB that was seen to end."""
+    result = answer(plan)
+    return replace(result, copied=result.copied._replace(times=(CopyTime(plan.step, inward, 1 << 21, seconds),)))
+
+
+def test_a_host_tier_counts_the_tokens_that_only_it_had():
+    scheduler = create_scheduler(block_size=4, blocks=8, host_blocks=16)
+    first, other = create_requests(17, 30, max_tokens=1)
+    for request in (first, other, replace(first, id="again")):
+        scheduler.add(request)
+        while scheduler.has_work():
+            for output in run_step(scheduler):
+                found = output.cached_tokens, output.cached_by_tier
+    assert found == (16, (16, 0, 0))
+    stats = scheduler.stats()
+    assert (stats.prefix_hits, stats.prefix_hits_on_host) == (16, 16)
+    scheduler.add(replace(first, id="once more"))
+    assert run_step(scheduler)[0].cached_by_tier == (0, 0, 0), "the device has it again"
+
+
+def test_the_link_from_the_host_learns_from_copies_inwards_alone():
+    scheduler = create_scheduler(host_blocks=4)
+    link = scheduler.pool.host_link
+    scheduler.add(create_requests(5)[0])
+    before = link.seconds_per_byte
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, copied(plan, False, 9.0), 0.0)
+    assert link.seconds_per_byte == before
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, copied(plan, True, 9.0), 0.0)
+    assert link.seconds_per_byte > before
+
+
+def test_all_requests_end_at_once_and_none_gives_anything_more():
+    scheduler = create_scheduler(max_sequences=1)
+    for request in create_requests(5, 6, 7):
+        scheduler.add(request)
+    plan = scheduler.schedule(0.0)
+    scheduler.abort_all()
+    assert not scheduler.has_work() and not scheduler.entries
+    assert scheduler.update(plan, answer(plan), 0.0) == []
+    check_scheduler(scheduler)
+
+
+def test_a_part_is_found_by_its_class_and_one_that_is_not_there_is_named():
+    scheduler = create_scheduler()
+    assert isinstance(scheduler.part(PenaltyPart), PenaltyPart)
+    assert scheduler.part(PenaltyPart) in scheduler.parts
+    with pytest.raises(LookupError, match="this scheduler has no TierPart"):
+        scheduler.part(TierPart)
+
+
+def test_a_refused_request_takes_no_seed_and_no_place_in_the_order():
+    def seeds(refused):
+        scheduler = create_scheduler(order=Fcfs())
+        for number, request in enumerate(create_requests(5, 5)):
+            if refused:
+                with pytest.raises(ValueError):
+                    scheduler.add(replace(request, id="bad", prompt=()))
+            scheduler.add(request)
+            assert scheduler.entries[request.id].rank == (0.0, number)
+        return [segment.sampling.seed for segment in scheduler.schedule(0.0).segments]
+
+    assert seeds(refused=True) == seeds(refused=False)
+
+
+def test_a_request_that_waits_makes_its_cached_blocks_recent_but_one_that_can_start_need_not():
+    scheduler = create_scheduler(block_size=4, max_sequences=1)
+    old, busy = create_requests(9, 5, max_tokens=1)
+    scheduler.add(old)
+    run_step(scheduler, now=1.0)
+    scheduler.add(replace(busy, params=replace(busy.params, max_tokens=9)))
+    run_step(scheduler, now=2.0)
+    scheduler.add(replace(busy, id="behind"))
+    scheduler.add(replace(old, id="again", arrival=7.0))
+    assert [use[0] for use, _, _ in scheduler.pool.idle_blocks(0, 64)] == [7.0, 7.0]
+
+
+def test_the_forecast_of_a_plan_is_its_budget_and_what_the_policy_predicts():
+    scheduler = create_scheduler(budget=8)
+    scheduler.add(create_requests(5)[0])
+    assert scheduler.schedule(0.0).forecast == (8, 0.0)
+
+
+def test_a_result_of_other_plans_changes_nothing_that_is_told():
+    scheduler = create_scheduler()
+    scheduler.add(create_requests(5)[0])
+    plan = scheduler.schedule(0.0)
+    with pytest.raises(RuntimeError, match="result 9"):
+        scheduler.update(plan, replace(answer(plan), step=9), 0.0)

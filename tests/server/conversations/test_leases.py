@@ -101,10 +101,14 @@ async def test_a_stream_at_another_server_has_each_event_once_and_ends_with_the_
     async with there.stream("GET", f"/v1/responses/{id}", params={"stream": "true"}) as begun_stream:
         assert await anext(begun_stream.aiter_lines()) == "event: response.created"  # while it still runs
     writer.hold.set()  # type: ignore[union-attr]
-    told = events((await whole).text)
-    assert [number for _, number in told] == list(range(len(told)))
-    assert [told[0][0], told[1][0], told[-1][0]] == ["response.created", "response.queued", "response.completed"]
-    assert events((await later).text) == told[2:]
+    replayed = events((await whole).text)
+    assert [number for _, number in replayed] == list(range(len(replayed)))
+    assert [replayed[0][0], replayed[1][0], replayed[-1][0]] == [
+        "response.created",
+        "response.queued",
+        "response.completed",
+    ]
+    assert events((await later).text) == replayed[2:]
 
 
 async def test_another_server_cancels_a_response(two: Two, writer: FakeClient) -> None:

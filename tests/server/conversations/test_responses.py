@@ -18,7 +18,7 @@ from serving import listening
 
 from holdfast.engine.client.connection import EngineDead
 from holdfast.server.conversations import service
-from holdfast.server.conversations.compaction import OPENING, SUMMARIZE, Compacted, encode_compacted
+from holdfast.server.conversations.items import OPENING, SUMMARIZE, Compacted, encode_compacted
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Turn
 from holdfast.server.protocol import MAX_CONTAINERS, MAX_MESSAGES, MAX_STRINGS
@@ -96,9 +96,9 @@ async def test_a_response_repeats_parameters_that_have_no_effect(api: openai.Asy
         "service_tier": "flex",
     }
     response = await api.responses.with_raw_response.create(model="tiny", input="hello", extra_body=sent)
-    told = response.http_response.json()
+    sent_back = response.http_response.json()
     del sent["include"]
-    assert {name: told[name] for name in sent} == sent
+    assert {name: sent_back[name] for name in sent} == sent
     plain = (await api.responses.with_raw_response.create(model="tiny", input="hello")).http_response.json()
     assert {name: plain[name] for name in sent} == {
         "user": None,

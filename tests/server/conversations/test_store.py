@@ -754,3 +754,23 @@ async def test_a_database_failure_is_a_503_that_names_no_database(tmp_path: Path
     assert (refused.value.status, refused.value.code) == (503, "store_unavailable")
     assert "sqlite" not in refused.value.message
     store.close()
+
+
+def test_a_conversation_that_moves_between_its_branches_grows_by_no_byte(store: Store) -> None:
+    def size() -> int:
+        with store.database.read() as db:
+            return db.execute(sqlalchemy.select(database.threads.c.bytes)).scalar_one()
+
+    store.conversations.create("a", "conv", {}, [item("first")])
+    store.turns.commit(turn("one", store.conversations.context("a", "conv"), conversation="conv"))
+    store.turns.commit(turn("two", store.conversations.context("a", "conv"), conversation="conv"))
+    whole = size()
+    sizes = set()
+    for _ in range(3):
+        store.tree.move("a", "conv", "one", after=True)
+        sizes.add(size())
+        store.tree.move("a", "conv", "two", after=True)
+        assert size() == whole
+    assert len(sizes) == 1 and max(sizes) < whole
+    store.tree.move("a", "conv", "one", after=False)
+    assert said(store.conversations.context("a", "conv")) == ["first"] and size() < min(sizes)

@@ -157,7 +157,7 @@ class TestTritonsClient:
         assert result.as_numpy("totals").shape == (2, 2) and result.as_numpy("words") is None
 
     @pytest.mark.parametrize("binary", [True, False])
-    def test_numbers_that_json_lacks_go_both_ways(self, triton: Any, binary: bool) -> None:
+    def test_nan_and_infinities_are_sent_and_received(self, triton: Any, binary: bool) -> None:
         http = pytest.importorskip("tritonclient.http")
         wanted = [http.InferRequestedOutput("totals", binary_data=binary)]
         given = self.inputs(binary=binary, scale=(float("nan"), float("-inf")))
@@ -257,7 +257,7 @@ def mutated(choose: random.Random) -> tuple[bytes, dict[str, str]]:
     return bytes(body), headers
 
 
-def test_malformed_requests_are_refused_and_leave_nothing_behind() -> None:
+def test_malformed_requests_are_refused_and_free_all_their_places() -> None:
     choose, seen = random.Random(7), []
     with started("--app", "tiny_apps:adding", *OPTIONS) as serving, httpx.Client(base_url=serving.url) as api:
         for _ in range(300):

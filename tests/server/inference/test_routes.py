@@ -139,7 +139,7 @@ class TestKeys:
             for path in ("/v2/health/live", "/v2/health/ready"):
                 assert (await api.get(path)).status_code == 200
 
-    async def test_a_key_that_holds_its_share_gets_429(self, http: Http, app: FakeApp) -> None:
+    async def test_a_key_at_its_share_gets_429(self, http: Http, app: FakeApp) -> None:
         app.hold = asyncio.Event()
         async with http(api_key=("sesame", "other"), tenant_share=0.5) as api:
             running = [asyncio.create_task(api.post(INFER, json=asked(), headers=KEY)) for _ in range(2)]

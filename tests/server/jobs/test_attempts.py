@@ -16,7 +16,8 @@ from fake_engine import FakeClient, engine_info
 from holdfast.server.jobs import attempt_table
 from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable, Found
 from holdfast.server.jobs.lines import check
-from holdfast.server.jobs.values import Attempt, Batch
+from holdfast.server.jobs.tables import BatchTable
+from holdfast.server.jobs.values import AnsweredLine, Attempt, Batch
 
 POISON = "a schema that overflows the stack"
 
@@ -191,7 +192,7 @@ async def test_attempts_are_forgotten_with_the_answer_and_with_the_batch(tmp_pat
             assert db.execute(sqlalchemy.select(attempt_table.attempts)).all() == []
 
 
-async def test_a_line_that_ends_replica_after_replica_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_line_that_ends_several_replicas_is_not_tried_again(tmp_path: Path) -> None:
     from holdfast.cluster.replicas import ReplicaLost
 
     client = FakeClient(refuse=ReplicaLost("2 replicas ended while they had this request"))
@@ -201,9 +202,7 @@ async def test_a_line_that_ends_replica_after_replica_is_not_tried_again(tmp_pat
         assert failed["response"]["body"]["error"]["code"] == "replica_lost"
 
 
-async def test_a_batch_whose_check_ends_server_after_server_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_batch_whose_check_ends_several_servers_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading = asyncio.Event()
 
     def kills(*arguments: Any) -> Any:
@@ -274,3 +273,24 @@ def test_attempts_at_many_lines_are_counted_in_parts(tmp_path: Path) -> None:
     table.clear("batch_a")
     assert not table.found("batch_a")
     store.close()
+
+
+async def test_a_line_that_was_answered_is_no_suspect_whatever_its_attempts_say(tmp_path: Path) -> None:
+    async with server(tmp_path, Stuck(hold=asyncio.Event())) as here:
+        id = await here.submit([line(f"r{n}", f"say {n}", max_tokens=1) for n in range(1, 4)])
+        await until(lambda: here.client.asked)
+    late = Server(tmp_path, FakeClient(info=engine_info(model="other")))
+    database = late.store._store.database
+    BatchTable(database).answer(id, [AnsweredLine(batch=id, number=2, completed=True, text=b'{"custom_id": "r2"}')])
+    table = AttemptTable(database)
+    table.begin([(id, 2)])
+    table.end({id: [2]}, {})
+    await late.close()
+    client = Stuck(hold=asyncio.Event())
+    async with server(tmp_path, client) as here:
+        await until(lambda: len(client.asked) == 2)
+        await asyncio.wait_for(here.batches.cleared(), 10)
+        assert here.batches.runner.running[id].suspects == set()
+        assert client.hold is not None
+        client.hold.set()
+        assert (await here.ended(id)).completed == 3 and sorted(prompts(client)) == ["say 1", "say 3"]

@@ -19,14 +19,14 @@ from batch_server import Server, server
 from fake_engine import FakeClient, engine_info
 from looked_after import looked_after
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, FinishReason
 from holdfast.engine.client.client import Delta, Usage
 from holdfast.engine.client.connection import QueueFull
+from holdfast.lm.config import EngineConfig
 from holdfast.server.jobs import batch_runner, feed, lines
 from holdfast.server.jobs.batch_runner import Turns
 from holdfast.server.jobs.files import Files
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import ApiError
@@ -179,7 +179,7 @@ async def test_a_file_is_kept_while_a_batch_reads_it(tmp_path: Path) -> None:
         await here.files.delete("", file)
 
 
-async def test_cancelling_aborts_lines_and_keeps_what_was_answered(tmp_path: Path) -> None:
+async def test_cancelling_aborts_lines_and_keeps_finished_answers(tmp_path: Path) -> None:
     client = FakeClient()
     async with server(tmp_path, client) as here:
         stream = client.stream
@@ -530,7 +530,7 @@ async def events(api: httpx.AsyncClient, found: list[Any], connected: asyncio.Ev
             connected.set()
 
 
-def told(found: list[Any], id: str) -> bool:
+def reported(found: list[Any], id: str) -> bool:
     """Whether the events report this batch as completed."""
     updates = [each["batch"] for each in found if each["type"] == "batch.updated"]
     return any((each["id"], each["status"]) == (id, "completed") for each in updates)
@@ -560,7 +560,7 @@ async def test_one_stream_serves_all_batches_of_a_key(listening: Listening, clie
             for id in (early, *ids):
                 await ended(api, id)
             own = (await created(api_of_two, [line("own")])).id
-            while not all(told(found["one"], id) for id in (early, *ids)) or not told(found["two"], own):
+            while not all(reported(found["one"], id) for id in (early, *ids)) or not reported(found["two"], own):
                 await asyncio.sleep(0.01)
             for task in following:
                 task.cancel()

@@ -233,8 +233,8 @@ async def test_idle_uploads_of_one_key_leave_places_for_others(http: Http) -> No
         go.set()
         codes = [(await each).status_code for each in uploads]
         assert sorted(codes) == [200] * 8 + [429] * 12
-        told = next(each for each in uploads if each.result().status_code == 429).result()
-        assert told.headers["retry-after"] == "1" and "may send 8 at once" in told.json()["error"]["message"]
+        refused = next(each for each in uploads if each.result().status_code == 429).result()
+        assert refused.headers["retry-after"] == "1" and "may send 8 at once" in refused.json()["error"]["message"]
         assert (await api.post("/v1/files", content=whole, headers=kind)).status_code == 200
 
 
@@ -258,7 +258,7 @@ async def test_an_upload_that_only_announces_bytes_ends_and_leaves_its_place(
     assert [path for path in tmp_path.iterdir() if path.name.startswith("upload-")] == []
 
 
-async def test_an_upload_has_only_the_space_that_those_meanwhile_have_left(http: Http) -> None:
+async def test_an_upload_has_only_the_space_that_concurrent_uploads_leave(http: Http) -> None:
     go, taken = asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -278,7 +278,7 @@ async def test_an_upload_has_only_the_space_that_those_meanwhile_have_left(http:
         assert len((await api.get("/v1/files")).json()["data"]) == 1
 
 
-async def test_a_full_disk_is_a_503_that_leaves_nothing_and_is_over_when_there_is_room(
+async def test_a_full_disk_is_a_503_that_stores_nothing_until_there_is_room(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with http(files=str(tmp_path)) as api:

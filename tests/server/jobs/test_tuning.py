@@ -17,13 +17,13 @@ from fake_engine import FakeClient, engine_info
 from fake_tuning import STATE
 from looked_after import looked_after
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs import tuning, tuning_runner
 from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable
 from holdfast.server.jobs.files import Files
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tuning import Tuning, TuningRequest
 from holdfast.server.jobs.values import Attempt, TuningJob
 from holdfast.server.protocol import ApiError
@@ -152,8 +152,8 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
         assert done.fine_tuned_model.startswith("ft:tiny:pirate:") and done.trained_tokens == 60
         assert done.method.supervised.hyperparameters.n_epochs == done.hyperparameters.n_epochs == 2
         events = [event async for event in jobs.list_events(job.id, limit=4)]
-        told = [event.message for event in reversed(events)]
-        assert told[0] == f"Created fine-tuning job: {job.id}" and told[-1] == "The job has successfully completed"
+        texts = [event.message for event in reversed(events)]
+        assert texts[0] == f"Created fine-tuning job: {job.id}" and texts[-1] == "The job has successfully completed"
         metrics: list[Any] = [event.data for event in reversed(events) if event.type == "metrics"]
         assert [each["step"] for each in metrics] == [1, 2, 3, 4, 5, 6]
         assert metrics[2] == {

@@ -51,7 +51,7 @@ def test_a_server_killed_in_mid_job_continues_and_serves_the_adapter(tmp_path: P
     options = [*places, "--cache-gb", "0.3", "--api-key", "one", "--api-key", "two", "--tuning"]
     line = {"messages": [QUESTION, {"role": "assistant", "content": ANSWER}]}
     chosen = {"n_epochs": 8, "batch_size": 2, "learning_rate_multiplier": 10, "lora_rank": 8}
-    told = 0
+    known = 0
     id = ""
     for kill in (kill_api, kill_engine):
         with started(*options) as server, server.client() as client:
@@ -60,9 +60,9 @@ def test_a_server_killed_in_mid_job_continues_and_serves_the_adapter(tmp_path: P
                 file = client.files.create(file=("in.jsonl", jsonl([line] * 8)), purpose="fine-tune")
                 method: Any = {"type": "supervised", "supervised": {"hyperparameters": chosen}}
                 id = client.fine_tuning.jobs.create(model=MODEL, training_file=file.id, method=method, seed=3).id
-            least = told + 5
+            least = known + 5
             until(client, id, lambda job: len(steps(client, id)) >= least)  # noqa: B023
-            told = len(steps(client, id))
+            known = len(steps(client, id))
             kill(server)
             server.process.wait()
     with started(*options) as server, server.client() as client, server.client("two") as other:
@@ -73,4 +73,4 @@ def test_a_server_killed_in_mid_job_continues_and_serves_the_adapter(tmp_path: P
         assert answer(client, job.fine_tuned_model) == ANSWER != answer(client, MODEL)
         with pytest.raises(openai.NotFoundError):
             answer(other, job.fine_tuned_model)
-    assert told < 32
+    assert known < 32

@@ -14,9 +14,9 @@ import pytest
 from served import Serving, started
 
 from holdfast.cli.targets import simulated_engine
-from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.queue_report import REASONS
 
 pytestmark = pytest.mark.browser
@@ -117,21 +117,21 @@ def look_at_a_long_prompt(page: Any, url: str) -> None:
 
 
 def test_chunks_are_seen_to_go_to_the_host_to_be_dropped_in_front_and_to_come_back(page: Any, serving: Serving) -> None:
-    def tell(number: int, more: str = "") -> None:
+    def ask_about(number: int, more: str = "") -> None:
         ask(serving.url, f"Story {number} tells of mountains and of the snow upon them in winter. " * 8 + more, 1)
 
-    tell(0)
+    ask_about(0)
     first = max(int(row[0]) for row in table(page, "Conversations as a table"))
     places: list[str] = []
     for number in range(1, 8):
-        tell(number)
+        ask_about(number)
         if number > 3:
             rows = table(page, "Conversations as a table")
             places += [row[4] for row in rows]
     assert any(place.endswith(" host") for place in places), places
     assert any(place.partition(",")[0].endswith(" dropped") and "," in place for place in places), places
     on_host = [int(row[0]) - first for row in rows if "host" in row[4] and int(row[0]) >= first]
-    tell(on_host[0], "The end.")
+    ask_about(on_host[0], "The end.")
     page.wait_for_timeout(400)
     steps = table(page, "The latest steps as a table")
     assert any(int(row[4]) > 0 for row in steps), "blocks were copied to the device"
@@ -271,8 +271,8 @@ def test_blocks_on_the_disk_and_in_the_remote_tier_are_shown_and_explained(page:
     assert "disk" not in page.inner_text(".e-legend")
     page.set_input_files("input[type=file]", str(path))
     page.wait_for_selector(".e-player:not([hidden])")
-    (told,) = table(page, "Conversations as a table")
-    assert told[4] == "3 disk, 2 remote, 1 coming back, 1 host"
+    (record,) = table(page, "Conversations as a table")
+    assert record[4] == "3 disk, 2 remote, 1 coming back, 1 host"
     assert {"disk", "remote", "coming back"} <= set(page.inner_text(".e-legend").split("\n"))
     page.locator(".e-map").hover(position={"x": 4, "y": 4})
     assert "tokens 0 to 16 are on the disk" in page.locator(".e-tip").last.inner_text()

@@ -52,8 +52,8 @@ async def test_files_are_cached_forever_under_their_version_and_the_page_is_reva
         gone = await api.get("/page/0123456789abcdef/main.js")
         other = await api.get("/page/..%2Fapp.py")
         plain = await api.get(f"/{script}", headers={"accept-encoding": "identity"})
-    for told in (index, same, answer, plain):  # by what a cache between may hold it apart
-        assert told.headers["vary"] == "accept, accept-encoding"
+    for each in (index, same, answer, plain):  # by what a cache between may hold it apart
+        assert each.headers["vary"] == "accept, accept-encoding"
     assert (index.headers["cache-control"], same.status_code, same.content) == ("no-cache", 304, b"")
     assert "immutable" in answer.headers["cache-control"] and answer.headers["content-encoding"] == "gzip"
     assert answer.content == plain.content == (FOLDER / "main.js").read_bytes()

@@ -7,12 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
-from holdfast.engine.process.handler import Handler
+from holdfast.engine.process.handler import Handler, refusal
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.adapters.device import AdapterDevice
+from holdfast.lm.parts.adapters.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from holdfast.lm.parts.adapters.planner import AdapterPart
 
 
@@ -32,7 +39,7 @@ class AdapterFiles(Protocol):
 class AdapterHandler(Handler):
     """Loads and unloads adapters. Reading them takes a thread, not the loop's time."""
 
-    receives = (messages.LoadAdapter, messages.UnloadAdapter)
+    receives = (LoadAdapter, UnloadAdapter)
 
     def __init__(self, part: AdapterPart, store: AdapterFiles, wake: Callable[[], None]) -> None:
         """`wake` is called in another thread when an adapter has been read."""
@@ -49,8 +56,8 @@ class AdapterHandler(Handler):
     def busy(self) -> bool:
         return bool(self._reading)
 
-    def receive(self, message: messages.LoadAdapter | messages.UnloadAdapter) -> None:
-        if isinstance(message, messages.LoadAdapter):
+    def receive(self, message: LoadAdapter | UnloadAdapter) -> None:
+        if isinstance(message, LoadAdapter):
             self.load(message.number, message.name, message.path)
         else:
             self.unload(message.number, message.adapter)
@@ -87,9 +94,9 @@ class AdapterHandler(Handler):
             try:
                 info = self.register(reading.result())
             except ValueError as error:
-                yield messages.AdapterRefused(number, str(error))
+                yield AdapterRefused(number, str(error))
                 continue
-            yield messages.AdapterLoaded(number, info)
+            yield AdapterLoaded(number, info)
             yield from self._unloaded(info.id)  # it stays after all
 
     def stop(self) -> None:
@@ -98,13 +105,17 @@ class AdapterHandler(Handler):
     def _unloaded(self, adapter: str) -> Iterator[messages.FromEngine]:
         """The answer to the message that unloads an adapter, if there was one."""
         if adapter in self._unloading:
-            yield messages.AdapterUnloaded(self._unloading.pop(adapter))
+            yield AdapterUnloaded(self._unloading.pop(adapter))
 
 
 class AdapterBuilder(PartBuilder):
     """Builds the store and handler of adapters, and reads the adapters that the configuration names."""
 
     name = "adapters"
+    refusals = dict.fromkeys(
+        (LoadAdapter, UnloadAdapter),
+        refusal(AdapterRefused, "this engine serves no adapters; give it max_adapters"),
+    )
 
     @staticmethod
     def wanted(config: EngineConfig) -> bool:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.block_moves import Moves
 from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import Terms
-from holdfast.engine.process.handler import Handler
+from holdfast.engine.process.handler import Handler, Refusal, no_answer
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site, excluded
 from holdfast.engine.process.parts.tiers import layout_of
 from holdfast.files.regular import open_file, read_bytes
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
 from holdfast.lm.types import EngineShape
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
@@ -28,20 +29,20 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 class ChunkFinder(Handler):
     """Says how much of a sequence is in this engine's memory. It is asked whether or not blocks move."""
 
-    receives = (messages.FindChunks,)
+    receives = (FindChunks,)
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._found: list[messages.FromEngine] = []
 
-    def receive(self, message: messages.FindChunks) -> None:
+    def receive(self, message: FindChunks) -> None:
         self._found.append(self.find(message.number, message.chain))
 
     def answers(self) -> Iterable[messages.FromEngine]:
         found, self._found = self._found, []
         return found
 
-    def find(self, number: int, chain: Sequence[bytes]) -> messages.ChunksFound:
+    def find(self, number: int, chain: Sequence[bytes]) -> ChunksFound:
         """Number of tokens of a chain of digests that are here, by tier."""
         pool = self._pool
         tiers = pool.tiers(chain)
@@ -49,13 +50,13 @@ class ChunkFinder(Handler):
         on_host = tiers.count("h")
         lower = sum(map(pool.kept_below, nowhere)) if pool.kept_below else 0
         counts = len(chain) - on_host - len(nowhere), on_host, lower
-        return messages.ChunksFound(number, *(blocks * pool.block_size for blocks in counts))
+        return ChunksFound(number, *(blocks * pool.block_size for blocks in counts))
 
 
 class MoveHandler(Handler):
     """Brings blocks from other engines, and gives them this engine's blocks."""
 
-    receives = (messages.FetchChunks, messages.StopFetch)
+    receives = (FetchChunks, StopFetch)
 
     def __init__(self, moves: Moves, service: ChunkService) -> None:
         """`service` has the threads that move the bytes; they change this engine's memory by `moves` alone."""
@@ -74,9 +75,9 @@ class MoveHandler(Handler):
         """Where other engines find this one."""
         return self._service.address
 
-    def receive(self, message: messages.FetchChunks | messages.StopFetch) -> None:
+    def receive(self, message: FetchChunks | StopFetch) -> None:
         """Begin a fetch, whose answer says how many tokens have come, or give up the rest of one."""
-        if isinstance(message, messages.FetchChunks):
+        if isinstance(message, FetchChunks):
             self._service.fetch(message)
         else:
             self._service.stop(message.number)
@@ -97,6 +98,11 @@ class MoveBuilder(PartBuilder):
 
     name = "moves"
     is_optional = True
+    refusals: ClassVar[Mapping[type, Refusal]] = {
+        FindChunks: lambda message: (ChunksFound(message.number, 0, 0, 0),),
+        FetchChunks: lambda message: (ChunksFetched(message.number, 0, "this engine moves no state"),),
+        StopFetch: no_answer,
+    }
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)

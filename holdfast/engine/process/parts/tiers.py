@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
@@ -18,6 +17,7 @@ from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site, refuse_excluded
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.paged import weights_of
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -149,11 +149,11 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
         lower = replace(lower, remote_down=not answers_now(remote))
     if isinstance(config.disk_cache_dir, str):
         directory = Path(config.disk_cache_dir).expanduser()
-        disk = DiskStore(directory, int(config.disk_cache_gb * 1e9), device.block_bytes, identity)
+        disk = DiskStore(directory, config.disk_cache_bytes, device.block_bytes, identity)
         lower = replace(lower, disk_blocks=disk.num_blocks, stored=tuple(disk.stored()))
     threads = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
     if lower.remote_down:
-        threads.tell_failure("remote", "does not work")
+        threads.log_failure("remote", "does not work")
     return threads, replace(shape, lower=lower)
 
 

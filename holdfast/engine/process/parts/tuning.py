@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import MICRO_BATCHES
-from holdfast.engine.process.handler import Handler, find
+from holdfast.engine.process.handler import Handler, find, refusal
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.part import DevicePart, part_of
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
-from holdfast.lm.parts.tuning.choice import make_tuner
-from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.tuning.choice import make_tuner, with_training
 from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, StartJob
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.types import EngineShape
 from holdfast.training.base import digest_of_model, training_shape
 from holdfast.training.iteration import arena_of, workspace_bytes
@@ -59,6 +61,9 @@ class TuningBuilder(PartBuilder):
     """Builds the tuner, which plans slices of training, the trainer, which computes them, and their handler."""
 
     name = "tuning"
+    refusals = dict.fromkeys(
+        (StartJob, ChangeJob), refusal(JobRefused, "this engine takes no tuning jobs; give it tuning")
+    )
 
     @staticmethod
     def wanted(config: EngineConfig) -> bool:
@@ -79,17 +84,27 @@ class TuningBuilder(PartBuilder):
     def is_priced(self, shape: EngineShape) -> bool:
         return True
 
-    def planner(self, shape: EngineShape, costs: Sequence[CostModel]) -> Mapping[str, Any]:
+    def planners(self, planning: Planning) -> Iterable[Part]:
         config, device = self.site.config, self.site.paged
         self._tuner = make_tuner(
-            config,
-            shape,
-            costs[0],
+            planning,
             training_shape(self._model.decoder),
             memory_fraction=config.tuning_memory_fraction,
             block_seconds=device.block_bytes / HOST_BYTES_PER_SECOND[device.kind],
         )
-        return {"tuner": self._tuner, "tuning_progress": config.tuning_progress}
+        self._part = TuningPart(self._tuner)
+        return (self._part,)
+
+    def policy(self, policy: Policy, planning: Planning) -> Policy:
+        config = self.site.config
+        return with_training(
+            planning,
+            policy,
+            self._part,
+            config.deferral_bound,
+            progress=config.tuning_progress,
+            share=config.tuning_share,
+        )
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         adapters = find(served.handlers, AdapterHandler)
@@ -104,8 +119,8 @@ class TuningBuilder(PartBuilder):
             base_model=self.site.checkpoint.name,
             base_digest=base_digest,
             micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
-            target=None if config.tbt_target is None else config.tbt_target / 1000,
-            bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,
+            target=config.tbt_seconds,
+            bound=config.deferral_seconds,
             max_rank=config.max_adapter_rank,
             threads=torch.get_num_threads() if device.kind == "cpu" else 0,
         )

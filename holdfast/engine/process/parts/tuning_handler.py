@@ -18,12 +18,26 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.config import check_adapter_name
 from holdfast.engine import messages
-from holdfast.engine.messages import JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.parts.adapters import AdapterHandler
-from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.adapters.options import check_adapter_name
+from holdfast.lm.parts.tuning.messages import (
+    ChangeJob,
+    JobAction,
+    JobChanged,
+    JobEnded,
+    JobEvent,
+    JobInfo,
+    JobProgress,
+    JobRefused,
+    JobStart,
+    JobStarted,
+    JobStatus,
+    JobStep,
+    StartJob,
+)
+from holdfast.lm.parts.tuning.options import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
@@ -125,7 +139,7 @@ class Notice:
 class TuningHandler(Handler):
     """Takes, changes and ends tuning jobs."""
 
-    receives = (messages.StartJob, messages.ChangeJob)
+    receives = (StartJob, ChangeJob)
 
     def __init__(
         self, tuner: Tuner, trainer: Trainer, adapters: AdapterHandler, rules: TuningRules, notice: Notice
@@ -168,8 +182,8 @@ class TuningHandler(Handler):
         before, self._steps = self._steps, steps
         return steps != before
 
-    def receive(self, message: messages.StartJob | messages.ChangeJob) -> None:
-        if isinstance(message, messages.StartJob):
+    def receive(self, message: StartJob | ChangeJob) -> None:
+        if isinstance(message, StartJob):
             self.start(message.number, message.job)
         else:
             self.change(message.number, message.job, message.action)
@@ -180,10 +194,10 @@ class TuningHandler(Handler):
         self._reading.append((number, job, reading))
         reading.add_done_callback(lambda _: self._notice())
 
-    def change(self, number: int, job: str, action: messages.JobAction) -> None:
+    def change(self, number: int, job: str, action: JobAction) -> None:
         """Pause, resume, cancel or leave a job; `answers` reports the result."""
         if job not in self._open:
-            self._answers.append(messages.JobRefused(number, f"there is no open job {job}", True))
+            self._answers.append(JobRefused(number, f"there is no open job {job}", True))
             return
         known = self._open[job]
         if not known.off_device:
@@ -193,7 +207,7 @@ class TuningHandler(Handler):
             elif self._status(job) != "ending":
                 (self._tuner.pause if action == "pause" else self._tuner.resume)(job)
         self._notice.give()
-        self._answers.append(messages.JobChanged(number))
+        self._answers.append(JobChanged(number))
 
     def answers(self) -> Iterator[messages.FromEngine]:
         """Results and events of jobs since the last call."""
@@ -208,7 +222,7 @@ class TuningHandler(Handler):
             self._notice.clear()
             self._checked_at = now
             if events := self._events():
-                yield messages.JobProgress(events)
+                yield JobProgress(events)
 
     def close(self) -> None:
         """Store all jobs on the disk."""
@@ -303,7 +317,7 @@ class TuningHandler(Handler):
         try:
             steps = self._trainer.add(reading.result())
         except ValueError as refusal:
-            return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
+            return JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         records = self._trainer.records(job)
         try:
             self._tuner.add(
@@ -316,14 +330,14 @@ class TuningHandler(Handler):
             )
         except ValueError as refusal:
             self._trainer.close(job)
-            return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
+            return JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         if start.paused and len(records) < steps.count:
             self._tuner.pause(job)
         chosen, checkpoint = steps.job.hyperparameters, self._trainer.newest_checkpoint(job)
         self._open[job] = _Open(start, checkpoint)
         self._notice.give()
         validations = [record.validation for record in records if record.validation is not None]
-        return messages.JobStarted(number, JobInfo(
+        return JobStarted(number, JobInfo(
             id=job, step=len(records), steps=steps.count, examples=len(steps.lengths),
             trained_tokens=sum(record.tokens for record in records),
             loss=records[-1].loss if records else None,

@@ -13,9 +13,9 @@ from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.fp8 import FP8
 
 FP8_CAPABILITY = (8, 9)
-"""The least compute capability of GPUs that convert to and from e4m3. Triton compiles no such kernel for older ones."""
+"""Lowest compute capability of GPUs that convert to and from e4m3. Triton compiles no such kernel for older ones."""
 MAX_HEAD_DIM = 256
-"""The largest head that fits the tiles of the GPU kernels."""
+"""Largest head dimension that fits the tiles of the GPU kernels."""
 
 
 def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: bool = False) -> None:
@@ -45,9 +45,10 @@ def attention_for(
 ) -> Attention[Any]:
     """The attention backend for these heads on `device`. `auto` selects our kernels on CUDA, and PyTorch on a CPU.
 
-    `cache_dtype` is given only if the cache's dtype differs from the model's; it is then FP8. Raises ValueError for
-    heads that do not group, sizes out of range, a device without a backend, or a backend that is not installed or does
-    not support the device.
+    `cache_dtype` is given only if the cache's dtype differs from the model's; it is then FP8.
+
+    Raises ValueError for heads that cannot share KV heads evenly, sizes out of range, a device without a backend, or a
+    backend that is not installed or does not support the device.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")

@@ -24,8 +24,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
-    Programs that run together read the same slots, because the heads of a slot are adjacent. All loads of the only loop
-    are masked. A second loop for the last keys would have to fill its pipeline again.
+    Programs that run together read the same slots, because the heads of a slot are adjacent. The kernel has one loop,
+    and all its loads are masked. A second loop for the last keys would have to fill its pipeline again.
     """
     launch_dependents(DEPENDENT)
     kv_head = tl.program_id(0)
@@ -33,7 +33,7 @@ def decode_kernel(
     first_token = tl.load(record)
     rows = tl.load(record + 1)
     if (rows == 0) & (tl.program_id(1) > 0):
-        return  # without waiting; the first record's programs wait for the whole kernel
+        return  # without waiting, because programs of the first record wait for the whole kernel
     start = tl.load(record + 2)
     table = tables + tl.load(record + 3).to(tl.int64) * table_stride
     first_row = tl.load(record + 4)

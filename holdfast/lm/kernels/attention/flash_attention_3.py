@@ -38,7 +38,7 @@ class FlashMetadata:
     query_start: torch.Tensor  # [S + 1] int32
     context_stop: torch.Tensor  # [S] int32
     row: torch.Tensor  # [S] int32
-    longest: int  # the most query tokens of a segment
+    longest: int  # largest number of query tokens in a segment
     furthest: int | None  # the largest context_stop; None: anywhere in the block table
 
 

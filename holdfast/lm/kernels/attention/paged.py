@@ -16,7 +16,7 @@ from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
 
 FEW_TOKENS = 4
-"""The most tokens of a step for which each merge program has a processor to itself."""
+"""Largest number of tokens in a step for which each merge program has a processor to itself."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.block_size = block_size
         self.fp8_cache = fp8_cache
         self.num_processors = num_processors
-        # The tensor cores of `prefill_kernel` read keys and values where the copy engine puts them. FP8 must become
-        # float16 before that.
+        # The tensor cores of `prefill_kernel` read keys and values where the copy engine puts them, but FP8 would have
+        # to
+        # become float16 before that.
         self.on_hopper = not fp8_cache and prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
         wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128

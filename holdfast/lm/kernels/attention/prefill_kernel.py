@@ -32,7 +32,7 @@ load_box = tma.async_load if RENAMED else tma.async_copy_global_to_shared
 
 @gluon.jit
 def _item_of(turn):
-    """This program's work item in a turn. Every second turn is backwards, so that long and short items balance."""
+    """The work item of this program in a turn. Every second turn runs backwards, to balance long and short items."""
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
@@ -151,7 +151,7 @@ def _step(
     HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     WEIGHTS: gl.constexpr, RESULT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of step `done` and the result of the previous step side by side, overlapped by the softmax."""
+    """Compute the scores of step `done` together with the result of the previous step. The softmax overlaps both."""
     stage = done % STAGES
     phase = (done // STAGES) & 1
     old_stage = (done - 1) % STAGES
@@ -233,7 +233,7 @@ def _attend(
                 total = gl.where(top == float("-inf"), 0.0, 1.0)
                 acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
 
-                # The first step has no previous step, so there is no result to compute at the same time.
+                # The first step has no previous step, so there is no result to compute with it.
                 stage = done % STAGES
                 mbarrier.wait(key_full.index(stage), (done // STAGES) & 1)
                 zeros = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
@@ -416,7 +416,7 @@ def attend(
         query,
         block_tables,
         work,
-        partial_log if sinks is None else sinks,  # without sinks, any tensor will do
+        partial_log if sinks is None else sinks,  # without sinks, any tensor serves as the argument
         out,
         partial_out,
         partial_log,

@@ -41,8 +41,8 @@ class Attention(ABC, Generic[Metadata]):
     """Multi-token attention over non-contiguous blocks (Pensieve, §4.4), for prefill, decode and recomputation alike.
 
     `backends.attention_for` makes one per model. A step calls `make_metadata` once; then each layer calls `write` and
-    `attend`. Every key of the step is written before it is attended. So a query also sees the keys that another segment
-    of its sequence adds in the same step, in the same precision as earlier keys.
+    `attend`. Every key of the step is written before any query attends to it. So a query also sees keys that another
+    segment of its sequence adds in the same step, in the same precision as earlier keys.
     """
 
     @abstractmethod
@@ -80,10 +80,10 @@ class Attention(ABC, Generic[Metadata]):
     ) -> torch.Tensor:
         """Attention of query [T, Hq, D] over the paged context, as [T, Hq, D] of the same dtype.
 
-        A query at position p attends to the positions max(0, p - window + 1) to p of its own sequence, whose block
-        for position i is block_tables[row, i // block_size] ([rows, max_blocks] int32; it must not change between
-        the layers of one step). Scores are query · key * scale (scale above 0). With a softcap, they become
-        softcap * tanh(score / softcap). `sinks` [Hq] adds one logit without a value to each head's softmax (GPT-OSS).
+        A query at position p attends to the positions max(0, p - window + 1) to p of its own sequence, whose block for
+        position i is block_tables[row, i // block_size] ([rows, max_blocks] int32; it must not change between the
+        layers of one step). Scores are query · key * scale (scale above 0). With a softcap, they become softcap *
+        tanh(score / softcap). `sinks` [Hq] adds one logit without a value to each head's softmax (GPT-OSS).
         """
 
 
@@ -102,5 +102,5 @@ class CapturableAttention(Attention[Metadata]):
     def refill(self, metadata: Metadata, segments: Segments) -> bool:
         """Write a batch into metadata from `reserve`, for later launches.
 
-        Without room, return False and write nothing.
+        If there is no room, return False and write nothing.
         """

@@ -1,4 +1,4 @@
-"""The tiles of one step, made in vectorised numpy and uploaded: which query rows of which segment meet which keys."""
+"""The tiles of one step: which query rows of which segment meet which keys. Made in vectorised NumPy, then uploaded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from holdfast.lm.kernels.attention.protocol import Segments
 FIELDS = 8  # int32 numbers in a record of work or of merges
 
 PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # numbers of pieces that the longest tile may be cut into
-FIXED_STEPS = 2.5  # fixed time of a piece, in units of the time of one split unit of keys
+FIXED_STEPS = 2.5  # fixed time of a piece, in units of the time that one split unit of keys takes
 SPLIT_STEPS = 4.5  # fixed time of a piece whose result must be merged, in the same units
 GAIN = 0.97  # a finer cut must end within this share of the time before
 
 STREAMS = 2  # programs per processor that together read at the full rate of memory
-MERGE_KEYS = 120  # time of a merge, in keys that one program reads in that time
+MERGE_KEYS = 120  # time of a merge, as the number of keys that one program reads in that time
 
 # Cutting contexts adds at most this many pieces per processor.
 NARROW_WORK_PER_PROCESSOR = 4
@@ -59,7 +59,7 @@ class TileList:
 
     @property
     def merged_rows(self) -> int:
-        """The most rows of a merged tile."""
+        """Largest number of rows in a merged tile."""
         return int(np.minimum(self.merges[:, 1] - self.merges[:, 2], self.block_m).max(initial=0))
 
 
@@ -73,7 +73,7 @@ def tile_list(
 ) -> TileList:
     """Tiles of the chosen [S] segments, cut over the context into pieces.
 
-    `split_for` takes the number of keys of each tile and returns the most keys of a piece.
+    `split_for` takes the number of keys of each tile and returns the largest number of keys in a piece.
     """
     if not chosen.any():
         return TileList(block_m, NO_RECORDS, NO_RECORDS)
@@ -110,10 +110,10 @@ def tile_list(
 
 
 def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
-    """Keys per piece for the earliest end when `processors` are bound by reading the keys of all `heads`.
+    """Number of keys per piece for the earliest end, if `processors` are bound by reading the keys of all `heads`.
 
-    The result is a multiple of `unit`, and cutting adds at most `spare` pieces. Split a tile only if one program would
-    take longer, merging included, than reading all keys in parallel. Then no piece is longer than that, because one
+    The result is a multiple of `unit`, and cutting adds at most `spare` pieces. A tile is split only if one program
+    would take longer, merging included, than reading all keys in parallel. No piece is longer than that, because one
     program alone reads far slower than all together.
     """
     longest, total = int(keys.max(initial=1)), int(keys.sum(dtype=np.int64))
@@ -122,7 +122,9 @@ def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, u
     if longest > steady + MERGE_KEYS:
         at_most = max(steady, total / spare if spare else longest)
         split = math.ceil(at_most / unit) * unit
-        equal = -(-longest // math.ceil(longest / split))  # of the longest tile; shorter pieces may be too many
+        equal = -(
+            -longest // math.ceil(longest / split)
+        )  # the longest tile in equal pieces; shorter pieces may be too many
         equal = -(-equal // unit) * unit
         if int((-(-keys // equal)).sum()) <= len(keys) + spare:
             split = equal
@@ -130,7 +132,7 @@ def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, u
 
 
 def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
-    """Keys per piece for the earliest end when `processors` share the pieces of all `heads`, bound by arithmetic.
+    """Number of keys per piece for the earliest end, if `processors` share all `heads`' pieces, bound by arithmetic.
 
     The result is a multiple of `unit`, and cutting adds at most `spare` pieces. For example, 19 tiles of 8 heads on 132
     processors would leave most of them idle in a second round; with shorter pieces the second round is short.
@@ -151,7 +153,7 @@ def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit
 
 
 def _ends(lengths: npt.NDArray[np.floating], heads: int, processors: int) -> float:
-    """When the last processor ends. Work is dealt as kernels do: longest first, every second round backwards."""
+    """Time at which the last processor ends. Kernels deal out work longest first, every second round backwards."""
     items = np.repeat(np.sort(lengths)[::-1], heads)
     rounds = np.zeros((-(-len(items) // processors), processors))
     rounds.reshape(-1)[: len(items)] = items
@@ -167,7 +169,7 @@ def _count_within(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class DeviceTiles:
-    """A TileList on the device."""
+    """A `TileList` on the device."""
 
     block_m: int
     work: torch.Tensor  # [W, 8] int32
@@ -204,7 +206,7 @@ class DeviceTilesBuilder:
         self.split_wide = partial(evenly, spare=self.wide_target, unit=WIDE_SPLIT_UNIT)
 
     def build(self, segments: Segments) -> tuple[DeviceTiles, ...]:
-        """The wide and the narrow tiles of a batch, without a kind that the batch does not have."""
+        """The wide and the narrow tiles of a batch. A kind that the batch lacks is left out."""
         lists = [tiles for tiles in self._lists(segments) if len(tiles.work)]
         parts = [records for tiles in lists for records in (tiles.work, tiles.merges)]
         host = self._host_records(sum(map(len, parts)))
@@ -232,7 +234,7 @@ class DeviceTilesBuilder:
         )
 
     def refill(self, reserved: tuple[DeviceTiles, ...], segments: Segments) -> bool:
-        """Write the tiles of a batch into reserved lists. Returns False, with nothing written, if they have no room."""
+        """Write the tiles of a batch into reserved lists. Returns False and writes nothing if they have no room."""
         lists = self._lists(segments, all_narrow=len(reserved) == 1)
         places = [place for tiles in reserved for place in (tiles.work, tiles.merges)]
         parts = [records for tiles in lists[-len(reserved) :] for records in (tiles.work, tiles.merges)]
@@ -248,12 +250,12 @@ class DeviceTilesBuilder:
         return True
 
     def _lists(self, segments: Segments, *, all_narrow: bool = False) -> tuple[TileList, TileList]:
-        """The wide and the narrow tiles of a batch. With `all_narrow`, long segments have narrow tiles too."""
+        """The wide and the narrow tiles of a batch. With `all_narrow`, long segments also have narrow tiles."""
         narrow = all_narrow | (segments.query_length * self.group_size <= self.narrow_m)
         tiles = partial(tile_list, segments, group_size=self.group_size)
         wide = tiles(~narrow, block_m=self.wide_m, split_for=self.split_wide)
         return wide, tiles(narrow, block_m=self.narrow_m, split_for=self.split_narrow)
 
     def _host_records(self, count: int) -> torch.Tensor:
-        """Zeroed host memory for records to upload. PyTorch keeps pinned memory until the copy is done."""
+        """Zeroed host memory for records to upload. PyTorch keeps pinned memory until the copy is complete."""
         return torch.zeros((count, FIELDS), dtype=torch.int32, pin_memory=self.device.type == "cuda")

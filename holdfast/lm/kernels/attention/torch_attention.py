@@ -14,8 +14,8 @@ from holdfast.lm.kernels.attention.protocol import Attention, Segments
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.fp8 import FP8
 
-# The most query rows of a tile (tokens times heads that share a KV head). Tiles bound the score mask and skip most keys
-# above the causal diagonal, at the cost of gathering the context once per tile.
+# Largest number of query rows in a tile (tokens times heads that share a KV head). Tiles bound the score mask and skip
+# most keys above the causal diagonal, at the cost of gathering the context once per tile.
 TILE_ROWS = 512
 # Keys are gathered for as many segments at a time as fit in the L2 cache, where SDPA then reads them.
 GATHER_BYTES = 1 << 20
@@ -113,7 +113,7 @@ class TorchAttention(Attention[TileMetadata]):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if window is not None and window >= metadata.stop.max(initial=0):
-            window = None  # it hides nothing, so layers with and without it share their groups
+            window = None  # hides nothing, so layers with and without a window share their groups
         if window not in metadata.groups:
             metadata.groups[window] = list(self._groups(metadata, block_tables, window, query.dtype))
         groups = metadata.groups[window]

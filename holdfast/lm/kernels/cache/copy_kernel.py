@@ -1,8 +1,8 @@
 """The Triton kernel that copies many blocks between the device's cache and pinned host memory in one launch.
 
 One layer's part of a block is about 32 KB, and the parts are not contiguous. Host memory is mapped, so a few programs
-of the kernel read and write it over the bus. The copy engine could also copy them in one call, and faster during a
-prefill. But then the few bytes that every step uploads and downloads would wait for all of them.
+of the kernel read and write it over the bus. The copy engine could also copy all parts in one call, and faster during a
+prefill. But then the few bytes that every step uploads and downloads would wait for the whole copy.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 PROGRAMS_IN, PROGRAMS_OUT = 6, 2
-"""Number of programs that read host memory, and number that write it. They are just enough to fill the bus.
+"""Number of programs that read host memory, and number that write it: just enough to fill the bus.
 
 The model keeps the other processors. A program waits for its reads but not for its writes, so more writers would delay
 the model's own writes.
@@ -24,9 +24,9 @@ TILE = 32768
 WARPS = 8
 
 
-# Counts change from step to step. The target numbers follow the source numbers, so their alignment changes with the
-# count. Neither may cause a new compilation. Nor may the strides: they change with the number of blocks, and so from
-# start to start. Triton only looks at whether 16 divides them, which shows how reads are aligned.
+# These arguments must not cause a new compilation. Counts change from step to step. The target numbers follow the
+# source numbers, so their alignment changes with the count. Strides change with the number of blocks, and so from start
+# to start. Triton only looks at whether 16 divides them, which shows how reads are aligned.
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks", "count", "pieces"])
 def _copy_blocks(
     source, target, source_blocks, target_blocks, count, pieces,

@@ -1,11 +1,11 @@
 """The KV cache tensor: keys and values of all layers in blocks, in the model's dtype or in FP8; and copies of blocks.
 
 FP8 is e4m3 without scales. Numbers from 2^-6 to 448 are rounded to 3 bits of fraction, smaller ones to multiples of
-2^-9, and larger ones become 448. From 2^-6 on the error is 2.3% on average and at most 5.9%, at every size, so a scale
+2^-9, and larger ones become 448. From 2^-6 on, the error is 2.3% on average and at most 5.9%, at every size, so a scale
 would gain nothing there. Models whose keys or values are mostly outside that range would lose accuracy; only the
-built-in model has been checked. Without scales a block is its bytes and nothing else. Copying, sharing, dropping and
-recomputing blocks work as for any dtype, and what is stored for a position depends on that position alone, not on how
-its sequence was cut into segments.
+built-in model has been checked. Without scales a block consists only of its numbers, so blocks are copied, shared,
+dropped and recomputed as for any dtype. The bytes of a position depend only on that position, not on how its sequence
+was cut into segments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from holdfast.lm.kernels.fp8 import FP8, LARGEST
 
 LONG_RUN = 8
-"""Average length, in blocks, of runs from which a CPU copies run by run. A run is adjacent in source and in target."""
+"""Smallest average length of runs, in blocks, for a CPU to copy run by run. A run is adjacent in source and target."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def write_step_inputs(
 def write_step_inputs_kernel(
     ids, token_rows, last_token, tables, write_at, write_block, tokens, entries, pending, BLOCK: tl.constexpr
 ):
-    """Program (BLOCK tokens, and as many table entries)."""
+    """Complete BLOCK tokens and BLOCK table entries. Program (BLOCK tokens and table entries)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     asked = tl.load(ids + at, mask=at < tokens, other=0) == pending
     asked = asked & (at < tokens)

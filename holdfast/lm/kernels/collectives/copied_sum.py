@@ -17,13 +17,13 @@ from holdfast.lm.kernels.collectives.protocol import SumInParts, halves, own_row
 FLAG_BYTES = 128
 """Bytes that each flag occupies. A flag says that a device's rows have arrived."""
 MOST_DEVICES = 32
-"""The most devices of a group. In `take_flags_kernel`, one warp has a thread for each."""
+"""Largest number of devices in a group. In `take_flags_kernel`, one warp has a thread for each device."""
 TURNS = 2
-"""Number of halves of the memory, which successive sums use in turns."""
+"""Number of halves of the memory. Successive sums use them in turn."""
 PARTS = 2
-"""Number of parts of a sum: one travels while the other is computed."""
+"""Number of parts of a sum: one travels while the next is computed."""
 HOPS = 2
-"""The most transfers of a row: once to all other devices, or first to the device that adds it up and then to all."""
+"""Largest number of transfers of a row: to all other devices, or to the device that adds it up and then to all."""
 FLAGS_BYTES = TURNS * PARTS * HOPS * MOST_DEVICES * FLAG_BYTES
 """Bytes of all flags."""
 ROWS = 256
@@ -33,18 +33,19 @@ ROWS = 256
 class CopiedSums:
     """The memory that successive sums of one group share, and the streams of their copies.
 
-    A device copies its rows to where they are needed in another device's memory, and then copies a flag after them. The
-    receiver waits for the flag, and clears it again.
+    A device copies its rows to their places in another device's memory, and then copies a flag after them. The receiver
+    waits for the flag, and clears it again.
 
-    A device cannot overwrite what another one still reads. Before it sends parts of the sum after next, it has received
-    all parts of the next one, and the others had then read all of this one. Places in memory do not depend on earlier
-    sums. So CUDA graphs may capture sums and be replayed in any order, as long as each step begins with the same turn.
+    A device cannot overwrite rows that another one still reads. Before it sends parts of the sum after next, it has
+    received all parts of the next one, and by then the others had read all of this one. Places in memory do not depend
+    on earlier sums. So CUDA graphs may capture sums and be replayed in any order, as long as each step begins with the
+    same turn.
     """
 
     def __init__(self, memory: PeerMemory, alone: torch.Tensor, is_alone: Callable[[], bool]) -> None:
         """`memory` belongs to all devices of the group, is not opened yet, and has no other user.
 
-        `alone` [1] int32, on the device, and `is_alone` report whether nothing is sent and nobody waits.
+        `alone` [1] int32, on the device, and `is_alone` say whether this device neither sends nor waits.
         """
         if memory.size > MOST_DEVICES:
             raise ValueError(f"{memory.size} devices cannot share layers, at most {MOST_DEVICES} can")
@@ -52,7 +53,7 @@ class CopiedSums:
         self.alone, self.is_alone = alone, is_alone
         device = memory.device
         self.streams = [torch.cuda.Stream(device) for _ in range(memory.size - 1)]  # type: ignore[no-untyped-call]
-        """One stream for each other device, at the index of its distance in rank minus one."""
+        """A stream for each other device. Index 0 is the next rank, index 1 the one after it, and so on."""
         self.adding = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.flag = torch.ones(1, dtype=torch.int32, device=device)
         self._turn = 0
@@ -99,7 +100,7 @@ class _CopiedSum(SumInParts):
         self._sums, self._turn, self._width, self._dtype = sums, turn, width, dtype
         self._parts = halves(rows, ROWS)
         self._sent: list[list[torch.cuda.Event]] = []
-        """For each part, the events that pass once this device needs nothing more of its other streams."""
+        """For each part, the events that pass once this device's other streams have finished with it."""
 
     @property
     def parts(self) -> tuple[slice, ...]:
@@ -108,7 +109,7 @@ class _CopiedSum(SumInParts):
     @staticmethod
     @abstractmethod
     def num_rows(rows: int, size: int) -> int:
-        """Rows of memory that `rows` rows of a sum, or of one part, need among `size` devices."""
+        """Number of memory rows for a sum, or a part, of `rows` rows among `size` devices."""
 
     def _count(self, part: int) -> int:
         return int(self._parts[part].stop - self._parts[part].start)
@@ -131,7 +132,7 @@ class _CopiedSum(SumInParts):
     def _wait_for_own(self, part: int) -> None:
         """Make the current stream wait until this device has sent a part.
 
-        A wait for other devices then comes after everything that they wait for.
+        Its later wait for other devices then comes after everything that they wait for.
         """
         for sent in self._sent[part]:
             torch.cuda.current_stream(self._sums.memory.device).wait_event(sent)
@@ -140,7 +141,7 @@ class _CopiedSum(SumInParts):
 class DirectSum(_CopiedSum):
     """A sum in which every device sends all its addends to all others: one hop, for two devices.
 
-    A part's memory has the addends of every device, by rank. A device computes its own addends in their place.
+    A part's memory has the addends of every device, by rank. A device computes its own addends directly there.
     """
 
     @staticmethod

@@ -13,7 +13,7 @@ LAZY_PEER_ACCESS = 1
 WAIT_UNTIL_AT_LEAST = 0
 HANDLE_BYTES = 64
 GRANULE = 2 << 20
-"""The driver shares memory in pieces of this many bytes. A smaller allocation would share its neighbours too."""
+"""Bytes of a piece in which the driver shares memory. A smaller allocation would share its neighbours too."""
 
 
 class _Handle(ctypes.Structure):
@@ -29,7 +29,7 @@ class PeerMemory:
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, num_bytes: int) -> None:
-        """All ranks call this with the same number of bytes and stores that share keys. Nobody else may use the keys.
+        """All ranks call this with the same number of bytes. The stores share their keys, and nobody else may use them.
 
         Raises RuntimeError if one device cannot write to another.
         """

@@ -26,7 +26,7 @@ class SumInParts(Protocol):
         ...
 
     def send(self, part: int) -> None:
-        """Send the addends in the room of a part to the other devices, without waiting."""
+        """Send the addends in a part's room to the other devices, without waiting."""
         ...
 
     def receive(self, part: int) -> torch.Tensor:
@@ -41,9 +41,9 @@ class Group(Protocol):
     """The devices that share each layer. Each has its own heads, and its own part of the MLP and the vocabulary.
 
     All devices of a group make the same calls in the same order, with equal shapes unless a method says otherwise.
-    Every device gets the same bits from `add_norm`, `all_reduce`, `best` and `gather`. A tensor may have no rows; then
-    a call need not wait for anybody. CUDA graphs may capture sums and `best`. Results are tensors of their own: no
-    later call writes to them.
+    Every device gets the same bits from `add_norm`, `all_reduce`, `best` and `gather`. If a tensor has no rows, a call
+    need not wait for anybody. CUDA graphs may capture sums and `best`. Results are new tensors, to which no later call
+    writes.
     """
 
     @property
@@ -108,7 +108,7 @@ class Group(Protocol):
         ...
 
     def alone(self) -> AbstractContextManager[None]:
-        """Inside this context, in every thread, calls wait for no other device, and their results mean nothing.
+        """Inside this context, in every thread, calls wait for no other device, and their results have no meaning.
 
         Kernels can thus be compiled and rehearsed in any order. A graph that is captured inside must not be replayed.
         The context must not be nested.
@@ -123,7 +123,7 @@ def halves(rows: int, multiple: int) -> tuple[slice, slice]:
 
 
 def own_rows(count: int, size: int, rank: int) -> range:
-    """The rows, of `count`, that device `rank` of a group gets whole: contiguous, ceil(count / size) at most."""
+    """The rows, out of `count`, that device `rank` of a group gets whole: contiguous, at most ceil(count / size)."""
     share = -(-count // size)
     return range(min(rank * share, count), min((rank + 1) * share, count))
 
@@ -137,7 +137,7 @@ def columns_by_device(logits: torch.Tensor, size: int, vocab_size: int) -> torch
 
 
 def rows_of_device(blocks: torch.Tensor, count: int, rank: int, vocab_size: int) -> torch.Tensor:
-    """The blocks [size, rows, columns] that a device received, as its own whole rows of `count`: [R_own, V]."""
+    """The whole rows [R_own, V], out of `count`, that a device assembles from received blocks [size, rows, columns]."""
     size, rows, columns = blocks.shape
     whole = blocks.transpose(0, 1).reshape(rows, size * columns)
     return whole[: len(own_rows(count, size, rank)), :vocab_size]

@@ -1,4 +1,4 @@
-"""Triton kernels with which devices of one host add up, by writing into each other's mailboxes."""
+"""Triton kernels that add up rows over the devices of one host, by writing into each other's mailboxes."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -15,20 +15,20 @@ from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependen
 REGIONS = 256
 """Number of parts of a mailbox. Each belongs to one sending and one receiving program of a kernel."""
 PROGRAMS = 128
-"""Number of sending programs in a launch, and of receiving ones.
+"""Number of sending programs in a launch, and also of receiving programs.
 
 All run at once on an H100 or H200, two to a processor.
 """
 
 EMPTY_BITS = {torch.float32: -0x7FFF8000, torch.bfloat16: -0x80000000, torch.float16: -0x80000000}
-"""The bits of an empty place converted to float32: -0 for 16-bit dtypes; for float32, two 16-bit -0 in a row."""
+"""For each dtype, the bits of an empty place read as float32: -0 for 16-bit dtypes, two 16-bit -0 for float32."""
 EMPTY_WORD = -0x8000
 """The 16 bits of -0, as an int16. They fill empty places of every dtype."""
 
 BEST_ROWS = 128
 """Number of rows that one program of `best_kernel` handles."""
 BEST_PROGRAMS = 64
-"""The most programs of one launch of `best_kernel`."""
+"""Largest number of programs in one launch of `best_kernel`."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Mailboxes:
     fence and no second trip over the link. -0 stands for an empty place. The number -0 is sent as +0, which changes no
     sum.
 
-    Each region of a mailbox has two halves. A program uses them in turns, by a counter on its device. It cannot
-    overwrite what is still unread: before its device starts the collective after next, it has received the next one
-    from every device, and those had finished this one. CUDA graphs may thus be replayed in any order, as long as all
+    Each region of a mailbox has two halves. A program uses them in turn, by a counter on its device. It cannot
+    overwrite unread numbers: before its device starts the collective after next, it has received the next one from
+    every device, and by then those had finished this one. CUDA graphs may thus be replayed in any order, as long as all
     devices replay the same.
     """
 
@@ -66,18 +66,18 @@ class Mailboxes:
         return room + BEST_PROGRAMS * 2 * (size - 1) * BEST_ROWS * 8
 
     def empty(self) -> None:
-        """Make every place empty. No device may have sent anything yet."""
+        """Make every place empty. Called before any device sends."""
         self.own.view(torch.int16).fill_(EMPTY_WORD)
         self.counters.zero_()
         self.is_alone.zero_()
 
     @property
     def room(self) -> int:
-        """Bytes for sums."""
+        """Number of bytes for sums."""
         return len(self.own) - self.num_bytes(self.size, 0)
 
     def most_rows(self, width: int, wire: torch.dtype, two_shot: bool, programs: int = PROGRAMS) -> int:
-        """The most rows of `width` numbers that one launch of `programs` programs can add up."""
+        """Largest number of rows of `width` numbers that one launch of `programs` programs can add up."""
         held = self.room // (2 * REGIONS) // (width * wire.itemsize)  # rows in half a region
         peers = self.size - 1
         if two_shot:  # ceil(rows / size) rows from each peer, and all results
@@ -186,7 +186,7 @@ def _bits(value):
 
 @triton.jit
 def _own_sum(partials, row, at, held, part_stride, row_stride, wire, PARTS: tl.constexpr, EMPTY: tl.constexpr):
-    """A row's sum over PARTS on this device, ready to travel: rounded to the dtype of `wire`, and never empty."""
+    """The sum of a row over PARTS on this device, ready to send: rounded to the dtype of `wire`, and never empty."""
     total = tl.zeros(at.shape, tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(partials + part * part_stride + row * row_stride + at, mask=held, other=0.0).to(tl.float32)
@@ -267,7 +267,7 @@ def device_sum_kernel(
     count = (rows - program + programs - 1) // programs  # rows of this program
     each = (rows + programs - 1) // programs  # rows of the first program
     if TWO_SHOT:
-        sent = (each + SIZE - 1) // SIZE  # the most of these rows that one device adds up
+        sent = (each + SIZE - 1) // SIZE  # largest number of these rows that one device adds up
     else:
         sent = each
     first = (RANK - program % SIZE + SIZE) % SIZE  # index of the first row that this device adds up in two shots
@@ -359,7 +359,7 @@ def best_kernel(
     values, ids, out, own, mailboxes, counters, alone, rows, offset, first_counter,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The kernel of `best_rows`. Program (BLOCK rows). A value and its id travel as one int64 that sorts as they do.
+    """The kernel of `best_rows`. Program (BLOCK rows). A value and its id are sent as one int64 that sorts as they do.
 
     Region p of these words starts `offset` words into a mailbox. No word reads as empty, because the lower half of an
     empty word is negative.

@@ -25,17 +25,17 @@ from holdfast.lm.kernels.collectives.reduce_kernels import (
 ROOM_BYTES = 64 << 20
 """Bytes for sums on each device. Longer sums take several launches."""
 EXCHANGE_BYTES = 64 << 20
-"""Memory for rows of logits on each device. More of them go piece by piece."""
+"""Memory for rows of logits on each device, in bytes. Larger exchanges go piece by piece."""
 FLAG_BYTES = 128
-"""Bytes of the number that counts the pieces that have come from a device."""
+"""Bytes of the counter of pieces that have arrived from a device."""
 HALVES = 2
-"""The two halves of that memory, which successive pieces use in turns."""
+"""Number of halves of that memory. Successive pieces use them in turn."""
 
 COPIED_BYTES = 512 << 20
 """Bytes on each device for sums that copy engines carry: 8,192 rows of 8,192 numbers, for two devices."""
 
 LEAST_COPIED_BYTES = 12 << 20
-"""The least size of a sum, in bytes, whose halves travel by copy engine.
+"""Smallest size of a sum, in bytes, whose halves travel by copy engine.
 
 Measured with layers of Llama-3's shapes on two H200s. 8B takes 5% longer this way with 1,024 rows (8 MB), and 4% less
 time with 1,536 (12 MB). 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024
@@ -43,13 +43,13 @@ time with 1,536 (12 MB). 70B takes 9% longer with 512 rows (8 MB), and 3% less t
 """
 
 LEAST_LAUNCHED_BYTES = 32 << 20
-"""The least size of such a sum that no graph captures, in bytes.
+"""Smallest size of such a sum, in bytes, in steps that no graph captures.
 
 The host launches a layer of an 8B shape in 1.4 ms with copy engines, and in 0.6 ms without.
 """
 
 SECOND_SHOT = 2.1e-6
-"""Time in seconds that two shots take longer than one, for sums of a few rows."""
+"""Seconds that two shots take longer than one, for sums of a few rows."""
 LINK_SPEED = 300e9
 """Bytes per second that a device sends, in sums of more rows.
 
@@ -70,7 +70,7 @@ def two_shot_bytes(size: int) -> float:
 
 
 class SymmetricGroup(Group):
-    """GPUs of one host, each in a process of its own.
+    """GPUs of one host, each in its own process.
 
     Sums and the best tokens go through mailboxes, in kernels that CUDA graphs may capture. Sums travel in the stream's
     dtype: float32 would take 0.5 us longer for one row, and twice as long for many. Large sums may go by copy engine
@@ -121,7 +121,7 @@ class SymmetricGroup(Group):
         return reduce_rows(self.mailboxes, partials, bias, stream, norm, eps, wire=stream.dtype, two_shot=two_shot)
 
     def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
-        # A caller that is alone rehearses a capture.
+        # A caller inside `alone` rehearses a capture.
         captured = self._alone or torch.cuda.is_current_stream_capturing()
         if rows * width * dtype.itemsize < (LEAST_COPIED_BYTES if captured else LEAST_LAUNCHED_BYTES):
             return None
@@ -162,22 +162,23 @@ class SymmetricGroup(Group):
 
 
 class PeerExchange:
-    """Each device has a block for every other one, and writes it into that one's memory, piece by piece.
+    """Exchange in which each device has a block for every other one, and writes it into that device's memory in pieces.
 
     Each piece is counted, and the receiver waits for the count. Successive pieces use the two halves of the memory in
-    turns. A device sends a piece only after it has received the one before from every device, and those had then read
-    the one before that. No call makes the host wait. CUDA graphs cannot capture calls, since the host counts them.
+    turn. A device sends a piece only after it has received the previous one from every device, and by then those had
+    read the one before that. No call makes the host wait. CUDA graphs cannot capture calls, because the host counts
+    them.
     """
 
     def __init__(self, memory: PeerMemory) -> None:
-        """`memory` is of all devices of the group, not opened, and only used for this."""
+        """`memory` spans all devices of the group, is not opened yet, and has no other user."""
         self._memory, self._addresses = memory, memory.open()
         slots = (memory.num_bytes - memory.size * FLAG_BYTES) // (HALVES * memory.size)
         self._slot_bytes = slots // FLAG_BYTES * FLAG_BYTES
         self._turns = 0
 
     def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Send blocks[i] of contiguous blocks [size, ...] to device i; what came from each device, [size, ...]."""
+        """Send blocks[i] of contiguous blocks [size, ...] to device i; return those of each device, [size, ...]."""
         memory, given = self._memory, torch.empty_like(blocks)
         stream = torch.cuda.current_stream(memory.device)
         others = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
@@ -198,6 +199,6 @@ class PeerExchange:
         return given
 
     def _place(self, sender: int) -> int:
-        """Where in a device's memory a sender's piece of this turn is."""
+        """Address of a sender's piece of this turn within a device's memory."""
         slot = self._turns % HALVES * self._memory.size + sender
         return self._memory.size * FLAG_BYTES + slot * self._slot_bytes

@@ -12,7 +12,7 @@ from torch.nn import functional
 from holdfast.lm.kernels.collectives.protocol import Group, SumInParts, columns_by_device, halves, rows_of_device
 
 HALVED_ROWS = 256
-"""The least number of rows of a sum whose one half travels while the other is computed."""
+"""Smallest number of rows of a sum that is split, so that one half travels while the other is computed."""
 
 
 class TorchGroup(Group):
@@ -55,10 +55,12 @@ class TorchGroup(Group):
         return self._sum(x).to(x.dtype)
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        # One exchange carries both: the bits of a value, as a number, and its id.
+        # One exchange carries both the value, whose bits are read as a number, and its id.
         pairs = self.gather(torch.cat((values.view(torch.int32).to(torch.int64), ids))).view(self.size, 2, -1)
         everyones = pairs[:, 0].to(torch.int32).view(torch.float32)
-        return pairs[:, 1].gather(0, everyones.argmax(0, keepdim=True))[0]  # argmax takes the first, so the lowest ids
+        return pairs[:, 1].gather(0, everyones.argmax(0, keepdim=True))[
+            0
+        ]  # argmax takes the first of equal values, which has the lowest id
 
     def exchange_rows(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         blocks = columns_by_device(logits, self.size, vocab_size)

@@ -81,7 +81,7 @@ def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> 
 
 
 def has_tiles(x: torch.Tensor, weight: Fp8Weight) -> bool:
-    """Whether `fp8_gemm` can compute this: many tokens, 16-bit activations, and sizes that are multiples of TILE."""
+    """Whether `fp8_gemm` can compute this product: many tokens, 16-bit activations, sizes in multiples of TILE."""
     outputs, inputs = weight.shape
     return len(x) > MAX_ROWS and x.element_size() == 2 and outputs % TILE == 0 and inputs % TILE == 0
 
@@ -188,7 +188,7 @@ def quantize_rows_kernel(
     if GATED:
         up = tl.load(x + token * x_stride + width + at, mask=held, other=0.0).to(tl.float32)
         value = value / (1.0 + tl.exp(-value)) * up
-    # The least normal number as the scale of a token of zeros keeps the quotients finite.
+    # For a token of zeros the scale is the smallest normal number, which keeps the quotients finite.
     poison = tl.sum(value * 0.0, 0)
     factor = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, 1.1754944e-38)
     if HALVES == 2:
@@ -212,14 +212,14 @@ def fp8_skinny_gemm_kernel(
 ):  # fmt: skip
     """x [rows, inputs], two numbers each, times weight transposed. Program (BLOCK_N rows of weight, part).
 
-    Parts and GATED are those of `skinny_gemm_kernel`. FP8 tensor cores keep few bits of a sum, so the sums are added in
-    float32 after each block of inputs. For the lower numbers this does not matter.
+    For parts and GATED, see `skinny_gemm_kernel`. FP8 tensor cores keep few bits of a sum, so the sums are added in
+    float32 after each block of inputs. This does not matter for the lower numbers.
     """
     launch_dependents(DEPENDENT)
     token = tl.arange(0, BLOCK_M)
     TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
     item = tl.arange(0, BLOCK_N)
-    # Programs past the last output read its row again. That costs nothing and needs no mask.
+    # Programs after the last output read its row again, which costs nothing and needs no mask.
     if GATED:
         row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, outputs - 1) + item % 2 * outputs
     else:

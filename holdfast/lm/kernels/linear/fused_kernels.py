@@ -50,7 +50,7 @@ def norm_kernel(
         if bias is not None:
             added += tl.load(bias + at, mask=held, other=0.0).to(tl.float32)
         rounded = (value + added).to(stream.dtype.element_ty)
-        # Several threads may hold the same element: all must read it before one writes it.
+        # Several threads may hold the same element, and all must read it before one writes it.
         tl.debug_barrier()
         tl.store(stream_at, rounded, mask=held)
         value = rounded.to(tl.float32)

@@ -41,17 +41,18 @@ from holdfast.lm.kernels.lora.protocol import Finish
 ROTATED_AT_A_TIME = 512
 """Number of pairs of numbers that one program rotates."""
 GATED_AT_A_TIME = 1024
-"""Number of numbers that one program gates or scales."""
+"""Number of elements that one program gates or scales."""
 SQUARES_AT_A_TIME = 128
 """Number of tokens whose sums of squares, two each, travel as one row.
 
-A row for each token would mean a wait for each.
+One row per token would mean one wait per token.
 """
 
 PIECES = {832: (512, 320), 896: (512, 384)}
 """Token counts whose GEMMs cuBLAS computes faster in two pieces, because it has no good tiles for the whole.
 
-With CUDA 13.0 on an H200, a layer's GEMMs gain 12 and 6% under load (benchmarks/kernels/products_gpu.py --pieces).
+With CUDA 13.0 on an H200, a layer's GEMMs take 12% and 6% less time under load (benchmarks/kernels/products_gpu.py
+--pieces).
 """
 
 
@@ -60,9 +61,9 @@ class FusedLayerOps(LayerOps):
 
     Steps of few tokens are bound by launches and by reading weights. `skinny_gemm` reads the weights, and one more
     launch adds its partial sums, the residual and the norm; for one token these are part of the GEMMs. Steps of more
-    tokens use cuBLAS, which adds the residual as it writes: fewer bytes than a later addition, and one rounding less.
-    With FP8 weights they use FP8 tensor cores, with activations quantized by token; 4-bit weights are dequantized
-    first.
+    tokens use cuBLAS, which adds the residual as it writes: this moves fewer bytes than a later addition, and rounds
+    once less. With FP8 weights they use FP8 tensor cores, with activations quantized by token; 4-bit weights are
+    dequantized first.
     """
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -130,7 +131,7 @@ class FusedLayerOps(LayerOps):
     ) -> Normed:
         if self.shape.layer_norm or out_norm is not None or not len(norm):
             first()
-            return self._add_apart(stream, x, weight, bias, norm, out_norm)
+            return self._add_separately(stream, x, weight, bias, norm, out_norm)
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if self.group is not None:
             if launch is None and (in_parts := self._begin_sum(stream, x, weight, bias, norm)) is not None:
@@ -237,11 +238,11 @@ class FusedLayerOps(LayerOps):
         return (self.computed(x) if launch is None else read), launch
 
     def _as_read(self, x: Normed, weight: Weight) -> Normed:
-        """x in the form that a GEMM with this weight accepts: one with 4-bit weights computes no norm."""
+        """x in the form that a GEMM with this weight accepts. A GEMM with 4-bit weights computes no norm."""
         return self.computed(x) if isinstance(weight, Int4Weight) else x
 
     def _norm_of(self, x: Normed) -> dict[str, Any]:
-        """The arguments that make `skinny_gemm` compute a norm that is not computed yet."""
+        """The arguments that make `skinny_gemm` compute a pending norm."""
         return {"norm": x.weight, "eps": self.shape.eps} if isinstance(x, Unnormed) else {}
 
     def rotation(self, positions: torch.Tensor) -> Rotation:

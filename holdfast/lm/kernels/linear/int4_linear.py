@@ -21,7 +21,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, MAX_ROWS, PROGRAMS
 BLOCK_N, NUM_WARPS, NUM_STAGES = 64, 4, 6
 
 CHUNKS_OF_A_PART = 4
-"""The least number of chunks in a part, when inputs are cut into parts."""
+"""Smallest number of chunks in a part, when inputs are cut into parts."""
 
 
 def int4_launch_for(x: torch.Tensor, weight: Int4Weight, *, cut: bool = False) -> SkinnyLaunch | None:
@@ -79,7 +79,7 @@ def int4_dequantized(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
 def _exact(numbers, zero, DTYPE: tl.constexpr):
     """numbers - zero, both from 0 to 15, in a float type, without a conversion instruction.
 
-    The trick: 128 + n in bfloat16 has the bits of 0x4300 + n, and 1024 + n in float16 has those of 0x6400 + n.
+    This works because 128 + n in bfloat16 has the bits of 0x4300 + n, and 1024 + n in float16 has those of 0x6400 + n.
     """
     if tl.bfloat16 == DTYPE:
         shifted = (numbers.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -124,7 +124,7 @@ def int4_skinny_kernel(
     launch_dependents(DEPENDENT)
     token = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows past the last one read it again. That costs nothing and needs no mask.
+    # Rows after the last one read it again, which costs nothing and needs no mask.
     row = tl.minimum(n, outputs - 1)
     held = (token < rows)[None, :]
     begin = tl.program_id(1) * part_length

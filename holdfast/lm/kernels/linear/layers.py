@@ -29,7 +29,7 @@ PACKED_ROWS = range(4, 129)
 This range and LEAST_PACKED were measured by `benchmarks/kernels/products_cpu.py`.
 """
 LEAST_PACKED, MOST_PACKED = 4 << 20, 1 << 30
-"""The least bytes of a weight that is worth packing, and the most bytes of all weights of a device that are packed."""
+"""Smallest weight that is worth packing, and largest total of a device's packed weights, both in bytes."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine from `LayerOps.rotation`, in the layout that `rotate_and_write` of the same object takes."""
@@ -64,7 +64,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Unnormed:
-    """An RMS norm of one token that is not computed yet: the GEMM that reads it computes it."""
+    """An RMS norm of one token that is not computed yet. The GEMM that reads it computes it."""
 
     stream: torch.Tensor  # [1, hidden]
     weight: torch.Tensor  # [hidden]
@@ -72,7 +72,7 @@ class Unnormed:
 
 @dataclass(frozen=True)
 class NormInParts:
-    """An RMS norm of a stream whose sum over devices is still arriving. It is added to the stream part by part."""
+    """An RMS norm of a stream whose sum over devices is still arriving. The sum is added to the stream part by part."""
 
     sums: SumInParts
     stream: torch.Tensor  # [T, hidden]
@@ -91,7 +91,7 @@ Gated = Any
 
 
 def nothing() -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 class LayerOps:
@@ -102,7 +102,7 @@ class LayerOps:
     and returns the stream normed for the next half. The stream is complete once the norm has been read.
 
     With a `group`, each device has its own heads. It holds rows of the weights that read the stream, and columns of the
-    weights that add to the stream. The results of the latter are partial sums, which the group adds up. The stream is
+    weights that add to the stream. Products with these columns are partial sums, which the group adds up. The stream is
     equal on all devices. In large steps, one part of the rows travels between devices while the next one is computed.
     """
 
@@ -175,7 +175,7 @@ class LayerOps:
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 
     def computed(self, x: Normed) -> torch.Tensor:
-        """The tensor that a result of `add_linear_norm` stands for."""
+        """The tensor of a result of `add_linear_norm`, computed if it is not yet."""
         if isinstance(x, NormInParts):
             normed = torch.empty_like(x.stream)
             for part, rows in enumerate(x.sums.parts):
@@ -201,7 +201,7 @@ class LayerOps:
         """
         first()
         if out_norm is not None or (self.group is not None and (self.shape.layer_norm or not len(norm))):
-            return self._add_apart(stream, x, weight, bias, norm, out_norm)
+            return self._add_separately(stream, x, weight, bias, norm, out_norm)
         if self.group is not None:
             in_parts = self._begin_sum(stream, x, weight, bias, norm)
             if in_parts is not None:
@@ -233,7 +233,7 @@ class LayerOps:
         stream += added
         return self.norm(stream, norm)
 
-    def _add_apart(
+    def _add_separately(
         self,
         stream: torch.Tensor,
         x: Gated,

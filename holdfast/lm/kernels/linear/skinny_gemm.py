@@ -17,10 +17,10 @@ from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 MAX_ROWS = 64
-"""The most tokens for which the kernel reads weights faster than cuBLAS. With more, a tiled GEMM is better."""
+"""Largest number of tokens for which the kernel reads weights faster than cuBLAS. For more, a tiled GEMM is better."""
 
 LEAST_ROW_BYTES = 512
-"""The least bytes in a row of weights. A shorter row does not fill the pipeline of the loop."""
+"""Smallest row of weights in bytes. A shorter row does not fill the pipeline of the loop."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ MORE_TOKENS = SkinnyLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
 MORE_TOKENS_CUT = SkinnyLaunch(block_n=128, block_k=64, num_warps=4, num_stages=6)
 
 FEW = 32
-"""The most tokens for which 64 rows of weights per program are best."""
+"""Largest number of tokens for which 64 rows of weights per program are best."""
 
 MANY_OUTPUTS = 16_384
-"""The least number of outputs with enough programs to fill the device without cutting the inputs."""
+"""Smallest number of outputs with enough programs to fill the device without cutting the inputs."""
 
 ONE_TOKEN_OUTPUTS = 12_288
-"""The least such number of outputs for one token."""
+"""Smallest such number of outputs for one token."""
 ONE_TOKEN_OUTPUTS_CUT = 8192
-"""The least such number of outputs for one token, if the inputs may be cut."""
+"""Smallest such number of outputs for one token, if the inputs may be cut."""
 SMALL_OUTPUTS, SMALL_INPUTS = 4096, 2048
-"""The largest sizes for which a GEMM of one token is better with more stages.
+"""Largest sizes for which a GEMM of one token is better with more stages.
 
 Devices that share a layer have such GEMMs.
 """
@@ -84,9 +84,9 @@ Devices that share a layer have such GEMMs.
 PROGRAMS = 128
 """Number of programs up to which a GEMM is cut over its inputs, if it may be cut."""
 PART_INPUTS = 4096
-"""The most inputs that one program reads before a GEMM is cut further, so that all processors finish together."""
+"""Largest number of inputs that one program reads. Longer inputs are cut, so that all processors finish together."""
 MAX_PARTS = 8
-"""The most pieces that inputs are cut into."""
+"""Largest number of pieces that inputs are cut into."""
 
 
 def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> SkinnyLaunch | None:
@@ -189,7 +189,7 @@ def skinny_gemm_kernel(
     token = tl.arange(0, BLOCK_M)
     TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
     item = tl.arange(0, BLOCK_N)
-    # Programs past the last output read its row again. That costs nothing and needs no mask.
+    # Programs after the last output read its row again, which costs nothing and needs no mask.
     if GATED:
         row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, outputs - 1) + item % 2 * outputs
     else:
@@ -241,6 +241,6 @@ def skinny_gemm_kernel(
     written = (n < outputs)[:, None] & (token < rows)[None, :]
     if ADDED:
         result += tl.load(place, mask=written, other=0.0).to(tl.float32)
-        # Several threads may hold the same element: all must read it before one writes it.
+        # Several threads may hold the same element, and all must read it before one writes it.
         tl.debug_barrier()
     tl.store(place, result.to(out.dtype.element_ty), mask=written)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 FEW_TOKENS = 512
-"""The most tokens of a step whose tiles have SMALL_TILE tokens, the least that tensor cores take.
+"""Largest number of tokens in a step whose tiles have SMALL_TILE tokens, the fewest that tensor cores process.
 
 In larger steps a tile has LARGE_TILE tokens.
 """
@@ -63,7 +63,10 @@ def tile_size(tokens: int) -> int:
 
 
 def most_tiles(tokens: int, slots: int) -> int:
-    """The most tiles of any step with at most this many tokens and slots. Each group may end with a partial tile."""
+    """Largest number of tiles in any step with at most this many tokens and slots.
+
+    Each group may end with a partial tile.
+    """
     few = min(tokens, FEW_TOKENS)
     small = min(few, few // SMALL_TILE + slots)
     return small if tokens <= FEW_TOKENS else max(small, min(tokens, tokens // LARGE_TILE + slots + 1))

@@ -21,14 +21,14 @@ from holdfast.lm.kernels.lora.groups import LARGE_TILE, SMALL_TILE, most_tiles, 
 from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 PROGRAMS = 2048
-"""The most programs of a launch, roughly as many as run at once. Each takes several tiles if there are more."""
+"""Largest number of programs in a launch, roughly as many as run at once. With more tiles, a program takes several."""
 OUTPUTS, FEWER_OUTPUTS = 256, 128
 """Number of outputs of one program of the expand: in small tiles with ranks below LARGE_RANK, and otherwise."""
 LARGE_RANK = 64
 GATED_OUTPUTS, GATED_WARPS = 64, 4
-"""Outputs and warps of one program of the gated expand. The program holds this many columns of gate, and of up."""
+"""Outputs and warps of one program of the gated expand. The program holds this many columns each of gate and of up."""
 PART_INPUTS = 256
-"""The least inputs of one program of the shrink."""
+"""Smallest number of inputs for one program of the shrink."""
 PIECES = (16, 4, 1)
 """The numbers of pieces that the shrink's inputs may be cut into (split-K). Few, because each needs its own kernel."""
 
@@ -37,7 +37,7 @@ PIECES = (16, 4, 1)
 class TiledLora:
     """The adapters of `tokens` tokens, some of which may be padding, as tiles on the device.
 
-    The launches depend on `tokens` and on the number of slots alone, so CUDA graphs may capture them.
+    The launches depend only on `tokens` and on the number of slots, so CUDA graphs may capture them.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class TiledLora:
     start: torch.Tensor  # [tiles] int64: the tile's first index in `order`
     count: torch.Tensor  # [tiles] int64
     used: torch.Tensor  # [2] int64: the number of tiles of adapters, and of all tiles
-    counts: torch.Tensor  # [3 * tiles or more] int32: how many pieces of a part of a tile are done; 0 between launches
+    counts: torch.Tensor  # [3 * tiles or more] int32: number of finished pieces of a part of a tile; 0 between launches
     beside: SideStream | None = None
     """The stream on which a step of few tokens computes adapters, while the layer's own product reads its weights."""
 
@@ -76,7 +76,7 @@ class TiledLora:
         return Finish(end)
 
     def _sizes(self, stack: LoraStack) -> tuple[int, int, int]:
-        """The number of tokens of a tile, the most tiles, and the number of ranks that a program computes."""
+        """Number of tokens in a tile, largest number of tiles, and number of ranks that a program computes."""
         tiles = most_tiles(self.tokens, stack.a.shape[0])
         return tile_size(self.tokens), tiles, max(16, triton.next_power_of_2(stack.a.shape[2]))
 
@@ -181,7 +181,7 @@ def shrink_kernel(
             else:
                 between = tl.num_programs(1) * tokens.to(tl.int64) * RANKS
                 tl.store(partials + piece * between + place, acc, mask=held[:, None])
-                tl.debug_barrier()  # the whole program has written before it is counted
+                tl.debug_barrier()  # the whole program must have written before it is counted
                 count = counts + part * most_tiles + tile
                 if tl.atomic_add(count, 1) == PIECES - 1:
                     total = tl.zeros([TILE, RANKS], tl.float32)
@@ -191,7 +191,7 @@ def shrink_kernel(
                         )
                     tl.store(low + place, total.to(low.dtype.element_ty), mask=held[:, None])
                     tl.store(count, 0)
-    wait_for_previous(DEPENDENT)  # also if there was no tile
+    wait_for_previous(DEPENDENT)  # also without a tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -243,10 +243,10 @@ def expand_kernel(
             out_at = out + token[:, None] * out_stride + n[None, :]
             written = held[:, None] & (n < end_n)[None, :]
             added = tl.load(out_at, mask=written, other=0.0).to(tl.float32) + factor * product
-            # Several threads may hold the same element: all must read it before one writes it.
+            # Several threads may hold the same element, and all must read it before one writes it.
             tl.debug_barrier()
             tl.store(out_at, added.to(out.dtype.element_ty), mask=written)
-    wait_for_previous(DEPENDENT)  # also if there was no tile
+    wait_for_previous(DEPENDENT)  # also without a tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -297,4 +297,4 @@ def gated_expand_kernel(
         up = up.to(tl.float32) + up_factor * up_added
         result = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(out + token[:, None] * out_stride + n[None, :], result.to(out.dtype.element_ty), mask=written)
-    wait_for_previous(DEPENDENT)  # also if there was no tile
+    wait_for_previous(DEPENDENT)  # also without a tile

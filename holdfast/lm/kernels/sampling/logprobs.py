@@ -10,7 +10,7 @@ import torch
 from holdfast.core.types import TokenLogprobs
 
 NUMBERS_AT_ONCE = 1 << 24
-"""The most logits that are normalised at once, which bounds the memory for them."""
+"""Largest number of logits that are normalised at once, which bounds the memory for them."""
 
 
 class Logprobs(NamedTuple):
@@ -29,7 +29,7 @@ class Logprobs(NamedTuple):
         pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in self]
         return Logprobs(*[into.copy_(each, non_blocking=True) for into, each in zip(pinned, self, strict=True)])
 
-    def told(self, wanted: Sequence[int | None]) -> tuple[TokenLogprobs | None, ...]:
+    def of_rows(self, wanted: Sequence[int | None]) -> tuple[TokenLogprobs | None, ...]:
         """The records of the sampled tokens; None for a token whose entry in `wanted` is None.
 
         An entry of `wanted` is the number of most probable tokens in the record. The rows here are those of the other

@@ -28,8 +28,8 @@ def sample(
     its own logits, seed and position, never on other rows or its place in the batch.
 
     temperature and top_p are float32, top_k is int32 or int64, seed and position are int64; all are [B] on the device
-    of the logits. `any_random` says that some row has a temperature above 0. `any_filtered` says that one of those rows
-    has top-k or top-p on. The host knows both, and work that no row needs is skipped.
+    of the logits. `any_random`: some row has a temperature above 0. `any_filtered`: one of those rows has top-k or
+    top-p on. The host knows both, so work that no row needs is skipped.
     """
     if logits.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.

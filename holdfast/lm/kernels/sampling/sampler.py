@@ -58,7 +58,7 @@ class Wishes:
         return cls([each.logprobs for each in records], changes, histories, masked, embeds)
 
     @cached_property
-    def told(self) -> npt.NDArray[np.int64]:
+    def reported(self) -> npt.NDArray[np.int64]:
         """Indices of the sampled rows whose log probabilities are reported."""
         return np.array([at for at, count in enumerate(self.logprobs) if count is not None], np.int64)
 
@@ -70,11 +70,11 @@ class Wishes:
     @cached_property
     def whole_rows(self) -> bool:
         """Whether some row needs logits of the whole vocabulary: for changes or log probabilities."""
-        return self.changes is not None or len(self.told) > 0
+        return self.changes is not None or len(self.reported) > 0
 
     @cached_property
     def most(self) -> int:
-        """The most alternatives of any row."""
+        """Largest number of alternatives that any row reports."""
         return max((count for count in self.logprobs if count is not None), default=0)
 
 
@@ -83,13 +83,13 @@ class Drawn(NamedTuple):
 
     tokens: torch.Tensor  # [R] int64
     logprobs: Logprobs | None = None
-    """Log probabilities of the rows in `Wishes.told`."""
+    """Log probabilities of the rows in `Wishes.reported`."""
 
     def told(self, wishes: Wishes | None) -> tuple[TokenLogprobs | None, ...]:
         """`StepResult.logprobs`, once all is on the host."""
         if self.logprobs is None or wishes is None:
             return ()
-        return self.logprobs.told(wishes.logprobs)
+        return self.logprobs.of_rows(wishes.logprobs)
 
     def on_host(self) -> Drawn:
         """A copy in the host's memory. It is complete once the work on the current stream is done."""
@@ -134,7 +134,7 @@ class Sampler:
                 forbid(logits, masks, wishes.masked_rows, first=group.rank * -(-self._vocab_size // group.size))
             return Drawn(sample_sharded(logits, group, self._vocab_size, **columns, **options))
         changes = None if wishes is None else wishes.changes
-        if wishes is not None and changes is not None and len(changes.rows):
+        if wishes is not None and changes is not None and len(changes.penalised):
             assert last is not None, "rows with penalties need their input tokens"
             self._histories.enter(wishes.histories, changes, last)
         if group is not None:
@@ -142,17 +142,17 @@ class Sampler:
             return self._draw_whole_rows(logits, group, columns, wishes, options, masks)
         allowed = logits
         if wishes is not None and masks is not None:
-            allowed = forbid(logits.clone() if len(wishes.told) else logits, masks, wishes.masked_rows)
+            allowed = forbid(logits.clone() if len(wishes.reported) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
         tokens = sample(shaped, **columns, **options)
         return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
 
     def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
         """The log probabilities that the rows ask for, from whole logits [R, V] as the model computed them."""
-        if not len(wishes.told):
+        if not len(wishes.reported):
             return None
-        if len(wishes.told) < len(logits):
-            at = upload(wishes.told, logits.device)
+        if len(wishes.reported) < len(logits):
+            at = upload(wishes.reported, logits.device)
             logits, tokens = logits.index_select(0, at), tokens.index_select(0, at)
         return log_probabilities(logits, tokens, wishes.most)
 
@@ -167,7 +167,7 @@ class Sampler:
     ) -> Drawn:
         """Do the work of `draw` in a group.
 
-        Each device handles a share of the rows, whole; all get the results of all.
+        Each device draws for its share of the rows, whole. All devices get all results.
         """
         count, size = len(logits), group.size
         rows, share = own_rows(count, size, group.rank), -(-count // size)
@@ -179,15 +179,17 @@ class Sampler:
             mine = (wishes.masked_rows >= rows.start) & (wishes.masked_rows < rows.stop)
             start = int(np.count_nonzero(wishes.masked_rows < rows.start))
             some = masks[start : start + int(np.count_nonzero(mine))]
-            shaped = forbid(whole.clone() if len(wishes.told) else whole, some, wishes.masked_rows[mine] - rows.start)
+            shaped = forbid(
+                whole.clone() if len(wishes.reported) else whole, some, wishes.masked_rows[mine] - rows.start
+            )
         if wishes.changes is not None and len(rows):
             shaped = shape(shaped, wishes.changes.part(rows), self._histories)
         tokens[: len(rows)] = sample(shaped, **{name: column[own] for name, column in columns.items()}, **options)
         gathered = group.gather(tokens).flatten()[:count]
-        if not len(wishes.told):
+        if not len(wishes.reported):
             return Drawn(gathered)
         found = self._all_logprobs(whole, tokens[: len(rows)], count, wishes.most, group)
-        at = upload(wishes.told, logits.device)
+        at = upload(wishes.reported, logits.device)
         return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in found]))
 
     def tell_targets(self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int) -> Logprobs:
@@ -209,7 +211,7 @@ class Sampler:
         return self._all_logprobs(whole, targets[rows.start : rows.stop], len(logits), most, group)
 
     def _all_logprobs(self, whole: torch.Tensor, tokens: torch.Tensor, count: int, most: int, group: Group) -> Logprobs:
-        """The log probabilities of all `count` rows. This device has whole logits and tokens of its own rows only."""
+        """The log probabilities of all `count` rows. This device has whole logits and tokens only for its own rows."""
         most, own, share = min(most, self._vocab_size), len(tokens), -(-count // group.size)
         numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)
         ids = torch.zeros(share, most, dtype=torch.int64, device=whole.device)
@@ -238,8 +240,8 @@ def sample_sharded(
 ) -> torch.Tensor:
     """`sample` for logits [B, V_own] of this device's tokens, as in `Group.exchange_rows`: the same [B] everywhere.
 
-    Without filters a row's token is the best of the devices' best ones. Top-k and top-p need whole rows, so in a step
-    in which any row has one, each device takes a share of the rows, whole.
+    Without filters a row's token is the best of the devices' best ones. Top-k and top-p need whole rows, so if any row
+    of a step has one, each device draws for a share of the rows, whole.
     """
     count, size = len(logits), group.size
     if not any_filtered:

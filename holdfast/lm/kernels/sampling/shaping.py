@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,47 +14,40 @@ import torch
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.types import History, Sampling
 
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
+Records = npt.NDArray[np.void]
 
-
-def _integers(values: Sequence[int]) -> Integers:
-    return np.array(values, np.int64)
-
-
-def _floats(values: Sequence[float]) -> Floats:
-    return np.array(values, np.float32)
+BANNED = np.dtype([("at", "i8"), ("token", "i8")])
+"""A token that may not be drawn yet. In rows with a grammar, the mask forbids it instead."""
+BIASED = np.dtype([("at", "i8"), ("token", "i8"), ("bias", "f4")])
+"""A bias on a token's logit."""
+PENALISED = np.dtype(
+    [
+        ("at", "i8"),
+        ("row", "i8"),  # the executor's row, and thus the history
+        ("position", "i8"),  # number of tokens of the sequence so far
+        ("prompt", "i8"),  # number of tokens of its prompt
+        *((name, "f4") for name in ("repetition", "frequency", "presence")),
+    ]
+)
+"""A row with penalties."""
+CUT = np.dtype([("at", "i8"), ("offset", "f4")])
+"""A row with min-p, and the negative offset from its largest logit below which tokens are cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes to the logits of one step's sampled rows. On the host; `at` is an index into these rows."""
+    """The changes to the logits of one step's sampled rows, on the host. `at` is an index into these rows."""
 
-    banned_at: Integers
-    banned: Integers
-    """Tokens that may not be drawn yet. In rows with a grammar, the mask forbids them instead."""
-    biased_at: Integers
-    biased: Integers
-    bias: Floats
-    penalised_at: Integers
-    rows: Integers
-    """The executor's row, and thus the history, of each penalised row. The arrays below are by penalised row too."""
-    positions: Integers
-    """Number of tokens of the sequence so far."""
-    prompts: Integers
-    """Number of tokens of the sequence's prompt."""
-    repetition: Floats
-    frequency: Floats
-    presence: Floats
-    cut_at: Integers
-    cut: Floats
-    """The offset from the row's largest logit below which min-p cuts; negative."""
+    banned: Records  # of BANNED
+    biased: Records  # of BIASED
+    penalised: Records  # of PENALISED
+    cut: Records  # of CUT
 
     @classmethod
     def of(cls, records: Sequence[Sampling], rows: Sequence[int], positions: Sequence[int]) -> Changes | None:
         """The changes that the records of the sampled rows ask for; None if they ask for none.
 
-        `positions` are the numbers of tokens that each sequence has so far.
+        `positions` has the number of tokens of each sequence so far.
         """
         asked = [(at, each, each.shaping) for at, each in enumerate(records) if each.shaping is not None]
         if not asked:
@@ -65,53 +59,29 @@ class Changes:
             for token in shaping.ends
         ]
         biased = [(at, token, value) for at, _, shaping in asked for token, value in shaping.bias]
-        penalised = [(at, shaping) for at, _, shaping in asked if shaping.counts]
+        penalised = [
+            (at, rows[at], positions[at], of.prompt, of.repetition_penalty, of.frequency_penalty, of.presence_penalty)
+            for at, _, of in asked
+            if of.counts
+        ]
         cut = [
             (at, each.temperature * math.log(shaping.min_p))
             for at, each, shaping in asked
             if shaping.min_p > 0 and each.temperature > 0
         ]
         return cls(
-            banned_at=_integers([at for at, _ in banned]),
-            banned=_integers([token for _, token in banned]),
-            biased_at=_integers([at for at, _, _ in biased]),
-            biased=_integers([token for _, token, _ in biased]),
-            bias=_floats([value for _, _, value in biased]),
-            penalised_at=_integers([at for at, _ in penalised]),
-            rows=_integers([rows[at] for at, _ in penalised]),
-            positions=_integers([positions[at] for at, _ in penalised]),
-            prompts=_integers([shaping.prompt for _, shaping in penalised]),
-            repetition=_floats([shaping.repetition_penalty for _, shaping in penalised]),
-            frequency=_floats([shaping.frequency_penalty for _, shaping in penalised]),
-            presence=_floats([shaping.presence_penalty for _, shaping in penalised]),
-            cut_at=_integers([at for at, _ in cut]),
-            cut=_floats([value for _, value in cut]),
+            np.array(banned, BANNED), np.array(biased, BIASED), np.array(penalised, PENALISED), np.array(cut, CUT)
         )
 
     def part(self, rows: range) -> Changes:
         """The changes of some of the sampled rows, with indices relative to the first of them."""
 
-        def within(at: Integers) -> npt.NDArray[np.bool_]:
-            return (at >= rows.start) & (at < rows.stop)
+        def within(records: Records) -> Records:
+            chosen = records[(records["at"] >= rows.start) & (records["at"] < rows.stop)]
+            chosen["at"] -= rows.start
+            return chosen
 
-        banned, biased, cut = within(self.banned_at), within(self.biased_at), within(self.cut_at)
-        penalised = within(self.penalised_at)
-        return Changes(
-            self.banned_at[banned] - rows.start,
-            self.banned[banned],
-            self.biased_at[biased] - rows.start,
-            self.biased[biased],
-            self.bias[biased],
-            self.penalised_at[penalised] - rows.start,
-            self.rows[penalised],
-            self.positions[penalised],
-            self.prompts[penalised],
-            self.repetition[penalised],
-            self.frequency[penalised],
-            self.presence[penalised],
-            self.cut_at[cut] - rows.start,
-            self.cut[cut],
-        )
+        return Changes(within(self.banned), within(self.biased), within(self.penalised), within(self.cut))
 
 
 class Histories:
@@ -129,24 +99,25 @@ class Histories:
 
         `last` [R] are the last input tokens of all sampled rows.
         """
-        if not len(changes.rows):
+        penalised = changes.penalised
+        if not len(penalised):
             return
-        tokens = self._room(int(changes.rows.max()) + 1, int(changes.positions.max()), last.device)
+        tokens = self._room(int(penalised["row"].max()) + 1, int(penalised["position"].max()), last.device)
         if given:
             lengths = [len(each.tokens) for each in given]
-            rows = np.repeat(_integers([each.row for each in given]), lengths)
+            rows = np.repeat(np.array([each.row for each in given], np.int64), lengths)
             places = np.concatenate([np.arange(length) for length in lengths])
-            ids = np.concatenate([_integers(each.tokens) for each in given])
+            ids = np.concatenate([np.array(each.tokens, np.int64) for each in given])
             written = upload(np.stack((rows, places, ids)), last.device)
             tokens.index_put_((written[0], written[1]), written[2])
-        now = upload(np.stack((changes.rows, changes.positions - 1, changes.penalised_at)), last.device)
+        now = upload(np.stack((penalised["row"], penalised["position"] - 1, penalised["at"])), last.device)
         tokens.index_put_((now[0], now[1]), last.index_select(0, now[2]))
 
     def counts(self, changes: Changes, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Counts of each token in each penalised row, in the whole sequence and in the answer: both [P, V] float32."""
         assert self._tokens is not None
-        numbers = upload(np.stack((changes.rows, changes.positions, changes.prompts)), self._tokens.device)
-        longest = int(changes.positions.max())
+        numbers = upload(_columns(changes.penalised, "row", "position", "prompt"), self._tokens.device)
+        longest = int(changes.penalised["position"].max())
         tokens = self._tokens[:, :longest].index_select(0, numbers[0])
         place = torch.arange(longest, device=tokens.device)
         known = place < numbers[1][:, None]
@@ -169,6 +140,20 @@ class Histories:
         return self._tokens
 
 
+def _columns(records: Records, *names: str) -> npt.NDArray[Any]:
+    return np.stack([records[name] for name in names])
+
+
+def _column(records: Records, name: str) -> npt.NDArray[Any]:
+    return records[name].copy()  # PyTorch cannot read a field within records
+
+
+def _places(records: Records, vocab_size: int) -> npt.NDArray[np.int64]:
+    """The index of each record's logit in the flattened logits."""
+    places: npt.NDArray[np.int64] = records["at"] * vocab_size + records["token"]
+    return places
+
+
 def _rounded(number: int) -> int:
     """The next power of two, at least 16."""
     return max(16, 1 << (number - 1).bit_length())
@@ -186,25 +171,24 @@ def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch
     vocab_size = shaped.shape[1]
     flat = shaped.view(-1)
     if len(changes.banned):
-        flat.index_fill_(0, upload(changes.banned_at * vocab_size + changes.banned, device), -torch.inf)
+        flat.index_fill_(0, upload(_places(changes.banned, vocab_size), device), -torch.inf)
     if len(changes.biased):
         flat.index_add_(
-            0, upload(changes.biased_at * vocab_size + changes.biased, device), upload(changes.bias, device)
+            0, upload(_places(changes.biased, vocab_size), device), upload(_column(changes.biased, "bias"), device)
         )
-    if len(changes.penalised_at):
-        at = upload(changes.penalised_at, device)
+    if len(changes.penalised):
+        at = upload(_column(changes.penalised, "at"), device)
         whole, answered = histories.counts(changes, vocab_size)
-        repetition, frequency, presence = upload(
-            np.stack((changes.repetition, changes.frequency, changes.presence)), device
-        )[:, :, None]
+        factors = upload(_columns(changes.penalised, "repetition", "frequency", "presence"), device)
+        repetition, frequency, presence = factors[:, :, None]
         part = shaped.index_select(0, at)
         part = torch.where(whole > 0, torch.where(part > 0, part / repetition, part * repetition), part)
         part -= frequency * answered
         part -= presence * (answered > 0)
         shaped.index_copy_(0, at, part)
-    if len(changes.cut_at):
-        at = upload(changes.cut_at, device)
+    if len(changes.cut):
+        at = upload(_column(changes.cut, "at"), device)
         part = shaped.index_select(0, at)
-        least = part.amax(-1, keepdim=True) + upload(changes.cut, device)[:, None]
+        least = part.amax(-1, keepdim=True) + upload(_column(changes.cut, "offset"), device)[:, None]
         shaped.index_copy_(0, at, part.masked_fill(part < least, -torch.inf))
     return shaped

@@ -15,7 +15,7 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, without waiting for earlier work of the device."""
+    """A tensor of the host, on a device, without waiting for earlier work of the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

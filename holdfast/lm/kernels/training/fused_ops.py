@@ -12,7 +12,7 @@ from holdfast.lm.kernels.linear.layers import Rotation
 from holdfast.lm.kernels.training.ops import TrainingOps
 
 GATED_AT_A_TIME = 1024
-"""Number of numbers that one program gates."""
+"""Number of elements that one program gates."""
 ROTATED_AT_A_TIME = 512
 """Number of pairs of numbers that one program rotates."""
 LOGITS_AT_A_TIME = 8192
@@ -128,7 +128,7 @@ def add_norm_backward_kernel(gradient, back, x, weight, width, eps, BLOCK: tl.co
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     normed = value * scale
     added = scale * (given - normed * (tl.sum(given * normed, 0) / width))
-    # Several threads may hold the same element: all must read it before one writes it.
+    # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()
     tl.store(gradient + at, (before + added).to(gradient.dtype.element_ty), mask=held)
 
@@ -224,6 +224,6 @@ def loss_backward_kernel(logits, targets, weights, losses, vocabulary, stride, B
         held = at < vocabulary
         score = tl.load(start + at, mask=held, other=0.0).to(tl.float32)
         back = (tl.exp(score - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
-        # Several threads may hold the same element: all must read it before one writes it.
+        # Several threads may hold the same element, and all must read it before one writes it.
         tl.debug_barrier()
         tl.store(start + at, back.to(logits.dtype.element_ty), mask=held)

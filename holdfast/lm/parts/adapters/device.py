@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.copy_streams import CopyEvent, CopyStream
 from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
@@ -23,8 +22,9 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, check_effect, read_peft
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.parts.adapters.options import AdapterOptions
+from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
 
 log = logging.getLogger("holdfast.engine")
 
@@ -212,7 +212,7 @@ class AdapterExecutor(PartExecutor):
 class AdapterDevice(DevicePart):
     """The slots of adapters on a device, and the adapters that may be loaded into them."""
 
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+    def __init__(self, model: Decoder, config: AdapterOptions) -> None:
         """Allocate the slots that a configuration asks for."""
         spec = model.spec
         self._device = spec.device
@@ -223,7 +223,7 @@ class AdapterDevice(DevicePart):
             dtype=spec.dtype,
             device=spec.device,
         )
-        host_bytes, pinned = int(config.adapter_host_gb * 1e9), spec.device.type == "cuda"
+        host_bytes, pinned = config.adapter_host_bytes, spec.device.type == "cuda"
         self.store = AdapterStore(self.slots, model.decoder, host_bytes=host_bytes, pinned=pinned)
 
     @property
@@ -252,7 +252,7 @@ class AdapterDevice(DevicePart):
         return AdapterExecutor(self.slots, self.store, allocated.make_stream)
 
 
-def adapter_device(model: Model, config: EngineConfig) -> AdapterDevice:
+def adapter_device(model: Model, config: AdapterOptions) -> AdapterDevice:
     """The slots of adapters for a model. Raises ValueError for a model that takes no adapters."""
     if not isinstance(model, Decoder):
         raise ValueError(

@@ -12,8 +12,8 @@ from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles_of
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.models.adapters import LayerStacks, StepAdapters
+from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.types import StepPlan
-from holdfast.lm.types.adapters import AdapterPlan
 
 if TYPE_CHECKING:
     from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton

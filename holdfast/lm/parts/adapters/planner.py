@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from holdfast.core.types import Identity
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.adapters.values import AdapterLoad, AdapterPlan, AdapterResult
+from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
 from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
 from holdfast.lm.types import PartPlan, StepPlan, StepResult
-from holdfast.lm.types.adapters import AdapterLoad, AdapterPlan, AdapterResult
 
 
 class AdapterPart(Part):
@@ -215,3 +216,9 @@ class AdapterPart(Part):
 def adapter_of(entry: Entry) -> str:
     """The content id of a sequence's adapter; empty: it has none."""
     return entry.sequence.request.identity.adapter
+
+
+def make_parts(planning: Planning) -> tuple[AdapterPart, ...]:
+    """The part of a scheduler whose device has slots for adapters."""
+    slots = planning.shape.adapter_slots
+    return (AdapterPart(AdapterPool(slots)),) if slots else ()

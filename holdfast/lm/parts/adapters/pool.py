@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
-from holdfast.lm.types.adapters import AdapterLoad
+from holdfast.lm.parts.adapters.values import AdapterLoad
 
 
 class AdapterPool:

@@ -12,9 +12,10 @@ from holdfast.lm.execution.batch import StagedStep
 from holdfast.lm.execution.part import Allocated, DevicePart, DrawnStep, DrawRules, PartExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.grammar.rows import Answer, ConstrainedRow
 from holdfast.lm.grammar.sources import mask_words
+from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.types import PartResult
-from holdfast.lm.types.grammars import Answer, ConstrainedRow, GrammarPlan, GrammarResult
 
 
 class MaskBuffers:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.lm.grammar.rows import Answer
+from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
+from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.sent_tokens import SentTokens
 from holdfast.lm.scheduler.entries import RANK, Entry
 from holdfast.lm.scheduler.part import Part, PartOutputs, PartStep
 from holdfast.lm.types import PartPlan, StepPlan, StepResult
-from holdfast.lm.types.grammars import Answer, GrammarPlan, GrammarResult
 
 LEAST_FORCED = 2
 """Least number of forced tokens that are appended. Fewer are sampled one by one: a step of decodes alone is faster."""
@@ -63,3 +65,8 @@ class GrammarPart(Part):
         tokens, request = entry.sequence.tokens, entry.sequence.request
         start = request.answer_start
         return Answer(entry.row, start, tuple(tokens[start:]), request.identity.tenant)
+
+
+def make_parts(planning: Planning) -> tuple[GrammarPart, ...]:
+    """The part of a scheduler over a paged cache; padded rows have none."""
+    return () if planning.on_rows else (GrammarPart(),)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.lm.parts.moves.options import MoveOptions
+from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part
 from holdfast.lm.types import StepPlan, StepResult
@@ -49,3 +51,9 @@ class MovePart(Part):
     @property
     def has_work(self) -> bool:
         return self._settled < self._barrier
+
+
+def make_parts(planning: Planning) -> tuple[MovePart, ...]:
+    """The part of a scheduler whose host tier exchanges blocks with other engines."""
+    reachable = planning.config.part(MoveOptions).chunk_host
+    return (MovePart(),) if reachable and planning.shape.num_host_blocks and not planning.on_rows else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.sent_tokens import SentTokens
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartStep
@@ -31,3 +32,8 @@ class PenaltyPart(Part):
     def finish(self, step: PartStep) -> PartPlan | None:
         histories = tuple([History(entry.row, tuple(entry.sequence.tokens)) for entry in self._sent.due(step)])
         return PenaltyPlan(histories) if histories else None
+
+
+def make_parts(planning: Planning) -> tuple[PenaltyPart, ...]:
+    """The part of a scheduler. A device of padded rows keeps no tokens, so each step names them."""
+    return (PenaltyPart(every_step=planning.on_rows),)

@@ -18,7 +18,7 @@ from holdfast.lm.kernels.sampling.sampler import Sampler, ToLogits
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.base import HiddenModel
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
+from holdfast.lm.parts.prompts.values import PromptPlan, PromptReport, PromptResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.core.types import Request
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.prompts.values import PromptPlan, PromptReport, PromptResult
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartOutputs, PartStep
 from holdfast.lm.types import PartPlan, StepPlan, StepResult
-from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
 
 
 class PromptPart(Part):
@@ -67,3 +68,8 @@ class PromptPart(Part):
         alternatives = request.params.prompt_logprobs
         assert alternatives is not None
         return PromptReport(index, first - start, targets, alternatives)
+
+
+def make_parts(planning: Planning) -> tuple[PromptPart, ...]:
+    """The part of a scheduler over a paged cache; padded rows have none."""
+    return () if planning.on_rows else (PromptPart(),)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
+from holdfast.lm.memory.prices import Prices
+from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartQueues
@@ -128,3 +131,14 @@ class TierPart(Part):
             return NOTHING
         self.lower.close(fetch)
         return fetch.came
+
+
+def make_parts(planning: Planning) -> tuple[TierPart, ...]:
+    """The part of a scheduler with tiers below its host tier. Its memory has one pool of blocks."""
+    lower, cost, size = planning.shape.lower, planning.cost, planning.config.block_size
+    if lower is None:
+        return ()
+    (pool,) = planning.kind.block_pools
+    again = None if cost is None else partial(cost.recompute, size)
+    prices = Prices(again, block_size=size, block_bytes=lower.block_bytes)
+    return (TierPart(LowerTiers(pool, lower, prices, planning.now)),)

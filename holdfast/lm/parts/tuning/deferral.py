@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from itertools import chain
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS
+from holdfast.lm.parts.tuning.options import DEFAULT_BOUND, TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.share import TuningShare
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.types import StepPlan, StepResult
 
-DEFAULT_BOUND = 1.0
-"""Default deferral bound in seconds."""
 SMOOTHING = 0.1
 """Weight of the latest step in the mean time of a step."""
 
@@ -37,7 +35,7 @@ class Deferred(Policy):
         part: TuningPart,
         bound: float = DEFAULT_BOUND,
         *,
-        share: float = EngineConfig.tuning_share,
+        share: float = TuningOptions.tuning_share,
     ) -> None:
         """`bound` in seconds, from 0 to infinity; `share` as in `TuningShare`; else ValueError."""
         if not bound >= 0:

@@ -9,8 +9,8 @@ import torch
 
 from holdfast.lm.execution.part import Allocated, DevicePart, Launched, PartExecutor
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingSlice
 from holdfast.lm.types import StepPlan
-from holdfast.lm.types.tuning import TrainingPlan, TrainingSlice
 
 
 class Training(Protocol):

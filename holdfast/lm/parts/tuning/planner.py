@@ -7,10 +7,10 @@ from math import inf
 
 from holdfast.lm.parts.tuning.slabs import Slabs
 from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
 from holdfast.lm.types import BlockMove, PartPlan, StepPlan, StepResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 
 
 class TuningPart(Part):

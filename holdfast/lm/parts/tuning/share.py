@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS
+from holdfast.lm.parts.tuning.options import TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import StepBuilder
 
@@ -22,7 +22,7 @@ class TuningShare:
     one slice may be longer than what was earned; then the next one waits.
     """
 
-    def __init__(self, part: TuningPart, share: float = EngineConfig.tuning_share) -> None:
+    def __init__(self, part: TuningPart, share: float = TuningOptions.tuning_share) -> None:
         """`share` from 0 (no training while a batch has work) to 1 (no bound); else ValueError."""
         if not 0 <= share <= 1:
             raise ValueError(f"tuning_share is {share}; it must be at least 0 and at most 1")

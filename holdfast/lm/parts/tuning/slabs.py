@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.parts.tuning.values import NO_SLICE, TrainingAction, TrainingSlice
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.types import BlockMove, TableWrite
-from holdfast.lm.types.tuning import NO_SLICE, TrainingAction, TrainingSlice
 
 QUIET_SECONDS = 1.0
 """Seconds for which training gets no blocks after it gave some up, unless nothing runs or waits."""

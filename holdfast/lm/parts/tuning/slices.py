@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from math import inf
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
+from holdfast.lm.parts.tuning.options import TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.share import TuningShare
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -50,7 +50,7 @@ class TrainingSlices(Policy):
         target: float,
         *,
         progress: bool = False,
-        share: float = EngineConfig.tuning_share,
+        share: float = TuningOptions.tuning_share,
     ) -> None:
         """`target` in seconds between tokens, above 0; `share` as in `TuningShare`; else ValueError.
 

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from holdfast.core.training_cost import KINDS, TrainingCost, UnitKind
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
+from holdfast.lm.parts.tuning.values import TrainingAction, TrainingReport, TrainingSlice
 from holdfast.lm.scheduler.correction import Correction
-from holdfast.lm.types.tuning import TrainingAction, TrainingReport, TrainingSlice
 
 JobStatus = Literal["queued", "running", "paused", "ending"]
 

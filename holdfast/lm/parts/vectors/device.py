@@ -10,7 +10,7 @@ import torch
 from holdfast.lm.execution.batch import StagedStep
 from holdfast.lm.execution.part import Allocated, DevicePart, HiddenWork, PartExecutor
 from holdfast.lm.kernels.upload import upload
-from holdfast.lm.types.vectors import VectorResult
+from holdfast.lm.parts.vectors.values import VectorResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.vectors.values import VectorResult
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartOutputs
 from holdfast.lm.types import StepPlan, StepResult
-from holdfast.lm.types.vectors import VectorResult
 
 
 class VectorPart(Part):
@@ -18,3 +19,8 @@ class VectorPart(Part):
     def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
         if vectors := result.part(VectorResult).vectors:
             outputs.add("vector", {entry: vector for entry, vector in zip(sampling, vectors, strict=True) if vector})
+
+
+def make_parts(planning: Planning) -> tuple[VectorPart, ...]:
+    """The part of a scheduler over a paged cache; padded rows have none."""
+    return () if planning.on_rows else (VectorPart(),)

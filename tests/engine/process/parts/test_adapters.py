@@ -14,14 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.process.serve import serve
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.loader import load
 from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
+from holdfast.lm.parts.adapters.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from tests.adapters import drawn, write
 
 Small = Callable[..., EngineConfig]
@@ -82,7 +89,7 @@ def asks(name: str, adapter: str = "", tokens: int = 6) -> messages.Submit:
 
 def loaded_id(client: Client, number: int) -> str | None:
     """The id of the adapter that a message of this number loaded, once it is there."""
-    return next((each.info.id for each in client.of(messages.AdapterLoaded) if each.number == number), None)
+    return next((each.info.id for each in client.of(AdapterLoaded) if each.number == number), None)
 
 
 def start(config: EngineConfig) -> tuple[Engine, Client]:
@@ -117,16 +124,16 @@ def test_an_adapter_is_loaded_while_a_request_runs_and_forgotten_when_its_own_ha
         client,
         lambda client: asks("base", tokens=400),
         lambda client: asks("with a", own.id) if client.tokens("base") else None,
-        lambda client: messages.LoadAdapter(1, "b", str(adapters / "b")),
+        lambda client: LoadAdapter(1, "b", str(adapters / "b")),
         ask_loaded,
-        lambda client: messages.UnloadAdapter(2, loaded_id(client, 1) or "") if client.tokens("with b") else None,
-        lambda client: asks("late", loaded_id(client, 1) or "") if client.of(messages.AdapterUnloaded) else None,
+        lambda client: UnloadAdapter(2, loaded_id(client, 1) or "") if client.tokens("with b") else None,
+        lambda client: asks("late", loaded_id(client, 1) or "") if client.of(AdapterUnloaded) else None,
         lambda client: messages.Ask(3),
     )
     assert len({tuple(client.tokens(name)[:6]) for name in ("base", "with a", "with b")}) == 3
     assert len(client.tokens("base")) == 400 and len(client.tokens("with b")) == 30
-    ends = [message for message in client.sent if isinstance(message, messages.AdapterUnloaded | messages.Outputs)]
-    unloaded = ends.index(messages.AdapterUnloaded(2))
+    ends = [message for message in client.sent if isinstance(message, AdapterUnloaded | messages.Outputs)]
+    unloaded = ends.index(AdapterUnloaded(2))
     last = max(at for at, each in enumerate(ends) if isinstance(each, messages.Outputs) and "with b" in each.request_id)
     assert unloaded > last
     (refused,) = client.of(messages.Refused)
@@ -140,12 +147,12 @@ def test_an_idle_engine_loads_an_adapter_and_says_why_it_does_not_load_another(s
     run(
         engine,
         client,
-        lambda client: messages.LoadAdapter(1, "b", str(adapters / "b")),
-        lambda client: messages.LoadAdapter(2, "x", str(adapters / "none")),
-        lambda client: messages.Ask(3) if client.of(messages.AdapterRefused) else None,
+        lambda client: LoadAdapter(1, "b", str(adapters / "b")),
+        lambda client: LoadAdapter(2, "x", str(adapters / "none")),
+        lambda client: messages.Ask(3) if client.of(AdapterRefused) else None,
     )
     assert loaded_id(client, 1) is not None
-    (refused,) = client.of(messages.AdapterRefused)
+    (refused,) = client.of(AdapterRefused)
     assert refused.number == 2 and str(adapters) not in refused.reason
 
 
@@ -168,15 +175,15 @@ def test_hostile_adapters_are_refused_while_a_request_runs_to_its_end(
         engine,
         client,
         lambda client: asks("base", tokens=100),
-        *(lambda client, at=at: messages.LoadAdapter(at, names[at], str(tmp_path / names[at])) for at in range(5)),
-        lambda client: messages.Ask(9) if len(client.of(messages.AdapterRefused)) == len(names) else None,
+        *(lambda client, at=at: LoadAdapter(at, names[at], str(tmp_path / names[at])) for at in range(5)),
+        lambda client: messages.Ask(9) if len(client.of(AdapterRefused)) == len(names) else None,
     )
-    reasons = {each.number: each.reason for each in client.of(messages.AdapterRefused)}
+    reasons = {each.number: each.reason for each in client.of(AdapterRefused)}
     for number, words in enumerate(("by 2.5e+307", "lora_alpha is 1000", "use_rslora", "named pipe", "named pipe")):
         assert words in reasons[number] and str(tmp_path) not in reasons[number]
     assert len(client.tokens("base")) == 100
     (stats,) = client.of(messages.Stats)
-    assert (stats.stats.adapters_known, client.of(messages.AdapterLoaded)) == (0, [])
+    assert (stats.stats.adapters_known, client.of(AdapterLoaded)) == (0, [])
 
 
 def test_an_adapter_that_cannot_be_packed_is_refused_and_the_engine_serves_on(
@@ -194,11 +201,11 @@ def test_an_adapter_that_cannot_be_packed_is_refused_and_the_engine_serves_on(
     run(
         engine,
         client,
-        lambda client: messages.LoadAdapter(1, "a", str(adapters / "a")),
-        lambda client: messages.LoadAdapter(2, "b", str(adapters / "b")),
+        lambda client: LoadAdapter(1, "a", str(adapters / "a")),
+        lambda client: LoadAdapter(2, "b", str(adapters / "b")),
         lambda client: asks("with b", loaded_id(client, 2) or "") if loaded_id(client, 2) else None,
     )
-    (refused,) = client.of(messages.AdapterRefused)
+    (refused,) = client.of(AdapterRefused)
     assert refused.reason == "it cannot be read: RuntimeError; the server's log says more"
     assert "a secret place" in caplog.text and len(client.tokens("with b")) == 6
 
@@ -212,12 +219,12 @@ def test_loading_the_same_content_again_keeps_it_while_it_was_about_to_be_forgot
         engine,
         client,
         lambda client: asks("first", own.id, tokens=300),
-        lambda client: messages.UnloadAdapter(1, own.id) if client.tokens("first") else None,
-        lambda client: messages.LoadAdapter(2, "a", str(adapters / "a")),
+        lambda client: UnloadAdapter(1, own.id) if client.tokens("first") else None,
+        lambda client: LoadAdapter(2, "a", str(adapters / "a")),
         lambda client: asks("second", own.id) if loaded_id(client, 2) else None,
     )
     assert loaded_id(client, 2) == own.id
-    assert client.of(messages.AdapterUnloaded) == [messages.AdapterUnloaded(1)]
+    assert client.of(AdapterUnloaded) == [AdapterUnloaded(1)]
     assert client.tokens("second") == client.tokens("first")[:6]
     assert client.of(messages.Refused) == []
 

@@ -62,7 +62,7 @@ def test_a_copy_of_one_layer_leaves_the_others() -> None:
 
 @pytest.mark.parametrize("blocks", [[4], [5, 0, 2, 1]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
-def test_the_kernel_copies_what_the_plain_copy_does(blocks: list[int], dtype: torch.dtype, device: str) -> None:
+def test_the_kernel_copies_as_the_plain_copy_does(blocks: list[int], dtype: torch.dtype, device: str) -> None:
     source, target, expected = make_cache(6, dtype), make_cache(9, dtype), make_cache(9, dtype)
     places = torch.tensor([8, 3, 0, 6][: len(blocks)])
     copy_blocks(source, torch.tensor(blocks), expected, places)

@@ -106,7 +106,7 @@ def test_exchange_rows_turns_columns_of_all_rows_into_whole_rows(size: int, rows
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_gather_gives_what_every_device_has_by_rank(dtype: torch.dtype) -> None:
+def test_gather_returns_the_tensors_of_all_devices_by_rank(dtype: torch.dtype) -> None:
     results = in_group(3, lambda group: group.gather(torch.tensor([group.rank, 5], dtype=dtype)))
     assert [result.tolist() for result in results] == [[[0, 5], [1, 5], [2, 5]]] * 3
 

@@ -127,7 +127,7 @@ def test_gated_linear_equals_float64(
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
-def test_what_adapters_add_is_gated(kind: type[LayerOps], together: bool, activation: str, device: str) -> None:
+def test_the_gate_includes_adapters(kind: type[LayerOps], together: bool, activation: str, device: str) -> None:
     shape = shape_of(device, activation=activation)
     gate_up, added = drawn(5, 80, device=device), drawn(5, 80, device=device)
     expected = oracle(shape).gate(*doubled(gate_up + added))

@@ -131,7 +131,7 @@ def test_a_step_of_many_tokens_has_larger_tiles(device: str) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("how", ["tiled", "by groups"])
-def test_what_is_begun_is_added_at_its_end(how: str, known: bool, device: str) -> None:
+def test_a_begun_addition_is_added_at_its_end(how: str, known: bool, device: str) -> None:
     stack = stack_of([[4], [16]], 640, [48], 16, device, torch.float32)
     slots = [0, 1, 1, -1, 0]
     where = torch.device(device)

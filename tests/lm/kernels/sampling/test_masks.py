@@ -98,7 +98,7 @@ def asked(records: list[Sampling], kind: str) -> list[Sampling]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "told", "shaped"])
-def test_rows_draw_what_is_allowed_and_others_draw_as_before(kind: str) -> None:
+def test_rows_draw_only_allowed_tokens_and_others_draw_as_before(kind: str) -> None:
     logits, columns, records, masks, allowed = given(12)
     wishes, before = wishes_of(asked(records, kind)), logits.clone()
     result = draw(Sampler(), logits.clone(), columns, wishes, masks)

@@ -193,7 +193,7 @@ def test_other_seeds_and_positions_give_other_draws() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 300])
-def test_the_kernel_draws_what_the_cpu_draws(dtype: torch.dtype, vocab: int, device: str) -> None:
+def test_the_kernel_draws_the_same_tokens_as_the_cpu(dtype: torch.dtype, vocab: int, device: str) -> None:
     # bfloat16 has equal logits at the borders of top-k and top-p.
     logits = (normal(len(FILTERS), vocab) * 2).to(dtype)
     top_k, top_p, temperature = (torch.tensor(column) for column in zip(*FILTERS, strict=True))

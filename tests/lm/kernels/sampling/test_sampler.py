@@ -12,7 +12,7 @@ from holdfast.lm.kernels.sampling import logprobs, sampler
 from holdfast.lm.kernels.sampling.logprobs import Logprobs
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.parts.prompts.device import records_of
-from holdfast.lm.types.prompts import PromptReport
+from holdfast.lm.parts.prompts.values import PromptReport
 from tests.ranks import in_group
 
 ROWS, VOCAB = 13, 101
@@ -37,9 +37,7 @@ def drawn(sampler: Sampler, logits: torch.Tensor, columns: dict[str, Any], wishe
 
 
 @pytest.mark.parametrize("at_once", [1, 5 * VOCAB, 1 << 24])
-def test_log_probabilities_are_those_of_the_models_own_distribution(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
+def test_log_probabilities_are_of_the_models_own_distribution(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(logprobs, "NUMBERS_AT_ONCE", at_once)
     logits, columns = given()
     plain, wishes = drawn(Sampler(), logits, columns, None), Wishes(WANTED)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.decoder import Decoder
@@ -22,11 +22,11 @@ from holdfast.lm.models.peft_files import UnsupportedAdapter
 from holdfast.lm.parts.adapters.device import AdapterDevice, AdapterStore
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
-from holdfast.lm.types.adapters import AdapterPlan
 from holdfast.loop.loop import Loop
 from tests.adapters import drawn, generated, merged, write
 from tests.checkpoints import VOCAB, make

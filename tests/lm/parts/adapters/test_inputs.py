@@ -7,8 +7,8 @@ import torch
 
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.adapters import AdapterPlan
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

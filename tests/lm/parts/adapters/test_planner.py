@@ -12,9 +12,10 @@ from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.parts.adapters.planner import AdapterPart, adapter_of
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
 from holdfast.lm.scheduler.order import Fair, Fcfs, Priority
+from holdfast.lm.scheduler.queue_report import report_queues
 from holdfast.lm.types import StepResult, TierCopied
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
 from tests.invariants import check_scheduler
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, answer, create_requests, create_scheduler, run_alone
 
@@ -297,3 +298,23 @@ def test_adapters_are_counted():
     )
     assert (scheduler.stats().adapters_resident, scheduler.stats().adapter_loads) == (1, 1)
     assert scheduler.stats().running == 0
+
+
+def test_a_slot_is_reserved_anew_once_the_adapter_in_it_is_no_longer_used():
+    scheduler = scheduler_of("a", "b", "c", slots=2, max_sequences=4, blocks=34, block_size=4, order=Fcfs())
+    first, second, waits, long, behind = create_requests(3, 40, 3, 120, 3, max_tokens=9)
+    for request, adapter in ((first, "a"), (second, "b")):
+        scheduler.add(with_adapter(request, adapter))
+    for _ in range(2):
+        plan = scheduler.schedule(0.0)
+        scheduler.update(plan, loaded(plan), 0.0)
+    scheduler.add(with_adapter(waits, "c"))
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, loaded(plan), 0.0)
+    scheduler.abort("0")
+    scheduler.add(replace(with_adapter(long, "a"), arrival=-1.0))  # ranks first and finds too few blocks
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, loaded(plan), 0.0)
+    scheduler.add(with_adapter(behind, "b"))
+    found = {each.id: each.reason for each in report_queues(scheduler.queues, 9).first}
+    assert found == {"2": "adapter loading", "3": "no blocks", "4": "adapter loading"}

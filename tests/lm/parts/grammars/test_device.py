@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import executor as module
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.grammar.rows import Answer, ConstrainedRow
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.grammars.device import GrammarDevice, GrammarExecutor, constrained_rows
+from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult, TableWrite
-from holdfast.lm.types.grammars import Answer, ConstrainedRow, GrammarPlan, GrammarResult
 from tests.lm.execution.test_batch import GREEDY, make_batch, segment
 from tests.lm.execution.test_executor import CONFIG
 from tests.paged import allocated

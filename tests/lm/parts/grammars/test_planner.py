@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.types import Grammar, Request, SamplingParams, TokenLogprobs
+from holdfast.lm.grammar.rows import Forced
+from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.types import StepResult
-from holdfast.lm.types.grammars import Forced, GrammarPlan, GrammarResult
 from tests.lm.scheduler.test_histories import STEPS, History, check
 from tests.scheduling import FakeDevice, create_scheduler, sampled, sampled_from, spans
 
@@ -182,6 +183,16 @@ def test_one_token_to_skip_is_sampled_instead():
     scheduler, first = started()
     (output,) = scheduler.update(first, result(first, 5, 6), 0.0)
     assert output.tokens == (5,)
+
+
+def test_tokens_that_steps_in_flight_sample_anyway_are_no_gain():
+    scheduler, first = started()
+    plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+    (output,) = scheduler.update(first, result(first, 5, 6, 7, 8), 0.0)
+    assert output.tokens == (5,), "two of the three are under way, and one alone is sampled"
+    for token, plan in zip((6, 7), plans, strict=True):
+        (output,) = scheduler.update(plan, result(plan, token), 0.0)
+        assert output.tokens == (token,)
 
 
 @pytest.mark.parametrize("params", [{"logprobs": 2}, {"presence_penalty": 0.5}])

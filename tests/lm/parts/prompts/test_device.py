@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import TokenLogprobs
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.models.base import HiddenModel, Model
 from holdfast.lm.parts.prompts.device import PromptDevice
+from holdfast.lm.parts.prompts.values import PromptPlan, PromptReport, PromptResult
 from holdfast.lm.types import Segment, StepPlan, TableWrite
-from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
 from tests.lm.execution.test_executor import GREEDY, PROMPT, model, prefill
 from tests.paged import allocated
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.lm.types.prompts import PromptPlan, PromptResult
+from holdfast.lm.parts.prompts.values import PromptPlan, PromptResult
 from tests.lm.scheduler.test_scheduler import run_step
 from tests.scheduling import answer, create_requests, create_scheduler
 

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request
 from holdfast.lm.parts.speculation.drafts import Drafter, Matcher, NgramDrafter, SuffixDrafter
-from holdfast.lm.parts.speculation.planner import GAP, Row, SpeculationPart
+from holdfast.lm.parts.speculation.planner import GAP, MARGIN, PATIENCE, Account, Row, SpeculationPart
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan, StepResult
@@ -275,3 +277,57 @@ def test_the_rate_of_hits_rises_and_falls_with_them() -> None:
     for _ in range(20):
         row.searched(False)
     assert row.chance == 0
+
+
+def test_results_below_the_promise_lower_the_trust_and_steps_without_drafts_restore_it() -> None:
+    account = Account(GAP)
+    assert account.trust == 1.0
+    for _ in range(40):
+        account.settle(1.0, 2.0)
+    low = account.trust
+    assert 0.5 <= low < 0.6
+    for _ in range(PATIENCE):
+        account.forget()
+    assert low + 0.5 * (1 - low) < account.trust < 1.0
+    for _ in range(40):
+        account.settle(9.0, 1.0)
+    assert account.trust == 1.0, "never more than the prediction"
+
+
+CHANCES = st.tuples(st.floats(0.05, 0.95), st.integers(1, 6), st.sampled_from([0.3, 1.0]))
+
+
+@given(
+    st.lists(CHANCES, min_size=1, max_size=6), st.integers(0, 12), st.booleans(), st.sampled_from([1e-5, 1e-4, 1e-3])
+)
+def test_the_guesses_that_are_verified_are_the_likeliest_ones_and_as_many_as_give_most_tokens_a_second(
+    chances: list[tuple[float, int, float]], room: int, waited: bool, row: float
+) -> None:
+    model = cost(row=row)
+    part = speculating(model).part(SpeculationPart)
+    rows, gap = len(chances), part.account(len(chances)).gap
+    shares, rate = part._shares(chances, [1] * rows, room, waited=waited)
+    uses = sorted((m * c**place for c, count, m in chances for place in range(1, count + 1)), reverse=True)[:room]
+
+    def seconds(tokens: int) -> float:
+        return model.linear(tokens) + gap
+
+    rates = [(rows + sum(uses[:count])) / seconds(rows + count) for count in range(1, len(uses) + 1)]
+    without = rows / seconds(rows) if waited else MARGIN * rows / model.linear(rows)
+    if max(rates, default=0.0) <= without:
+        assert (shares, rate) == ([], 0.0)
+        return
+    assert rate == pytest.approx(max(rates))
+    assert sum(shares) == 1 + rates.index(max(rates)) <= room
+    taken = [m * c**place for (c, _, m), share in zip(chances, shares, strict=False) for place in range(1, share + 1)]
+    assert sorted(taken, reverse=True) == pytest.approx(uses[: len(taken)])
+    assert all(share <= count for share, (_, count, _) in zip(shares, chances, strict=False))
+
+
+def test_a_guess_is_made_for_a_token_that_a_sequence_may_still_get() -> None:
+    scheduler = speculating(cost(row=1e-5))
+    (request,) = create_requests(8, max_tokens=5)
+    scheduler.add(request)
+    part, entry = scheduler.part(SpeculationPart), scheduler.entries["0"]
+    assert [part._room(entry, most) for most in (9, 3)] == [4, 3], "the last token is drawn, never guessed"
+    assert [part._each(rows) for rows in (1, 32, 64, 200)] == [7, 2, 1, 1]

@@ -5,6 +5,7 @@ import pytest
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import RetentionRule
+from holdfast.lm.parts.tiers import lower_tiers
 from holdfast.lm.parts.tiers.lower_tiers import READ_BYTES, LowerTiers
 from holdfast.lm.tiers import LowerShape, StoredBlock, TierDone
 
@@ -225,3 +226,130 @@ def test_a_remote_tier_that_answers_without_a_block_is_not_paused(outcome):
     assert fetch.complete
     put_on_host(pool, 1, now=1.0)
     assert told(lower.jobs(1.0)) == [("remote", "write", 1)]
+
+
+@pytest.mark.parametrize(
+    ("host_blocks", "block_bytes", "most"), [(16, 1 << 20, 4), (200, 1 << 22, 16), (3, 1 << 22, 1)]
+)
+def test_no_more_than_64_mib_and_a_quarter_of_the_host_is_written_to_a_tier_at_a_time(host_blocks, block_bytes, most):
+    pool, lower = tiers_of(disk_blocks=64, host_blocks=host_blocks, block_bytes=block_bytes)
+    put_on_host(pool, *range(min(host_blocks, 30)))
+    written = 0
+    while jobs := lower.jobs(0.0):
+        assert sum(len(job.blocks) for job in jobs) == min(most, min(host_blocks, 30) - written) == pool.host.held
+        written += sum(len(job.blocks) for job in jobs)
+        end(lower, jobs)
+    assert written == min(host_blocks, 30) and pool.host.held == 0
+
+
+def test_without_a_disk_the_remote_tier_gets_each_block_once():
+    pool, lower = tiers_of(disk_blocks=0, remote=True)
+    put_on_host(pool, 1, 2)
+    jobs = lower.jobs(0.0)
+    assert told(jobs) == [("remote", "write", 1), ("remote", "write", 2)]
+    end(lower, jobs)
+    lower._dirty["remote"][digest(1)] = None  # as when the host gets it again
+    assert not lower.jobs(1.0) and not lower.has_on_disk(digest(1)) and lower.has(digest(1))
+
+
+def test_the_tier_of_each_block_is_reported_arriving_ones_first_and_the_disk_before_the_remote_tier():
+    _, lower = tiers_of(remote=True, stored=[StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)])
+    lower._know(digest(1))
+    lower._know(digest(7))
+    lower.fetch({2: digest(2)}, 0.0)
+    assert lower.tiers(map(digest, (0, 1, 2, 7, 9))) == "kkfr-"
+
+
+def test_bytes_and_faults_are_counted_by_tier():
+    stored = [StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)]
+    pool, lower = tiers_of(stored=stored, remote=True, block_bytes=READ_BYTES // 2)
+    lower.fetch({slot: digest(slot) for slot in range(3)}, 0.0)
+    read = lower.jobs(0.0)
+    lower.done([TierDone(job.number, ("done", "corrupt", "done")[: len(job.blocks)], 0.0) for job in read], 0.1)
+    put_on_host(pool, 9, now=1.0)
+    writes = lower.jobs(1.0)
+    end(lower, [job for job in writes if job.tier == "disk"])
+    end(lower, [job for job in writes if job.tier == "remote"], "failed")
+    stats = lower.stats()
+    each = READ_BYTES // 2
+    assert (stats["disk_bytes_read"], stats["blocks_corrupt"]) == (2 * each, 1)
+    assert (stats["disk_bytes_written"], stats["remote_bytes_written"]) == (each, 0)
+    assert stats["disk_blocks_total"] == 8 and stats["disk_blocks_cached"] == 3
+    assert stats["tier_failures"] == sum(len(job.blocks) for job in writes if job.tier == "remote")
+    assert stats["remote_down"] == 1
+
+
+def test_a_wait_that_is_given_up_is_counted_and_what_comes_later_is_not_held():
+    pool, lower = tiers_of(stored=[StoredBlock(0, digest(0), 0, age=1.0)])
+    fetch = lower.fetch({0: digest(0)}, 0.0)
+    jobs = lower.jobs(0.0)
+    lower.end_wait(fetch)
+    assert fetch.complete and lower.stats()["fetches_given_up"] == 1
+    end(lower, jobs)
+    assert pool.host.held == 0 and fetch.came["disk"] == 0 and pool.host.find(digest(0)) is not None
+    lower.close(fetch)
+    lower.close(fetch)
+    assert pool.host.held == 0 and lower._held == 0
+
+
+def test_a_sequence_waits_twice_as_long_as_computing_takes_but_neither_too_short_nor_too_long():
+    for seconds, wait in ((0.01, 0.25), (0.4, 0.8), (90.0, 10.0), (None, 5.0)):
+        stored = [StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(2)]
+        _, lower = tiers_of(stored=stored)
+        if seconds is not None:
+            lower.prices = Prices(lambda position, each=seconds / 2: each, block_size=1, block_bytes=1)
+        fetch = lower.fetch({slot: digest(slot) for slot in range(2)}, 3.0)
+        assert fetch.deadline == pytest.approx(3.0 + wait)
+
+
+def test_the_time_of_a_read_teaches_what_the_tier_takes():
+    _, lower = tiers_of(stored=[StoredBlock(0, digest(0), 0, age=1.0)])
+    before = lower.links["disk"].seconds(1 << 22)
+    lower.fetch({0: digest(0)}, 0.0)
+    end(lower, lower.jobs(0.0), now=9.0)
+    assert lower.links["disk"].seconds(1 << 22) > before
+    assert lower.links["remote"].seconds(1 << 22) < 1.0
+
+
+def test_idle_state_goes_down_only_while_the_lower_tiers_keep_up():
+    pool, lower = tiers_of(disk_blocks=64, host_blocks=8)
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(50), 0)
+    assert not lower.can_flush, "nothing is idle"
+    pool.free([block], 0.0)
+    assert lower.can_flush and not lower.backlog
+    put_on_host(pool, 1, 2)
+    assert lower.backlog and not lower.can_flush, "a quarter of the host is still to be written"
+    jobs = lower.jobs(0.0)
+    assert not lower.backlog, "it is being written"
+    end(lower, jobs)
+    lower.flush(True)
+    assert pool.swap_out(0, 0, 1.0), "though most of the device is free"
+    lower.flush(False)
+    pool.finish_swap_out(0)
+    assert pool.swap_out(1, 0, 1.0) == ()
+
+
+def test_the_blocks_that_the_remote_tier_was_seen_to_have_are_remembered_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(lower_tiers, "REMOTE_KNOWN", 2)
+    _, lower = tiers_of(remote=True)
+    for number in (1, 2, 1, 3):
+        lower._know(digest(number))
+    assert [lower.has(digest(number)) for number in (1, 2, 3)] == [True, False, True]
+
+
+def test_the_time_that_a_read_waits_for_room_is_not_the_tiers():
+    def pace(waits):
+        _, lower = tiers_of(stored=[StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(6)])
+        first = lower.fetch({slot: digest(slot) for slot in range(4)}, 0.0)
+        if waits:
+            second = lower.fetch({4: digest(4), 5: digest(5)}, 0.0)
+        end(lower, lower.jobs(0.0), now=0.01)
+        lower.close(first)
+        if not waits:
+            second = lower.fetch({4: digest(4), 5: digest(5)}, 50.0)
+        end(lower, lower.jobs(50.0), now=50.01)
+        assert second.complete
+        return lower.links["disk"].seconds(1 << 22)
+
+    assert pace(waits=True) == pytest.approx(pace(waits=False))

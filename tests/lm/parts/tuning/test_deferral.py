@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.parts.tuning.deferral import Deferred
 from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import create_scheduler, spans
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 
@@ -268,3 +268,18 @@ def test_nobody_waits_longer_than_the_bound_or_an_iteration_and_one_step_of_infe
     inference = 0.03
     for number, arrival in enumerate(arrivals):
         assert engine.started[str(number)] - arrival <= max(bound, longest) + in_flight * inference + 1e-9
+
+
+def test_requests_go_on_while_a_job_that_has_to_leave_is_copied_to_the_host():
+    engine = an_engine(0.0)
+    engine.steps_in_flight = 2
+    engine.run(3)
+    engine.add(a_request("r", arrival=engine.now, tokens=30))
+    engine.run_until("r")
+    engine.tuner.pause("job 0")
+    before = len(engine.plans)
+    engine.run(6)
+    since = [plan for _, plan in engine.plans[before:]]
+    leaving = next(at for at, plan in enumerate(since) if plan.part(TrainingPlan).slice.action == "offload")
+    assert all(plan.segments for plan in since), "no step waits for the copy"
+    assert since[leaving + 1].step == since[leaving].step + 1 and len(since) >= 6

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport, TrainingSlice
 from holdfast.lm.types import BlockMove, StepPlan, TableWrite
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
 from tests.lm.execution.test_executor import GREEDY, PROMPT, decode, generate, model, prefill
 from tests.paged import allocated
 

@@ -6,11 +6,11 @@ import pytest
 
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.row_kind import RowKind
 from holdfast.lm.scheduler.row_policies import Embedding
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from tests.padded_rows import shape_of_rows
 from tests.scheduling import answer, create_scheduler
 from tests.training_plans import a_request, blocks_of, make_steps, make_tuner

@@ -2,10 +2,12 @@
 
 import pytest
 
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.parts.tuning.planner import TuningPart
-from holdfast.lm.parts.tuning.slabs import QUIET_SECONDS
+from holdfast.lm.parts.tuning.slabs import QUIET_SECONDS, Slabs
+from holdfast.lm.parts.tuning.tuner import Needs
+from holdfast.lm.parts.tuning.values import NO_SLICE, TrainingPlan, TrainingSlice
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.invariants import check_scheduler
 from tests.scheduling import FakeDevice, create_scheduler
 from tests.training_plans import FakeTrainer, a_request, blocks_of, make_steps, make_tuner
@@ -197,3 +199,157 @@ def test_a_scheduler_without_a_tuner_plans_none_of_this():
     scheduler.add(a_request("a"))
     plan = scheduler.schedule(0.0)
     assert plan.part(TrainingPlan) == TrainingPlan()
+
+
+class Scripted:
+    """A tuner that needs, holds and gives up what a test says."""
+
+    def __init__(self, least=0, most=0, held=0, after=(), max_blocks=64):
+        self.needs, self.held, self.max_blocks = Needs(least, most), held, max_blocks
+        self.after = dict(after)
+        """Blocks that stay in use after an action."""
+        self.runs = self.leaves = False
+        self.in_flight = self.lent = 0
+        self.acted, self.slices = [], []
+
+    def begin(self):
+        pass
+
+    def held_after(self, action):
+        return self.after.get(action)
+
+    def act(self, action):
+        self.acted.append(action)
+        if action != "offload":
+            self.held = self.after[action]
+        return TrainingSlice("job", 0, 0, action)
+
+    def next_slice(self, seconds, *, at_least_one):
+        return self.slices.pop(0)
+
+
+def slabs_of(tuner, blocks=128, used=0, headroom=0, lent=0):
+    """Slabs over a cache of pieces of two blocks, some of which sequences use and training has."""
+    pool = BlockPool(blocks, 4)
+    pool.allocate(used, 0.0)
+    pool.lend(lent, 0.0, most_moves=0)
+    tuner.lent = pool.lent
+    return Slabs(pool, tuner, headroom), pool
+
+
+def lent_after(slabs, *, busy=False, now=0.0):
+    slabs.begin()
+    moves, writes = slabs.lend((), busy=busy, now=now)
+    assert not moves and not writes
+    return slabs.lent
+
+
+def test_training_gets_its_most_or_its_least_whichever_has_room():
+    for used, busy, expected in ((0, False, 40), (88, False, 40), (89, False, 20), (108, False, 20), (109, False, 0)):
+        tuner = Scripted(least=20, most=40)
+        slabs, _ = slabs_of(tuner, used=used)
+        assert lent_after(slabs, busy=busy) == tuner.lent == expected
+    for used, expected in ((75, 40), (76, 20), (95, 20), (96, 0)):
+        slabs, _ = slabs_of(Scripted(least=20, most=40), used=used, headroom=5)
+        assert lent_after(slabs, busy=True) == expected, "5 of headroom and 8 more stay available"
+    slabs, _ = slabs_of(Scripted(least=20, most=40, max_blocks=39))
+    assert lent_after(slabs) == 20
+    slabs, _ = slabs_of(Scripted(least=20, most=40, max_blocks=19))
+    assert lent_after(slabs) == 0
+
+
+def test_a_surplus_of_one_piece_stays_and_a_larger_one_goes_back_but_for_what_is_held():
+    for lent, held, expected in ((42, 0, 42), (43, 0, 40), (60, 50, 50), (40, 0, 40)):
+        tuner = Scripted(least=40, most=40, held=held)
+        slabs, pool = slabs_of(tuner, lent=lent)
+        assert lent_after(slabs) == expected == tuner.lent == pool.lent
+    for held, expected in ((0, 0), (2, 2)):
+        slabs, _ = slabs_of(Scripted(held=held), lent=2)
+        assert lent_after(slabs) == expected, "nothing is needed"
+
+
+def test_after_it_gave_blocks_up_training_gets_none_for_a_second_unless_nobody_is_there():
+    tuner = Scripted(least=10, most=10)
+    slabs, _ = slabs_of(tuner, lent=10)
+    slabs.begin()
+    assert slabs.yield_for(10, 5.0) and slabs.lent == 0
+    assert lent_after(slabs, busy=True, now=5.9) == 0
+    assert lent_after(slabs, busy=False, now=5.9) == 10
+    slabs.begin()
+    assert slabs.yield_for(9, 6.0) and slabs.lent == 0, "whole pieces"
+    assert lent_after(slabs, busy=True, now=6.9) == 0 and lent_after(slabs, busy=True, now=7.0) == 10
+
+
+def test_what_is_unused_goes_first_then_the_cheapest_action_that_is_enough():
+    after = {"release": 20, "drop": 10, "offload": 0}
+    for short, acted, given, lent in (
+        (10, [], True, 30),
+        (11, ["release"], True, 28),
+        (20, ["release"], True, 20),
+        (21, ["drop"], True, 18),
+        (30, ["drop"], True, 10),
+        (31, ["offload"], False, 30),
+    ):
+        tuner = Scripted(held=30, after=after)
+        slabs, pool = slabs_of(tuner, lent=40)
+        slabs.begin()
+        assert slabs.yield_for(short, 0.0) == given
+        assert (tuner.acted, pool.lent) == (acted, lent) and tuner.lent == lent
+        assert [slabs.slice.action] == (acted or ["run"])
+
+
+def test_an_action_that_there_is_nothing_for_is_passed_over_and_there_is_one_a_plan():
+    tuner = Scripted(held=30, after={"drop": 10, "offload": 0})
+    slabs, pool = slabs_of(tuner, lent=30)
+    slabs.begin()
+    assert slabs.yield_for(5, 0.0) and tuner.acted == ["drop"] and pool.lent == 24
+    assert not slabs.yield_for(20, 0.0) and tuner.acted == ["drop"], "the plan has its slice"
+    assert pool.lent == 10
+    assert not slabs.train(1.0)
+    slabs.begin()
+    assert not slabs.slice
+    assert not slabs.yield_for(0, 0.0) and not slabs.yield_for(-1, 0.0)
+    pool.reclaim(10)
+    assert not slabs.yield_for(1, 0.0) and tuner.acted == ["drop"]
+
+
+def test_a_plan_has_a_slice_only_if_there_is_work():
+    tuner = Scripted()
+    slabs, _ = slabs_of(tuner)
+    work = TrainingSlice("job", 0, 0, "run", 0, 3)
+    tuner.slices = [None, work]
+    slabs.begin()
+    assert not slabs.train(1.0) and slabs.slice == NO_SLICE
+    assert slabs.train(1.0) and slabs.slice == work
+    assert not slabs.train(1.0), "one a plan"
+
+
+def test_all_is_taken_back_once_training_neither_runs_nor_leaves_nor_is_under_way():
+    for state in ("runs", "leaves", "in_flight", None):
+        tuner = Scripted(held=0)
+        slabs, pool = slabs_of(tuner, lent=10)
+        if state is not None:
+            setattr(tuner, state, 1)
+        slabs.settle()
+        assert pool.lent == tuner.lent == (10 if state else 0)
+
+
+def test_training_waits_for_copies_only_while_they_hold_blocks_that_it_needs():
+    tuner = Scripted(least=4, most=4)
+    pool = BlockPool(8, 4, host_blocks=8, low_water=1.0)
+    slabs = Slabs(pool, tuner, 0)
+    blocks = pool.allocate(8, 0.0)
+    for index, block in enumerate(blocks):
+        pool.cache_block(block, bytes([index]) * 32, index)
+    pool.free(blocks, 0.0)
+    pool.swap_out(0, 0, 1.0)
+    assert lent_after(slabs) == 0 and slabs.waits
+    slabs.begin()
+    assert not slabs.waits
+    pool.finish_swap_out(0)
+    for step in range(1, 5):
+        pool.swap_out(step, 0, 1.0)
+        pool.finish_swap_out(step)
+    slabs.begin()
+    slabs.lend((), busy=False, now=0.0)
+    assert slabs.lent and not slabs.waits

@@ -12,8 +12,8 @@ from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.share import WINDOW_SECONDS
 from holdfast.lm.parts.tuning.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, WATCHED, TrainingSlices
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import create_scheduler
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 

@@ -19,8 +19,8 @@ import pytest
 from holdfast.lm.parts.tuning.deferral import Deferred
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import TrainingSlices
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.lm.scheduler.test_histories import COST, STEPS, History, check
 from tests.training_plans import FakeTrainer, blocks_of, make_steps, make_tuner
 

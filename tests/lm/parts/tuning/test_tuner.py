@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.lm.parts.tuning.training_room import LEAST_STEPS
 from holdfast.lm.parts.tuning.tuner import TURN_SECONDS, Needs
-from holdfast.lm.types.tuning import TrainingReport
+from holdfast.lm.parts.tuning.values import TrainingReport
 from tests.training_plans import blocks_of, cost_model, make_steps, make_tuner, room_of
 
 UNITS = 10

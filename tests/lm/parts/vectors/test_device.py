@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.models.base import HiddenModel, Model
 from holdfast.lm.parts.vectors.device import VectorDevice
+from holdfast.lm.parts.vectors.values import VectorResult
 from holdfast.lm.types import StepPlan
-from holdfast.lm.types.vectors import VectorResult
 from tests.lm.execution.test_executor import GREEDY, model, prefill
 from tests.paged import allocated
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from holdfast.lm.types.vectors import VectorResult
+from holdfast.lm.parts.vectors.values import VectorResult
 from tests.scheduling import answer, create_requests, create_scheduler
 
 

@@ -13,11 +13,11 @@ class ExpertRule:
     """The rule by which a token chooses experts, and the function between an expert's two products."""
 
     top_k: int
-    """Number of experts of one token: those with the highest logits."""
+    """Number of experts that a token chooses: those with the highest logits."""
     normalized: bool = True
     """Whether the shares of the chosen experts add up to 1.
 
-    If not, the shares are those of a softmax over all experts.
+    If not, they are shares of a softmax over all experts.
     """
     clamp: tuple[float, float] | None = None
     """The constants (alpha, limit) of the clamped gate (GPT-OSS), or None for silu(gate) * up.
@@ -32,7 +32,7 @@ class Experts:
 
     rule: ExpertRule
     router: torch.Tensor  # [E, hidden]
-    gate_up: torch.Tensor  # [E, 2 inner, hidden]: the rows of gate above those of up
+    gate_up: torch.Tensor  # [E, 2 inner, hidden]: the rows of gate, then those of up
     down: torch.Tensor  # [E, hidden, inner]
     router_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [E, 2 inner]

@@ -1,7 +1,7 @@
 """Experts for a few tokens, bound by reading weights: each pair of a token and an expert reads the expert's rows.
 
-The next kernel may start once a program has read its weights. If it could start at once, its programs would crowd onto
-the processors that become free first.
+Programs of the next kernel may start once this kernel's programs have read their weights. If they could start at once,
+they would crowd onto the processors that become free first.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -97,7 +97,7 @@ def gate_few_kernel(
     if tl.program_id(0) == 0:
         tl.store(chosen + pair, expert)
         tl.store(shares + pair, share)
-    # Programs past the last output read its row again. That costs nothing and needs no mask.
+    # Programs after the last output read its row again, which costs nothing and needs no mask.
     row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, inner - 1) + item % 2 * inner
     row = expert.to(tl.int64) * 2 * inner + row
     weight_at = weight + row[:, None] * inputs
@@ -149,6 +149,6 @@ def down_few_kernel(
     place = out + token * out_stride + n
     if ADDED:
         result += tl.load(place, mask=n < outputs, other=0.0).to(tl.float32)
-        # Several threads may hold the same element: all must read it before one writes it.
+        # Several threads may hold the same element, and all must read it before one writes it.
         tl.debug_barrier()
     tl.store(place, result.to(out.dtype.element_ty), mask=n < outputs)

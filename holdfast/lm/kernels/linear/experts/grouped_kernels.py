@@ -127,9 +127,9 @@ def grouped_kernel(
     """A product of each pair with its expert. Program (BLOCK_M pairs of one expert and BLOCK_N outputs, outputs first).
 
     With GATED, x is [T, inputs], weight is [experts, 2 outputs, inputs], and out [T * TOP_K, outputs] is gated and in
-    the order of `pairs`. Without, x is in the order of `pairs`, weight is [experts, outputs, inputs], and out [TOP_K,
-    T, outputs] is by rank and token, times the pair's share. With HALVED, an expert's last tile is computed as half a
-    tile if its pairs fit.
+    the order of `pairs`. Without GATED, x is in the order of `pairs`, weight is [experts, outputs, inputs], and out
+    [TOP_K, T, outputs] is by rank and token, times the pair's share. With HALVED, an expert's last tile is computed as
+    half a tile if its pairs fit.
     """
     launch_dependents(DEPENDENT)
     blocks = tl.cdiv(outputs, BLOCK_N)
@@ -168,7 +168,7 @@ def _tile(
 ):  # fmt: skip
     """The products of up to BLOCK_M pairs in [start, stop) with BLOCK_N outputs of their expert."""
     n = first_output + tl.arange(0, BLOCK_N)
-    # Rows past the last one read it again, and so do pairs. That costs nothing and needs no mask.
+    # Rows and pairs after the last one read it again, which costs nothing and needs no mask.
     row = tl.minimum(n, outputs - 1)
     place = start + tl.arange(0, BLOCK_M)
     pair = tl.load(pairs + tl.minimum(place, stop - 1))

@@ -14,13 +14,13 @@ from holdfast.lm.kernels.linear.experts.grouped_kernels import grouped_kernel, r
 from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
 
 FEW_TOKENS = 4
-"""The most tokens for which each pair of a token and an expert reads the expert's weights on its own."""
+"""Largest number of tokens for which each pair of a token and an expert reads the expert's weights separately."""
 
 SKINNY_TOKENS = 128
-"""The most 16-bit tokens for which a skinny GEMM computes the router's logits in parts."""
+"""Largest number of 16-bit tokens for which a skinny GEMM computes the router's logits in parts."""
 
 ONE_PROGRAM = 32
-"""The most tokens for which one program chooses experts and sorts pairs."""
+"""Largest number of tokens for which one program chooses experts and sorts pairs."""
 
 ROUTED_AT_A_TIME = ((512, 16), (1 << 30, 32))
 """Number of tokens for which one program chooses experts, by the largest number of tokens in the step."""
@@ -33,7 +33,7 @@ class ExpertLaunch:
     block_n: int
     """Number of rows of weights per program."""
     block_k: int
-    """The most inputs per iteration of a program."""
+    """Largest number of inputs per iteration of a program."""
     num_warps: int
     num_stages: int
 

@@ -1,4 +1,8 @@
-"""Temporary directories of servers. The next server deletes those that a killed server left."""
+"""Locks by which servers show that they run. The system releases a lock when its process ends, in whatever way.
+
+An `Owner` holds a lock on a file, so that other servers continue its work only after its end. A `Scratch` is a
+temporary directory with a lock. The next server deletes those that a killed server left.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,46 @@ import fcntl
 import os
 import shutil
 import tempfile
+import uuid
 import weakref
 from pathlib import Path
 
 from holdfast.files.regular import open_directory, open_regular
 
 PREFIX = "holdfast-files-"
+
+
+class Owner:
+    """This server, among those that share a directory of files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises OSError if the lock's file cannot be created."""
+        self.id = f"owner-{uuid.uuid4().hex}"
+        self._directory = directory
+        self._held: int | None = open_regular(directory / self.id, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def gone(self, other: str) -> bool:
+        """Whether another server has ended. Removes its file if so."""
+        path = self._directory / other
+        try:
+            descriptor = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return True
+        try:
+            if not _take(descriptor):
+                return False
+        finally:
+            os.close(descriptor)
+        path.unlink(missing_ok=True)
+        return True
+
+    def close(self) -> None:
+        """Release the lock, so that other servers may take over unfinished work."""
+        if self._held is not None:
+            (self._directory / self.id).unlink(missing_ok=True)
+            os.close(self._held)
+            self._held = None
 
 
 class Scratch:

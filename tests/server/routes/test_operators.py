@@ -146,7 +146,7 @@ async def test_a_site_with_a_rebound_name_changes_nothing_by_any_route(served: S
     assert [each.name for each in replicas.members] == ["0", "1"]
 
 
-async def test_another_site_may_read_what_a_browser_keeps_from_it_anyway(served: Served) -> None:
+async def test_requests_that_change_nothing_are_allowed_from_another_site(served: Served) -> None:
     async with served(SITE) as api:
         assert (await api.get("/v1/models")).status_code == 200
         assert (await api.post("/health")).status_code == 405
@@ -154,18 +154,18 @@ async def test_another_site_may_read_what_a_browser_keeps_from_it_anyway(served:
 
 async def test_only_operators_see_the_replicas(served: Served) -> None:
     async with served(api_key=("one", "two"), operator_key=("op",)) as api:
-        told = {}
+        answers = {}
         for key in ("one", "op"):
             bearer = {"authorization": f"Bearer {key}"}
-            told[key] = await api.get("/replicas", headers=bearer), await api.get("/health", headers=bearer)
+            answers[key] = await api.get("/replicas", headers=bearer), await api.get("/health", headers=bearer)
             metrics = (await api.get("/metrics", headers=bearer)).text
             assert ('holdfast_replica_up{replica="0"}' in metrics) == (key == "op")
             assert "holdfast_requests_running" in metrics
         anybody = await api.get("/health")
-    assert (told["one"][0].status_code, told["one"][0].json()["error"]["code"]) == (403, "operator_only")
-    assert [(each["name"], each["pid"]) for each in told["op"][0].json()["data"]] == [("0", 1 << 22), ("1", 1 << 22)]
-    assert anybody.json() == told["one"][1].json() == {"status": "ok"}
-    assert [each["name"] for each in told["op"][1].json()["replicas"]] == ["0", "1"]
+    assert (answers["one"][0].status_code, answers["one"][0].json()["error"]["code"]) == (403, "operator_only")
+    assert [(each["name"], each["pid"]) for each in answers["op"][0].json()["data"]] == [("0", 1 << 22), ("1", 1 << 22)]
+    assert anybody.json() == answers["one"][1].json() == {"status": "ok"}
+    assert [each["name"] for each in answers["op"][1].json()["replicas"]] == ["0", "1"]
 
 
 async def test_without_keys_programs_on_this_machine_see_the_replicas_and_others_do_not(served: Served) -> None:

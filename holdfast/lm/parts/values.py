@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
-from holdfast.lm.types.grammars import GrammarPlan, GrammarResult
+from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
+from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
+from holdfast.lm.parts.prompts.values import PromptPlan, PromptResult
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
+from holdfast.lm.parts.vectors.values import VectorResult
 from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.plan import PartPlan
-from holdfast.lm.types.prompts import PromptPlan, PromptResult
 from holdfast.lm.types.result import PartResult
 from holdfast.lm.types.rows import RowPlan, RowResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
-from holdfast.lm.types.vectors import VectorResult
 
 VALUES: tuple[type[PartPlan] | type[PartResult], ...] = (
     AdapterPlan,

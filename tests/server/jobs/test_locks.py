@@ -12,14 +12,13 @@ import pytest
 from served import environment
 
 from holdfast.files.regular import open_directory
-from holdfast.server.jobs import scratch as module
-from holdfast.server.jobs.owner import Owner
-from holdfast.server.jobs.scratch import Scratch, drop_left
+from holdfast.server.jobs import locks as module
+from holdfast.server.jobs.locks import Owner, Scratch, drop_left
 
 KILLED = """
 import os, signal, tempfile
 tempfile.tempdir = {parent!r}
-from holdfast.server.jobs.scratch import Scratch
+from holdfast.server.jobs.locks import Scratch
 scratch = Scratch()
 (scratch.directory / "file-a").write_bytes(b"x")
 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,12 +1,9 @@
-"""The values that grammars add to a plan and to a result."""
+"""Rows with a grammar: the answer of each so far, the tokens that it samples, and those that must follow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.lm.types.plan import PartPlan
-from holdfast.lm.types.result import PartResult
 from holdfast.lm.types.sampling import Sampling
 
 
@@ -43,19 +40,3 @@ class Forced(NamedTuple):
     at: int
     """Index of the sampling segment, in plan order."""
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarPlan(PartPlan):
-    """The part of a plan from which the device learns the answers that follow a grammar."""
-
-    answers: tuple[Answer, ...] = ()
-    """Answers of sampling segments with a grammar. Only the first segment of a sequence in its row has one."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarResult(PartResult):
-    """The tokens that grammars force after those that a step gave."""
-
-    forced: tuple[Forced, ...] = ()
-    """Tokens that must follow some of the tokens. Left out if `Sampling.skips` is false."""

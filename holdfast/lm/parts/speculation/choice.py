@@ -1,0 +1,37 @@
+"""The drafter and the part of speculation that a configuration asks for."""
+
+from __future__ import annotations
+
+from math import inf
+
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.speculation.drafts import Drafter, NgramDrafter, SuffixDrafter
+from holdfast.lm.parts.speculation.options import SpeculationOptions
+from holdfast.lm.parts.speculation.planner import SpeculationPart
+from holdfast.lm.types import EngineShape
+
+
+def make_parts(planning: Planning, drafter: Drafter | None) -> tuple[SpeculationPart, ...]:
+    """The part of a scheduler whose decodes verify drafts if the cost model says that it pays."""
+    if drafter is None or planning.cost is None:
+        return ()
+    options = planning.config.part(SpeculationOptions)
+    target = inf if options.tbt_seconds is None else options.tbt_seconds
+    most, rows = options.draft_tokens, options.max_samples
+    return (SpeculationPart(drafter, planning.cost, most=most, rows=rows, target=target),)
+
+
+def make_drafter(config: SpeculationOptions, shape: EngineShape, kind: str) -> Drafter | None:
+    """The drafter on a device of a `kind` ("cuda", "cpu"); None if no drafts are verified.
+
+    Padded rows verify none. A drafter needs a cost profile to judge by, whose estimate takes seconds on a CPU. So
+    "auto" is off on a CPU, unless a latency target needs the profile in any case.
+    """
+    if shape.rows is not None or (config.speculation == "auto" and kind == "cpu" and config.tbt_target is None):
+        return None
+    match config.drafter:
+        case "ngram":
+            return NgramDrafter()
+        case "suffix":
+            return SuffixDrafter(sharing=config.prefix_sharing)
+    return None

@@ -1,0 +1,53 @@
+"""Options of speculation: the drafts that one step verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.core.config import CoreConfig, option
+
+SpeculationName = Literal["auto", "off", "ngram", "suffix"]
+DrafterName = Literal["ngram", "suffix"]
+
+LEAST_SAMPLES = 64
+"""Tokens that a step may always draw if drafts are verified, however small the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions(CoreConfig):
+    """Which method guesses tokens, and how many."""
+
+    speculation: SpeculationName = option(  # noqa: RUF009  a string
+        "auto",
+        "guess tokens and verify several in one step, where the cost model says that it pays; the text stays as it is; "
+        "ngram guesses what followed the last three tokens before, suffix what followed the longest match, also in "
+        "earlier answers; auto is suffix on a GPU or with tbt_target, where it can be",
+        executor="paged",
+    )
+    draft_tokens: int = option(15, "most tokens guessed for a sequence in one step", between=(1, 63))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speculation in ("ngram", "suffix") and (reason := self.no_drafts):
+            raise ValueError(f"speculation is {self.speculation}, and {reason}; drop one")
+
+    @property
+    def no_drafts(self) -> str:
+        """The reason why no drafts can be verified; empty if they can."""
+        if self.pp > 1:
+            return f"pp is {self.pp}: drafts are verified on one stage"
+        if self.scheduler != "stall-free":
+            return f"scheduler is {self.scheduler}: drafts are for the stall-free one"
+        return "executor is padded, which verifies none" if self.executor == "padded" else ""
+
+    @property
+    def drafter(self) -> DrafterName | None:
+        """The method that guesses tokens; None if no drafts are verified."""
+        if self.speculation == "off" or self.no_drafts:
+            return None
+        return "suffix" if self.speculation == "auto" else self.speculation
+
+    @property
+    def max_samples(self) -> int:
+        return max(super().max_samples, LEAST_SAMPLES if self.drafter else 0)

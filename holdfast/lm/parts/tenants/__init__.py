@@ -1,0 +1,1 @@
+"""Tenants: how many sequences of one may run at once."""

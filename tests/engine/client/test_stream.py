@@ -1,0 +1,193 @@
+"""Stream: from the outputs of steps to deltas, without an engine: what is merged, what is cut, what comes again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from holdfast.engine.client.client import Delta, Stream, Timings
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.text import TextStream
+
+
+class Letters:
+    """A tokenizer with one token for each character."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def is_visible(self, token: int) -> bool:
+        return token >= 32
+
+
+def stream_of(prompt: str = "abc", *, stop: Sequence[str] = (), **params: Any) -> Stream:
+    asked = SamplingParams(max_tokens=20, stop=tuple(stop), **params)
+    request = Request("r", tuple(map(ord, prompt)), asked, arrival=100.0)
+    return Stream(request, TextStream(Letters(), stop))  # type: ignore[arg-type]
+
+
+def output(text: str, reason: FinishReason | None = None, **fields: Any) -> SequenceOutput:
+    given: dict[str, Any] = {"cached_tokens": 0, "scheduled_at": 101.0, "preemptions": 0} | fields
+    return SequenceOutput("r", tuple(map(ord, text)), reason, **given)
+
+
+def logprobs(*values: float) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(value, (), ()) for value in values)
+
+
+def take(stream: Stream, *outputs: SequenceOutput, now: float = 102.0) -> None:
+    for number, each in enumerate(outputs):
+        stream.take(each, now + number, each.scheduled_at or 0.0)
+
+
+async def deltas(stream: Stream) -> Delta:
+    return await asyncio.wait_for(stream.next(), 5)
+
+
+async def test_outputs_that_nobody_has_read_come_as_one_delta_and_only_once() -> None:
+    stream = stream_of()
+    take(stream, output("he", logprobs=logprobs(-1, -2)), output("y", logprobs=logprobs(-3)))
+    first = await deltas(stream)
+    assert (first.text, first.tokens, first.logprobs) == ("hey", (104, 101, 121), logprobs(-1, -2, -3))
+    assert first.finish_reason is None and first.usage is None and first.timings is None
+    take(stream, output("!", FinishReason.LENGTH))
+    last = await deltas(stream)
+    assert (last.text, last.tokens, last.logprobs) == ("!", (33,), ())
+    assert stream.given and [*stream.answer] == [*map(ord, "hey!")]
+
+
+async def test_the_last_delta_has_the_figures_of_the_whole_request() -> None:
+    stream = stream_of("abcdef")
+    take(
+        stream,
+        output("x", cached_tokens=4, cached_by_tier=(3, 1, 0)),
+        output("yz", cached_tokens=9, cached_by_tier=(9, 9, 9)),
+        output("!", FinishReason.LENGTH),
+    )
+    last = await deltas(stream)
+    assert last.usage is not None and last.timings == Timings(100.0, 101.0, 102.0, 104.0, 4)
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (6, 4)
+    assert (last.usage.cached_tokens, last.usage.cached_by_tier) == (4, (3, 1, 0)), "those of its first start"
+    assert (last.timings.ttft, last.timings.queued, last.timings.tokens_per_second) == (2.0, 1.0, 1.5)
+
+
+def test_a_rate_needs_two_tokens_and_some_time() -> None:
+    assert Timings(0.0, 0.0, 1.0, 3.0, 1).tokens_per_second == 0.0
+    assert Timings(0.0, 0.0, 1.0, 1.0, 5).tokens_per_second == 0.0
+    assert Timings(0.0, 0.0, 1.0, 3.0, 5).tokens_per_second == 2.0
+
+
+@pytest.mark.parametrize(("there", "ours"), [(99.0, 100.0), (101.5, 101.5), (103.0, 102.0)])
+async def test_a_request_is_scheduled_between_its_arrival_and_its_first_token(there: float, ours: float) -> None:
+    stream = stream_of()
+    take(stream, output("x", FinishReason.LENGTH, scheduled_at=there))
+    last = await deltas(stream)
+    assert last.timings is not None and last.timings.scheduled == ours
+
+
+async def test_the_token_that_ends_an_answer_counts_but_is_neither_text_nor_has_a_log_probability() -> None:
+    stream = stream_of()
+    take(stream, output("hi$", FinishReason.STOP, logprobs=logprobs(-1, -2, -3)))
+    last = await deltas(stream)
+    assert (last.text, last.tokens, last.logprobs) == ("hi", (104, 105, 36), logprobs(-1, -2))
+    assert last.usage is not None and last.usage.completion_tokens == 3 and last.stop_string is None
+
+
+@pytest.mark.parametrize("pieces", [["xENDyz"], ["x", "E", "N", "D", "yz"], ["xE", "NDy", "z"]])
+async def test_a_stop_string_ends_an_answer_at_its_last_token_however_the_tokens_come(pieces: list[str]) -> None:
+    stream = stream_of(stop=["END"])
+    for piece in pieces:
+        if stream.finish_reason is None:
+            take(stream, output(piece, logprobs=logprobs(*[-1.0] * len(piece))))
+    last = await deltas(stream)
+    assert (last.text, last.finish_reason, last.stop_string) == ("x", FinishReason.STOP, "END")
+    assert "".join(map(chr, last.tokens)) == "xEND" and len(last.logprobs) == 4
+    assert last.usage is not None and last.usage.completion_tokens == 4
+
+
+async def test_text_that_may_begin_a_stop_string_is_held_back_and_given_at_the_end() -> None:
+    stream = stream_of(stop=["END"])
+    take(stream, output("aE"))
+    assert (await deltas(stream)).text == "a"
+    take(stream, output("N", FinishReason.LENGTH))
+    last = await deltas(stream)
+    assert (last.text, last.finish_reason, last.stop_string) == ("EN", FinishReason.LENGTH, None)
+
+
+async def test_an_error_ends_the_stream_before_anything_that_was_not_read() -> None:
+    stream = stream_of()
+    take(stream, output("lost"))
+    stream.fail(ValueError("first"))
+    stream.fail(EngineDead("last"))
+    with pytest.raises(EngineDead, match="last"):
+        await deltas(stream)
+
+
+async def test_a_reader_waits_for_what_is_new() -> None:
+    stream = stream_of()
+    reading = asyncio.ensure_future(stream.next())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    take(stream, output("x"))
+    assert (await asyncio.wait_for(reading, 5)).text == "x"
+
+
+async def test_an_answer_goes_on_elsewhere_behind_its_tokens_which_count_once() -> None:
+    stream = stream_of(prompt_logprobs=1)
+    take(stream, output("he", prompt_logprobs=logprobs(-5, -6), cached_tokens=2))
+    assert (await deltas(stream)).text == "he"
+    stream.fail(EngineDead("gone"))
+    stream.resume()
+    request = stream.request
+    assert [*request.prompt] == [*map(ord, "abche")] and request.answered == 2 and request.answer_start == 3
+    assert request.params.prompt_logprobs is None, "they were given"
+    take(stream, output("y", FinishReason.LENGTH, cached_tokens=3, scheduled_at=103.0), now=105.0)
+    last = await deltas(stream)
+    assert (last.text, last.prompt_logprobs) == ("y", ())
+    assert last.usage is not None and last.timings is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (3, 3, 2)
+    assert (last.timings.scheduled, last.timings.first_token, last.timings.finish) == (101.0, 102.0, 105.0)
+    stream.resume()
+    assert [*stream.request.prompt] == [*map(ord, "abchey")] and stream.request.answered == 3
+
+
+async def test_log_probabilities_of_a_prompt_that_were_given_before_an_end_are_not_given_again() -> None:
+    stream = stream_of("abcdef", prompt_logprobs=1)
+    take(stream, output("", prompt_logprobs=logprobs(-1, -2)))
+    assert (await deltas(stream)).prompt_logprobs == logprobs(-1, -2)
+    stream.resume()
+    assert stream.request.params.prompt_logprobs == 1 and stream.request.answered == 0
+    take(stream, output("", prompt_logprobs=logprobs(-1)), output("", prompt_logprobs=logprobs(-2, -3)))
+    assert (await deltas(stream)).prompt_logprobs == logprobs(-3)
+    stream.resume()
+    take(stream, output("x", prompt_logprobs=logprobs(-1, -2, -3, -4, -5)))
+    assert (await deltas(stream)).prompt_logprobs == logprobs(-4, -5)
+
+
+async def test_what_was_not_read_before_an_end_is_given_after_it() -> None:
+    stream = stream_of()
+    take(stream, output("he"))
+    stream.fail(EngineDead("gone"))
+    stream.resume()
+    assert (await deltas(stream)).text == "he", "without any new output"
+    reading = asyncio.ensure_future(stream.next())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    reading.cancel()
+
+
+async def test_a_vector_comes_with_the_last_delta() -> None:
+    stream = stream_of()
+    take(stream, output("", vector=b"1234"), output("x", FinishReason.LENGTH))
+    assert (await deltas(stream)).vector == b"1234"
+
+
+async def test_an_end_without_a_token_ends_the_stream() -> None:
+    stream = stream_of(stop=["END"])
+    take(stream, output("aE"), output("", FinishReason.ABORT))
+    last = await deltas(stream)
+    assert (last.text, last.finish_reason) == ("aE", FinishReason.ABORT)

@@ -8,28 +8,35 @@ from typing import Any
 
 import torch
 
-from holdfast.lm.models.peft_files import MODULES, AdapterWeights, DecoderSizes, LoraPair, module_shapes, write_peft
+from holdfast.lm.models.adapted import adapted_modules
+from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
 
 
 def drawn(
-    sizes: DecoderSizes,
+    decoder: DecoderSpec,
     rank: int,
     *,
     seed: int,
-    modules: tuple[str, ...] = tuple(MODULES),
+    modules: tuple[str, ...] = (),
     scale: float = 2.0,
     strength: float = 0.5,
 ) -> AdapterWeights:
-    """A random adapter of one rank for these modules of every layer, strong enough to change what is said."""
-    draw = torch.Generator().manual_seed(seed)
+    """A random adapter of one rank for these modules of every layer that has them, or for all of them.
+
+    It is strong enough to change what is said.
+    """
+    draw, base = torch.Generator().manual_seed(seed), adapted_modules(decoder)
     pairs = {}
-    for layer in range(sizes.num_layers):
-        for module in modules:
-            outputs, inputs = module_shapes(sizes)[module]
+    for layer in range(base.num_layers):
+        for module in modules or base.modules:
+            if not base.has(layer, module):
+                continue
+            outputs, inputs = base.shapes()[module]
             a = torch.randn(rank, inputs, generator=draw) * (strength / inputs**0.5)
             b = torch.randn(outputs, rank, generator=draw) * (strength / rank**0.5)
             pairs[layer, module] = LoraPair(a, b, scale)
-    return AdapterWeights(pairs)
+    return AdapterWeights(pairs, base.names)
 
 
 def write(directory: Path, weights: AdapterWeights) -> Path:
@@ -44,7 +51,7 @@ def merged(module: Any, weights: AdapterWeights) -> Any:
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for (layer, name), pair in weights.pairs.items():
-            parameters[f"model.layers.{layer}.{MODULES[name]}.weight"] += pair.scale * (pair.b @ pair.a)
+            parameters[f"{weights.names.of(layer, name)}.weight"] += pair.scale * (pair.b @ pair.a)
     return module
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.parts.speculation.planner import SpeculationPart
+from holdfast.lm.parts.tenants.planner import TenantPart
 from holdfast.lm.scheduler.scheduler import Scheduler
 
 
@@ -13,10 +14,12 @@ def settings_of(scheduler: Scheduler) -> dict[str, Any]:
     """By name of the option: what the scheduler was made with."""
     queues, policy, order = scheduler._queues, scheduler._policy, scheduler._intake.order
     pool = queues.pool
+    limiting = next((part for part in queues.hooks.parts if isinstance(part, TenantPart)), None)
     drafting = next((part for part in queues.hooks.parts if isinstance(part, SpeculationPart)), None)
     return {
         "speculation": None if drafting is None else type(drafting._drafter).__name__,
         "draft_tokens": None if drafting is None else drafting._most,
+        "max_tenant_sequences": None if limiting is None else limiting._most,
         "scheduler": type(policy).__name__,
         "token_budget": getattr(policy, "token_budget", None),
         "tbt_target": getattr(policy, "target", None),
@@ -39,6 +42,7 @@ def settings_of(scheduler: Scheduler) -> dict[str, Any]:
 SCHEDULING: dict[str, tuple[dict[str, Any], Any]] = {
     "max_model_len": ({"max_model_len": 160}, 160),
     "max_sequences": ({"max_sequences": 5}, 5),
+    "max_tenant_sequences": ({"max_tenant_sequences": 3}, 3),
     "block_size": ({"block_size": 8}, 8),
     "chunk_size": ({"chunk_size": 64}, 64),
     "eviction": ({"eviction": "tail-first"}, EVICTIONS["tail-first"]),

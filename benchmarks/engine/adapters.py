@@ -28,8 +28,9 @@ from benchmarks.lib.invocation import add_engine_options, provenance, settle
 from holdfast.core.types import Identity, Request
 from holdfast.engine.process.build import build
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.peft_files import MODULES, AdapterWeights, LoraPair, module_shapes, write_peft
+from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
 from holdfast.loop.loop import Loop
 
 
@@ -39,8 +40,7 @@ def write_adapter(directory: Path, shape: dict[str, Any], rank: int) -> None:
     draws = torch.Generator().manual_seed(0)
     pairs = {}
     for layer in range(spec.num_layers):
-        for module in MODULES:
-            outputs, inputs = module_shapes(spec)[module]
+        for module, (outputs, inputs) in adapted_modules(spec).shapes().items():
             a, b = (torch.randn(size, generator=draws).bfloat16() * 0.01 for size in ((rank, inputs), (outputs, rank)))
             pairs[layer, module] = LoraPair(a, b, 2.0)
     write_peft(directory, AdapterWeights(pairs), base_model="random")

@@ -13,13 +13,13 @@ import torch
 from neighbour import post
 from safetensors.torch import load_file, save_file
 
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.models.peft_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterWeights,
     LoraPair,
-    module_shapes,
     write_peft,
 )
 
@@ -60,7 +60,7 @@ def loads(names: Iterator[str] | dict[str, Any]) -> bytes:
 def write_adapters(root: Path, model: Path) -> None:
     """Write every hostile adapter of a model below a directory, each in its own."""
     base = decoder_spec(model)
-    outputs, inputs = module_shapes(base)["q"]
+    outputs, inputs = adapted_modules(base).shapes()["q"]
     a, b = torch.full((4, inputs), 0.01), torch.full((outputs, 4), 0.01)
     right = AdapterWeights({(layer, "q"): LoraPair(a.clone(), b.clone(), 2.0) for layer in range(base.num_layers)})
     for name in ("right", *CONFIGS, *NUMBERS, *PIPES):

@@ -63,7 +63,9 @@ class TuneConfig:
     learning_rate_multiplier: float = option(1.0, "learning rate in multiples of 0.0002")
     rank: int = option(16, "rank of the adapter, 1 to 128")
     alpha: float | None = option(None, "LoRA's alpha; default: twice the rank")
-    target_module: tuple[str, ...] = option((), "matrix to adapt: q, k, v, o, gate, up or down; repeat it for several")
+    target_module: tuple[str, ...] = option(
+        (), "matrix to adapt: q, k, v, o, gate, up or down, or qkv or gate_up in one; repeat it for several"
+    )
     seed: int = option(0, "seed of the adapter's beginning and of the order of examples")
 
     def __post_init__(self) -> None:

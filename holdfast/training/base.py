@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import Field, fields
-from typing import Any
+from dataclasses import fields, replace
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from holdfast.core.training_cost import TrainingShape
+from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
-from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.decoder import Decoder, LayerWeights
+from holdfast.lm.models.decoder_spec import DecoderSpec, elements_of, layer_shapes
+from holdfast.lm.models.shard import layer_pieces
+from holdfast.training.stages import Stages
 
 AT_A_TIME = 1 << 22
 """Number of elements that are summed at once."""
@@ -22,12 +26,16 @@ PERIOD = 65_521
 
 
 def training_shape(decoder: DecoderSpec) -> TrainingShape:
-    """The sizes that the cost of training depends on."""
-    q, kv = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
+    """The sizes that the cost of training depends on. A mixture's MLP has the experts of one token."""
+    shapes = layer_shapes(decoder)
+    mlp = elements_of(shapes["gate_up"]) + elements_of(shapes["down"])
+    if (experts := decoder.experts) is not None:
+        chosen = 3 * experts.rule.top_k * decoder.hidden_size * experts.intermediate_size
+        mlp = sum(chosen if sparse else mlp for sparse in experts.sparse) // decoder.num_layers
     return TrainingShape(
         num_layers=decoder.num_layers,
-        attention_weights=decoder.hidden_size * (2 * q + 2 * kv),
-        mlp_weights=3 * decoder.hidden_size * decoder.intermediate_size,
+        attention_weights=elements_of(shapes["qkv"]) + elements_of(shapes["o"]),
+        mlp_weights=mlp,
         head_weights=decoder.vocab_size * decoder.hidden_size,
     )
 
@@ -45,36 +53,116 @@ def digest_of_model(model: Decoder) -> str:
     return found.hexdigest()
 
 
-def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in ("embedding", "norm", "lm_head"):
-        yield name, getattr(model, name)
-    for index, layer in enumerate(model.layers):
-        for field in fields(layer):
-            value, name = getattr(layer, field.name), f"{index}.{field.name}"
+@torch.no_grad()
+def digest_of_shards(model: Decoder, link: StageLink | None = None) -> str:
+    """`digest_of_model` of the model that ranks share, on rank 0. All ranks call this at the same time.
+
+    The digest is that of the whole model, so a job goes on under another layout. `link` leads to the other stages.
+    """
+    if model.group is None and model.shard.first and model.shard.last:
+        return digest_of_model(model)
+    places = _places(model)
+    sums = torch.tensor([*chain.from_iterable(place.sums for place in places.values())], dtype=torch.int64)
+    if model.group is not None:
+        sums = model.group.gather(sums.to(model.spec.device)).sum(0).cpu()
+    sums = Stages(model.shard, model.decoder.num_layers, link).at_first(sums.to(model.spec.device)).cpu()
+    found = hashlib.sha256(repr((model.decoder, str(model.spec.dtype))).encode())
+    for (name, place), pair in zip(places.items(), sums.view(-1, 2).tolist(), strict=True):
+        found.update(f"{name} {place.shape} {tuple(pair)}".encode())
+    return found.hexdigest()
+
+
+class _Place(NamedTuple):
+    """A tensor of the whole model."""
+
+    shape: tuple[int, ...]
+    sums: tuple[int, int] = (0, 0)
+    """The sums (`_sums`) of the part that this device has, unless an earlier device has the same part."""
+
+
+def _places(model: Decoder) -> dict[str, _Place]:
+    """The tensors of the whole model by name, in the order of `_weights`. The model has no experts."""
+    spec, shard = model.decoder, model.shard
+    found: dict[str, _Place] = {}
+    tokens = shard.vocabulary(spec.vocab_size)
+    shape: tuple[int, ...] = (spec.vocab_size, spec.embedding_size)
+    found["embedding"] = _Place(shape, _sums(model.embedding, tokens.start) if shard.first else (0, 0))
+    leads = shard.first and shard.index == 0
+    if model.norm.numel():
+        found["norm"] = _Place(tuple(model.norm.shape), _sums(model.norm) if leads else (0, 0))
+    found["lm_head"] = _Place(shape, _sums(model.lm_head, tokens.start) if shard.last else (0, 0))
+    hidden, narrow = spec.hidden_size, spec.embedding_width
+    others = {
+        "project_in": (hidden, narrow),
+        "project_out": (narrow, hidden),
+        "positions": (spec.position_rows, hidden),
+    }
+    for name, sizes in others.items():
+        value = getattr(model, name)
+        if all(sizes):
+            found[name] = _Place(sizes, (0, 0) if value is None or shard.index else _sums(value))
+    own = layer_pieces(spec, shard)
+    before = layer_pieces(spec, replace(shard, index=shard.index - 1)) if shard.index else {}
+    for index in range(spec.num_layers):
+        for field in fields(LayerWeights):
+            pieces = own.get(field.name)
+            layer = model.layers[index - shard.layers.start] if index in shard.layers else None
+            value = None if layer is None else dequantized(getattr(layer, field.name))
+            name = f"{index}.{field.name}"
+            if pieces is None:
+                continue
+            whole = (sum(piece.whole[0] for piece in pieces), *pieces[0].whole[1:])
+            plain = weighted = row = 0
             if isinstance(value, torch.Tensor):
-                yield name, value
-            elif isinstance(value, Fp8Weight | Int4Weight):
-                yield from ((f"{name}.{each.name}", getattr(value, each.name)) for each in tensors_of(value))
+                rows = torch.split(value, [piece.shape[0] for piece in pieces])
+                for part, (piece, tensor) in enumerate(zip(pieces, rows, strict=True)):
+                    if not before or before[field.name][part] != piece:
+                        starts = [each.start for each in piece.own]
+                        starts[0] += row
+                        one, other = _sums(tensor, *starts)
+                        plain, weighted = plain + one, weighted + other
+                    row += piece.whole[0]
+            found[name] = _Place(whole, (_wrapped(plain), _wrapped(weighted)))
+    return found
 
 
-def tensors_of(weight: Fp8Weight | Int4Weight) -> list[Field[Any]]:
-    """The fields of a quantized weight that are tensors."""
-    return [each for each in fields(weight) if isinstance(getattr(weight, each.name), torch.Tensor)]
+def _wrapped(number: int) -> int:
+    """A sum in 64 bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _sums(tensor: torch.Tensor) -> tuple[int, int]:
+def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in ("embedding", "norm", "lm_head", "project_in", "project_out", "positions"):
+        value = getattr(model, name)
+        if value is not None and value.numel():
+            yield name, value
+    for index, layer in enumerate(model.layers):
+        for part, prefix in ((layer, f"{index}."), (layer.experts, f"{index}.experts.")):
+            for field in fields(part) if part is not None else ():
+                value = dequantized(getattr(part, field.name))
+                if isinstance(value, torch.Tensor) and value.numel():
+                    yield prefix + field.name, value
+
+
+def dequantized(value: object) -> object:
+    """A layer's field; the dequantized tensor of a quantized weight, which no other layout rounds otherwise."""
+    return value.dequantized(torch.float32) if isinstance(value, Fp8Weight | Int4Weight) else value
+
+
+def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:
     """The sum of a tensor's elements, read as integers, and the sum of each times its index.
 
-    Both are 64 bits, wrapping.
+    Both are 64 bits, wrapping. `starts` are the indices of the first element, where the tensor is a part of another.
     """
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    rows = tensor if tensor.dim() > 1 else tensor[None]
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    top, left = (*starts, 0, 0)[:2] if tensor.dim() > 1 else (0, *starts, 0)[:2]
     plain = weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)
     at_once = max(1, AT_A_TIME // rows.shape[1])
-    columns = torch.arange(rows.shape[1], dtype=torch.int64, device=tensor.device) % PERIOD + 1
+    columns = torch.arange(left, left + rows.shape[1], dtype=torch.int64, device=tensor.device) % PERIOD + 1
     for first in range(0, len(rows), at_once):
         part = rows[first : first + at_once].contiguous().view(whole).to(torch.int64)
-        lines = torch.arange(first, first + len(part), dtype=torch.int64, device=tensor.device) % PERIOD + 1
+        lines = torch.arange(top + first, top + first + len(part), dtype=torch.int64, device=tensor.device) % PERIOD + 1
         plain = plain + part.sum()
         weighted = weighted + ((part * columns).sum(1) * lines).sum()
     return int(plain), int(weighted)

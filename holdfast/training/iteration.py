@@ -13,10 +13,11 @@ from math import prod
 import torch
 
 from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, Kept, LayerAdapter, PackedTokens
-from holdfast.lm.models.peft_files import MODULES
 from holdfast.training.jobs import HEAD_ROWS, Unit
+from holdfast.training.stages import Stages
 
 ALIGNMENT = 256
 """The alignment of every tensor's place in bytes, counted from the end of its plane."""
@@ -53,11 +54,18 @@ class Places:
 class Arena:
     """The ends of the KV cache's planes as memory for tensors. A layer has two planes: of keys and of values."""
 
-    def __init__(self, planes: Sequence[tuple[torch.Tensor, torch.Tensor]], block_bytes: int) -> None:
-        """`planes` are whole, as bytes [num_blocks * block_bytes] uint8. Creating the arena writes nothing."""
+    def __init__(
+        self, planes: Sequence[tuple[torch.Tensor, torch.Tensor]], block_bytes: int, *, shared: bool = False
+    ) -> None:
+        """`planes` are whole, as bytes [num_blocks * block_bytes] uint8. Creating the arena writes nothing.
+
+        The arenas of a model that is `shared` by several ranks need equally many blocks, wherever their planes end.
+        """
         self.planes, self.block_bytes = planes, block_bytes
         # A plane may end anywhere; places count from the last aligned byte.
         self._slack = max((plane.data_ptr() + plane.numel()) % ALIGNMENT for pair in planes for plane in pair)
+        if shared:
+            self._slack = ALIGNMENT - 1
 
     @property
     def num_blocks(self) -> int:
@@ -82,10 +90,13 @@ class Arena:
         return plane[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def arena_of(cache: KVCache) -> Arena:
-    """The arena at the end of a KV cache. Each layer's keys and each layer's values must be contiguous."""
+def arena_of(cache: KVCache, *, shared: bool = False) -> Arena:
+    """The arena at the end of a KV cache. Each layer's keys and each layer's values must be contiguous.
+
+    For `shared`, see `Arena`.
+    """
     planes = [(_bytes(key), _bytes(value)) for key, value in map(cache.layer, range(len(cache.data)))]
-    return Arena(planes, planes[0][0].numel() // cache.num_blocks)
+    return Arena(planes, planes[0][0].numel() // cache.num_blocks, shared=shared)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,16 +118,17 @@ def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Pl
 def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
     """The most GPU memory in bytes that units take outside the arena, for a sequence of `tokens` tokens; 0 on a CPU.
 
-    It is measured by running the units that take most, on layer 0. It includes the stream that a micro-batch holds from
-    its last forward.
+    It is measured by running the units that take most, on the first layer and on the first one with experts. It
+    includes the stream that a micro-batch holds from its last forward.
     """
     device, dtype = model.spec.device, model.spec.dtype
     if device.type != "cuda":
         return 0
-    layout = AdapterLayout(model.decoder, tuple(MODULES), rank)
+    layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).everywhere, rank)
     halves = Halves(model, layout, 1.0)
-    adapter = layout.views(torch.zeros(layout.elements, dtype=dtype, device=device))
-    grads = layout.views(torch.zeros(layout.elements, device=device))
+    adapter: LayerAdapter = layout.views(torch.zeros(layout.elements, dtype=dtype, device=device))
+    grads: LayerAdapter = layout.views(torch.zeros(layout.elements, device=device))
+    adapter, grads = halves.own(adapter), halves.own(grads)
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     packed = halves.pack(ids, (tokens,))
     x = torch.zeros(tokens, model.decoder.hidden_size, dtype=dtype, device=device)
@@ -125,9 +137,12 @@ def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    halves.mlp_backward(0, gradient, x, adapter, grads, None)
-    halves.attention_backward(0, gradient, x, packed, adapter, grads, None)
-    halves.head(gradient[:rows], ids[:rows], torch.zeros(rows, device=device), backward=True)
+    experts = model.decoder.experts
+    for layer in {0, experts.sparse.index(True) if experts is not None and any(experts.sparse) else 0}:
+        halves.mlp_backward(layer, gradient, x.clone(), x, adapter, grads, None)
+    halves.attention_backward(0, gradient, x, packed, adapter, grads, None, torch.zeros_like(x))
+    if model.shard.last:
+        halves.head(gradient[:rows], ids[:rows], torch.zeros(rows, device=device), backward=True)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before + gradient.nbytes
 
@@ -146,11 +161,14 @@ class Iteration:
         weights: torch.Tensor,
         adapters: Sequence[LayerAdapter],
         grads: Sequence[LayerAdapter],
+        stages: Stages | None = None,
     ) -> None:
         """`before` are the places that are already taken. `targets` and `weights` [T] are those of `Halves.head`.
 
-        `adapters` and `grads` are by layer. The backward writes each gradient once, and overwrites the old contents.
+        `adapters` and `grads` are by layer of this device. The backward writes each gradient once, and overwrites the
+        old contents. `stages` sends streams and gradients between the devices that have layers.
         """
+        self._stages = stages or Stages(halves.model.shard, halves.model.decoder.num_layers, None)
         self.units = tuple(unit for unit in units if unit.kind != "optimizer")
         self.at = 0
         """The index of the next unit."""
@@ -197,30 +215,49 @@ class Iteration:
         self._kept.clear()
 
     def _run(self, unit: Unit, keep: bool) -> None:
+        """Run a unit of this device, or take part in the message that another device sends at its end."""
         kind, number = unit
-        halves = self._halves
+        stages = self._stages
+        if kind == "head":
+            if stages.last:
+                self._run_head(number)
+        elif number in stages.layers:
+            self._run_half(kind, number - stages.layers.start, keep)
+        elif kind == "mlp" and number == stages.layers.start - 1:
+            stages.receive_on(self._input("attention", 0))
+        elif kind == "attention_backward" and number == stages.layers.stop:
+            stages.receive_back(self._gradient)
+
+    def _run_head(self, number: int) -> None:
+        rows = slice(number * HEAD_ROWS, (number + 1) * HEAD_ROWS)
+        self._losses[number] = self._halves.head(
+            self._gradient[rows], self._targets[rows], self._weights[rows], backward=self._backward
+        )
+
+    def _run_half(self, kind: str, number: int, keep: bool) -> None:
+        """Run a half of this device's layer of this number, and pass on what it gives to another stage."""
+        halves, stages = self._halves, self._stages
         if kind == "attention":
             x, out = self._input("attention", number), self._input("mlp", number)
-            if number == 0:
+            if number == 0 and stages.first:
                 halves.embed(self._tokens, x)
             kept = self._keep("attention", number, keep)
             halves.attention_forward(number, x, self._tokens, self._adapters[number], kept, out)
         elif kind == "mlp":
-            x, last = self._input("mlp", number), number == halves.model.decoder.num_layers - 1
+            x, last = self._input("mlp", number), number == len(stages.layers) - 1
             if last:
                 self._stream = torch.empty_like(x)
             out = self._stream if last and self._stream is not None else self._input("attention", number + 1)
-            halves.mlp_forward(number, x, self._adapters[number], self._keep("mlp", number, keep), out)
-        elif kind == "head":
-            rows = slice(number * HEAD_ROWS, (number + 1) * HEAD_ROWS)
-            self._losses[number] = halves.head(
-                self._gradient[rows], self._targets[rows], self._weights[rows], backward=self._backward
-            )
+            entered, kept = self._input("attention", number), self._keep("mlp", number, keep)
+            halves.mlp_forward(number, x, entered, self._adapters[number], kept, out)
+            if last and not stages.last:
+                stages.send_on(out)
         elif kind == "mlp_backward":
             halves.mlp_backward(
                 number,
                 self._gradient,
                 self._input("mlp", number),
+                self._input("attention", number),
                 self._adapters[number],
                 self._grads[number],
                 self._kept.pop(("mlp", number), None),
@@ -234,7 +271,10 @@ class Iteration:
                 self._adapters[number],
                 self._grads[number],
                 self._kept.pop(("attention", number), None),
+                self._input("mlp", number),
             )
+            if number == 0 and not stages.first:
+                stages.send_back(self._gradient)
 
     @property
     def _gradient(self) -> torch.Tensor:

@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple
 from holdfast.training.order import Order, pack
 
 ALL_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+"""The modules of a layer like Llama's, as most families have."""
+KNOWN_MODULES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+"""The modules of all families. Which of them a model has is known when a job begins."""
 HEAD_ROWS = 1024
 """Number of tokens whose logits one unit computes. With 128,256 words, the logits take 263 MB in 16 bits."""
 VALIDATION_STEPS = 100
@@ -88,11 +91,11 @@ class Hyperparameters:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be at least 0 and below 1")
         if (
             not self.modules
-            or (unknown := {*self.modules} - {*ALL_MODULES})
+            or (unknown := {*self.modules} - {*KNOWN_MODULES})
             or len({*self.modules}) < len(self.modules)
         ):
             shown = ", ".join(sorted(unknown)) if self.modules and unknown else ", ".join(self.modules) or "none"
-            raise ValueError(f"modules are {shown}; choose each once from {', '.join(ALL_MODULES)}")
+            raise ValueError(f"modules are {shown}; choose each once from {', '.join(KNOWN_MODULES)}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
 

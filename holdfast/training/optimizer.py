@@ -24,12 +24,15 @@ def adamw_step(
     learning_rate: float,
     max_norm: float,
     weight_decay: float = 0.0,
+    norm: torch.Tensor | None = None,
 ) -> None:
     """One update, in place, of params and of the running means of gradients and of their squares; float32.
 
-    `number` counts from 1. Gradients are first scaled in place, so that the norm of all is at most `max_norm`.
+    `number` counts from 1. Gradients are first scaled in place, so that the norm of all is at most `max_norm`. `norm`
+    is that of all gradients, if there are others than `grads`.
     """
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*grads])))
+    if norm is None:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*grads])))
     steps = torch.full((len(params),), number - 1.0, device=norm.device)
     first, second = BETAS
     # Gradients are scaled in the same pass. PyTorch's option for loss scaling does the same arithmetic as clipping.

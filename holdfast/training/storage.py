@@ -182,8 +182,7 @@ class Storage:
 
     def open(self, directory: Path, steps: JobSteps, layout: AdapterLayout) -> StoredJob:
         """Read the newest state of a job from its directory and the mirror, or begin the job."""
-        state = newest(self._files(steps.job, directory).values())
-        state = state or _begin(layout, steps.num_layers, steps.job.hyperparameters.seed)
+        state = state_of(steps, directory, layout, self._mirror)
         with self._pinning:
             host, spare = (
                 {name: pinned(vector, self._device) for name, vector in zip(STORED, vectors, strict=True)}
@@ -313,10 +312,7 @@ class Storage:
 
     def _files(self, job: TrainingJob, directory: Path) -> dict[str, StateFiles]:
         """The files of a job's states, by kind."""
-        found = {"disk": StateFiles(directory, job.digest(), durable=True)}
-        if self._mirror is not None:
-            found["mirror"] = StateFiles(self._mirror / job.id, job.digest(), durable=False)
-        return found
+        return files_of(job, directory, self._mirror)
 
     def _clear_mirror(self, stored: StoredJob) -> None:
         """Free the host memory that the mirror of a job takes."""
@@ -415,15 +411,29 @@ class Storage:
 
     def _write_checkpoint(self, stored: StoredJob, params: torch.Tensor, step: int) -> Path:
         """Write the adapter from parameters on the host. `step` is the number of steps that led to it."""
-        path, chosen = stored.checkpoint_path(step), stored.job.hyperparameters
+        path, chosen, base = stored.checkpoint_path(step), stored.job.hyperparameters, stored.layout.base
         pairs = {}
         for layer, piece in enumerate(params.chunk(stored.steps.num_layers)):
             for group in stored.layout.views(piece).values():
                 matrices = torch.split(group.a, chosen.rank)
                 for (module, b), a in zip(group.b, matrices, strict=True):
-                    pairs[layer, module] = LoraPair(a, b, chosen.scale)
-        write_peft(path, AdapterWeights(pairs), base_model=stored.job.base_model)
+                    pairs[layer, module] = LoraPair(a, base.modules[module].own(b), chosen.scale)
+        write_peft(path, AdapterWeights(pairs, base.names), base_model=stored.job.base_model)
         return path
+
+
+def files_of(job: TrainingJob, directory: Path, mirror: Path | None) -> dict[str, StateFiles]:
+    """The files of a job's states, by kind."""
+    found = {"disk": StateFiles(directory, job.digest(), durable=True)}
+    if mirror is not None:
+        found["mirror"] = StateFiles(mirror / job.id, job.digest(), durable=False)
+    return found
+
+
+def state_of(steps: JobSteps, directory: Path, layout: AdapterLayout, mirror: Path | None) -> State:
+    """The newest state of a job in its directory and the mirror, or the state of a new job."""
+    state = newest(files_of(steps.job, directory, mirror).values())
+    return state or _begin(layout, steps.num_layers, steps.job.hyperparameters.seed)
 
 
 def pinned(vector: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,10 @@
 """The tuner's device side: computes slices of training for several jobs over one base model, and stores every step.
 
+Several ranks may share the model. Each then has a trainer that computes its part of every slice, in the same order. All
+ranks of a stage have the whole vectors of the stage's layers, and make the same update from the sum of their gradients.
+So their vectors stay equal, a state or an adapter is whole on any of them, and it does not depend on the number of
+ranks. Rank 0's trainer leads: it stores the states, for which it gets the vectors of later stages at each step's end.
+
 One job is resident at a time: its vectors lie in lent blocks at the end of the cache. The other jobs wait on the host.
 Slices are launched in the order of the engine's steps, on the same stream. On a GPU each launch returns at once.
 """
@@ -15,14 +20,17 @@ from pathlib import Path
 
 import torch
 
+from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.kernels.training.attention import sent
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
 from holdfast.lm.parts.tuning.values import TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
+from holdfast.training.host_copies import HostCopies
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
 from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob
 from holdfast.training.optimizer import adamw_step, learning_rate
+from holdfast.training.stages import Stages
 from holdfast.training.state import StepRecord, read_job, records_of
 from holdfast.training.storage import STORED, JobFailure, StepReport, Storage, StoredJob, Vectors, copy_all, pinned
 
@@ -84,6 +92,8 @@ class _Job:
     """The gradients of the earlier micro-batches of the current step, if the job was offloaded during it."""
     updated: bool = False
     """Whether the current step's update is done but not its validation. The vectors are then those of the next step."""
+    remote: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """The vectors of later stages' layers at the end of the last step, on the host, by name. Only on rank 0."""
     host_updated: dict[str, torch.Tensor] | None = None
     """The updated vectors of a job that was offloaded before its validation.
 
@@ -106,7 +116,13 @@ class _Job:
     @property
     def last_vectors(self) -> Vectors | None:
         """The vectors at the end of the last step; None if they are not on the device."""
-        return None if self.resident is None or self.updated else self.resident.vectors
+        return None if self.resident is None or self.updated else self.whole(self.resident)
+
+    def whole(self, resident: _Resident) -> Vectors:
+        """The resident vectors, and those of later stages."""
+        if not self.remote:
+            return resident.vectors
+        return {name: [*resident.vectors[name], *self.remote[name]] for name in STORED}
 
 
 class Trainer:
@@ -121,8 +137,13 @@ class Trainer:
         mirror: Path | None,
         pinning: AbstractContextManager[object] | None = None,
         wake: Callable[[], None] = lambda: None,
+        link: StageLink | None = None,
+        leads: bool = True,
     ) -> None:
         """`arena` is the end of the engine's cache (`arena_of`). A job of another `base_digest` is refused.
+
+        `link` leads to the other stages, if the model is in a pipeline. A trainer that does not lead stores nothing,
+        and takes jobs of any base: rank 0 has compared it.
 
         `mirror` is a directory in the host's memory, where states survive the engine but not the host. If it is None,
         states go only to the jobs' own directories. `pinning` is held while another thread locks host memory. `wake` is
@@ -131,7 +152,14 @@ class Trainer:
         self._model, self._base_digest, self._arena = model, base_digest, arena
         self._device = model.spec.device
         self._jobs: dict[str, _Job] = {}
-        self._storage = Storage(self._device, mirror=mirror, pinning=pinning or nullcontext(), wake=wake)
+        self._leads = leads
+        self._stages = Stages(model.shard, model.decoder.num_layers, link)
+        pinning = pinning or nullcontext()
+        self._storage: Storage | HostCopies = (
+            Storage(self._device, mirror=mirror, pinning=pinning, wake=wake)
+            if leads
+            else HostCopies(self._device, layers=model.shard.layers, mirror=mirror, pinning=pinning)
+        )
 
     # Jobs
 
@@ -162,7 +190,7 @@ class Trainer:
     def prepare(self, directory: Path) -> _Job:
         """The slow part of `open`, for `add`: reads files and locks host memory. May run in any thread."""
         job = read_job(directory)
-        if job.base_digest != self._base_digest:
+        if self._leads and job.base_digest != self._base_digest:
             raise ValueError(f"job {job.id} was begun over another base model ({job.base_model}); serve that one")
         validation = directory / VALIDATION_FILE if job.validation_digest else None
         for path, digest in ((directory / EXAMPLES_FILE, job.data_digest), (validation, job.validation_digest)):
@@ -343,6 +371,9 @@ class Trainer:
         ids, targets, weights = (torch.from_numpy(array) for array in arrays)
         weights = weights / (total if batch.validation else known.total)
         ids, targets, weights = (sent(part, self._device) for part in (ids, targets, weights))
+        if self._model.group is not None and not batch.validation:
+            # The backward writes this rank's part of them only.
+            torch._foreach_zero_(resident.vectors["fresh" if known.micro_batch else "grads"])
         return Iteration(
             known.halves,
             self._arena,
@@ -353,11 +384,12 @@ class Trainer:
             weights,
             resident.adapters,
             resident.fresh if known.micro_batch else resident.grads,
+            self._stages,
         )
 
     def _update(self, known: _Job, resident: _Resident) -> None:
         """Run the optimizer's unit."""
-        self._storage.before_update(known.stored, resident.vectors)
+        self._storage.before_update(known.stored, known.whole(resident))
         chosen, vectors = known.job.hyperparameters, resident.vectors
         rate = learning_rate(known.step, steps=known.steps.count, peak=chosen.learning_rate, warmup=chosen.warmup)
         with torch.no_grad():
@@ -367,8 +399,23 @@ class Trainer:
                 learning_rate=rate,
                 max_norm=chosen.max_grad_norm,
                 weight_decay=chosen.weight_decay,
+                norm=self._sum_gradients(vectors["grads"]),
             )
         _cast(vectors)
+
+    def _sum_gradients(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Add up the gradients of all ranks that share these layers.
+
+        Returns the norm of the gradients of all stages; None if there is one stage.
+        """
+        group = self._model.group
+        if group is not None:
+            for each in grads:
+                each.copy_(group.all_reduce(in_rows(each)).view(-1))
+        if not self._stages.several:
+            return None
+        squares = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*grads]))).square()
+        return self._stages.total(squares[None])[0].sqrt()
 
     def _end_step(self, known: _Job) -> torch.Tensor:
         """Count the step; the next step stores it. Returns its loss, on the host once the device is done."""
@@ -376,14 +423,33 @@ class Trainer:
             [loss for loss, batch in zip(known.losses, known.batches, strict=True) if batch.validation is wanted]
             for wanted in (False, True)
         )
-        loss = self._to_host(torch.stack(training).sum())
-        validation = self._to_host(torch.stack(held_out).sum()) if held_out else None
+        loss = self._to_host(self._stages.at_first(torch.stack(training).sum()[None])[0])
+        validation = None
+        if held_out:
+            validation = self._to_host(self._stages.at_first(torch.stack(held_out).sum()[None])[0])
+        self._gather(known)
         tokens = sum(batch.tokens for batch in known.batches if not batch.validation)
         self._storage.end_step(known.stored, tokens, loss, validation)
         known.micro_batch, known.batches, known.losses, known.updated = 0, (), [], False
         if known.step == known.steps.count:
             self._storage.store(known.stored, known.last_vectors)
         return loss
+
+    def _gather(self, known: _Job) -> None:
+        """Bring the vectors of later stages to rank 0, which stores all."""
+        if not self._stages.several:
+            return
+        assert known.resident is not None
+        for name in STORED:
+            remote = known.remote.get(name, [])
+            for index, vector in enumerate(self._stages.gather(known.resident.vectors[name])):
+                if index == len(remote):
+                    remote.append(pinned(torch.empty(vector.shape, dtype=vector.dtype), self._device))
+                remote[index].copy_(vector, non_blocking=True)
+            if remote:
+                known.remote[name] = remote
+        if known.remote and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the host reads them
 
     # Memory
 
@@ -413,7 +479,8 @@ class Trainer:
             if other.resident is not None:
                 raise ValueError(f"job {other.job.id} is resident; offload it before {known.job.id} is restored")
         layout, places = known.halves.layout, self._vector_places(known)
-        layers = range(self._model.decoder.num_layers)
+        own = self._model.shard.layers
+        layers = range(len(own))
         vectors = {
             name: [
                 self._arena.tensor(
@@ -425,14 +492,19 @@ class Trainer:
         }
         with torch.no_grad():
             for name in STORED:
-                copy_all((known.host_updated or known.stored.host)[name].chunk(len(layers)), vectors[name])
+                if known.host_updated is not None:
+                    copy_all(known.host_updated[name].chunk(len(layers)), vectors[name])
+                else:
+                    host = known.stored.host[name].chunk(self._stages.num_layers)
+                    copy_all(host[own.start : own.stop], vectors[name])
             known.host_updated = None
             if known.micro_batch and not known.updated and known.host_grads is not None:
                 copy_all(known.host_grads.chunk(len(layers)), vectors["grads"])
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
         adapters, grads, fresh = (
-            [layout.views(piece) for piece in pieces] for pieces in (read, vectors["grads"], vectors["fresh"])
+            [known.halves.own(layout.views(piece)) for piece in pieces]
+            for pieces in (read, vectors["grads"], vectors["fresh"])
         )
         known.resident = _Resident(places, vectors, [*adapters], [*grads], [*fresh])
 
@@ -441,17 +513,21 @@ class Trainer:
         self._storage.store(known.stored, known.last_vectors)
         self._storage.after_copies(known.stored)  # later users of the blocks write after the copies
         if known.updated:
-            like = known.stored.host
-            known.host_updated = {name: pinned(torch.empty_like(like[name]), self._device) for name in STORED}
+            known.host_updated = {name: self._room(known) for name in STORED}
             with torch.no_grad():
                 for name, vector in known.host_updated.items():
                     copy_all(resident.vectors[name], vector.chunk(len(resident.adapters)))
         elif known.micro_batch:
             if known.host_grads is None:
-                known.host_grads = pinned(torch.empty_like(known.stored.host["params"]), self._device)
+                known.host_grads = self._room(known)
             with torch.no_grad():
                 copy_all(resident.vectors["grads"], known.host_grads.chunk(len(resident.vectors["grads"])))
         known.resident = None
+
+    def _room(self, known: _Job) -> torch.Tensor:
+        """Memory on the host for one vector of this rank's layers."""
+        elements = len(self._model.shard.layers) * known.halves.layout.elements
+        return pinned(torch.empty(elements), self._device)
 
     def _to_host(self, value: torch.Tensor) -> torch.Tensor:
         """A copy on the host of a number that the device computes. It is there once the device is done."""
@@ -487,6 +563,12 @@ class _Timer:
             return self._seconds
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1000.0
+
+
+def in_rows(vector: torch.Tensor) -> torch.Tensor:
+    """A vector as rows [T, width] of the largest width up to 4,096 that divides it, as sums over devices take it."""
+    width = next(width for width in range(min(len(vector), 4096), 0, -1) if len(vector) % width == 0)
+    return vector.view(-1, width)
 
 
 def _add(sums: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:

@@ -218,3 +218,21 @@ def test_looking_for_outputs_does_not_slow_down_graphs_of_thousands_of_blocks() 
 
     alike, mixed = (min(build(each) for _ in range(3)) for each in (False, True))
     assert mixed < 4 * alike + 0.05
+
+
+def test_a_result_may_name_every_other_node_or_nodes_in_any_order() -> None:
+    graph = CellGraph()
+    first = graph.add(LEAF, 3, uid=range(3))
+    graph.add(LEAF, 4, uid=range(4))
+    for nodes, parts in (
+        (range(0, 7, 2), [(0, 0, 1), (0, 2, 3), (1, 1, 2), (1, 3, 4)]),
+        (range(6, -1, -3), [(1, 3, 4), (1, 0, 1), (0, 0, 1)]),
+        (range(1, 6), [(0, 1, 3), (1, 0, 3)]),
+        ([0, 1, 2, 3], [(0, 0, 3), (1, 0, 1)]),
+        ([2, 1], [(0, 2, 3), (0, 1, 2)]),
+        (first, [(0, 0, 3)]),
+    ):
+        graph.results.clear()
+        graph.result("r", nodes, "h")
+        (result,) = Splitter(TYPES).check(graph)
+        assert result.parts == parts

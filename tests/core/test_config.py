@@ -126,7 +126,6 @@ def test_ttft_target_needs_the_deadline_order():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"pp": 2}, "pp is 2"),
         ({"scheduler": "orca"}, "scheduler is orca"),
         ({"executor": "padded"}, "padded"),
     ],

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.types import SchedulerStats
 from tests import adapters
 from tests.checkpoints import SIZES, make
@@ -154,17 +154,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     module = make(directory, "Llama", max_position_embeddings=4096, eos_token_id=END)
     tokenizer = byte_level()
     tokenizer.save(str(directory / "tokenizer.json"))
-    sizes: Any = SimpleNamespace(
-        num_layers=SIZES["num_hidden_layers"],
-        hidden_size=SIZES["hidden_size"],
-        intermediate_size=SIZES["intermediate_size"],
-        num_heads=SIZES["num_attention_heads"],
-        num_kv_heads=SIZES["num_key_value_heads"],
-        head_dim=SIZES["head_dim"],
-    )
+    spec = decoder_spec(directory)
     modules = {"": module.double()}
     for name, seed in (("one", 1), ("two", 2)):
-        weights = adapters.drawn(sizes, 4, seed=seed)
+        weights = adapters.drawn(spec, 4, seed=seed)
         adapters.write(directory.parent / name, weights)
         modules[name] = adapters.merged(module, weights).double()
     spelled = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]

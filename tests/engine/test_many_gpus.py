@@ -55,6 +55,15 @@ def test_conversations_move_between_engines_of_two_gpus_and_come_back_from_the_d
     assert moved["turns"] == 6 and moved["on_disk"] > 0
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_adapters_drafts_and_tuning_on_two_gpus_give_the_tokens_and_losses_of_one(layout: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.engine.parts_on_ranks", "--layouts", layout]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=ROOT)
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert ended.returncode == 0, (lines[-1:], ended.stderr[-3000:])
+    assert lines[-1]["wrong"] == [] and lines[-1]["drafts_accepted"] > 10
+
+
 def test_a_killed_rank_ends_the_engine_within_a_second_and_leaves_no_memory_taken() -> None:
     lines = results_of("killed")
     [killed] = [line for line in lines if line["kind"] == "killed"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from holdfast.engine.process.build import build_engine
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused
-from holdfast.lm.types import StepPlan
+from holdfast.lm.types import RowPlan, StepPlan
 from tests.engine.process.parts.test_adapters import Client, run, start
 
 LIST = schema_grammar(list_schema(0))
@@ -117,8 +117,11 @@ def test_a_grammar_that_cannot_be_followed_is_refused_before_any_token(llm: LLM,
     assert refused.value.param == "grammar"
 
 
-def run_all(config: EngineConfig, requests: list[Request]) -> tuple[dict[str, list[int]], list[StepPlan]]:
-    """The tokens of each request, and the plans that computed them."""
+def run_all(
+    config: EngineConfig, requests: list[Request], late: Sequence[Request] = ()
+) -> tuple[dict[str, list[int]], list[StepPlan]]:
+    """The tokens of each request, and the plans that computed them. The `late` requests come after ten plans."""
+    waiting = list(late)
     engine = build_engine(config)
     torch.set_num_threads(1)
     loop, tokens, plans = engine.loop, dict[str, list[int]](), list[StepPlan]()
@@ -134,6 +137,8 @@ def run_all(config: EngineConfig, requests: list[Request]) -> tuple[dict[str, li
     while loop.has_work():
         for output in loop.step() or ():
             tokens.setdefault(output.request_id, []).extend(output.tokens)
+        while waiting and len(plans) >= 10:
+            loop.add(waiting.pop())
     loop.close()
     return tokens, plans
 
@@ -209,11 +214,43 @@ def test_an_aborted_request_is_not_queued_when_its_grammar_is_ready(small: Calla
     assert not client.tokens("gone") and len(client.tokens("here")) == 8
 
 
-def test_padded_rows_refuse_grammars_by_name(small: Callable[..., EngineConfig]) -> None:
-    client = played(
-        small(executor="padded"),
-        lambda client: grammar_request("one", LIST),
-        lambda client: messages.Ask(1) if client.of(messages.Refused) else None,
-    )
-    (refused,) = client.of(messages.Refused)
-    assert (refused.request_id, refused.param) == ("one", "grammar") and "padded rows" in refused.reason
+PADDED = ("stall-free", "shaping", "embedding", "padded-batches")
+
+
+@pytest.mark.parametrize("scheduler", PADDED)
+def test_padded_rows_draw_the_tokens_of_paged_blocks(small: Callable[..., EngineConfig], scheduler: Any) -> None:
+    requests = [replace(each, params=replace(each.params, max_tokens=20 + 7 * at)) for at, each in enumerate(mixed(9))]
+    paged, _ = run_all(small(), requests)
+    padded, plans = run_all(small(executor="padded", scheduler=scheduler, max_sequences=4), requests)
+    assert padded == paged
+    several = {len(plan.part(RowPlan).forwards) for plan in plans} > {1}
+    assert several or scheduler == "shaping", "some plans have several draws"
+
+
+def test_a_row_goes_on_with_its_grammar_when_it_lost_its_place(small: Callable[..., EngineConfig]) -> None:
+    requests = [replace(each, priority=int(at < 4)) for at, each in enumerate(mixed(8))]
+    wide, _ = run_all(small(), requests)
+    for host in (0.0, 0.01):
+        options = dict(executor="padded", max_sequences=4, host_cache_gb=host)
+        narrow, plans = run_all(small(**options), requests[:4], late=requests[4:])
+        assert narrow == wide
+        assert {name for plan in plans for name in plan.preempted} == {"r0", "r1", "r2", "r3"}
+        moves = [move.kind for plan in plans for move in plan.part(RowPlan).moves]
+        assert ("store" in moves) == (host > 0)
+
+
+def test_answers_by_schemas_are_valid_on_padded_rows() -> None:
+    choose = random.Random(2)
+    schemas = [random_schema(choose) for _ in range(8)]
+    params = [
+        SamplingParams(temperature=1.0, seed=number, max_tokens=500, grammar=schema_grammar(schema))
+        for number, schema in enumerate(schemas)
+    ]
+    with LLM("holdfast-tiny", device="cpu", threads=1, max_sequences=8, executor="padded") as llm:
+        answers = llm.generate(["Hello"] * len(schemas), params, progress=False)
+        assert [
+            fault for each, answer in zip(schemas, answers, strict=True) if (fault := judged(each, answer.text))
+        ] == []
+        assert all(answer.finish_reason is FinishReason.STOP for answer in answers)
+        with pytest.raises(RequestRefused, match="unclosed group"):
+            llm.generate("Hello", SamplingParams(grammar=Grammar("regex", "(a")), progress=False)

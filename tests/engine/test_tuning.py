@@ -49,8 +49,10 @@ from holdfast.lm.parts.tuning.messages import (
 )
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.values import TrainingReport
+from tests.checkpoints import make
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
+from tests.tokenizers_made import byte_level
 
 TUNING: dict[str, Any] = {**SMALL, "tuning": True, "tuning_mirror": "off", "tuning_micro_batch": 128, "max_adapters": 2}
 SLICES: dict[str, Any] = {"token_budget": None, "tbt_target": 2000.0}
@@ -238,6 +240,28 @@ def test_a_job_tells_each_step_once_and_ends_with_an_adapter_that_is_served(
     each.until(lambda: len(each.ended) == 2)
     assert each.tokens["tuned"] != each.tokens["base"]
     assert each.lent[-1] == 0 < max(each.lent)
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"), [("Phi3", ("qkv", "o", "gate_up", "down")), ("Mixtral", ("q", "k", "v", "o"))]
+)
+def test_a_job_changes_all_modules_that_every_layer_of_its_family_has(
+    family: str, modules: tuple[str, ...], bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    make(tmp_path / "model", family, eos_token_id=1)
+    byte_level().save(str(tmp_path / "model" / "tokenizer.json"))
+    each = bench(model=str(tmp_path / "model"))
+    with pytest.raises(TuningError, match=rf"modules to tune are gate; choose from {', '.join(modules)}"):
+        each.start(new_job(tmp_path, "wrong", modules=("q", "gate") if "q" in modules else ("o", "gate")))
+    assert each.start(new_job(tmp_path)).modules == modules
+    each.finish("job")
+    losses, _ = each.result("job")
+    assert sum(losses[-3:]) < sum(losses[:3])
+    (ended,) = each.events("job", JobEnded)
+    for name, adapter in (("tuned", ended.adapter.id), ("base", "")):
+        each.submit(name, drawn()[0][0][:10], 12, adapter)
+    each.until(lambda: len(each.ended) == 2)
+    assert each.tokens["tuned"] != each.tokens["base"]
 
 
 @pytest.mark.parametrize("options", [{"deferral_bound": 0.0}, SLICES], ids=["deferral", "slices"])

@@ -45,10 +45,11 @@ REPORTED = {
 OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
     "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
-    "max_adapter_rank", "adapter_host_gb", "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch",
-    "tuning_progress", "tuning_share", "tuning_mirror", "tp", "pp", "speculation", "draft_tokens", "revision",
-    "chat_template",
-    "convert", "memory_reserved", "generation_config", "override_generation_config", "chunk_host", "disk_cache_dir",
+    "max_adapter_rank", "adapter_host_gb", "dora", "tuning", "deferral_bound",
+    "tuning_memory_fraction", "tuning_micro_batch",
+    "tuning_progress", "tuning_share", "memory_reserved", "tuning_mirror",
+    "tp", "pp", "speculation", "draft_tokens", "revision", "chat_template",
+    "convert", "generation_config", "override_generation_config", "chunk_host", "disk_cache_dir",
     "disk_cache_gb", "remote_cache",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,

@@ -40,6 +40,7 @@ REASONS = {
     ("files.regular", "os.open"): "the function that is meant by this test",
     ("files.regular", "read_bytes"): "the function that is meant by this test",
     ("lab.reports.report", "Path(html).write_text"): NAMED,
+    ("engine.ranks.tuning", "self._trainer.open"): NO_FILE,
     ("lm.devices", "(limit.parent / 'memory.stat').read_text"): KERNEL,
     ("lm.devices", "limit.read_text"): KERNEL,
     ("lm.devices", "meminfo.read_text"): KERNEL,

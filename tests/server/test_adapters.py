@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ from fake_engine import FakeClient, engine_info
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine.client.client import AdapterError
+from holdfast.lm.models.loader import native_spec
 from holdfast.server.routes import adapters as adapters_module
 from tests.adapters import drawn, write
 from tests.served import CONFIG, Serving, make_checkpoint, serve
@@ -267,17 +268,11 @@ async def test_a_name_that_another_key_takes_meanwhile_is_not_replaced(
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Adapters for the served model: three that differ, one of a rank above the limit, one of another model."""
     directory = tmp_path_factory.mktemp("adapters")
-    names = {
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "num_key_value_heads": "num_kv_heads",
-    }
-    sizes: Any = SimpleNamespace(**{names.get(name, name): value for name, value in CONFIG.items()})
+    spec = native_spec(CONFIG)
     for seed, name in enumerate(("a", "b", "c")):
-        write(directory / name, drawn(sizes, 4 << seed, seed=seed, strength=3.0))
-    write(directory / "wide", drawn(sizes, 32, seed=4))
-    sizes.hidden_size = 48
-    write(directory / "other", drawn(sizes, 4, seed=5))
+        write(directory / name, drawn(spec, 4 << seed, seed=seed, strength=3.0))
+    write(directory / "wide", drawn(spec, 32, seed=4))
+    write(directory / "other", drawn(replace(spec, hidden_size=48), 4, seed=5))
     (directory / "broken").mkdir()
     return directory
 

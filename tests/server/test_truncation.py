@@ -175,18 +175,31 @@ def test_truncate_prompt_tokens_keeps_the_end_of_a_prompt(api: openai.OpenAI) ->
         api.completions.create(model="bytes", prompt=prompt, extra_body={"truncate_prompt_tokens": 0})
 
 
-@pytest.mark.parametrize("answer", [None, 100, 900])
+@pytest.mark.parametrize("answer", [None, 100, 1500])
 def test_a_cut_leaves_room_for_the_answer_or_for_a_share_of_the_context_if_its_length_is_unknown(
     answer: int | None,
 ) -> None:
-    context, cuts = 2000, 0
+    context, cuts = 4000, 0
     room = max(answer or 0, context // ANSWER_SHARE)
     truncation = Truncation(FakeText(), context)  # type: ignore[arg-type]
     said: list[dict[str, Any]] = []
-    for number in range(40):
-        said.append({"role": "user", "content": "x" * 60})
+    for _ in range(40):
+        said.append({"role": "user", "content": "x" * 400})
         kept = truncation.compose(said, answer, lambda kept: "".join(each["content"] for each in kept))
         assert len(kept) <= context - room
         cuts += len(kept) < sum(len(each["content"]) for each in said)
-        said.append({"role": "assistant", "content": f"{number}" * 30})
+        said.append({"role": "assistant", "content": "y" * 400})
     assert cuts > 5
+
+
+def test_of_known_messages_the_one_that_was_met_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.server.truncation.KNOWN_SIZES", 2)
+    text = FakeText()
+    truncation = Truncation(text, 4000)  # type: ignore[arg-type]
+
+    def tokenized(content: str) -> bool:
+        before = text.encoded
+        truncation.compose([{"role": "user", "content": content}], None, lambda kept: "")
+        return text.encoded > before
+
+    assert [tokenized(each) for each in ("a", "b", "a", "c", "a", "b")] == [True, True, False, True, False, True]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from holdfast.core.layout import Layout
+from holdfast.lm.execution.stage_link import GlooLink
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from holdfast.training.base import digest_of_model, training_shape
+from holdfast.training.base import digest_of_model, digest_of_shards, training_shape
+from tests.ranks import Rank, in_ranks
 from tests.tuning import native
 
 
@@ -29,6 +34,23 @@ def test_equal_models_have_one_digest_and_any_changed_or_moved_weight_another(tm
         found.add(digest_of_model(model))
         weights.copy_(before)
     assert len(found) == 5 and digest_of_model(model) == first
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+def test_ranks_that_share_a_model_find_the_digest_of_the_whole(tmp_path: Path, layout: Layout, family: str) -> None:
+    _, model = native(family, tmp_path / "base", num_attention_heads=4, num_key_value_heads=2)
+    links = []
+
+    def work(rank: Rank) -> str:
+        link = GlooLink(rank.processes(range(layout.ranks)), layout, rank.rank) if layout.pp > 1 else None
+        links.append(link)  # messages on their way must not end with it
+        group = rank.group()
+        part = load(tmp_path / "base", device="cpu", dtype="float32", layout=layout, rank=rank.rank, group=group)
+        assert isinstance(part, Decoder)
+        return digest_of_shards(part, link)
+
+    assert in_ranks(layout, work)[0] == digest_of_model(model)
 
 
 def test_the_shape_counts_all_weights_that_a_forward_multiplies_by(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,3 +355,15 @@ def test_a_state_that_was_to_be_on_the_disk_and_is_overtaken_takes_a_newer_one_t
     on_disk = StateFiles(directory, trainer.steps("job").job.digest(), durable=False).read()
     assert on_disk is not None and on_disk.step >= 3
     trainer.close("job")
+
+
+def test_a_step_takes_the_time_since_the_one_before_it(opened: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = opened._jobs["job"].stored
+    seconds = iter((100.0, 103.0, 108.0))
+    for expected in (None, 3.0, 5.0):
+        with monkeypatch.context() as patch:
+            patch.setattr("holdfast.training.storage.time", SimpleNamespace(monotonic=seconds.__next__))
+            opened._storage.end_step(stored, 1, torch.tensor(0.5), None)
+        assert expected is None or stored.step_seconds == expected
+    stored.done.clear()
+    stored.step = 0

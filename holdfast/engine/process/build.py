@@ -35,7 +35,15 @@ from holdfast.engine.process.parts.tuning import TuningBuilder
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
-from holdfast.engine.ranks.paged import MoreParts, check_layout, make_paged_device, make_rank, no_more, threads_of
+from holdfast.engine.ranks.paged import (
+    MoreParts,
+    check_layout,
+    grammar_compiler,
+    make_paged_device,
+    make_rank,
+    no_more,
+    threads_of,
+)
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
 from holdfast.lm.choice import compose_scheduler, make_planning, make_scheduler, steps_in_flight
 from holdfast.lm.config import EngineConfig
@@ -46,6 +54,7 @@ from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, 
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
+from holdfast.lm.parts.grammars.device import GrammarDevice
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.scheduler.builder import Policy
@@ -327,7 +336,7 @@ def choose_device(
     it, ValueError for an option that the executor does not read, and MemoryError.
     """
     if isinstance(ranks, Ranks):
-        return make_many_device(config, ranks, stages)
+        return make_many_device(config, ranks, stages, more)
     if config.executor == "padded":
         return Choice(make_padded_device(config, checkpoint, stages), "executor is padded")
     if config.executor == "auto" and config.scheduler in ROW_SCHEDULERS:
@@ -353,11 +362,11 @@ def choose_device(
     return Choice(device, str(refusal))
 
 
-def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages) -> Choice:
+def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages, more: MoreParts = no_more) -> Choice:
     """The model on the devices of all ranks. Raises RankFailure, naming the rank."""
     torch.set_num_threads(threads_of(config))
     own, answers = ranks.together(
-        StartRank(config, ranks.meeting), partial(make_rank, config, 0, ranks.meeting, stages)
+        StartRank(config, ranks.meeting), partial(make_rank, config, 0, ranks.meeting, stages, more=more)
     )
     ranks.met()
     loaded = [answer for answer in answers if isinstance(answer, Loaded)]
@@ -381,7 +390,8 @@ def make_padded_device(
         trust_remote_code=config.trust_remote_code,
         module=module,
     )
-    return PaddedDevice(model, config, name=checkpoint.name, stages=stages)
+    compiler = grammar_compiler(checkpoint, model.vocab_size, model.eos_token_ids)
+    return PaddedDevice(model, config, name=checkpoint.name, stages=stages, parts=(GrammarDevice(compiler),))
 
 
 def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName = "paged") -> str:

@@ -81,9 +81,9 @@ class Site:
     @property
     def decoder(self) -> Decoder:
         """The model, if it is a native decoder. Raises TypeError for another."""
-        if not isinstance(self.paged.model, Decoder):
-            raise TypeError(f"the model is a {type(self.paged.model).__name__}, not a Decoder")
-        return self.paged.model
+        if not isinstance(self.blocks.model, Decoder):
+            raise TypeError(f"the model is a {type(self.blocks.model).__name__}, not a Decoder")
+        return self.blocks.model
 
 
 @dataclass(slots=True)
@@ -117,9 +117,10 @@ class PartBuilder(ABC):
     def device_parts(
         config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]
     ) -> Sequence[DevicePart]:
-        """The part's further state on the device of an engine that has only one.
+        """The part's further state on the device of the engine's process.
 
-        Its work comes before that of `parts`, which all ranks have. The weights are loaded.
+        Its work comes before that of `parts`, which all ranks have. The weights are loaded. Other ranks have what
+        `engine.ranks.paged.make_rank` gives them.
         """
         return ()
 
@@ -175,24 +176,18 @@ class Exclusion(NamedTuple):
 EXCLUSIONS = (
     Exclusion(
         "tuning",
-        "no native decoder on one device",
+        "no native decoder",
         "tuning needs a native decoder over a paged cache, and this model has none; leave it out",
     ),
     Exclusion(
         "tuning",
-        "experts",
-        "tuning needs a decoder without experts, and this model is a mixture of experts; leave it out",
+        "experts on several ranks",
+        "tuning a mixture of experts takes one device, and tp and pp share {model} among several; leave them out",
     ),
-    Exclusion("tuning", "own layers", "tuning is for layers like Llama's, and {model} has others; leave it out"),
     Exclusion(
         "adapters",
         "no slots for adapters",
         "adapters are served on the paged executor only, and this model runs on padded rows",
-    ),
-    Exclusion(
-        "grammars",
-        "padded rows",
-        "structured output runs on the paged executor, and this model runs on padded rows",
     ),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
@@ -217,14 +212,14 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no address")
     if not isinstance(device, PagedDevice | ManyDevice):
         found.add("padded rows")
-    if not isinstance(device, PagedDevice) or not any(isinstance(part, AdapterDevice) for part in device.parts):
+    if not isinstance(device, PagedDevice | ManyDevice) or not any(
+        isinstance(part, AdapterDevice) for part in device.parts
+    ):
         found.add("no slots for adapters")
-    if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
-        return found | {"no native decoder on one device"}
-    if device.model.decoder.experts:
-        found.add("experts")
-    if not device.model.decoder.takes_adapters:
-        found.add("own layers")
+    if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
+        return found | {"no native decoder"}
+    if device.model.decoder.experts and site.config.layout.ranks > 1:
+        found.add("experts on several ranks")
     return found
 
 

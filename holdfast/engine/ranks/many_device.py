@@ -17,6 +17,7 @@ from holdfast.core.layout import Layout
 from holdfast.core.types import Grammar
 from holdfast.engine.ranks.messages import (
     Allocate,
+    Announce,
     BeginHost,
     Compile,
     CompileGrammar,
@@ -26,18 +27,21 @@ from holdfast.engine.ranks.messages import (
     Measured,
     PlanWriter,
     Prepare,
+    Reported,
     Stepped,
     TimeLinks,
     read_parts,
+    write_parts,
 )
 from holdfast.engine.ranks.paged import weights_of
+from holdfast.engine.ranks.part_results import PartResults, split
 from holdfast.engine.ranks.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.host_memory import HostPart
 from holdfast.lm.execution.link_times import LinkTimes
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.paged_memory import PagedMemory
-from holdfast.lm.execution.part import Kind
+from holdfast.lm.execution.part import DevicePart, Kind
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
@@ -52,6 +56,7 @@ from holdfast.lm.types import (
     StepResult,
     TierCopied,
 )
+from holdfast.lm.types.news import PartNews
 
 log = logging.getLogger("holdfast.engine")
 
@@ -66,6 +71,16 @@ class ManyDevice(LanguageDevice):
         """Bytes of a block of the cache, on all ranks together."""
         self.max_step_tokens = own.max_step_tokens
         """Most tokens of one step."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the model is served."""
+        return self._own.name
+
+    @property
+    def parts(self) -> Sequence[DevicePart]:
+        """Rank 0's parts."""
+        return self._own.parts
 
     @property
     def kind(self) -> str:
@@ -147,6 +162,10 @@ class ManyDevice(LanguageDevice):
         """Let the rank that draws compile a grammar in time, where that is another. Raises RankFailure."""
         self._ranks.send(CompileGrammar(grammar))
 
+    def announce(self, news: PartNews) -> None:
+        """Let the parts of all other ranks learn something, before plans that are made later. Raises RankFailure."""
+        self._ranks.send(Announce(write_parts((news,))))
+
     def compile(self) -> None:
         """Compile on rank 0, then on the others, which find most kernels compiled."""
         self._ranks.do(self._own.compile)
@@ -192,6 +211,7 @@ def combined(memories: Sequence[MemoryMeasurement], layout: Layout, kind: str) -
         cache=block * min(each.num_blocks for each in memories),
         block=block,
         host_cache=block * min(each.num_host_blocks for each in memories),
+        adapters=sum(each.adapters for each in memories),
     )
 
 
@@ -219,7 +239,9 @@ class _Flight(NamedTuple):
 
     step: int
     waits: bool
-    """Whether it has no segments, so that it is complete when all copies are."""
+    """Whether it computes nothing, so that it is complete when all copies are."""
+    has_segments: bool = True
+    """Whether the later stages report it."""
 
 
 class ManyExecutor(DeviceExecutor):
@@ -239,6 +261,7 @@ class ManyExecutor(DeviceExecutor):
         self._in_flight: deque[_Flight] = deque()
         self._stepped: dict[int, deque[Stepped]] = {rank: deque() for rank in self._later}
         """Each rank's reports, in order, of steps that were not collected."""
+        self._parts = PartResults(layout.ranks)
         self._copying: dict[tuple[int, bool], list[CopyTime]] = {}
         """Copies that ranks have completed, in order, by step and direction (True: to the device)."""
 
@@ -253,7 +276,8 @@ class ManyExecutor(DeviceExecutor):
             for inward, copies in ((True, plan.copies.swap_in), (False, plan.copies.swap_out))
             if copies
         }
-        self._in_flight.append(_Flight(plan.step, not plan.segments))
+        self._parts.submitted(plan)
+        self._in_flight.append(_Flight(plan.step, not plan.computes, bool(plan.segments)))
 
     def collect(self) -> StepResult:
         flight, deadline = self._in_flight.popleft(), time.monotonic() + STEP_SECONDS
@@ -264,19 +288,31 @@ class ManyExecutor(DeviceExecutor):
         except Exception as error:
             raise self._ranks.cause(error) from error
         self._note(result.copied.times)
+        own = split(result.parts)
+        self._parts.reported(0, result.step, own[True])
         self._take()
         while not self._complete(flight):
             self._ranks.wait(BEAT_SECONDS)
             self._check(flight, deadline)
             self._take()
-        if self._later and not flight.waits:
+        result = replace(result, parts=(*own[False], *self._parts.results(flight.step)))
+        if self._later and flight.has_segments:
             parts = [self._stepped[rank].popleft() for rank in self._later]
             seconds = (result.seconds, *(part.seconds for part in parts))
             last = parts[-1]
             result = replace(
-                result, tokens=last.tokens, logprobs=last.logprobs, seconds=sum(seconds), stages=seconds
+                result,
+                tokens=last.tokens,
+                counts=last.counts,
+                logprobs=last.logprobs,
+                seconds=sum(seconds),
+                stages=seconds,
             ).with_parts(*read_parts(last.parts))
         return self._with_copies(result)
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """Rank 0's part of this class. Raises LookupError if it has none."""
+        return self._own.part(kind)
 
     def prepare(self) -> bool:
         """Use a pause to capture one more graph on every rank. False if none is left on any."""
@@ -309,6 +345,8 @@ class ManyExecutor(DeviceExecutor):
         for number, said in self._ranks.of_steps():
             if isinstance(said, Stepped):
                 self._stepped[number].append(said)
+            elif isinstance(said, Reported):
+                self._parts.reported(number, said.step, read_parts(said.parts))
             else:
                 self._note(said.copies)
 
@@ -319,9 +357,11 @@ class ManyExecutor(DeviceExecutor):
 
     def _complete(self, flight: _Flight) -> bool:
         """Whether all reports that make up a step's result have come."""
+        if not self._parts.complete(flight.step, waits=flight.waits):
+            return False
         if flight.waits:
             return all(step > flight.step or self._copied(done) for (step, _), done in self._copying.items())
-        return all(self._stepped.values())
+        return not flight.has_segments or all(self._stepped.values())
 
     def _copied(self, done: list[CopyTime]) -> bool:
         return len(done) == self._ranks.layout.ranks

@@ -22,9 +22,10 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
+from holdfast.lm.types.news import PartNews
 
 WrittenParts = tuple[tuple[str, msgspec.Raw], ...]
-"""Values that parts add to a plan or a result: the name of the class, and the value in MessagePack, for each."""
+"""Values that parts add to a plan or a result, or their news: name of the class and value in MessagePack, for each."""
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -73,6 +74,12 @@ class CompileGrammar(Message, tag="grammar"):
     """Compile a grammar of requests that will come. Takes a thread. Only the rank that draws by it compiles it."""
 
     grammar: Grammar
+
+
+class Announce(Message, tag="announce"):
+    """Let every part of the device learn this."""
+
+    news: WrittenParts
 
 
 class Plan(Message, tag="plan"):
@@ -128,7 +135,16 @@ class Stepped(Message, tag="stepped"):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """`StepResult.logprobs`, from the last stage."""
     parts: WrittenParts = ()
-    """`StepResult.parts`, from the last stage."""
+    """`StepResult.parts`, from the last stage, without those that each rank reports."""
+    counts: tuple[int, ...] | None = None
+    """`StepResult.counts`, from the last stage."""
+
+
+class Reported(Message, tag="reported"):
+    """Results with a step of those parts whose work every rank does (`PartResult.of_each_rank`)."""
+
+    step: int
+    parts: WrittenParts
 
 
 class Copied(Message, tag="copied"):
@@ -146,8 +162,10 @@ class Failed(Message, tag="failed"):
     """Time of the failure, on the clock that all processes share."""
 
 
-Command = StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | CompileGrammar | Plan | End
-Answer = Loaded | Measured | Done | Stepped | Copied | Failed
+Command = (
+    StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | CompileGrammar | Announce | Plan | End
+)
+Answer = Loaded | Measured | Done | Stepped | Reported | Copied | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)
@@ -172,7 +190,7 @@ def decode_answer(data: bytes) -> Answer:
     return answer
 
 
-def write_parts(parts: Iterable[PartPlan | PartResult]) -> WrittenParts:
+def write_parts(parts: Iterable[PartPlan | PartResult | PartNews]) -> WrittenParts:
     """These values of parts, each with the name of its class."""
     return tuple([(type(part).__name__, msgspec.Raw(_encoder.encode(part))) for part in parts])
 

@@ -12,6 +12,7 @@ from holdfast.core.config import changed
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.text import read_tokenizer
+from holdfast.engine.ranks.tuning import following_parts
 from holdfast.lm.choice import capacity_of
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
@@ -63,12 +64,19 @@ def threads_of(config: EngineConfig) -> int:
 
 
 def make_rank(
-    config: EngineConfig, rank: int, meeting: str, stages: Stages | None = None, *, host: int | None = None
+    config: EngineConfig,
+    rank: int,
+    meeting: str,
+    stages: Stages | None = None,
+    *,
+    host: int | None = None,
+    more: MoreParts | None = None,
 ) -> PagedChoice:
     """One rank's part of the model, on its device. All ranks do this at the same time.
 
     `meeting` is a directory of these ranks alone, where they find each other. `host` is the file descriptor of memory
-    that rank 0 can map as well: the rank lays its part of the host tier there if rank 0 moves its blocks.
+    that rank 0 can map as well: the rank lays its part of the host tier there if rank 0 moves its blocks. `more` is for
+    `parts_of`; by default, a rank has what follows parts that rank 0 alone has from elsewhere.
     """
     if rank:
         torch.set_num_threads(threads_of(config))
@@ -76,7 +84,7 @@ def make_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Place(config.layout, rank, device, meeting, host if config.moves_blocks else None)
-    return make_paged_device(config, Checkpoint.of(config), stages, place)
+    return make_paged_device(config, Checkpoint.of(config), stages, place, more or partial(following_parts, config))
 
 
 def grammar_compiler(

@@ -53,6 +53,9 @@ BEATS, STEPS, HOST_READY, HOST_BLOCKS = range(4)
 
 Result = TypeVar("Result")
 
+OfStep = messages.Stepped | messages.Reported | messages.Copied
+"""A rank's report of a step."""
+
 
 class RankFailure(RuntimeError):
     """A rank has failed; the message names it, and gives the known facts."""
@@ -147,7 +150,7 @@ class Ranks:
         self._incoming = threading.Lock()
         self._answers: dict[int, messages.Answer] = {}
         """Each rank's answer to the last command."""
-        self._steps: deque[tuple[int, messages.Stepped | messages.Copied]] = deque()
+        self._steps: deque[tuple[int, OfStep]] = deque()
         """The ranks' reports of steps, with the numbers of the ranks."""
         self._reported: list[tuple[float, str]] = []
         """Times and reasons of failures that ranks have reported themselves."""
@@ -235,7 +238,7 @@ class Ranks:
         self._fail(f"rank 0: {error}")
         return error
 
-    def of_steps(self) -> list[tuple[int, messages.Stepped | messages.Copied]]:
+    def of_steps(self) -> list[tuple[int, OfStep]]:
         """Other ranks' reports of steps since the last call, with the numbers of the ranks. Raises RankFailure."""
         self.check()
         self._receive()
@@ -313,7 +316,7 @@ class Ranks:
                     match messages.decode_answer(data):
                         case messages.Failed(reason, at):
                             self._reported.append((at, f"rank {rank.number}: {reason}"))
-                        case (messages.Stepped() | messages.Copied()) as said:
+                        case (messages.Stepped() | messages.Reported() | messages.Copied()) as said:
                             self._steps.append((rank.number, said))
                         case answer:
                             self._answers[rank.number] = answer

@@ -10,18 +10,21 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.engine.link import FAILED, die_with_parent, end_process, exit_at_end_of_input, one_line
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.mailbox import Mailbox
+from holdfast.engine.ranks.part_results import split
 from holdfast.engine.ranks.ranks import BEAT_SECONDS, BEATS, HOST_BLOCKS, HOST_READY, STEPS, Board, Seat
 
 if TYPE_CHECKING:
     from holdfast.lm.execution.host_memory import HostMemory  # it imports PyTorch
     from holdfast.lm.execution.paged_device import PagedDevice
     from holdfast.lm.grammar.compiler import GrammarCompiler
+    from holdfast.lm.types import PartResult, StepResult
 
 GRAMMAR_THREADS = 4
 """Number of grammars that this rank compiles at a time: as many as rank 0 announces at a time."""
@@ -111,6 +114,9 @@ class Rank:
                 case messages.Prepare():
                     self._submitted.join()
                     self._answer(messages.Done(device.executor.prepare()))
+                case messages.Announce(news):
+                    for each in messages.read_parts(news):
+                        device.learn(each)
                 case messages.CompileGrammar(grammar):
                     for compiler in self._grammars:  # rank 0 refuses what cannot be compiled
                         self._compiling.submit(compiler.prepare, grammar)
@@ -140,9 +146,11 @@ class Rank:
                 board.set(rank, STEPS, steps)
                 if result.copied.times:
                     self._answer(messages.Copied(result.copied.times))
+                parts = split(result.parts) if result.parts else {}
+                if each := parts.get(True):
+                    self._answer(messages.Reported(result.step, messages.write_parts(each)))
                 if reports and has_segments:
-                    parts = messages.write_parts(result.parts)
-                    self._answer(messages.Stepped(result.tokens, result.seconds, result.logprobs, parts))
+                    self._answer(stepped(result, parts.get(False, ())))
                 self._submitted.task_done()
         except BaseException as error:
             self.fail(error)
@@ -169,6 +177,12 @@ class Rank:
     def _answer(self, answer: messages.Answer) -> None:
         with self._answering:
             self._answers.send(messages.encode(answer))
+
+
+def stepped(result: StepResult, parts: Sequence[PartResult]) -> messages.Stepped:
+    """The report of a step with segments, with the results of `parts` that this rank alone gives."""
+    counts = None if result.counts is None else tuple(result.counts)
+    return messages.Stepped(result.tokens, result.seconds, result.logprobs, messages.write_parts(parts), counts)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.sampling.sampler import Wishes
-from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, PartPlan, Sampling, StepPlan
 from holdfast.lm.types.penalties import PenaltyPlan
 

@@ -32,6 +32,7 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.models.base import HiddenModel, LayerCaches, Model, StepInput
 from holdfast.lm.types import PartResult, StepPlan, StepResult, TableWrite
+from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.penalties import PenaltyPlan
 
 QUERY_SECONDS = 2e-5
@@ -215,6 +216,11 @@ class PagedExecutor:
     def part(self, kind: type[Kind]) -> Kind:
         """The part of this class. Raises LookupError if there is none."""
         return self._hooks.part(kind)
+
+    def learn(self, news: PartNews) -> None:
+        """Let all parts learn news of the planner's side."""
+        for part in self._hooks.parts:
+            part.learn(news)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the oldest step in flight, at most this long. Returns whether it has ended."""

@@ -16,7 +16,7 @@ from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.models.adapters import StepAdapters
+from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.models.base import CapturableModel, StepInput
 
 KINDS = (1, 4, 16, 32, 64)

@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ from holdfast.lm.types import (
     TableWrite,
     precision_of,
 )
+from holdfast.lm.types.news import PartNews
 from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
@@ -108,7 +110,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
-        link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
+        sizes = spec, self.max_step_tokens, config.max_samples
+        link = None if place is None else place.link(*sizes, back=any(part.sends_back for part in parts))
         self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.parts = tuple(parts)
@@ -147,6 +150,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def part(self, kind: type[Kind]) -> Kind:
         """The part of this class. Raises LookupError if the device has none."""
         return part_of(self.parts, kind)
+
+    def learn(self, news: PartNews) -> None:
+        """Let all parts learn news of the planner's side."""
+        for part in self.parts:
+            part.learn(news)
+        if self._allocated is not None:
+            self.executor.learn(news)
 
     @property
     def memory(self) -> PagedMemory:
@@ -289,7 +299,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         `memory.host` reports it ready.
         """
         memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
-        allocated = Allocated(memory, self._make_stream)
+        allocated = Allocated(memory, self._make_stream, self._link)
         self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
         spec = self.model.spec
         weights = spec.weight_bytes // spec.dtype.itemsize
@@ -415,10 +425,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if not isinstance(attention, CapturableAttention):
             return ()
         incoming = None if self._stage is None else self._stage.incoming
-        graphs = StepGraphs(model, attention, batch, layers, sizes, group=self.group, incoming=incoming)
+        shared: dict[str, Any] = {"group": self.group, "incoming": incoming}
+        graphs = StepGraphs(model, attention, batch, layers, sizes, **shared)
         if not batch.inputs.sizes:
             return (graphs,)
-        return graphs, StepGraphs(model, attention, batch, layers, sizes, plain=graphs)
+        return graphs, StepGraphs(model, attention, batch, layers, sizes, **shared, plain=graphs)
 
     def _cache_bytes(self, free: int, total: int, activations: int, whole: int = 0) -> int:
         """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block.

@@ -13,7 +13,9 @@ import torch
 from holdfast.lm.copy_streams import CopyStream
 from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs, StagedStep
 from holdfast.lm.execution.paged_memory import PagedMemory
+from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
+from holdfast.lm.types.news import PartNews
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -132,6 +134,9 @@ class PartExecutor:
         """Context for capturing a graph: within it, no thread of the part may allocate pinned memory."""
         return NOTHING
 
+    def learn(self, news: PartNews) -> None:
+        """Get news of the planner's side. Called on every rank but the first, before the plans made after it."""
+
     def close(self) -> None:
         """End the part's threads. The device is idle by then."""
 
@@ -188,6 +193,8 @@ class Allocated:
     memory: PagedMemory
     make_stream: Callable[[], CopyStream]
     """Makes streams for copies that run during the computation."""
+    link: StageLink | None = None
+    """The link to the other stages, if the device is one of a pipeline."""
 
 
 class DevicePart(ABC):
@@ -197,6 +204,11 @@ class DevicePart(ABC):
     def nbytes(self) -> int:
         """Bytes on the device that the part keeps as long as the engine runs."""
         return 0
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether its work sends tensors to the stage before it in a pipeline."""
+        return False
 
     def workspace_bytes(self) -> int:
         """Largest number of bytes that the part's work takes besides the cache. Measured while there is no cache."""
@@ -217,6 +229,9 @@ class DevicePart(ABC):
     def shaped(self, shape: EngineShape) -> EngineShape:
         """An engine's shape with the part's additions."""
         return shape
+
+    def learn(self, news: PartNews) -> None:  # noqa: B027
+        """`PartExecutor.learn`, also before there is an executor."""
 
     @abstractmethod
     def executor(self, allocated: Allocated) -> PartExecutor:

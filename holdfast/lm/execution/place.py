@@ -43,18 +43,19 @@ class Place:
         if layout.tp > 1:
             self.group = self._group_of(f"stage {layout.stage_of(rank)}", layout.ranks_of(layout.stage_of(rank)))
 
-    def link(self, spec: ModelSpec, max_tokens: int, max_rows: int) -> StageLink | None:
+    def link(self, spec: ModelSpec, max_tokens: int, max_rows: int, *, back: bool = False) -> StageLink | None:
         """The link for streams and tokens between the stages; None if there is only one stage.
 
-        `spec` describes this rank's part. A step has at most `max_tokens` tokens and `max_rows` sampled rows.
+        `spec` describes this rank's part. A step has at most `max_tokens` tokens and `max_rows` sampled rows. With
+        `back`, tensors go to the stage before, too.
         """
         if self.layout.pp == 1:
             return None
         if self._everyone is not None:
             return GlooLink(self._everyone, self.layout, self.rank)
-        num_bytes = PeerLink.num_bytes(spec, max_tokens, max_rows)
+        num_bytes = PeerLink.num_bytes(spec, max_tokens, max_rows, back=back)
         memory = PeerMemory(PrefixStore("link", self._store), self.rank, self.layout.ranks, self.device, num_bytes)
-        return PeerLink(memory, self.layout, spec, max_tokens, max_rows)
+        return PeerLink(memory, self.layout, spec, max_tokens, max_rows, back=back)
 
     def _group_of(self, name: str, ranks: range) -> Group:
         """These ranks as a group of devices that share each layer."""

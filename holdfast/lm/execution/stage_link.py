@@ -17,7 +17,7 @@ from holdfast.lm.types import PENDING
 
 TOKEN_SLOTS = 16
 """Largest number of steps whose sampled tokens the last stage has sent and the first stage has not received."""
-STREAM_TAG, TOKENS_TAG = 0, 1
+STREAM_TAG, TOKENS_TAG, BACK_TAG = 0, 1, 2
 
 
 class StageLink(Protocol):
@@ -33,6 +33,14 @@ class StageLink(Protocol):
 
     def receive(self, into: torch.Tensor) -> None:
         """Write the next stream from the previous stage into a contiguous [T, hidden]."""
+        ...
+
+    def send_back(self, tensor: torch.Tensor) -> None:
+        """Send a contiguous tensor to the stage before. It may be overwritten by what is computed later."""
+        ...
+
+    def receive_back(self, into: torch.Tensor) -> None:
+        """Write the next tensor that the next stage sent back into a contiguous one of the same size."""
         ...
 
     def send_tokens(self, tokens: torch.Tensor) -> None:
@@ -62,6 +70,12 @@ class GlooLink(StageLink):
 
     def receive(self, into: torch.Tensor) -> None:
         self._processes.recv([into], self._rank - self._tp, STREAM_TAG).wait()
+
+    def send_back(self, tensor: torch.Tensor) -> None:
+        self._send(tensor, self._rank - self._tp, BACK_TAG)
+
+    def receive_back(self, into: torch.Tensor) -> None:
+        self._processes.recv([into], self._rank + self._tp, BACK_TAG).wait()
 
     def send_tokens(self, tokens: torch.Tensor) -> None:
         self._send(tokens, self._first, TOKENS_TAG)

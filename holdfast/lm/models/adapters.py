@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.lm.kernels.lora.protocol import Lora, LoraStack
-from holdfast.lm.models.peft_files import AdapterWeights, DecoderSizes, module_shapes
+from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.lora.protocol import LayerStacks, LoraStack
+from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules
+from holdfast.lm.models.decoder import LayerWeights
+from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
-FIELDS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""For each linear field of LayerWeights, the modules that it fuses, in the order of its rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStacks:
-    """The adapters of one layer's linear fields."""
-
-    qkv: LoraStack
-    o: LoraStack
-    gate_up: LoraStack
-    down: LoraStack
-
-
-@dataclass(frozen=True, slots=True)
-class StepAdapters:
-    """The LoRA adapters of one step: their weights, and the adapter of each token."""
-
-    layers: tuple[LayerStacks, ...]
-    tokens: Lora
-    """The adapters of all tokens of the step."""
-    rows: Lora
-    """The adapters of the tokens whose logits are needed, in the order of the logits."""
+ROWS_AT_A_TIME = 1024
+"""Number of a weight's rows whose norms are computed together, which bounds the memory for them."""
 
 
 class Piece(NamedTuple):
@@ -52,10 +35,32 @@ class PackedAdapter:
     pieces: tuple[Piece, ...]
     ranks: torch.Tensor  # [layers · modules] int32
     scales: torch.Tensor  # [layers · modules] float32
+    gains: torch.Tensor | None = None  # [outputs of all fields of all layers] float32
+    """The gains of a DoRA; None: all are 1."""
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes
+        return self.numbers.nbytes + (0 if self.gains is None else self.gains.nbytes)
+
+
+class _Place(NamedTuple):
+    """The place of one field of one layer in a slot."""
+
+    a: int
+    """The offset of A."""
+    b: int
+    """The offset of B."""
+    table: int
+    """The index of its first module in the tables of ranks and scales."""
+    gain: int
+    """The index of its first output among the gains."""
+    names: tuple[str, ...]
+    """The short names of its modules."""
+    modules: tuple[AdaptedModule, ...]
+
+    @property
+    def outputs(self) -> int:
+        return int(self.modules[-1].columns.stop)
 
 
 class AdapterSlots:
@@ -65,28 +70,39 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, sizes: DecoderSizes, *, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+        self,
+        base: AdaptedModules,
+        *,
+        slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dora: bool = False,
     ) -> None:
-        """Allocate the slots, all empty. An empty slot changes no output."""
+        """Allocate the slots for a device's modules, all empty. An empty slot changes no output.
+
+        With `dora`, slots have gains.
+        """
         self.max_rank, self.dtype = max_rank, dtype
-        shapes = module_shapes(sizes)
-        self._places: dict[tuple[int, str], tuple[int, int, int, int]] = {}
-        """For each layer and field: the offsets of A and B in a slot, then the numbers of inputs and outputs."""
-        at = 0
-        for layer in range(sizes.num_layers):
-            for field, modules in FIELDS.items():
-                inputs, outputs = shapes[modules[0]][1], sum(shapes[module][0] for module in modules)
-                b = at + len(modules) * max_rank * inputs
-                self._places[layer, field] = at, b, inputs, outputs
-                at = b + max_rank * outputs
+        self._base = base
+        self._places: dict[tuple[int, str], _Place] = {}
+        """For each layer and field, its place in a slot."""
+        at = tables = outputs = 0
+        for layer in range(self._base.num_layers):
+            for field, names in self._base.fields(layer).items():
+                modules = tuple(self._base.modules[name] for name in names)
+                place = _Place(at, at + len(modules) * max_rank * modules[0].inputs, tables, outputs, names, modules)
+                self._places[layer, field] = place
+                at, tables, outputs = place.b + max_rank * place.outputs, tables + len(names), outputs + place.outputs
         self._numbers = torch.zeros(slots, at, dtype=dtype, device=device)
-        self._modules = sum(map(len, FIELDS.values()))
-        tables = (slots, sizes.num_layers * self._modules)
-        self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
-        self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
-        self._widths = {module: shape[0] for module, shape in shapes.items()}
+        self._ranks = torch.zeros(slots, tables, dtype=torch.int32, device=device)
+        self._scales = torch.zeros(slots, tables, dtype=torch.float32, device=device)
+        self._gains = torch.ones(slots + 1, outputs, dtype=torch.float32, device=device) if dora else None
+        self.scaled: set[int] = set()
+        """The slots whose adapters have gains."""
         self.layers = tuple(
-            LayerStacks(**{field: self._stack(layer, field) for field in FIELDS}) for layer in range(sizes.num_layers)
+            LayerStacks(**{field: self._stack(self._places[layer, field]) for field in self._base.fields(layer)})
+            for layer in range(self._base.num_layers)
         )
 
     def __len__(self) -> int:
@@ -95,10 +111,16 @@ class AdapterSlots:
     @property
     def nbytes(self) -> int:
         """Size of all slots in bytes."""
-        return self._numbers.nbytes + self._ranks.nbytes + self._scales.nbytes
+        gains = 0 if self._gains is None else self._gains.nbytes
+        return self._numbers.nbytes + self._ranks.nbytes + self._scales.nbytes + gains
 
-    def pack(self, weights: AdapterWeights, *, pinned: bool) -> PackedAdapter:
-        """Pack an adapter whose ranks fit, rounded once to the slots' dtype.
+    @property
+    def takes_gains(self) -> bool:
+        """Whether adapters may have gains."""
+        return self._gains is not None
+
+    def pack(self, weights: AdapterWeights, layers: Sequence[LayerWeights], *, pinned: bool) -> PackedAdapter:
+        """Pack an adapter whose ranks fit, rounded once to the slots' dtype. A DoRA scales the rows of `layers`.
 
         With `pinned`, the result is in pinned memory.
         """
@@ -119,26 +141,29 @@ class AdapterSlots:
             else:
                 pieces.append(piece)
 
-        for (layer, field), (a_at, b_at, inputs, outputs) in self._places.items():
-            pairs = [weights.pairs.get((layer, module)) for module in FIELDS[field]]
+        gains = torch.ones(self._gains.shape[1]) if weights.has_magnitudes and self._gains is not None else None
+        for (layer, field), place in self._places.items():
+            pairs = [weights.pairs.get((layer, name)) for name in place.names]
             most = max((pair.rank for pair in pairs if pair is not None), default=0)
-            b = torch.zeros(most, outputs)
-            column = 0
-            for part, (module, pair) in enumerate(zip(FIELDS[field], pairs, strict=True)):
-                if pair is not None:
-                    table = self._table(layer, field) + part
-                    ranks[table], scales[table] = pair.rank, pair.scale
-                    add(a_at + part * self.max_rank * inputs, pair.a)
-                    b[: pair.rank, column : column + self._widths[module]] = pair.b.t()
-                column += self._widths[module]
+            b = torch.zeros(most, place.outputs)
+            for part, (module, pair) in enumerate(zip(place.modules, pairs, strict=True)):
+                if pair is None:
+                    continue
+                ranks[place.table + part], scales[place.table + part] = pair.rank, pair.scale
+                add(place.a + part * self.max_rank * module.inputs, pair.a)
+                b[: pair.rank, module.columns] = module.placed(pair.b).t()
+                if gains is not None and pair.magnitude is not None:
+                    columns = slice(place.gain + module.columns.start, place.gain + module.columns.stop)
+                    gains[columns] = gains_of(getattr(layers[layer], field), module, pair).cpu()
             if most:
-                add(b_at, b)
+                add(place.b, b)
         numbers = torch.empty(total, dtype=self.dtype, pin_memory=pinned)
         for piece, source in sources:
             numbers[piece.start : piece.start + piece.length] = source.reshape(-1)
         if pinned:
             ranks, scales = ranks.pin_memory(), scales.pin_memory()
-        return PackedAdapter(numbers, tuple(pieces), ranks, scales)
+            gains = None if gains is None else gains.pin_memory()
+        return PackedAdapter(numbers, tuple(pieces), ranks, scales, gains)
 
     def write(self, slot: int, adapter: PackedAdapter) -> None:
         """Copy an adapter into a slot, on the current stream."""
@@ -147,6 +172,14 @@ class AdapterSlots:
             row[place : place + length].copy_(adapter.numbers[start : start + length], non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         self._scales[slot].copy_(adapter.scales, non_blocking=True)
+        if self._gains is None:
+            return
+        if adapter.gains is not None:
+            self._gains[slot].copy_(adapter.gains, non_blocking=True)
+            self.scaled.add(slot)
+        elif slot in self.scaled:
+            self._gains[slot].fill_(1.0)
+            self.scaled.discard(slot)
 
     def fill(self) -> None:
         """Fill every slot with an adapter of the full rank that adds zero: the widest case, for measuring steps."""
@@ -158,26 +191,34 @@ class AdapterSlots:
         """Empty every slot."""
         self._ranks.zero_()
 
-    def _table(self, layer: int, field: str) -> int:
-        """The index of a field's first part in the tables of ranks and scales."""
-        before = list(FIELDS)[: list(FIELDS).index(field)]
-        return layer * self._modules + sum(len(FIELDS[other]) for other in before)
-
-    def _stack(self, layer: int, field: str) -> LoraStack:
-        a_at, b_at, inputs, outputs = self._places[layer, field]
-        parts, rank = len(FIELDS[field]), self.max_rank
-        table = slice(self._table(layer, field), self._table(layer, field) + parts)
-        ends, end = [], 0
-        for module in FIELDS[field]:
-            end += self._widths[module]
-            ends.append(end)
+    def _stack(self, place: _Place) -> LoraStack:
+        parts, rank = len(place.modules), self.max_rank
+        table = slice(place.table, place.table + parts)
         return LoraStack(
-            a=self._cut(a_at, (parts, rank, inputs)),
-            b=self._cut(b_at, (rank, outputs)),
+            a=self._cut(place.a, (parts, rank, place.modules[0].inputs)),
+            b=self._cut(place.b, (rank, place.outputs)),
             rank=self._ranks[:, table],
             scale=self._scales[:, table],
-            ends=tuple(ends),
+            ends=tuple(module.columns.stop for module in place.modules),
+            gain=None if self._gains is None else self._gains[:, place.gain : place.gain + place.outputs],
         )
 
     def _cut(self, at: int, shape: tuple[int, ...]) -> torch.Tensor:
         return self._numbers[:, at : at + prod(shape)].view(len(self), *shape)
+
+
+@torch.no_grad()
+def gains_of(weight: Weight, module: AdaptedModule, pair: LoraPair) -> torch.Tensor:
+    """The gains of a module's outputs [outputs] float32, in the order of its field (DoRA, Liu et al., 2024, eq. 5).
+
+    Each is the pair's magnitude over the norm of that row of W + scale · B A.
+    """
+    assert pair.magnitude is not None
+    whole: Any = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
+    rows = whole[module.columns]
+    a, b = pair.a.to(rows.device, torch.float32), module.placed(pair.b).to(rows.device, torch.float32)
+    norms = [
+        torch.linalg.vector_norm(torch.addmm(part.float(), b_part, a, alpha=pair.scale), dim=1)
+        for part, b_part in zip(torch.split(rows, ROWS_AT_A_TIME), torch.split(b, ROWS_AT_A_TIME), strict=True)
+    ]
+    return module.placed(pair.magnitude).to(rows.device, torch.float32) / torch.cat(norms)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Attention
-from holdfast.lm.models.adapters import StepAdapters
+from holdfast.lm.kernels.lora.protocol import StepAdapters
 
 
 class UnsupportedCheckpoint(ValueError):

@@ -14,8 +14,8 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import Experts
-from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape, Normed, nothing
-from holdfast.lm.models.adapters import StepAdapters
+from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
+from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, MLP_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
@@ -45,6 +45,10 @@ class LayerWeights:
     sinks: torch.Tensor | None = None  # [H]
     experts: Experts | None = None
     """The layer's experts, which replace the MLP. The MLP's weights are empty then."""
+
+
+Norms = tuple[torch.Tensor, torch.Tensor | None]
+"""The norm of the stream after a projection, and the norm of the projection itself."""
 
 
 class WeightSource(Protocol):
@@ -111,10 +115,10 @@ class Decoder:
         self.norm = self._final_norm()
         narrow = bool(decoder.embedding_width)
         hidden, width = decoder.hidden_size, decoder.embedding_size
-        self._project_in = self._whole(names.project_in, hidden, width) if narrow and shard.first else None
-        self._project_out = self._whole(names.project_out, width, hidden) if narrow and shard.last else None
+        self.project_in = self._whole(names.project_in, hidden, width) if narrow and shard.first else None
+        self.project_out = self._whole(names.project_out, width, hidden) if narrow and shard.last else None
         rows = decoder.position_rows if shard.first else 0
-        self._positions = self._whole(names.positions, rows, hidden) if rows else None
+        self.positions = self._whole(names.positions, rows, hidden) if rows else None
         self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item()
         self.lm_head = self._lm_head(tokens)
         del self._source
@@ -294,8 +298,8 @@ class Decoder:
 
     def logits(self, hidden: Normed) -> torch.Tensor:
         """Logits [R, own_vocab_size] of rows of `hidden`."""
-        if self._project_out is not None:
-            hidden = self._ops.linear(hidden, self._project_out)
+        if self.project_out is not None:
+            hidden = self._ops.linear(hidden, self.project_out)
         logits = self._ops.linear(hidden, self.lm_head)
         if (cap := self.decoder.logit_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
@@ -311,17 +315,15 @@ class Decoder:
         rotations = [ops.rotation(step.positions)]
         if self._local_ops is not ops:
             rotations.append(self._local_ops.rotation(step.positions))
-        stream = self._embedded(step) if step.stream is None else step.stream
+        stream = self.embedded(step.ids, step.positions) if step.stream is None else step.stream
         normed = ops.norm(stream, self.layers[0].input_norm)
         adapters = step.adapters
         for index, (layer, window) in enumerate(zip(self.layers, self._windows, strict=True)):
             if adapters is None:
                 qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
             else:
-                normed = ops.computed(normed)
-                finish = adapters.tokens.begin(normed, adapters.layers[index].qkv)
-                qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
-                finish.add(qkv)
+                stack = adapters.layers[index].qkv
+                qkv = self._adapted(ops.computed(normed), layer.qkv, layer.qkv_bias, stack, adapters, adapters.tokens)
             rotation = rotations[self._local[index]] if self._local else rotations[0]
             query = ops.rotate_and_write(
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
@@ -347,15 +349,15 @@ class Decoder:
         stream, attended = rows
         return self._finish(len(self.layers) - 1, stream, attended, adapters, sampled=True)
 
-    def _embedded(self, step: StepInput) -> torch.Tensor:
-        """The stream [T, hidden] as it enters the first layer."""
-        stream = self._ops.embed(step.ids, self.embedding, self._first_token)
+    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The stream [T, hidden] of token ids [T] at these positions [T], as it enters the first layer."""
+        stream = self._ops.embed(ids, self.embedding, self._first_token)
         if self._embedding_scale != 1.0:
             stream *= self._embedding_scale
-        if self._project_in is not None:
-            stream = self._ops.linear(stream, self._project_in)
-        if self._positions is not None:
-            stream += functional.embedding(step.positions + self.decoder.position_offset, self._positions)
+        if self.project_in is not None:
+            stream = self._ops.linear(stream, self.project_in)
+        if self.positions is not None:
+            stream += functional.embedding(positions + self.decoder.position_offset, self.positions)
         return stream
 
     def _finish(
@@ -376,30 +378,96 @@ class Decoder:
         following = self.norm if index == len(self.layers) - 1 else self.layers[index + 1].input_norm
         if layer.end_norm is not None:
             following = layer.end_norm
+        if adapters is not None:
+            return self._finish_adapted(index, stream, attended, following, adapters, sampled=sampled)
         if spec.parallel:
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
             attention, mlp = (attended, layer.o, layer.o_bias), (inner, layer.down, layer.down_bias)
             return ops.add_linears_norm(stream, attention, mlp, following)
-        if adapters is None:
-            normed = ops.add_linear_norm(
-                stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
-            )
-            if layer.experts is not None:
-                return ops.add_experts_norm(stream, normed, layer.experts, following)
-            if spec.norms_stream:
-                normed = stream.copy_(normed)
-            inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing
-        else:
+        normed = ops.add_linear_norm(
+            stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
+        )
+        if layer.experts is not None:
+            return ops.add_experts_norm(stream, normed, layer.experts, following)
+        if spec.norms_stream:
+            normed = stream.copy_(normed)
+        inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+        normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following, out_norm=layer.mlp_out_norm)
+        return stream.copy_(normed) if spec.norms_stream else normed
+
+    def _finish_adapted(
+        self,
+        index: int,
+        stream: torch.Tensor,
+        attended: torch.Tensor,
+        following: torch.Tensor,
+        adapters: StepAdapters,
+        *,
+        sampled: bool,
+    ) -> Normed:
+        """`_finish` with adapters; `following` is the norm after the layer."""
+        ops, layer, stacks = self._ops, self.layers[index], adapters.layers[index]
+        lora = adapters.rows if sampled else adapters.tokens
+        if self.decoder.parallel:
+            assert stacks.gate_up is not None and stacks.down is not None
+            normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
+            inner = ops.gate(self._adapted(normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
+            halves = ((attended, layer.o, layer.o_bias), stacks.o), ((inner, layer.down, layer.down_bias), stacks.down)
+            changes = [self._change(x, stack, adapters, lora) for (x, *_), stack in halves]
+            return ops.add_linears_norm(stream, halves[0][0], halves[1][0], following, changes)
+
+        def add(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, stack: LoraStack, norms: Norms) -> Normed:
+            norm, out_norm = norms
+            if out_norm is not None or adapters.scaled:
+                change = self._change(x, stack, adapters, lora)
+                return ops.add_linear_norm(stream, x, weight, bias, norm, out_norm=out_norm, change=change)
+            if self.group is not None:
+                return ops.add_adapted_norm(stream, x, weight, bias, norm, lora.begin(x, stack))
             # A projection that writes to the stream has its adapters write to the stream too.
-            stacks, lora = adapters.layers[index], adapters.rows if sampled else adapters.tokens
-            first = partial(lora.begin(attended, stacks.o, stream).add, stream)
-            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, first)
-            normed = ops.computed(normed)
+            first = partial(lora.begin(x, stack, stream).add, stream)
+            return ops.add_linear_norm(stream, x, weight, bias, norm, first)
+
+        normed = add(attended, layer.o, layer.o_bias, stacks.o, (layer.post_norm, layer.attention_out_norm))
+        if layer.experts is not None:
+            return ops.add_experts_norm(stream, normed, layer.experts, following)
+        assert stacks.gate_up is not None and stacks.down is not None
+        normed = ops.computed(normed)
+        if self.decoder.norms_stream:
+            normed = stream.copy_(normed)
+        if adapters.scaled:
+            inner = ops.gate(self._adapted(normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
+        else:
             finish = lora.begin(normed, stacks.gate_up)
             inner = ops.gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
-            first = partial(lora.begin(inner, stacks.down, stream).add, stream)
-        normed = ops.add_linear_norm(
-            stream, inner, layer.down, layer.down_bias, following, first, out_norm=layer.mlp_out_norm
-        )
-        return stream.copy_(normed) if spec.norms_stream else normed
+        normed = add(inner, layer.down, layer.down_bias, stacks.down, (following, layer.mlp_out_norm))
+        return stream.copy_(ops.computed(normed)) if self.decoder.norms_stream else normed
+
+    def _adapted(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        stack: LoraStack,
+        adapters: StepAdapters,
+        lora: Lora,
+    ) -> torch.Tensor:
+        """x [T, K] times weight transposed, plus bias, with the adapters' changes: [T, N]."""
+        finish = lora.begin(x, stack)
+        out = self._ops.linear(x, weight, None if adapters.scaled else bias)
+        finish.add(out)
+        if adapters.scaled:  # gains do not scale the bias
+            lora.scale(out, stack)
+            if bias is not None:
+                out += bias
+        return out
+
+    def _change(self, x: torch.Tensor, stack: LoraStack, adapters: StepAdapters, lora: Lora) -> Change:
+        """A function that applies adapters to a projection of x before its bias, for `LayerOps.add_linear_norm`."""
+
+        def change(projected: torch.Tensor) -> None:
+            lora.add(projected, x, stack)
+            if adapters.scaled:
+                lora.scale(projected, stack)
+
+        return change

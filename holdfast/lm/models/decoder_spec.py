@@ -102,14 +102,6 @@ class DecoderSpec:
         """Largest max_model_len that can be asked for. Dynamic scaling extends the config's own limit."""
         return int(self.max_positions * self.rope.factor) if self.rope.kind == "dynamic" else self.max_positions
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether LoRA adapters and tuning support the decoder. They support only layers that are like Llama's."""
-        plain = self.norms == ("input_norm", "post_norm") and not (self.layer_norm or self.norm_offset or self.parallel)
-        whole = self.rope.kind != "none" and self.rope.share == 1.0 and self.local_rope is None
-        unscaled = self.softcap is None and self.logit_softcap is None and self.embedding_scale == 1.0
-        return plain and whole and unscaled and self.gated and not self.qk_norm_whole and not self.names.parts
-
 
 @dataclass(frozen=True)
 class Part:

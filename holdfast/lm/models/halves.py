@@ -5,27 +5,42 @@ tensors. The backward turns the gradient of x' into that of x in place and write
 matrices; base weights have none. Kept tensors that were freed are computed again by the same operations from the same
 x, so the results have the same bits.
 
+Families differ in what they norm: x as above, what is added (x + norm(f(x))), or the sum (norm(x + f(x))). Where
+attention and MLP of a layer are parallel, the MLP half adds f(norm(entered)) to x, with the layer's input `entered`.
+
+Where several devices share each layer, a device has its own rows of the weights that read the stream, and its own
+columns of those that add to it (`shard.module_pieces`). The stream and its gradient are equal on all devices: forwards
+add up what devices add to the stream, and backwards add up the gradients of what devices read (Megatron-LM, §3). The
+gradients of an adapter are this device's part of a sum over devices. They lie in the whole matrices, and are zero where
+the device has no part.
+
 LoRA (Hu et al., 2021, §4.1): y = W x + s B (A x). With t = s Bᵀ dy: dB = s dy (A x)ᵀ, dA = t xᵀ, dx = Wᵀ dy + Aᵀ t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.linear import layer_ops_for
+from holdfast.lm.kernels.linear.experts.experts import apply_experts
 from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
 from holdfast.lm.kernels.training import training_ops_for
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
-from holdfast.lm.kernels.training.ops import product_in_float32
-from holdfast.lm.models.decoder import Decoder, LayerWeights
-from holdfast.lm.models.peft_files import MODULES, DecoderSizes, module_shapes
-
-GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""For each fused linear layer (a field of LayerWeights), the modules that read its input."""
+from holdfast.lm.kernels.training.experts import experts_backward
+from holdfast.lm.kernels.training.loss import shared_loss_backward
+from holdfast.lm.kernels.training.ops import product_in_float32, wide
+from holdfast.lm.models.adapted import AdaptedModules, adapted_modules
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.rope import Rope
+from holdfast.lm.models.shard import module_pieces
 
 Kept = dict[str, torch.Tensor]
 """The tensors that a half's backward needs besides its input, by name.
@@ -40,7 +55,20 @@ class LoraGroup:
 
     a: torch.Tensor  # [modules * rank, inputs], one below the other
     b: tuple[tuple[str, torch.Tensor], ...]
-    """For each module, its name and B [outputs, rank]."""
+    """For each module, its name and B [outputs, rank]. A fused module may stand as its parts, which share its A."""
+
+    def of(self, number: int, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """The columns of x [T, modules * rank] that belong to entry `number` of B."""
+        parts = torch.split(x, rank, dim=-1)
+        return parts[number] if len(parts) == len(self.b) else parts[0]
+
+
+class Low(NamedTuple):
+    """The change of a projection by a module of an adapter, or a part of one: s · small Bᵀ is added to some columns."""
+
+    columns: slice
+    small: torch.Tensor  # [T, rank]: x Aᵀ
+    b: torch.Tensor  # [columns, rank]
 
 
 LayerAdapter = Mapping[str, LoraGroup]
@@ -54,33 +82,42 @@ A fused layer that the adapter does not change has no entry.
 class AdapterLayout:
     """The layout of one layer's matrices in a vector. It is the same for all layers."""
 
-    sizes: DecoderSizes
+    decoder: DecoderSpec
     modules: tuple[str, ...]
-    """The modules that the adapter changes, as keys of MODULES."""
+    """The short names of the modules that the adapter changes, which every layer must have."""
     rank: int
 
     def __post_init__(self) -> None:
-        if not self.modules or (unknown := {*self.modules} - {*MODULES}):
+        known = self.base.everywhere
+        if not self.modules or (unknown := {*self.modules} - {*known}):
             shown = ", ".join(sorted(unknown)) if self.modules else "none"
-            raise ValueError(f"modules to tune are {shown}; choose from {', '.join(MODULES)}")
+            raise ValueError(f"modules to tune are {shown}; choose from {', '.join(known)}")
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; it must be at least 1")
 
-    @property
+    @cached_property
+    def base(self) -> AdaptedModules:
+        """The modules that adapters of the decoder may change."""
+        return adapted_modules(self.decoder)
+
+    @cached_property
     def groups(self) -> dict[str, tuple[str, ...]]:
         """For each fused linear layer, those of its modules that the adapter changes."""
-        chosen = {field: tuple(name for name in names if name in self.modules) for field, names in GROUPS.items()}
-        return {field: names for field, names in chosen.items() if names}
+        chosen: dict[str, tuple[str, ...]] = {}
+        for name, module in self.base.modules.items():
+            if name in self.modules:
+                chosen[module.field] = (*chosen.get(module.field, ()), name)
+        return chosen
 
     @property
     def elements(self) -> int:
         """Number of elements of one layer's matrices."""
-        shapes = module_shapes(self.sizes)
+        shapes = self.base.shapes()
         return sum(self.rank * sum(shapes[module]) for names in self.groups.values() for module in names)
 
     def views(self, vector: torch.Tensor) -> dict[str, LoraGroup]:
         """The matrices in a vector [elements], as views."""
-        shapes, at = module_shapes(self.sizes), 0
+        shapes, at = self.base.shapes(), 0
 
         def part(*shape: int) -> torch.Tensor:
             nonlocal at
@@ -101,8 +138,11 @@ class PackedTokens:
     """T tokens of whole sequences, packed one after the other, on the device."""
 
     ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
     packing: Packing
     rotation: Rotation
+    local_rotation: Rotation
+    """The rotation of layers with a window; mostly the same as `rotation`."""
     slots: torch.Tensor  # [T] int64: each token's own number
 
     @property
@@ -111,14 +151,27 @@ class PackedTokens:
 
 
 class Halves:
-    """The halves of a decoder's layers, and its head. Callers must turn autograd off."""
+    """The halves of a decoder's layers, and its head, or of this device's part of them. Layers count from its first.
+
+    Callers must turn autograd off. All devices that share the layers make the same calls.
+    """
 
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
         """`scale` is LoRA's s."""
         spec = model.decoder
+        if model.group is not None and spec.qk_norm and spec.qk_norm_whole:
+            raise ValueError(
+                f"tp is {model.group.size}, and {spec.architecture} norms queries and keys over the heads of all "
+                "devices, which tuning does not split; leave tp out"
+            )
         self.model, self.layout, self.scale = model, layout, scale
-        self._spec = spec
+        self._group, self._pieces = model.group, module_pieces(spec, model.shard)
+        self._spec = spec = model.shard.own(spec)
         device, dtype = model.spec.device, model.spec.dtype
+
+        def frequencies(rope: Rope) -> torch.Tensor:
+            return rope.inverse_frequencies(spec.head_dim, model.spec.max_model_len).to(device)
+
         shape = LayerShape(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -126,21 +179,37 @@ class Halves:
             eps=spec.rms_eps,
             activation=spec.activation,
             dtype=dtype,
-            inverse_frequencies=spec.rope.inverse_frequencies(spec.head_dim, model.spec.max_model_len).to(device),
+            inverse_frequencies=frequencies(spec.rope),
             amplitude=spec.rope.amplitude,
+            layer_norm=spec.layer_norm,
+            gated=spec.gated,
+            qk_norm_whole=spec.qk_norm_whole,
         )
         self._ops = training_ops_for(shape)
-        self.attention = packed_attention_for(device, dtype, spec.head_dim)
+        self._local_layers, local = self._ops.layers, spec.local_rope
+        if local is not None:
+            shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
+            self._local_layers = layer_ops_for(shape)
+        self.attention = packed_attention_for(device, dtype, spec.head_dim, softcap=spec.softcap, sinks=spec.sinks)
         self._windows = spec.windows or (None,) * spec.num_layers
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self._columns = {
-            "qkv": {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)},
-            "o": {"o": slice(0, hidden)},
-            "gate_up": {"gate": slice(0, inner), "up": slice(inner, 2 * inner)},
-            "down": {"down": slice(0, hidden)},
-        }
-        """For each fused linear layer, the output columns of its modules."""
+        self._columns = {name: piece.columns for pieces in self._pieces.values() for name, piece in pieces.items()}
+        """The output columns of each module, and of each part of a fused one, in its linear layer."""
+        inner = spec.intermediate_size
+        self._inner = (
+            {"gate": slice(0, inner), "up": slice(inner, 2 * inner)} if spec.gated else {"up": slice(0, inner)}
+        )
+        """The output columns of the MLP's first layer that its activation reads as a tensor of their own."""
+        self._no_norm = torch.empty(0, dtype=dtype, device=device)
+
+    def own(self, adapter: LayerAdapter) -> LayerAdapter:
+        """This device's part of a layer's whole matrices, as views."""
+        found = {}
+        for field, group in adapter.items():
+            pieces = [(b, self._pieces[module]) for module, b in group.b]
+            inputs = next(iter(pieces[0][1].values())).inputs  # equal for all modules that share an input
+            rows = tuple((name, b[piece.outputs]) for b, parts in pieces for name, piece in parts.items())
+            found[field] = LoraGroup(group.a[:, inputs], rows)
+        return found
 
     def pack(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> PackedTokens:
         """Pack token ids [T] int64 on the device as sequences of these lengths.
@@ -149,11 +218,17 @@ class Halves:
         """
         device = ids.device
         positions = sent(torch.cat([torch.arange(length) for length in lengths]), device)
-        rotation = self._ops.layers.rotation(positions)
-        return PackedTokens(ids, Packing.of(lengths, device), rotation, torch.arange(len(ids), device=device))
+        rotation = local = self._ops.layers.rotation(positions)
+        if self._local_layers is not self._ops.layers:
+            local = self._local_layers.rotation(positions)
+        slots = torch.arange(len(ids), device=device)
+        return PackedTokens(ids, positions, Packing.of(lengths, device), rotation, local, slots)
 
     def kept_shapes(self, half: str, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype, by name, of the tensors that `half` ("attention" or "mlp") keeps for this many tokens."""
+        """Shape and dtype, by name, of the tensors that `half` ("attention" or "mlp") keeps for this many tokens.
+
+        An MLP half with experts keeps none of them.
+        """
         spec, dtype = self._spec, self.model.spec.dtype
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         groups, rank = self.layout.groups, self.layout.rank
@@ -165,19 +240,20 @@ class Halves:
                 "attended": ((tokens, heads, spec.head_dim), dtype),
                 "log_sums": ((heads, tokens), sums),
             }
+        elif spec.experts is not None and all(spec.experts.sparse):
+            return {}
         else:
-            shapes = {
-                "gate": ((tokens, spec.intermediate_size), dtype),
-                "up": ((tokens, spec.intermediate_size), dtype),
-            }
+            shapes = dict.fromkeys(self._inner, ((tokens, spec.intermediate_size), dtype))
         fields = ("qkv", "o") if half == "attention" else ("gate_up", "down")
+        if self._norms_output(half):
+            shapes[f"output_{fields[1]}"] = ((tokens, spec.hidden_size), dtype)
         return shapes | {
             f"shrunk_{field}": ((tokens, len(groups[field]) * rank), dtype) for field in fields if field in groups
         }
 
     def embed(self, tokens: PackedTokens, out: torch.Tensor) -> None:
-        """Write the embeddings [T, hidden] to `out`."""
-        torch.index_select(self.model.embedding, 0, tokens.ids, out=out)
+        """Write the stream [T, hidden] as it enters the first layer to `out`."""
+        out.copy_(self.model.embedded(tokens.ids, tokens.positions))
 
     def attention_forward(
         self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept, out: torch.Tensor
@@ -185,15 +261,28 @@ class Halves:
         """Write x + attention(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
         attended = self._attend(layer, x, tokens, adapter, kept)
-        low, columns = self._low("o", adapter, kept), self._columns["o"]
-        self._project(attended, self._dense(weights.o), weights.o_bias, columns, low, out, x)
+        self._add_output(
+            "o", x, attended, (weights.o, weights.o_bias), self._output_norm(layer, "o"), adapter, kept, out
+        )
 
-    def mlp_forward(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept, out: torch.Tensor) -> None:
-        """Write x + mlp(x) [T, hidden] to `out`."""
+    def mlp_forward(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        entered: torch.Tensor,
+        adapter: LayerAdapter,
+        kept: Kept,
+        out: torch.Tensor,
+    ) -> None:
+        """Write x + mlp(x) [T, hidden] to `out`. `entered` [T, hidden] is the layer's input."""
         weights = self.model.layers[layer]
-        product = self._gate(layer, x, adapter, kept)
-        low, columns = self._low("down", adapter, kept), self._columns["down"]
-        self._project(product, self._dense(weights.down), weights.down_bias, columns, low, out, x)
+        if weights.experts is not None:
+            normed = self._norm(x, weights.post_norm)
+            torch.add(x, self._summed(apply_experts(normed, weights.experts)), out=out)
+            return
+        product = self._gate(layer, self._mlp_input(x, entered), adapter, kept)
+        norm = self._output_norm(layer, "down")
+        self._add_output("down", x, product, (weights.down, weights.down_bias), norm, adapter, kept, out)
 
     def attention_backward(
         self,
@@ -204,54 +293,81 @@ class Halves:
         adapter: LayerAdapter,
         grads: LayerAdapter,
         kept: Kept | None,
+        beside: torch.Tensor,
     ) -> None:
         """Turn the gradient of `attention_forward`'s result [T, hidden] into that of x, in place.
 
         Writes the adapter's gradients to `grads`. `kept` holds the forward's kept tensors; if it is None, they are
-        computed again.
+        computed again. `beside` is the memory of the MLP half's input: for parallel halves, `mlp_backward` left there
+        what the MLP adds to the gradient.
         """
         weights = self.model.layers[layer]
         if kept is None:
-            self._attend(layer, x, tokens, adapter, kept := {})
+            kept = {}
+            if self._norms_output("attention"):
+                self.attention_forward(layer, x, tokens, adapter, kept, torch.empty_like(x))
+            else:
+                self._attend(layer, x, tokens, adapter, kept)
         attended = kept["attended"]
-        back, t = self._project_backward("o", gradient, self._dense(weights.o), adapter, grads, kept)
+        projected = self._output_backward("o", gradient, self._output_norm(layer, "o"), kept)
+        back, t = self._project_backward("o", projected, self._dense(weights.o), adapter, grads, kept)
         _write_grad_of_a(t, attended.flatten(1), grads, "o")
-        qkv = self._rotated(weights, kept["qkv"], tokens)
+        qkv = self._rotated(layer, kept["qkv"], tokens)
         back_qkv = self.attention.backward(
             back.view_as(attended), qkv, attended, kept["log_sums"],
             tokens.packing, self._spec.scale, self._windows[layer],
         )  # fmt: skip
         del back, qkv
         together = self._ops.rotate_backward(
-            *back_qkv, kept["qkv"], tokens.rotation, weights.q_norm, weights.k_norm
+            *back_qkv, kept["qkv"], self._rotation(layer, tokens), weights.q_norm, weights.k_norm
         )  # fmt: skip
         del back_qkv
         back, t = self._project_backward("qkv", together, self._dense(weights.qkv), adapter, grads, kept)
         if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.input_norm), grads, "qkv")
-        self._ops.add_norm_backward(gradient, back, x, weights.input_norm)
+        self._ops.add_norm_backward(gradient, self._summed(back), x, weights.input_norm)
+        if self._spec.parallel:
+            gradient += beside
 
     def mlp_backward(
         self,
         layer: int,
         gradient: torch.Tensor,
         x: torch.Tensor,
+        entered: torch.Tensor,
         adapter: LayerAdapter,
         grads: LayerAdapter,
         kept: Kept | None,
     ) -> None:
-        """Turn the gradient of `mlp_forward`'s result [T, hidden] into that of x, as `attention_backward` does."""
-        weights = self.model.layers[layer]
+        """Turn the gradient of `mlp_forward`'s result [T, hidden] into that of x, as `attention_backward` does.
+
+        For parallel halves, x becomes what the MLP adds to the gradient of `entered`.
+        """
+        weights, norm = self.model.layers[layer], self._mlp_norm(layer)
+        if weights.experts is not None:
+            back = experts_backward(gradient, self._norm(x, norm), weights.experts, self._summed)
+            self._ops.add_norm_backward(gradient, back, x, norm)
+            return
+        source = self._mlp_input(x, entered)
         if kept is None:
-            self._gate(layer, x, adapter, kept := {})
-        back, t = self._project_backward("down", gradient, self._dense(weights.down), adapter, grads, kept)
-        together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
+            kept = {}
+            if self._norms_output("mlp"):
+                self.mlp_forward(layer, x, entered, adapter, kept, torch.empty_like(x))
+            else:
+                self._gate(layer, source, adapter, kept)
+        projected = self._output_backward("down", gradient, self._output_norm(layer, "down"), kept)
+        back, t = self._project_backward("down", projected, self._dense(weights.down), adapter, grads, kept)
+        if self._spec.gated:
+            together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
+        else:
+            together, product = self._ops.activation_backward(kept["up"], back)
         _write_grad_of_a(t, product, grads, "down")
         del back, product
         back, t = self._project_backward("gate_up", together, self._dense(weights.gate_up), adapter, grads, kept)
         if t is not None:
-            _write_grad_of_a(t, self._norm(x, weights.post_norm), grads, "gate_up")
-        self._ops.add_norm_backward(gradient, back, x, weights.post_norm)
+            _write_grad_of_a(t, self._norm(source, norm), grads, "gate_up")
+        back = self._summed(back)
+        self._ops.add_norm_backward(x.zero_() if self._spec.parallel else gradient, back, source, norm)
 
     def head(
         self, stream: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, backward: bool
@@ -260,12 +376,23 @@ class Halves:
 
         `targets` is [C] int64, `weights` is [C] float32. The result has no dimensions and stays on the device.
         """
-        head, norm = self.model.lm_head, self.model.norm
-        logits = self._norm(stream, norm) @ head.t()
-        losses = self._ops.loss_backward(logits, targets, weights)
+        head, norm, narrow, cap = self.model.lm_head, self.model.norm, self.model.project_out, self._spec.logit_softcap
+        normed = self._norm(stream, norm)
+        logits = (normed if narrow is None else normed @ narrow.t()) @ head.t()
+        slope = None
+        if cap is not None:
+            logits.div_(cap).tanh_()
+            slope = 1.0 - wide(logits).square() if backward else None
+            logits.mul_(cap)
+        if self._group is None:
+            losses = self._ops.loss_backward(logits, targets, weights)
+        else:
+            first = self.model.shard.vocabulary(self._spec.vocab_size).start
+            losses = shared_loss_backward(logits, targets, weights, first, self._group)
         if backward:
+            back = self._summed((logits if slope is None else logits.mul_(slope)) @ head)
             gradient = torch.zeros_like(stream)
-            self._ops.add_norm_backward(gradient, logits @ head, stream, norm)
+            self._ops.add_norm_backward(gradient, back if narrow is None else back @ narrow, stream, norm)
             stream.copy_(gradient)
         return losses.sum()
 
@@ -277,9 +404,9 @@ class Halves:
         normed = self._norm(x, weights.input_norm)
         self._shrink(normed, "qkv", adapter, kept)
         low, weight = self._low("qkv", adapter, kept), self._dense(weights.qkv)
-        qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, self._columns["qkv"], low, kept.get("qkv"))
+        qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, low, kept.get("qkv"))
         out, log_sums = self.attention.forward(
-            self._rotated(weights, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer]
+            self._rotated(layer, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer], weights.sinks
         )
         _put(kept, "attended", out)
         _put(kept, "log_sums", log_sums)
@@ -290,17 +417,83 @@ class Halves:
     def _gate(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept) -> torch.Tensor:
         """Compute an MLP half up to the down projection, and return the projection's input [T, intermediate]."""
         weights = self.model.layers[layer]
-        normed = self._norm(x, weights.post_norm)
+        normed = self._norm(x, self._mlp_norm(layer))
         self._shrink(normed, "gate_up", adapter, kept)
-        low, whole = self._low("gate_up", adapter, kept), slice(0, self._spec.intermediate_size)
+        low = self._low("gate_up", adapter, kept)
         gate_up = self._dense(weights.gate_up)
-        for name, rows in self._columns["gate_up"].items():
+        for name, rows in self._inner.items():
             weight = gate_up[rows]
             bias = None if weights.gate_up_bias is None else weights.gate_up_bias[rows]
-            kept[name] = self._project(normed, weight, bias, {name: whole}, low, kept.get(name))
-        product = self._ops.gate(kept["gate"], kept["up"])
+            own = []
+            for part, small, b in low:
+                # A module has the columns of gate or of up, or all of them (Phi-3).
+                start, stop = max(part.start, rows.start), min(part.stop, rows.stop)
+                if start < stop:
+                    columns = slice(start - rows.start, stop - rows.start)
+                    own.append(Low(columns, small, b[start - part.start : stop - part.start]))
+            kept[name] = self._project(normed, weight, bias, own, kept.get(name))
+        product = self._ops.gate(kept["gate"], kept["up"]) if self._spec.gated else self._ops.activation(kept["up"])
         self._shrink(product, "down", adapter, kept)
         return product
+
+    def _mlp_input(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+        """The stream that an MLP half reads: its own input, or the layer's."""
+        return entered if self._spec.parallel else x
+
+    def _mlp_norm(self, layer: int) -> torch.Tensor:
+        """The norm of the stream that an MLP half reads."""
+        weights = self.model.layers[layer]
+        if self._spec.norms_stream:  # the stream was normed at the end of the attention half
+            return self._no_norm
+        return weights.input_norm if self._spec.parallel and not len(weights.post_norm) else weights.post_norm
+
+    def _norms_output(self, half: str) -> bool:
+        """Whether a half norms what it adds, or the sum."""
+        field = "attention_out_norm" if half == "attention" else "mlp_out_norm"
+        return self._spec.norms_stream or field in self._spec.norms
+
+    def _output_norm(self, layer: int, field: str) -> torch.Tensor | None:
+        """The norm of what the projection `field` adds to the stream, or of the sum; None: neither is normed."""
+        weights = self.model.layers[layer]
+        if self._spec.norms_stream:
+            return weights.post_norm if field == "o" else weights.end_norm
+        return weights.attention_out_norm if field == "o" else weights.mlp_out_norm
+
+    def _add_output(
+        self,
+        field: str,
+        x: torch.Tensor,
+        read: torch.Tensor,
+        layer: tuple[Weight, torch.Tensor | None],
+        norm: torch.Tensor | None,
+        adapter: LayerAdapter,
+        kept: Kept,
+        out: torch.Tensor,
+    ) -> None:
+        """Write x + the projection of `read`, normed as the family does, to `out`. `layer` is weight and bias."""
+        weight, bias, low = self._dense(layer[0]), layer[1], self._low(field, adapter, kept)
+        if norm is None:
+            self._project_whole(read, weight, bias, low, out, x)
+            return
+        name, whole = f"output_{field}", self._spec.norms_stream
+        kept[name] = self._project_whole(read, weight, bias, low, kept.get(name), x if whole else None)
+        normed = self._norm(kept[name], norm)
+        if whole:
+            out.copy_(normed)
+        else:
+            torch.add(x, normed, out=out)
+
+    def _output_backward(
+        self, field: str, gradient: torch.Tensor, norm: torch.Tensor | None, kept: Kept
+    ) -> torch.Tensor:
+        """The gradient of a projection's output, from that of its half's result.
+
+        Where the half norms the sum, `gradient` becomes that of the sum.
+        """
+        if norm is None:
+            return gradient
+        back = self._ops.norm_backward(gradient, kept[f"output_{field}"], norm)
+        return gradient.copy_(back) if self._spec.norms_stream else back
 
     def _dense(self, weight: Weight) -> torch.Tensor:
         """The weight in the model's dtype. A quantized one is dequantized for this use only.
@@ -313,17 +506,23 @@ class Halves:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.layers.norm(x, weight)
 
+    def _rotation(self, layer: int, tokens: PackedTokens) -> Rotation:
+        return tokens.rotation if self._windows[layer] is None else tokens.local_rotation
+
     def _rotated(
-        self, weights: LayerWeights, qkv: torch.Tensor, tokens: PackedTokens
+        self, layer: int, qkv: torch.Tensor, tokens: PackedTokens
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, H, D], keys and values [T, Hkv, D].
 
         Queries and keys are rotated, and normed if the model norms them.
         """
         # The operation writes to a cache. Here the cache has blocks of one token, and each token has its own block.
+        weights = self.model.layers[layer]
         key, value = (qkv.new_empty(len(qkv), 1, self._spec.num_kv_heads, self._spec.head_dim) for _ in range(2))
+        if self._spec.qk_norm_whole:  # norms over all heads write to what they read, and the backward needs that
+            qkv = qkv.clone()
         query = self._ops.layers.rotate_and_write(
-            qkv, tokens.rotation, weights.q_norm, weights.k_norm, (key, value), tokens.slots
+            qkv, self._rotation(layer, tokens), weights.q_norm, weights.k_norm, (key, value), tokens.slots
         )
         return query, key[:, 0], value[:, 0]
 
@@ -333,40 +532,62 @@ class Halves:
             name = f"shrunk_{field}"
             kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))
 
-    def _low(self, field: str, adapter: LayerAdapter, kept: Kept) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """For each module of a group: x Aᵀ [T, rank] and B [outputs, rank]."""
+    def _low(self, field: str, adapter: LayerAdapter, kept: Kept) -> list[Low]:
+        """The changes of a projection by a group."""
         if field not in adapter:
-            return {}
-        parts = torch.split(kept[f"shrunk_{field}"], self.layout.rank, dim=-1)
-        return {module: (low, b) for (module, b), low in zip(adapter[field].b, parts, strict=True)}
+            return []
+        group, shrunk = adapter[field], kept[f"shrunk_{field}"]
+        return [
+            Low(self._columns[name], group.of(number, shrunk, self.layout.rank), b)
+            for number, (name, b) in enumerate(group.b)
+        ]
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the devices that share the layers. x may be overwritten."""
+        return x if self._group is None else self._group.all_reduce(x)
+
+    def _project_whole(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        low: Sequence[Low],
+        out: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`_project`, summed over devices."""
+        if self._group is None:
+            return self._project(x, weight, bias, low, out, residual)
+        added = self._summed(self._project(x, weight, None, low, None))
+        for other in (residual, bias):
+            if other is not None:
+                added = added + other
+        return added if out is None else out.copy_(added)
 
     def _project(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        columns: Mapping[str, slice],
-        low: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        low: Sequence[Low],
         out: torch.Tensor | None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """residual + x weightᵀ + bias + s (x Aᵀ) Bᵀ, [T, N]. `columns` are the output columns of each module."""
+        """residual + x weightᵀ + bias + s (x Aᵀ) Bᵀ, [T, N]."""
         out = x.new_empty(len(x), len(weight)) if out is None else out
         start = residual if bias is None else bias if residual is None else torch.add(residual, bias, out=out)
-        if columns.keys() <= low.keys():
+        if sum(part.stop - part.start for part, _, _ in low) == len(weight):
             # The small products come first: the large one adds to them as it writes, which moves fewer bytes.
-            for module, part in columns.items():
+            for part, small, b in low:
                 first, beta = (out[:, part], 0.0) if start is None else (start[..., part], 1.0)
-                small, b = low[module]
                 torch.addmm(first, small, b.t(), beta=beta, alpha=self.scale, out=out[:, part])
             return out.addmm_(x, weight.t())
         if start is None:
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(start, x, weight.t(), out=out)
-        for module in columns.keys() & low.keys():
-            small, b = low[module]
-            out[:, columns[module]].addmm_(small, b.t(), alpha=self.scale)
+        for part, small, b in low:
+            out[:, part].addmm_(small, b.t(), alpha=self.scale)
         return out
 
     def _project_backward(
@@ -387,11 +608,16 @@ class Halves:
         group, rank = adapter[field], self.layout.rank
         shrunk = kept[f"shrunk_{field}"]
         together = torch.empty_like(shrunk)
-        for (module, b), (_, grad), low, t in zip(
-            group.b, grads[field].b, torch.split(shrunk, rank, dim=-1), torch.split(together, rank, dim=-1), strict=True
-        ):
-            part = gradient[:, self._columns[field][module]]
-            torch.mm(part, b, out=t)
+        for number, ((name, b), (_, grad)) in enumerate(zip(group.b, grads[field].b, strict=True)):
+            part, low, t = (
+                gradient[:, self._columns[name]],
+                group.of(number, shrunk, rank),
+                group.of(number, together, rank),
+            )
+            if number and len(group.b) * rank != together.shape[1]:  # a further part of the same module
+                t.addmm_(part, b)
+            else:
+                torch.mm(part, b, out=t)
             product_in_float32(part.t(), low, grad, self.scale)
         together *= self.scale
         return (together @ group.a).addmm_(gradient, weight), together

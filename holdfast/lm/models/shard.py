@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from holdfast.core.layout import Layout, split_layers
+from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules, adapted_modules, part_names
 from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, layer_shapes
+from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +162,73 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
         field: tuple(piece(field, part, shape) for part, shape in enumerate(shapes))
         for field, shapes in layer_shapes(spec).items()
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePiece:
+    """A device's piece of a module that an adapter may change, or of a part of a fused one."""
+
+    outputs: slice
+    """The rows of the module's B, in the order of the module's field."""
+    inputs: slice
+    """The columns of its A."""
+    columns: slice
+    """The outputs among those of the device's part of the field."""
+
+
+def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, ModulePiece]]:
+    """For each module that an adapter may change, the device's pieces of it, by part.
+
+    An adapter's B is split as the rows of these pieces, and its A as the columns. So the sum over devices of the
+    adapter's parts is the whole adapter's output, like the sum of the layer's parts. A fused module has several parts
+    only where devices share it.
+    """
+    fields, found = layer_pieces(spec, shard), dict[str, dict[str, ModulePiece]]()
+    for name, module in adapted_modules(spec).modules.items():
+        parts: dict[str, ModulePiece] = {}
+        whole_at = own_at = 0
+        for part, piece in zip(part_names(spec, module.field), fields[module.field], strict=True):
+            rows, columns = piece.own
+            offset = whole_at - module.columns.start
+            if 0 <= offset < module.outputs:
+                parts[part] = ModulePiece(
+                    slice(offset + rows.start, offset + rows.stop),
+                    slice(columns.start, columns.stop),
+                    slice(own_at, own_at + len(rows)),
+                )
+            whole_at, own_at = whole_at + piece.whole[0], own_at + len(rows)
+        if shard.tp == 1:
+            inputs = next(iter(parts.values())).inputs
+            parts = {name: ModulePiece(slice(0, module.outputs), inputs, module.columns)}
+        found[name] = parts
+    return found
+
+
+def own_modules(spec: DecoderSpec, shard: Shard) -> AdaptedModules:
+    """The modules of the device's part of a decoder, for adapters of `own_adapter`."""
+    base, modules = adapted_modules(spec), {}
+    for name, parts in module_pieces(spec, shard).items():
+        pieces = [*parts.values()]
+        columns, inputs = slice(pieces[0].columns.start, pieces[-1].columns.stop), pieces[0].inputs
+        modules[name] = AdaptedModule(base.modules[name].field, columns, inputs.stop - inputs.start)
+    return AdaptedModules(base.names, modules, base.sparse[shard.layers.start : shard.layers.stop])
+
+
+def own_adapter(weights: AdapterWeights, spec: DecoderSpec, shard: Shard) -> AdapterWeights:
+    """The device's part of a whole adapter, with layers numbered from the first one of its stage.
+
+    The rows of B are in the order of the device's fields.
+    """
+    pieces, modules, pairs = module_pieces(spec, shard), adapted_modules(spec).modules, {}
+
+    def rows(module: str, whole: torch.Tensor) -> torch.Tensor:
+        placed = modules[module].placed(whole)
+        return torch.cat([placed[piece.outputs] for piece in pieces[module].values()])
+
+    for (layer, module), pair in weights.pairs.items():
+        if layer in shard.layers:
+            inputs = next(iter(pieces[module].values())).inputs
+            magnitude = None if pair.magnitude is None else rows(module, pair.magnitude)
+            own = LoraPair(pair.a[:, inputs], rows(module, pair.b), pair.scale, magnitude)
+            pairs[layer - shard.layers.start, module] = own
+    return AdapterWeights(pairs, weights.names)

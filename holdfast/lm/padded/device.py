@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from holdfast.lm.padded.decode_graphs import (
     position_bytes,
     probe_graphs,
 )
+from holdfast.lm.padded.draw_rules import RowPart
 from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.executor import PaddedExecutor
@@ -60,6 +62,9 @@ MEASURED_PROMPT = 4096
 """Longest whole prompt that is measured; half of it is measured, too. Longer ones are extrapolated linearly."""
 
 
+Kind = TypeVar("Kind")
+
+
 class Probed(NamedTuple):
     """The results of probing a model. They hold for every config."""
 
@@ -81,13 +86,17 @@ class PaddedDevice(LanguageDevice):
         name: str = "",
         stages: Stages | None = None,
         probed: Probed | None = None,
+        parts: Sequence[RowPart] = (),
     ) -> None:
         """`name` is the name under which the model is served. `stages` records the time of probing and measuring.
+
+        `parts` restrict the draws of rows.
 
         Given `probed`, of another device over the same module, nothing is probed. Raises UnsupportedCheckpoint for a
         model that gives no right logits even alone.
         """
         self.model, self.config, self.name = model, config, name
+        self.parts = tuple(parts)
         self._stages = stages or Stages(0.0, time.monotonic)
         self._sizes: MemoryMeasurement | None = None
         if probed is None:
@@ -135,6 +144,13 @@ class PaddedDevice(LanguageDevice):
     def captures(self) -> bool:
         """Whether decodes run as captured CUDA graphs."""
         return self.abilities.graphs
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """The part of this class. Raises LookupError if the device has none."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        raise LookupError(f"there is no {kind.__name__}")
 
     @property
     def host(self) -> None:
@@ -226,7 +242,8 @@ class PaddedDevice(LanguageDevice):
         graphs = None
         if self._masks is not None and self._settled:
             graphs = DecodeGraphs(self.driver, self.layout, self.config.max_sequences, self._settled, masks=self._masks)
-        return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs)
+        rules = [part.row_rules(self.config.plan_rows, device) for part in self.parts]
+        return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs, rules=rules)
 
     def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
         """Largest number of tokens in one step; above the budget if prompts are computed whole.

@@ -19,6 +19,7 @@ from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.decode_graphs import DecodeGraphs
+from holdfast.lm.padded.draw_rules import DrawnRows, RowRules
 from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.host_rows import HostRows, LoadingState
 from holdfast.lm.padded.running_rows import RunningRows
@@ -130,13 +131,17 @@ class PaddedExecutor:
         *,
         second_stream: bool = True,
         graphs: DecodeGraphs | None = None,
+        rules: Sequence[RowRules] = (),
     ) -> None:
         """`second_stream` False runs all forwards on one stream, also on a GPU.
+
+        `rules` restrict the draws of rows with grammars: those of one part at most.
 
         `graphs` runs the decodes that fit into its memory. Without it each decode is launched kernel by kernel.
         """
         self.driver, self.abilities, self.rows, self.host = driver, abilities, rows, host
         self.graphs = graphs
+        self._rules = rules
         self._histories: dict[int, tuple[int, ...]] = {}
         """Known tokens, by row, of the current plan's rows whose draws depend on them."""
         self._layout, self._device = rows.layout, rows.device
@@ -249,6 +254,8 @@ class PaddedExecutor:
         rows_plan = plan.part(RowPlan)
         segments, moves, start = list(plan.segments), deque(rows_plan.moves), 0
         self._histories = {each.row: each.tokens for each in plan.part(PenaltyPlan).histories}
+        for rules in self._rules:
+            rules.begin(plan)
         began = self._event() if self._second is not None else None
         for index, forward in enumerate(rows_plan.forwards):
             self._move_all(plan.step, index, moves)
@@ -600,10 +607,16 @@ class PaddedExecutor:
         if histories:
             last = upload([each.tokens[-1] for each in drawn], self._device)
             last = torch.where(last == PENDING, self.rows.last_token.index_select(0, numbers[0]), last)
+        masked = wishes is not None and wishes.masked
+        restrictions = [rules.of(drawn) for rules in self._rules] if masked else []
+        masks = next((each.masks() for each in restrictions), None)
         # A new sampler each time: nothing on the device outlives this draw, which may be on either stream.
-        given = Sampler().draw(logits, wishes=wishes, **self._settings(drawn, asked), last=last)
+        given = Sampler().draw(logits, wishes=wishes, **self._settings(drawn, asked), last=last, masks=masks)
         self.rows.last_token.index_copy_(0, numbers[0], given.tokens)
-        return given.on_host(), wishes
+        found = given.on_host()
+        for restriction in restrictions:
+            restriction.drawn(DrawnRows(found.tokens, self._event() if self._device.type == "cuda" else None))
+        return found, wishes
 
     def _settings(self, segments: Sequence[Segment], asked: Sequence[Sampling]) -> dict[str, Any]:
         """Keywords of `Sampler.draw` that say how to draw a token after each of these segments."""

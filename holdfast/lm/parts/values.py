@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
+from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown, AdapterPlan, AdapterResult
 from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.parts.prompts.values import PromptPlan, PromptResult
-from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
+from holdfast.lm.parts.tuning.values import JobClosed, JobOpened, TrainingPlan, TrainingReport
 from holdfast.lm.parts.vectors.values import VectorResult
+from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.plan import PartPlan
 from holdfast.lm.types.result import PartResult
 from holdfast.lm.types.rows import RowPlan, RowResult
 
-VALUES: tuple[type[PartPlan] | type[PartResult], ...] = (
+VALUES: tuple[type[PartPlan] | type[PartResult] | type[PartNews], ...] = (
     AdapterPlan,
     AdapterResult,
+    AdapterKnown,
+    AdapterForgotten,
     TrainingPlan,
     TrainingReport,
+    JobOpened,
+    JobClosed,
     PenaltyPlan,
     GrammarPlan,
     GrammarResult,
@@ -26,4 +31,4 @@ VALUES: tuple[type[PartPlan] | type[PartResult], ...] = (
     RowPlan,
     RowResult,
 )
-"""The classes of the values that parts add to plans and to results. No two have the same name."""
+"""The classes of the values that parts add to plans and to results, and of their news. No two have the same name."""

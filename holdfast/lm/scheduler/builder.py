@@ -261,7 +261,7 @@ class StepBuilder(ABC):
             self.number,
             segments,
             tuple(self._writes),
-            preempted=queues.report_preempted(),
+            preempted=queues.report_preempted() if queues.unreported else (),
             samples=tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
             copies=TierCopies(tuple(self._swap_in), swap_out, awaits),
             forecast=Forecast(self.num_tokens + max(0, self.budget), self.predicted),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
@@ -158,6 +158,9 @@ class HostTier(Protocol):
         ...
 
 
+Kind = TypeVar("Kind")
+
+
 class LanguageDevice(Device[MemoryMeasurement, EngineShape], Protocol):
     """A language model on its device, paged or padded. The engine is built from it."""
 
@@ -184,6 +187,10 @@ class LanguageDevice(Device[MemoryMeasurement, EngineShape], Protocol):
     @property
     def host(self) -> HostTier | None:
         """The host tier, if it has to be made usable. Raises RuntimeError before `allocate`."""
+        ...
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """The part of this class. Raises LookupError if the device has none."""
         ...
 
     def compile(self) -> None:

@@ -47,6 +47,11 @@ class PartResult:
         """Seconds that the device spent on the part's work and that `StepResult.seconds` does not include."""
         return 0.0
 
+    @property
+    def of_each_rank(self) -> bool:
+        """Whether every rank that shares the model gives such a result, so that the planner needs all of them."""
+        return False
+
 
 P = TypeVar("P")
 

@@ -220,7 +220,7 @@ async def test_each_question_gets_its_own_answer_and_an_answer_that_nobody_await
     for _ in range(2):
         client._take(ChunksFound(first.number, 9, 9, 9))
         client._take(ChunksFetched(asked.number, 9))
-    assert not client._searches and not client._fetches and not wire(client).of(StopFetch)
+    assert not client._questions._open and not wire(client).of(StopFetch)
 
 
 async def test_a_fetch_that_nobody_awaits_any_longer_is_stopped(client: EngineClient) -> None:
@@ -230,14 +230,14 @@ async def test_a_fetch_that_nobody_awaits_any_longer_is_stopped(client: EngineCl
     await asyncio.gather(fetch, return_exceptions=True)
     (asked,) = wire(client).of(FetchChunks)
     assert [message.number for message in wire(client).of(StopFetch)] == [asked.number]
-    assert not client._fetches
+    assert not client._questions._open
 
 
 async def test_health_asks_once_for_each_caller_and_forgets_those_that_wait_too_long(client: EngineClient) -> None:
     with pytest.raises(TimeoutError):
         await client.health(0.01)
     (ask,) = wire(client).of(messages.Ask)
-    assert not client._unanswered
+    assert not client._questions._open
     client._take(messages.Stats(ask.number, None))  # type: ignore[arg-type]  # late: nobody waits
     asking = asyncio.ensure_future(client.health(5))
     await asyncio.sleep(0)
@@ -297,7 +297,7 @@ async def test_a_name_changes_once_at_a_time_and_again_after_a_refusal(client: E
     client._take(AdapterRefused(asked.number, "it is bad"))
     with pytest.raises(AdapterError, match="it is bad"):
         await loading
-    assert client.adapters == {} and not client._asked
+    assert client.adapters == {} and not client._questions._open
     await loaded(client, ONE)
     unloading = asyncio.ensure_future(client.unload_adapter("a"))
     await asyncio.sleep(0)
@@ -356,7 +356,7 @@ async def test_the_end_of_the_engine_ends_everything_with_its_reason_and_nothing
     for ask in (lambda: client.stream([1], SamplingParams()), lambda: client.watch(1.0)):
         with pytest.raises(EngineDead, match="the GPU is gone"):
             ask()
-    assert not (client._streams or client._waiting or client._asked or client.tuning.names)
+    assert not (client._streams or client._waiting or client._questions._open or client.tuning.names)
 
 
 async def test_a_client_that_is_closed_while_its_engine_lives_has_retired_it_and_closes_its_text_once(

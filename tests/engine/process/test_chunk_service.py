@@ -276,3 +276,24 @@ def test_a_small_batch_says_nothing_of_the_rate(sides, monkeypatch):
     monkeypatch.setattr(chunk_service, "LEAST_TIMED", 3 * SIZE)
     there.fetch(range(2), here.service.address)
     assert there.service.stats()["chunk_rate"] == 0.0 and there.service.stats()["chunk_bytes_in"] == 2 * SIZE
+
+
+@pytest.mark.parametrize("said", [b"", b"\1\1\1"])
+def test_a_source_that_answers_for_more_or_fewer_blocks_than_it_was_asked_for_is_given_up_by_name(sides, said):
+    _, target = sides
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with ChunkPeer.accept(connection, TERMS) as peer:
+                peer.receive(most=1 << 20)
+                with suppress(OSError):
+                    peer.send(Kind.HELD, said)
+
+        source = threading.Thread(target=answer)
+        source.start()
+        told = target.fetch([100, 101], f"127.0.0.1:{listener.getsockname()[1]}")
+        source.join()
+    assert told.tokens == 0 and target.service.stats()["chunk_failures"] == 1
+    assert "zip" not in told.reason and told.reason
+    target.check()

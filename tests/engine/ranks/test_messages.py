@@ -11,6 +11,7 @@ from holdfast.core.columns import Columns
 from holdfast.core.types import Grammar, TokenLogprobs
 from holdfast.engine.ranks.messages import (
     Allocate,
+    Announce,
     CompileGrammar,
     Copied,
     Failed,
@@ -18,6 +19,7 @@ from holdfast.engine.ranks.messages import (
     Measured,
     PlanReader,
     PlanWriter,
+    Reported,
     StartRank,
     Stepped,
     decode_answer,
@@ -28,6 +30,7 @@ from holdfast.engine.ranks.messages import (
 )
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.grammar.rows import Answer, Forced
+from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown, AdapterResult
 from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.parts.prompts.values import PromptPlan, PromptReport, PromptResult
 from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
@@ -106,6 +109,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"),
         Allocate(3, 4),
         CompileGrammar(Grammar("regex", "a")),
+        Announce(write_parts([AdapterKnown("a@1", "a", "/somewhere")])),
     ):
         assert decode_command(encode(command)) == command
     for answer in (
@@ -114,6 +118,8 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         Stepped((1, 2), 0.25),
         Stepped((), 0.25, (), write_parts([PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()))])),
         Stepped((1, 2), 0.25, parts=write_parts([GrammarResult((Forced(1, (5, 6)),))])),
+        Stepped((1, 2), 0.25, counts=(2, 0)),
+        Reported(7, write_parts([AdapterResult(6, ("a@1",))])),
         Copied((CopyTime(3, True, 64, 0.5),)),
         Failed("out of memory", 12.5),
     ):
@@ -126,6 +132,7 @@ def test_the_values_of_parts_arrive_as_they_were_sent():
         PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
         VectorResult((b"", b"state")),
         GrammarResult((Forced(1, (5, 6)),)),
+        AdapterForgotten("a@1"),
     )
     assert read_parts(write_parts(parts)) == parts
     assert len({kind.__name__ for kind in VALUES}) == len(VALUES)

@@ -191,9 +191,6 @@ def test_a_seat_goes_through_a_command_line():
         ({"tp": 0}, "tp is 0; it must lie between 1 and 64"),
         ({"tp": 2, "executor": "padded"}, "tp is 2, and executor is padded: padded rows run on one device"),
         ({"pp": 2, "scheduler": "embedding"}, "pp is 2, and scheduler is embedding: padded rows run on one device"),
-        ({"tp": 2, "adapter": ("a=b",)}, "tp is 2, and adapter needs the whole model on one device"),
-        ({"pp": 2, "max_adapters": 1}, "pp is 2, and max_adapters needs the whole model on one device"),
-        ({"pp": 2, "tuning": True}, "pp is 2, and tuning needs the whole model on one device"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_name(small, options, message):

@@ -26,8 +26,10 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps
+from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
-from holdfast.lm.models.adapters import AdapterSlots, StepAdapters
+from holdfast.lm.models.adapted import adapted_modules
+from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
@@ -445,9 +447,9 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
     assert isinstance(model, Decoder) and isinstance(plain, Decoder)
     model._ops, plain._ops = FusedLayerOps(model._ops.shape), LayerOps(plain._ops.shape)
     heads = dict(num_kv_heads=2, head_dim=16, block_size=4)
-    slots = AdapterSlots(model.decoder, slots=3, max_rank=8, dtype=torch.float32, device=where)
+    slots = AdapterSlots(adapted_modules(model.decoder), slots=3, max_rank=8, dtype=torch.float32, device=where)
     for slot, rank in enumerate((4, 8, 3)):
-        slots.write(slot, slots.pack(drawn(model.decoder, rank, seed=slot), pinned=where.type == "cuda"))
+        slots.write(slot, slots.pack(drawn(model.decoder, rank, seed=slot), model.layers, pinned=where.type == "cuda"))
     attention = PagedAttention(device=where, num_processors=4, num_heads=4, **heads)
     caches = [KVCache.allocate(layers=2, num_blocks=12, dtype=torch.float32, device=where, **heads) for _ in models]
     layers = [[cache.layer(index) for index in range(2)] for cache in caches]

@@ -780,3 +780,12 @@ def test_of_two_duplicates_the_one_that_has_been_one_longer_is_evicted_first():
         host.cache_block(host.reserve(1.0, host.victims(0.0))[0], digest(number), 0, None)
     assert host.reserve(0.0, host.victims(0.0))[1] == [digest(1)]
     assert host.dropped == 0, "the device has it"
+
+
+def test_the_largest_of_several_demands_that_were_refused_counts_until_the_next_plan():
+    pool = BlockPool(64, 1, rule=RULE, host_blocks=64, low_water=0.02, copies_ahead=1)
+    idle(pool, *range(64))
+    assert not pool.fits(4, []) and not pool.fits(2, [])
+    assert len(pool.swap_out(0, 0, 0.0)) == 4
+    pool.finish_swap_out(0)
+    assert pool.fits(4, []) and pool.swap_out(1, 0, 0.0) == ()

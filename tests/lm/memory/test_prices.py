@@ -90,3 +90,12 @@ def test_what_is_computed_again_is_counted_block_by_block():
     kept = asked.worth(range(64), link)
     assert asked.refused == 64 - len(kept) > 0
     assert asked.worth([], link) == [] and asked.refused == 64 - len(kept)
+
+
+def test_only_the_blocks_that_are_copied_have_to_pay_for_the_latency():
+    asked = prices()
+    slow = Link(latency=1.0, rate=2500.0)  # 0.4 s a block, which only the last 16 take longer to compute
+    assert asked.worth(range(64), slow) == [*range(48, 64)]
+    saved = asked.computing(range(48, 64)) - 16 * 0.4
+    assert asked.worth(range(64), Link(latency=0.9 * saved, rate=2500.0))
+    assert not asked.worth(range(64), Link(latency=1.1 * saved, rate=2500.0))

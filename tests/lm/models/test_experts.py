@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.core.layout import Layout
-from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
@@ -19,7 +18,6 @@ from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import load
-from holdfast.lm.parts.adapters.device import adapter_device
 from tests.checkpoints import make
 
 CONFIG: dict[str, Any] = {
@@ -139,12 +137,10 @@ def test_tp_divides_the_columns_of_an_expert(tmp_path: Path) -> None:
         load(tmp_path, device="cpu", layout=Layout(tp=2), rank=0)
 
 
-def test_fp8_and_adapters_are_refused_by_name(tmp_path: Path) -> None:
+def test_fp8_is_refused_by_name(tmp_path: Path) -> None:
     make(tmp_path, "Mixtral")
     with pytest.raises(UnsupportedCheckpoint, match="quantization is fp8, which experts do not have"):
         load(tmp_path, device="cpu", quantization="fp8")
-    with pytest.raises(ValueError, match="MixtralForCausalLM is a mixture of experts; leave out adapter"):
-        adapter_device(load(tmp_path, device="cpu"), EngineConfig(max_adapters=2))
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])

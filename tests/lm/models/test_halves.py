@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from holdfast.lm.kernels.int4 import Int4Weight, pack
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec
 from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens
-from holdfast.lm.models.peft_files import MODULES, module_shapes
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece
 
 SCALE = 1.5
+ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class Drawn(WeightSource):
@@ -65,7 +66,7 @@ class Reference:
 
     def __init__(self, model: Decoder, scale: float) -> None:
         self.model, self.spec, self.scale = model, model.decoder, scale
-        self.rows = {module: shape[0] for module, shape in module_shapes(model.decoder).items()}
+        self.rows = {module: shape[0] for module, shape in adapted_modules(model.decoder).shapes().items()}
 
     def linear(self, x: torch.Tensor, weight: Any, bias: Any, adapter: Any, names: tuple[str, ...]) -> torch.Tensor:
         whole = functional.linear(x, weight, bias)
@@ -146,10 +147,12 @@ def backward_of_both(
         kept: dict[str, torch.Tensor] = {}
         if half == "attention":
             halves.attention_forward(1, x, tokens, adapter, kept, out)
-            halves.attention_backward(1, gradient, x, tokens, adapter, views, kept if keep else None)
+            halves.attention_backward(
+                1, gradient, x, tokens, adapter, views, kept if keep else None, torch.zeros_like(x)
+            )
         else:
-            halves.mlp_forward(1, x, adapter, kept, out)
-            halves.mlp_backward(1, gradient, x, adapter, views, kept if keep else None)
+            halves.mlp_forward(1, x, x, adapter, kept, out)
+            halves.mlp_backward(1, gradient, x, x, adapter, views, kept if keep else None)
     x, vector = x.requires_grad_(), vector.requires_grad_()
     reference, given = Reference(model, SCALE), by_module(layout.views(vector), rank)
     wanted = reference.attention(1, x, lengths, given) if half == "attention" else reference.mlp(1, x, given)
@@ -212,7 +215,7 @@ def test_an_adapter_of_one_half_leaves_the_other_half_as_the_base_has_it() -> No
     x, out = drawn(2, 5, spec.hidden_size), torch.empty(5, spec.hidden_size, dtype=torch.float64)
     layout = AdapterLayout(spec, ("q",), 2)
     with torch.no_grad():
-        Halves(model, layout, SCALE).mlp_forward(0, x, layout.views(drawn(1, layout.elements)), {}, out)
+        Halves(model, layout, SCALE).mlp_forward(0, x, x, layout.views(drawn(1, layout.elements)), {}, out)
         torch.testing.assert_close(out, Reference(model, SCALE).mlp(0, x, {}))
 
 
@@ -237,7 +240,7 @@ def test_the_gradient_of_the_head_is_autograd_s() -> None:
 
 def test_tensors_that_are_given_are_written_and_used() -> None:
     spec = spec_of(num_heads=4, num_kv_heads=2)
-    model, layout = decoder_of(spec), AdapterLayout(spec, tuple(MODULES), 3)
+    model, layout = decoder_of(spec), AdapterLayout(spec, ALL, 3)
     halves = Halves(model, layout, SCALE)
     lengths = (4, 3)
     adapter = layout.views(drawn(1, layout.elements))
@@ -248,7 +251,7 @@ def test_tensors_that_are_given_are_written_and_used() -> None:
         if half == "attention":
             halves.attention_forward(0, x, tokens, adapter, kept, out)
         else:
-            halves.mlp_forward(0, x, adapter, kept, out)
+            halves.mlp_forward(0, x, x, adapter, kept, out)
         return out
 
     with torch.no_grad():
@@ -301,7 +304,7 @@ def test_halves_over_quantized_weights_are_those_over_the_dequantized_ones(half:
     plain.layers = (plain.layers[0], replace(plain.layers[1], **weights))
     results = []
     for each in (model, plain):
-        layout = AdapterLayout(spec, tuple(MODULES), 2)
+        layout = AdapterLayout(spec, ALL, 2)
         halves, lengths = Halves(each, layout, SCALE), (7, 5)
         grads = torch.full((layout.elements,), float("nan"))
         adapter, views = layout.views(drawn(1, layout.elements).float() * 0.3), layout.views(grads)
@@ -311,10 +314,10 @@ def test_halves_over_quantized_weights_are_those_over_the_dequantized_ones(half:
             tokens = halves.pack(torch.zeros(12, dtype=torch.int64), lengths)
             if half == "attention":
                 halves.attention_forward(1, x, tokens, adapter, {}, out)
-                halves.attention_backward(1, gradient, x, tokens, adapter, views, None)
+                halves.attention_backward(1, gradient, x, tokens, adapter, views, None, torch.zeros_like(x))
             else:
-                halves.mlp_forward(1, x, adapter, {}, out)
-                halves.mlp_backward(1, gradient, x, adapter, views, None)
+                halves.mlp_forward(1, x, x, adapter, {}, out)
+                halves.mlp_backward(1, gradient, x, x, adapter, views, None)
         results.append((out, gradient, grads.nan_to_num()))
     assert results[0][2].count_nonzero() > 100
     for found, expected in zip(*results, strict=True):

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.lm.models.adapted import LLAMA, adapted_modules
+from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import (
     CONFIG_FILE,
-    MODULES,
     WEIGHTS_FILE,
     AdapterWeights,
     LoraPair,
     UnsupportedAdapter,
     check_effect,
-    module_shapes,
     read_peft,
     write_peft,
 )
@@ -31,24 +32,24 @@ from tests.checkpoints import tiny
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
-def sizes_of(config: Any) -> Any:
-    return SimpleNamespace(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
+def spec_of(module: Any) -> DecoderSpec:
+    """The spec of Transformers' own module."""
+    return NATIVE[type(module).__name__]({**module.config.to_dict(), "architectures": [type(module).__name__]})
+
+
+LLAMA_CONFIG: dict[str, Any] = dict(
+    architectures=["LlamaForCausalLM"], vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def base() -> Any:
-    return SimpleNamespace(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+def base() -> DecoderSpec:
+    return NATIVE["LlamaForCausalLM"](LLAMA_CONFIG)
 
 
-def adapter(base: Any, *, modules: tuple[str, ...] = tuple(MODULES), rank: int = 4, scale: float = 2.0) -> Any:
-    shapes = module_shapes(base)
+def adapter(base: Any, *, modules: tuple[str, ...] = tuple(LLAMA), rank: int = 4, scale: float = 2.0) -> Any:
+    shapes = adapted_modules(base).shapes()
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -91,7 +92,7 @@ def written(base: Any, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize("modules", [tuple(MODULES), ("q", "v"), ("o", "down")])
+@pytest.mark.parametrize("modules", [tuple(LLAMA), ("q", "v"), ("o", "down")])
 def test_written_blocks_are_read_back(base: Any, modules: tuple[str, ...], tmp_path: Path) -> None:
     weights = adapter(base, modules=modules, scale=0.75)
     write_peft(tmp_path, weights, base_model="base")
@@ -112,14 +113,14 @@ def test_pairs_of_different_ranks_and_scales_are_read_back(base: Any, tmp_path: 
 def test_a_written_adapter_changes_peft_s_model_as_its_product_says(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     module = tiny("llama")
-    base = sizes_of(module.config)
+    base = spec_of(module)
     pairs = dict(adapter(base, scale=0.5).pairs)
     pairs[1, "q"] = pairs[1, "q"]._replace(scale=0.25)
     write_peft(tmp_path, AdapterWeights(pairs), base_model="base")
     before = {name: weight.clone() for name, weight in module.state_dict().items()}
     merged = peft.PeftModel.from_pretrained(module, tmp_path).merge_and_unload().state_dict()
     for (layer, short), pair in pairs.items():
-        name = f"model.layers.{layer}.{MODULES[short]}.weight"
+        name = f"model.layers.{layer}.{LLAMA[short]}.weight"
         torch.testing.assert_close(merged[name] - before[name], pair.scale * pair.b @ pair.a, atol=1e-4, rtol=1e-4)
 
 
@@ -152,14 +153,14 @@ def test_a_written_adapter_changes_peft_s_model_as_its_product_says(tmp_path: Pa
 def test_files_of_peft_are_read_with_its_scales(options: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     module = tiny("llama")
-    base = sizes_of(module.config)
+    base = spec_of(module)
     model = peft.get_peft_model(module, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
     model.save_pretrained(tmp_path)
     found = read_peft(tmp_path, base)
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
     assert len(layers) == len(found.pairs) > 0
     for (layer, short), pair in found.pairs.items():
-        own = layers[f"base_model.model.model.layers.{layer}.{MODULES[short]}"]
+        own = layers[f"base_model.model.model.layers.{layer}.{LLAMA[short]}"]
         torch.testing.assert_close(pair.scale * pair.b @ pair.a, own.get_delta_weight("default"))
 
 
@@ -184,10 +185,16 @@ def test_the_digest_changes_with_numbers_scale_and_place_and_with_nothing_else(b
         (dict(peft_type="IA3"), "peft_type is 'IA3'"),
         (dict(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
         (dict(bias="all"), "bias is 'all'"),
-        (dict(use_dora=True), "sets 'use_dora'"),
-        (dict(modules_to_save=["lm_head"]), "sets 'modules_to_save'"),
+        (
+            dict(use_dora=True),
+            "down_proj has no magnitudes in adapter_model.safetensors, and adapter_config.json sets use_dora",
+        ),
+        (dict(use_dora=1), "use_dora is 1; it must be true or false"),
+        (
+            dict(modules_to_save=["lm_head"]),
+            r"modules_to_save is \['lm_head'\]: the adapter brings whole weights of its own",
+        ),
         (dict(layer_replication=[[0, 1]]), "sets 'layer_replication'"),
-        (dict(fan_in_fan_out=True), "sets 'fan_in_fan_out'"),
         (dict(some_new_option=3), "sets 'some_new_option'"),
         (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights is 'pissa_niter_4'"),
         (dict(lora_alpha="much"), "lora_alpha is 'much'"),
@@ -225,7 +232,17 @@ def test_options_beyond_plain_lora_are_refused_by_name(
         read_peft(changed(written, **config), base)
 
 
-@pytest.mark.parametrize("config", [dict(r=None), dict(lora_dropout=0), dict(lora_dropout=1), dict(use_rslora=None)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(r=None),
+        dict(lora_dropout=0),
+        dict(lora_dropout=1),
+        dict(use_rslora=None),
+        dict(fan_in_fan_out=True),
+        dict(use_dora=False),
+    ],
+)
 def test_numbers_that_change_nothing_are_taken(base: Any, written: Path, config: dict[str, Any]) -> None:
     before = read_peft(written, base)
     if config.get("r", 4) is None:
@@ -309,7 +326,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(base: Any, written: Path, n
 
 
 def test_an_adapter_of_another_base_model_is_refused_with_both_shapes(base: Any, written: Path) -> None:
-    wider = SimpleNamespace(**{**vars(base), "hidden_size": 64})
+    wider = replace(base, hidden_size=64)
     with pytest.raises(UnsupportedAdapter, match=r"B of \(32, 4\).*takes .*\(64, rank\)"):
         read_peft(written, wider)
 

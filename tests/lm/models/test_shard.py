@@ -8,10 +8,23 @@ import pytest
 import torch
 
 from holdfast.core.layout import Layout
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NAMES
+from holdfast.lm.models.loader import native_spec
 from holdfast.lm.models.rope import Rope
-from holdfast.lm.models.shard import Shard, layer_pieces, shard_of, vocabulary_piece
+from holdfast.lm.models.shard import (
+    Shard,
+    layer_pieces,
+    module_pieces,
+    own_adapter,
+    own_modules,
+    shard_of,
+    vocabulary_piece,
+)
+from tests.adapted_families import NATIVE_FAMILIES
+from tests.adapters import drawn
+from tests.checkpoints import tiny
 
 
 def spec(**changes: Any) -> DecoderSpec:
@@ -99,3 +112,38 @@ def test_a_size_that_cannot_be_split_is_named(changes: dict[str, int], tp: int, 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="pp is 7; the model has 6 layers"):
         shard_of(spec(), Layout(pp=7), 0)
+
+
+def fused_spec(name: str) -> DecoderSpec:
+    """The spec of a tiny model whose checkpoint fuses layers."""
+    _, stem, differences = NATIVE_FAMILIES[name]
+    module = tiny(stem, **differences)
+    return native_spec({**module.config.to_dict(), "architectures": [type(module).__name__]})
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [("", tp, pp) for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3))]
+    + [(name, tp, pp) for name in ("phi3-partial", "falcon", "gpt2") for tp, pp in ((2, 1), (1, 2))],
+)
+def test_the_parts_of_an_adapter_add_up_to_the_whole(name: str, tp: int, pp: int) -> None:
+    whole, layout = fused_spec(name) if name else spec(num_kv_heads=4), Layout(tp=tp, pp=pp)
+    weights, modules = drawn(whole, 4, seed=1), adapted_modules(whole).modules
+    for (layer, module), pair in weights.pairs.items():
+        x = torch.randn(3, pair.a.shape[1], generator=torch.Generator().manual_seed(2))
+        found = torch.zeros(3, pair.b.shape[0])
+        held = 0
+        for shard in shards(whole, layout):
+            own = own_adapter(weights, whole, shard).pairs
+            assert {module for _, module in own} == {*modules}
+            assert {number for number, _ in own} == {*range(len(shard.layers))}
+            if layer in shard.layers:
+                pieces = [*module_pieces(whole, shard)[module].values()]
+                part = own[layer - shard.layers.start, module]
+                rows = torch.cat([torch.arange(piece.outputs.start, piece.outputs.stop) for piece in pieces])
+                found[:, rows] += x[:, pieces[0].inputs] @ part.a.t() @ part.b.t()
+                placed = own_modules(whole, shard).modules[module]
+                assert (placed.outputs, placed.inputs) == (len(part.b), part.a.shape[1])
+                held += 1
+        assert held == tp
+        torch.testing.assert_close(found, modules[module].placed((x @ pair.a.t() @ pair.b.t()).t()).t())

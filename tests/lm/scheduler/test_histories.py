@@ -166,6 +166,8 @@ class History:
         self.aborted = set()
         self.running = set()
         """Sequences that were planned and not preempted since, whether or not they have ended."""
+        self.judged = set()
+        """Sequences whose preemption was judged and that no plan has reported yet."""
         self.steps = 0
         self.seen = Counter()
 
@@ -274,6 +276,9 @@ class History:
             plan = self.scheduler.schedule(float(self.steps))
             self.check_books()
             if plan is None:
+                late = [name for name in self.scheduler.queues.unreported if name not in self.judged]
+                self.judge(late)  # the next plan reports them
+                self.judged.update(late)
                 break
             assert plan.num_tokens <= self.budget
             trains = plan.part(TrainingPlan).slice or plan.part(TrainingPlan).moves
@@ -302,7 +307,8 @@ class History:
             assert not (plan.preempted and self.never_preempts)
             self.seen["suspended"] += len(plan.preempted) * bool(self.host_blocks)
             self.running |= ranges.keys()
-            self.judge(plan.preempted)
+            self.judge([name for name in plan.preempted if name not in self.judged])
+            self.judged.clear()
             self.device.submit(plan)
             self.plans.append(plan)
             self.steps += 1

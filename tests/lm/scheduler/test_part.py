@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.lm.scheduler.part import Hooks, Part
 from tests.lm.scheduler.test_histories import STEPS, History, check
+from tests.scheduling import create_requests, create_scheduler
 
 FOLLOWING = {
     "new": {"added"},
@@ -179,3 +180,21 @@ def test_a_part_that_overrides_nothing_changes_nothing():
     assert (part.queued(entry), part.starting(entry, 0.0), part.make_room(3, 0.0)) == (False, False, False)
     assert part.uses_kept(entry) and part.finish(None) is None and not part.wants_step and not part.has_work
     assert (part.base_identity("it"), [*part.apply(None, None, 0.0)], part.stats()) == ("it", [], {})
+
+
+def test_a_request_that_finds_a_row_is_offered_to_the_parts_at_once_and_one_that_has_to_wait_is_not():
+    class Offered(Part):
+        name = "offered"
+
+        def __init__(self):
+            self.offered = []
+
+        def starting(self, entry, now):
+            self.offered.append(entry.id)
+            return False
+
+    part = Offered()
+    scheduler = create_scheduler(parts=[part], max_sequences=2)
+    for request in create_requests(4, 4, 4, 4):
+        scheduler.add(request)
+    assert part.offered == ["0", "1"]

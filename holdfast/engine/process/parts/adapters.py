@@ -11,7 +11,9 @@ from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Handler, refusal
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
+from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.adapters.messages import (
     AdapterLoaded,
@@ -21,6 +23,7 @@ from holdfast.lm.parts.adapters.messages import (
     UnloadAdapter,
 )
 from holdfast.lm.parts.adapters.planner import AdapterPart
+from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown
 
 
 class AdapterFiles(Protocol):
@@ -34,6 +37,25 @@ class AdapterFiles(Protocol):
 
     def forget(self, adapter: str) -> None:
         """Give an adapter up."""
+
+
+class FilesOfRanks(AdapterFiles):
+    """Adapters of a model that several ranks share. Rank 0 reads and checks each first, and lets the others know it."""
+
+    def __init__(self, own: AdapterFiles, device: ManyDevice) -> None:
+        self.own, self._device = own, device
+
+    def read(self, name: str, directory: str) -> Any:
+        return self.own.read(name, directory)
+
+    def register(self, read: Any) -> AdapterInfo:
+        info = self.own.register(read)
+        self._device.announce(AdapterKnown(info.id, info.name, str(read.directory.absolute())))
+        return info
+
+    def forget(self, adapter: str) -> None:
+        self.own.forget(adapter)
+        self._device.announce(AdapterForgotten(adapter))
 
 
 class AdapterHandler(Handler):
@@ -108,6 +130,12 @@ class AdapterHandler(Handler):
             yield AdapterUnloaded(self._unloading.pop(adapter))
 
 
+def files_of(device: PagedDevice | ManyDevice) -> AdapterFiles:
+    """The adapters of a device with slots for them, on all its ranks. Raises LookupError if it has no slots."""
+    own: AdapterFiles = device.part(AdapterDevice).store
+    return FilesOfRanks(own, device) if isinstance(device, ManyDevice) else own
+
+
 class AdapterBuilder(PartBuilder):
     """Builds the store and handler of adapters, and reads the adapters that the configuration names."""
 
@@ -124,7 +152,7 @@ class AdapterBuilder(PartBuilder):
     def __init__(self, site: Site) -> None:
         """Raises ValueError naming the adapter that cannot be served."""
         super().__init__(site)
-        self._store, self._served = site.paged.part(AdapterDevice).store, list[AdapterInfo]()
+        self._store, self._served = files_of(site.blocks), list[AdapterInfo]()
         site.order.on_progress("reading adapters")
         with site.order.stages.stage("adapters"):
             for name, path in site.config.adapters:
@@ -140,7 +168,7 @@ class AdapterBuilder(PartBuilder):
         return {"adapters": tuple(self._served)}
 
     def _read(self, name: str, path: str) -> AdapterInfo:
-        if name == self.site.paged.name:
+        if name == self.site.blocks.name:
             raise ValueError(f"adapter {name} has the name of the model; give it another one")
         try:
             return self._store.register(self._store.read(name, path))

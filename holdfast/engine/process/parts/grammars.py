@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from holdfast.core.types import Grammar, Request
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Gate, Handler
-from holdfast.engine.process.part_builder import PartBuilder, Served, excluded
+from holdfast.engine.process.part_builder import PartBuilder, Served
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.sources import GrammarError
@@ -159,40 +159,15 @@ class GrammarHandler(Handler, Gate):
                     begun = True
 
 
-class GrammarRefusal(Handler, Gate):
-    """Refuses every request that has a grammar, for an engine that cannot follow any."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-        self._refused: list[messages.Refused] = []
-
-    @property
-    def ready(self) -> bool:
-        return bool(self._refused)
-
-    def take(self, request: Request) -> bool:
-        if not request.params.grammar:
-            return False
-        self._refused.append(messages.Refused(request.id, self._reason, "grammar"))
-        return True
-
-    def answers(self) -> Iterable[messages.FromEngine]:
-        refused, self._refused = self._refused, []
-        return refused
-
-
 class GrammarBuilder(PartBuilder):
-    """Builds the compiler of grammars for an allocated device. A device that cannot follow grammars refuses all."""
+    """Builds the handler of requests with grammars, over the device's compiler."""
 
     name = "grammars"
-    is_optional = True
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         site = self.site
-        if reason := excluded({self.name}, site):
-            return (GrammarRefusal(reason),)
-        compiler = site.blocks.part(GrammarDevice).compiler
-        device, add, wake = site.blocks, served.scheduler.add, site.order.wake
+        compiler = site.device.part(GrammarDevice).compiler
+        device, add, wake = site.device, served.scheduler.add, site.order.wake
         if isinstance(device, ManyDevice) and site.config.layout.drawing_rank:
             return (GrammarHandler(add, compiler, wake, device.expect),)
         return (GrammarHandler(add, compiler, wake),)

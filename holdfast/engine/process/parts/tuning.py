@@ -7,14 +7,15 @@ from functools import partial
 
 import torch
 
-from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.engine.process.handler import Handler, find, refusal
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site
 from holdfast.engine.process.parts.adapters import AdapterHandler
-from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
+from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules, nobody
+from holdfast.engine.ranks.many_device import ManyDevice
+from holdfast.engine.ranks.tuning import make_trainer, training_workspace
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.execution.part import DevicePart, part_of
-from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.execution.part import Allocated, DevicePart, part_of
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
@@ -26,9 +27,7 @@ from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.part import Part
 from holdfast.lm.types import EngineShape
-from holdfast.training.base import digest_of_model, training_shape
-from holdfast.training.iteration import arena_of, workspace_bytes
-from holdfast.training.state import mirror_directory
+from holdfast.training.base import training_shape
 from holdfast.training.trainer import Trainer
 
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
@@ -43,18 +42,11 @@ class TuningOnDevice(TuningDevice[Trainer]):
         self.notice = Notice(order.wake)
         """The trainer calls this when it is done with a state."""
 
-        def make_trainer(cache: KVCache) -> Trainer:
+        def make(allocated: Allocated) -> Trainer:
             with order.stages.stage("tuning"):
-                return Trainer(
-                    model,
-                    arena_of(cache),
-                    base_digest=digest_of_model(model),
-                    mirror=mirror_directory(config.tuning_mirror),
-                    pinning=adapters.store.packing,
-                    wake=self.notice,
-                )
+                return make_trainer(config, model, adapters, allocated, wake=self.notice)
 
-        super().__init__(make_trainer, partial(training_workspace, config, model))
+        super().__init__(make, partial(training_workspace, config, model))
 
 
 class TuningBuilder(PartBuilder):
@@ -85,7 +77,7 @@ class TuningBuilder(PartBuilder):
         return True
 
     def planners(self, planning: Planning) -> Iterable[Part]:
-        config, device = self.site.config, self.site.paged
+        config, device = self.site.config, self.site.blocks
         self._tuner = make_tuner(
             planning,
             training_shape(self._model.decoder),
@@ -108,13 +100,14 @@ class TuningBuilder(PartBuilder):
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         adapters = find(served.handlers, AdapterHandler)
-        device = self.site.paged
+        device = self.site.blocks
         trainer: Trainer = device.executor.part(TuningExecutor).training
-        notice = device.part(TuningOnDevice).notice
-        return (TuningHandler(self._tuner, trainer, adapters, self._rules(trainer.base_digest), notice),)
+        notice, rules = device.part(TuningOnDevice).notice, self._rules(trainer.base_digest)
+        announce = device.announce if isinstance(device, ManyDevice) else nobody
+        return (TuningHandler(self._tuner, trainer, adapters, rules, notice, announce),)
 
     def _rules(self, base_digest: str) -> TuningRules:
-        config, device = self.site.config, self.site.paged
+        config, device = self.site.config, self.site.blocks
         return TuningRules(
             base_model=self.site.checkpoint.name,
             base_digest=base_digest,
@@ -122,12 +115,6 @@ class TuningBuilder(PartBuilder):
             target=config.tbt_seconds,
             bound=config.deferral_seconds,
             max_rank=config.max_adapter_rank,
+            modules=adapted_modules(self._model.decoder).everywhere,
             threads=torch.get_num_threads() if device.kind == "cpu" else 0,
         )
-
-
-def training_workspace(config: EngineConfig, model: Decoder) -> int:
-    """Most bytes that units of the largest micro-batch take besides the cache. Measured for one sequence."""
-    most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
-    tokens = min(most, model.decoder.max_positions)
-    return workspace_bytes(model, tokens, config.max_adapter_rank) * most // tokens

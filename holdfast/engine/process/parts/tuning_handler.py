@@ -39,8 +39,10 @@ from holdfast.lm.parts.tuning.messages import (
 )
 from holdfast.lm.parts.tuning.options import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.parts.tuning.values import JobClosed, JobOpened
+from holdfast.lm.types.news import PartNews
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
-from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
+from holdfast.training.jobs import Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
 from holdfast.training.state import JOB_FILE, read_job, write_job
 from holdfast.training.storage import JobFailure, StepReport
 from holdfast.training.trainer import Trainer
@@ -73,6 +75,8 @@ class TuningRules:
     """
     max_rank: int
     """Largest rank of the adapters that are served."""
+    modules: tuple[str, ...]
+    """The modules that a job changes if it names none: all that every layer has."""
     threads: int
     """CPU threads, which affect the last bits of results; 0 on a GPU."""
 
@@ -136,15 +140,26 @@ class Notice:
         self.given = False
 
 
+def nobody(news: PartNews) -> None:
+    """Do nothing: there is no other rank."""
+
+
 class TuningHandler(Handler):
     """Takes, changes and ends tuning jobs."""
 
     receives = (StartJob, ChangeJob)
 
     def __init__(
-        self, tuner: Tuner, trainer: Trainer, adapters: AdapterHandler, rules: TuningRules, notice: Notice
+        self,
+        tuner: Tuner,
+        trainer: Trainer,
+        adapters: AdapterHandler,
+        rules: TuningRules,
+        notice: Notice,
+        announce: Callable[[PartNews], None] = nobody,
     ) -> None:
-        """The trainer was made to call `notice` when it is done with a state."""
+        """The trainer was made to call `notice` when it is done with a state. `announce` lets other ranks know."""
+        self._announce = announce
         self._tuner, self._trainer, self._adapters, self._rules = tuner, trainer, adapters, rules
         self._notice = notice
         self._reader = ThreadPoolExecutor(1, "holdfast-read-job")
@@ -274,7 +289,7 @@ class TuningHandler(Handler):
             learning_rate=start.learning_rate,
             rank=start.rank,
             alpha=2.0 * start.rank if start.alpha is None else start.alpha,
-            modules=start.modules or ALL_MODULES,
+            modules=start.modules or self._rules.modules,
             micro_batch=start.micro_batch or self._rules.micro_batch or 1,
             seed=start.seed,
         )
@@ -319,6 +334,7 @@ class TuningHandler(Handler):
         except ValueError as refusal:
             return JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         records = self._trainer.records(job)
+        self._announce(JobOpened(job, str(Path(start.directory).absolute()), len(records)))
         try:
             self._tuner.add(
                 job,
@@ -330,6 +346,7 @@ class TuningHandler(Handler):
             )
         except ValueError as refusal:
             self._trainer.close(job)
+            self._announce(JobClosed(job))
             return JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         if start.paused and len(records) < steps.count:
             self._tuner.pause(job)
@@ -432,6 +449,7 @@ class TuningHandler(Handler):
 
     def _forget(self, job: str, how: Callable[[str], None]) -> None:
         how(job)
+        self._announce(JobClosed(job))
         del self._open[job]
 
 

@@ -34,7 +34,7 @@ from holdfast.lm.kernels.linear.fused_kernels import (
     silu_mul_kernel,
 )
 from holdfast.lm.kernels.linear.int4_linear import int4_dequantized, int4_launch_for, int4_skinny_gemm
-from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, NormInParts, Rotation, Unnormed, nothing
+from holdfast.lm.kernels.linear.layers import Change, Gated, LayerOps, Normed, NormInParts, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
 
@@ -128,10 +128,11 @@ class FusedLayerOps(LayerOps):
         norm: torch.Tensor,
         first: Callable[[], None] = nothing,
         out_norm: torch.Tensor | None = None,
+        change: Change | None = None,
     ) -> Normed:
-        if self.shape.layer_norm or out_norm is not None or not len(norm):
+        if self.shape.layer_norm or out_norm is not None or change is not None or not len(norm):
             first()
-            return self._add_separately(stream, x, weight, bias, norm, out_norm)
+            return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if self.group is not None:
             if launch is None and (in_parts := self._begin_sum(stream, x, weight, bias, norm)) is not None:

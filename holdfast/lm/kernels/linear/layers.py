@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,9 @@ Exactly one call of the same object reads it.
 
 Gated = Any
 """The result of `gated_linear`, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
+
+Change = Callable[[torch.Tensor], None]
+"""A function that changes a projection [T, N] in place before its bias is added, as adapters do."""
 
 
 def nothing() -> None:
@@ -192,16 +195,18 @@ class LayerOps:
         norm: torch.Tensor,
         first: Callable[[], None] = nothing,
         out_norm: torch.Tensor | None = None,
+        change: Change | None = None,
     ) -> Normed:
         """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden].
 
         `first` is called before anything here reads or writes the stream. With a group, x and weight are this device's
         part of the inputs, and the bias is the whole one. With `out_norm` [hidden], the projection is normed before it
-        is added. If `norm` has no numbers, the result is the stream itself.
+        is added. With `change`, that comes first of all. If `norm` has no numbers, the result is the stream itself.
         """
         first()
-        if out_norm is not None or (self.group is not None and (self.shape.layer_norm or not len(norm))):
-            return self._add_separately(stream, x, weight, bias, norm, out_norm)
+        separate = out_norm is not None or change is not None
+        if separate or (self.group is not None and (self.shape.layer_norm or not len(norm))):
+            return self._add_separately(stream, x, weight, bias, norm, out_norm, change)
         if self.group is not None:
             in_parts = self._begin_sum(stream, x, weight, bias, norm)
             if in_parts is not None:
@@ -215,16 +220,40 @@ class LayerOps:
             stream += bias
         return self.norm(stream, norm)
 
+    def add_adapted_norm(
+        self,
+        stream: torch.Tensor,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        adapters: Finish,
+    ) -> torch.Tensor:
+        """`add_linear_norm` with a group, where each device's adapters add to its partial sums of the projection."""
+        added = self._projected(x, weight)
+        adapters.add(added)
+        if self.group is not None and not self.shape.layer_norm and len(norm):
+            return self.group.add_norm(stream, added[None], bias, norm, self.shape.eps)
+        if self.group is not None:
+            added = self.group.all_reduce(added)
+        if bias is not None:
+            added += bias
+        stream += added
+        return self.norm(stream, norm)
+
     def add_linears_norm(
         self,
         stream: torch.Tensor,
         one: tuple[Gated, Weight, torch.Tensor | None],
         other: tuple[Gated, Weight, torch.Tensor | None],
         norm: torch.Tensor,
+        changes: Sequence[Change] = (),
     ) -> torch.Tensor:
-        """`add_linear_norm` of two projections in one sum, each with its own input, weight and bias."""
-        added = self._projected(*one[:2])
-        added += self._projected(*other[:2])
+        """`add_linear_norm` of two projections in one sum, each with its own input, weight, bias and change."""
+        added, second = self._projected(*one[:2]), self._projected(*other[:2])
+        for change, projected in zip(changes, (added, second), strict=False):
+            change(projected)
+        added += second
         if self.group is not None:
             added = self.group.all_reduce(added)
         for _, _, bias in (one, other):
@@ -241,9 +270,12 @@ class LayerOps:
         bias: torch.Tensor | None,
         norm: torch.Tensor,
         out_norm: torch.Tensor | None,
+        change: Change | None = None,
     ) -> torch.Tensor:
-        """`add_linear_norm` as separate operations, for norms that no kernel is fused with."""
+        """`add_linear_norm` as separate operations, for norms and changes that no kernel is fused with."""
         added = self._projected(x, weight)
+        if change is not None:
+            change(added)
         if self.group is not None:
             added = self.group.all_reduce(added)
         if bias is not None:

@@ -1,6 +1,7 @@
 """The interface through which a model applies LoRA adapters.
 
 `LoraStack` holds the weights of all adapters for one linear layer. `Lora` adds their products to the layer's output.
+`StepAdapters` are the adapters of one step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class LoraStack:
     scale: torch.Tensor  # [S, P] float32
     ends: tuple[int, ...]
     """The end of each part among the N outputs."""
+    gain: torch.Tensor | None = None  # [S + 1, N]
+    """The factors of DoRA on the sum of the layer's product and the adapter's, by slot; 1 in the last row."""
 
     @property
     def outputs(self) -> int:
@@ -67,3 +70,31 @@ class Lora(Protocol):
         If `out` is given here, it may be neither read nor written until then; otherwise `out` may still be computed.
         """
         ...
+
+    def scale(self, out: torch.Tensor, stack: LoraStack) -> None:
+        """Multiply out [T, N] in place by the gains of each token's adapter. Other tokens stay the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStacks:
+    """The adapters of one layer's linear fields."""
+
+    qkv: LoraStack
+    o: LoraStack
+    gate_up: LoraStack | None = None
+    down: LoraStack | None = None
+    """None, like gate_up, if experts replace the layer's MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The LoRA adapters of one step: their weights, and the adapter of each token."""
+
+    layers: tuple[LayerStacks, ...]
+    tokens: Lora
+    """The adapters of all tokens of the step."""
+    rows: Lora
+    """The adapters of the tokens whose logits are needed, in the order of the logits."""
+    scaled: bool = False
+    """Whether an adapter of the step may have gains (DoRA). If so, each product is computed before it is added."""

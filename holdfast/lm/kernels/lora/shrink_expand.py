@@ -47,12 +47,18 @@ class TiledLora:
     count: torch.Tensor  # [tiles] int64
     used: torch.Tensor  # [2] int64: the number of tiles of adapters, and of all tiles
     counts: torch.Tensor  # [3 * tiles or more] int32: number of finished pieces of a part of a tile; 0 between launches
+    gain: torch.Tensor | None = None  # [tokens] int64: each token's row of `LoraStack.gain`; None: there are no gains
     beside: SideStream | None = None
     """The stream on which a step of few tokens computes adapters, while the layer's own product reads its weights."""
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """See `Lora.add`. Both products are accumulated in float32; `low` is rounded to the type of B in between."""
         self._expand(out, self._shrink(x, stack), stack)
+
+    def scale(self, out: torch.Tensor, stack: LoraStack) -> None:
+        """See `Lora.scale`."""
+        if stack.gain is not None and self.gain is not None:
+            out.mul_(stack.gain.index_select(0, self.gain))
 
     def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
         """See `Lora.begin`. With many tokens nothing runs in parallel, because the layer's product fills the GPU."""

@@ -26,6 +26,13 @@ class TorchLora:
         """See `Lora.begin`. All of the work is done at the end."""
         return Finish(lambda added: self.add(added, x, stack))
 
+    def scale(self, out: torch.Tensor, stack: LoraStack) -> None:
+        """See `Lora.scale`."""
+        if stack.gain is None:
+            return
+        for slot, tokens in self._groups:
+            out[tokens] = (out[tokens] * stack.gain[slot]).to(out.dtype)
+
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """See `Lora.add`."""
         for slot, tokens in self._groups:

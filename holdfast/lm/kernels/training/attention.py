@@ -44,9 +44,12 @@ class PackedAttention(ABC):
 
     @abstractmethod
     def forward(
-        self, qkv: QKV, packing: Packing, scale: float, window: int | None
+        self, qkv: QKV, packing: Packing, scale: float, window: int | None, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output [T, H, D] and the logarithm of each softmax's sum [H, T] float32."""
+        """The output [T, H, D] and the logarithm of each softmax's sum [H, T] float32.
+
+        `sinks` [H] is a further logit of each head without a value.
+        """
 
     @abstractmethod
     def backward(
@@ -62,11 +65,20 @@ class PackedAttention(ABC):
         """The gradients of query, key and value, from the gradient of the output and from the results of `forward`."""
 
 
-def packed_attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> PackedAttention:
-    """The backend for tensors of this dtype on this device."""
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and head_dim % 8 == 0:
+def packed_attention_for(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, softcap: float | None = None, sinks: bool = False
+) -> PackedAttention:
+    """The backend for tensors of this dtype on this device. PyTorch's FlashAttention has neither caps nor sinks."""
+    plain = softcap is None and not sinks
+    if (
+        plain
+        and device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim <= 256
+        and head_dim % 8 == 0
+    ):
         return FlashPackedAttention()
-    return TorchPackedAttention()
+    return TorchPackedAttention(softcap)
 
 
 class FlashPackedAttention(PackedAttention):
@@ -79,8 +91,9 @@ class FlashPackedAttention(PackedAttention):
         self.deterministic = deterministic
 
     def forward(
-        self, qkv: QKV, packing: Packing, scale: float, window: int | None
+        self, qkv: QKV, packing: Packing, scale: float, window: int | None, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert sinks is None
         starts, longest = packing.starts, packing.longest
         out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
             *qkv, starts, starts, longest, longest, 0.0, True, False, scale=scale, **_window_sides(window)
@@ -120,8 +133,12 @@ def _window_sides(window: int | None) -> dict[str, int]:
 class TorchPackedAttention(PackedAttention):
     """The formulas in PyTorch, one sequence and one key-value head at a time. Any float dtype, on any device."""
 
+    def __init__(self, softcap: float | None = None) -> None:
+        """`softcap` is the cap on scores: a score becomes cap * tanh(score / cap)."""
+        self._softcap = softcap
+
     def forward(
-        self, qkv: QKV, packing: Packing, scale: float, window: int | None
+        self, qkv: QKV, packing: Packing, scale: float, window: int | None, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query, _, value = qkv
         tokens, heads, _ = query.shape
@@ -129,6 +146,8 @@ class TorchPackedAttention(PackedAttention):
         log_sums = torch.empty(heads, tokens, dtype=wide(query[:0]).dtype, device=query.device)
         for rows, head, group, scores in self._scores(qkv, packing, scale, window):
             sums = torch.logsumexp(scores, dim=-1)
+            if sinks is not None:
+                sums = torch.logaddexp(sums, wide(sinks[group])[:, None])
             log_sums[group, rows] = sums
             weights = (scores - sums[..., None]).exp_()
             out[rows, group] = (weights @ wide(value[rows, head])).transpose(0, 1).to(out.dtype)
@@ -148,12 +167,16 @@ class TorchPackedAttention(PackedAttention):
         back_query, back_key, back_value = (torch.empty_like(part) for part in qkv)
         for rows, head, group, scores in self._scores(qkv, packing, scale, window):
             weights = (scores - log_sums[group, rows][..., None]).exp_()
+            if self._softcap is not None:  # the slope of the cap; hidden scores have weight 0 anyway
+                slope = 1.0 - (scores.clamp_(min=-self._softcap) / self._softcap).square_()
             back = wide(gradient[rows, group]).transpose(0, 1)  # [H / Hkv, n, D]
             back_value[rows, head] = (weights.transpose(-1, -2) @ back).sum(0).to(value.dtype)
             # The gradient of a softmax: each row's gradient minus its mean under the weights, which is gradient ·
             # output.
             mean = (back * wide(out[rows, group]).transpose(0, 1)).sum(-1, keepdim=True)
             back_scores = weights.mul_(back @ wide(value[rows, head]).T - mean).mul_(scale)
+            if self._softcap is not None:
+                back_scores.mul_(slope)
             back_query[rows, group] = (back_scores @ wide(key[rows, head])).transpose(0, 1).to(query.dtype)
             rotated = wide(query[rows, group]).transpose(0, 1)
             back_key[rows, head] = (back_scores.transpose(-1, -2) @ rotated).sum(0).to(key.dtype)
@@ -174,4 +197,7 @@ class TorchPackedAttention(PackedAttention):
             for head in range(key.shape[1]):
                 group = slice(head * shared, (head + 1) * shared)
                 scores = wide(query[rows, group]).transpose(0, 1) @ wide(key[rows, head]).T
-                yield rows, head, group, scores.mul_(scale).masked_fill_(hidden, float("-inf"))
+                scores.mul_(scale)
+                if self._softcap is not None:
+                    scores.div_(self._softcap).tanh_().mul_(self._softcap)
+                yield rows, head, group, scores.masked_fill_(hidden, float("-inf"))

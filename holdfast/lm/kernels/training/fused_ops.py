@@ -45,6 +45,9 @@ class FusedTrainingOps(TrainingOps):
     def add_norm_backward(
         self, gradient: torch.Tensor, back: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> None:
+        if self.shape.layer_norm or not len(weight):
+            super().add_norm_backward(gradient, back, x, weight)
+            return
         tokens, width = x.shape
         add_norm_backward_kernel[(tokens,)](
             gradient, back, x, weight, width, self.shape.eps, BLOCK=triton.next_power_of_2(width), num_warps=8
@@ -62,6 +65,10 @@ class FusedTrainingOps(TrainingOps):
     ) -> torch.Tensor:
         shape, out = self.shape, torch.empty_like(qkv)
         cosine, sine = rotation
+        if shape.qk_norm_whole and q_norm is not None and k_norm is not None:
+            whole = self.rotate_backward(query, key, value, qkv, rotation, None, None)
+            self.whole_norms_backward(whole, qkv, q_norm, k_norm)
+            return whole
         block_half = triton.next_power_of_2(shape.head_dim // 2)
         block_heads = max(1, ROTATED_AT_A_TIME // block_half)
         heads = shape.num_heads + 2 * shape.num_kv_heads

@@ -22,6 +22,16 @@ class TrainingOps:
         """activation(gate) * up, [T, N] each."""
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 
+    def activation(self, up: torch.Tensor) -> torch.Tensor:
+        """activation(up) [T, N], of an MLP without a gate."""
+        return ACTIVATIONS[self.shape.activation](up)
+
+    def activation_backward(self, up: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of up [T, N], from that of its activation; and the activation [T, N]."""
+        wide_up = wide(up)
+        activated = ACTIVATIONS[self.shape.activation](wide_up)
+        return self._activation_backward(wide(back), wide_up, activated).to(up.dtype), activated.to(up.dtype)
+
     def gate_backward(
         self, gate: torch.Tensor, up: torch.Tensor, back: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,20 +39,30 @@ class TrainingOps:
         wide_gate, wide_up, wide_back = wide(gate), wide(up), wide(back)
         activated = ACTIVATIONS[self.shape.activation](wide_gate)
         product = (activated * wide_up).to(gate.dtype)
-        back_activated = wide_back * wide_up
-        if self.shape.activation == "silu":
-            sigmoid = torch.sigmoid(wide_gate)
-            back_gate = back_activated * (sigmoid + activated * (1.0 - sigmoid))
-        else:
-            approximate = "tanh" if self.shape.activation == "gelu_pytorch_tanh" else "none"
-            back_gate = torch.ops.aten.gelu_backward(back_activated, wide_gate, approximate=approximate)
+        back_gate = self._activation_backward(wide_back * wide_up, wide_gate, activated)
         return torch.cat((back_gate, wide_back * activated), dim=-1).to(gate.dtype), product
 
     def add_norm_backward(
         self, gradient: torch.Tensor, back: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> None:
-        """Add to `gradient` [T, hidden], in place, the gradient of x from that of its RMS norm, `back`."""
-        gradient += self._norm_backward(back, x, weight).to(gradient.dtype)
+        """Add to `gradient` [T, hidden], in place, the gradient of x from that of its norm, `back`.
+
+        The weight is that of `LayerOps.norm`.
+        """
+        gradient += self.norm_backward(back, x, weight).to(gradient.dtype)
+
+    def norm_backward(self, back: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The gradient of x [T, hidden] from that of its norm."""
+        if not len(weight):
+            return back
+        if not self.shape.layer_norm:
+            return self._rms_norm_backward(back, x, weight).to(x.dtype)
+        factor, _ = weight.chunk(2)
+        centered, back = wide(x) - wide(x).mean(-1, keepdim=True), wide(back) * wide(factor)
+        scale = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.shape.eps)
+        normed = centered * scale
+        means = back.mean(-1, keepdim=True), (back * normed).mean(-1, keepdim=True)
+        return (scale * (back - means[0] - normed * means[1])).to(x.dtype)
 
     def rotate_backward(
         self,
@@ -56,7 +76,8 @@ class TrainingOps:
     ) -> torch.Tensor:
         """The gradient of qkv [T, (H + 2 Hkv) D], from those of the results of `LayerOps.rotate_and_write`.
 
-        `query` [T, H, D], `key` and `value` [T, Hkv, D] are gradients; `qkv` is the input of the forward.
+        `query` [T, H, D], `key` and `value` [T, Hkv, D] are gradients; `qkv` is the input of the forward, before norms
+        over all heads wrote to it.
         """
         shape = self.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -64,15 +85,27 @@ class TrainingOps:
         turned = wide(torch.cat((query, key), dim=1))
         turned = turned * cosine + (turned * sine).roll(-(dim // 2), -1)
         if q_norm is not None and k_norm is not None:
+            if shape.qk_norm_whole:
+                whole = torch.cat((turned.to(qkv.dtype), value), dim=1).flatten(1)
+                self.whole_norms_backward(whole, qkv, q_norm, k_norm)
+                return whole
             raw = qkv.view(-1, heads + 2 * kv_heads, dim)
             turned = torch.cat(
                 (
-                    self._norm_backward(turned[:, :heads], raw[:, :heads], q_norm),
-                    self._norm_backward(turned[:, heads:], raw[:, heads : heads + kv_heads], k_norm),
+                    self._rms_norm_backward(turned[:, :heads], raw[:, :heads], q_norm),
+                    self._rms_norm_backward(turned[:, heads:], raw[:, heads : heads + kv_heads], k_norm),
                 ),
                 dim=1,
             )
         return torch.cat((turned.to(qkv.dtype), value), dim=1).flatten(1)
+
+    def whole_norms_backward(
+        self, gradient: torch.Tensor, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
+    ) -> None:
+        """Turn the gradient [T, (H + 2 Hkv) D] of queries and keys normed over all heads into that of qkv, in place."""
+        ends = len(q_norm), len(q_norm) + len(k_norm)
+        for columns, weight in ((slice(0, ends[0]), q_norm), (slice(*ends), k_norm)):
+            gradient[:, columns] = self._rms_norm_backward(gradient[:, columns], qkv[:, columns], weight)
 
     def loss_backward(self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The cross entropy of each row times its weight, [C]. `logits` [C, vocabulary] become their gradient.
@@ -89,7 +122,19 @@ class TrainingOps:
         logits.copy_(back.mul_(weights[:, None]))
         return losses
 
-    def _norm_backward(self, back: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _activation_backward(self, back: torch.Tensor, given: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
+        """The gradient of `given` from that of its activation, all in the dtype that sums are taken in."""
+        name = self.shape.activation
+        if name == "silu":
+            sigmoid = torch.sigmoid(given)
+            return back * (sigmoid + activated * (1.0 - sigmoid))
+        if name == "relu":
+            return back * (given > 0)
+        approximate = "none" if name == "gelu" else "tanh"
+        found: torch.Tensor = torch.ops.aten.gelu_backward(back, given, approximate=approximate)
+        return found
+
+    def _rms_norm_backward(self, back: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The gradient of x [..., N] from that of its RMS norm (Zhang and Sennrich, 2019, §4)."""
         x, back = wide(x), wide(back) * wide(weight)
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.eps)

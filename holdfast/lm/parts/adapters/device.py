@@ -16,15 +16,18 @@ from typing import NamedTuple
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.copy_streams import CopyEvent, CopyStream
 from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, check_effect, read_peft
+from holdfast.lm.models.peft_files import AdapterWeights, UnsupportedAdapter, check_effect, read_peft
+from holdfast.lm.models.shard import own_adapter, own_modules
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.parts.adapters.options import AdapterOptions
-from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
+from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown, AdapterPlan, AdapterResult
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
+from holdfast.lm.types.news import PartNews
 
 log = logging.getLogger("holdfast.engine")
 
@@ -37,15 +40,34 @@ class ReadAdapter(NamedTuple):
     packed: PackedAdapter
 
 
+def whole(weights: AdapterWeights) -> AdapterWeights:
+    """The part of an adapter that a device holds which has the whole model: all of it."""
+    return weights
+
+
 class AdapterStore:
     """The adapters that an engine knows: the directory of each, and the ones used last, packed on the host.
 
     Methods may be called in any thread. An adapter that is not on the host is read again when it is needed.
     """
 
-    def __init__(self, slots: AdapterSlots, base: DecoderSizes, *, host_bytes: int, pinned: bool) -> None:
-        """Adapters of a model of these sizes. At most `host_bytes` of them are kept; `pinned`: in pinned memory."""
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        base: Decoder,
+        *,
+        host_bytes: int,
+        pinned: bool,
+        own: Callable[[AdapterWeights], AdapterWeights] = whole,
+        devices: int = 1,
+    ) -> None:
+        """Adapters of a model. At most `host_bytes` of them are kept; `pinned`: in pinned memory.
+
+        `own` takes this device's part of an adapter, which the slots hold. `devices` share the model and `host_bytes`.
+        All of them take or refuse the same adapters.
+        """
         self._slots, self._base, self._host_bytes, self._pinned = slots, base, host_bytes, pinned
+        self._own, self._own_bytes = own, host_bytes // devices
         self._directories: dict[str, tuple[str, Path]] = {}
         """Name and directory of each adapter, by id."""
         self._packed: OrderedDict[str, PackedAdapter] = OrderedDict()
@@ -70,17 +92,29 @@ class AdapterStore:
             raise UnsupportedAdapter(f"it cannot be read: {type(error).__name__}; the server's log says more") from None
 
     def _read(self, name: str, directory: Path) -> ReadAdapter:
-        weights = read_peft(directory, self._base, max_rank=self._slots.max_rank)
+        weights = read_peft(directory, self._base.decoder, max_rank=self._slots.max_rank)
         check_effect(weights, self._slots.dtype)
-        with self.packing:
-            packed = self._slots.pack(weights, pinned=self._pinned)
-        if packed.nbytes > self._host_bytes:
+        if weights.has_magnitudes and not self._slots.takes_gains:
             raise UnsupportedAdapter(
-                f"the adapter takes {packed.nbytes / 1e9:.3f} GB, and adapter_host_gb is {self._host_bytes / 1e9:g}"
+                "use_dora is true, and the engine's slots have no room for what a DoRA scales; start it with dora"
             )
-        if not bool(packed.numbers.isfinite().all()):
+        if weights.has_magnitudes and self._base.group is not None:
+            raise UnsupportedAdapter(
+                "use_dora is true, and tp spreads the rows that a DoRA norms over devices; serve it without tp"
+            )
+        with self.packing:
+            packed = self._slots.pack(self._own(weights), self._base.layers, pinned=self._pinned)
+        all_here = self._own is whole
+        size = packed.nbytes if all_here else weights.elements * self._slots.dtype.itemsize
+        if size > self._host_bytes:
+            raise UnsupportedAdapter(
+                f"the adapter takes {size / 1e9:.3f} GB, and adapter_host_gb is {self._host_bytes / 1e9:g}"
+            )
+        if not (bool(packed.numbers.isfinite().all()) if all_here else weights.is_finite(self._slots.dtype)):
             raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
-        info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, packed.nbytes, weights.modules)
+        if packed.gains is not None and not bool(packed.gains.isfinite().all()):
+            raise UnsupportedAdapter("a row of the changed weights is 0, so no magnitude (DoRA) can scale it")
+        info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, size, weights.modules)
         return ReadAdapter(info, directory, packed)
 
     def register(self, read: ReadAdapter) -> AdapterInfo:
@@ -89,6 +123,11 @@ class AdapterStore:
             self._directories[read.info.id] = read.info.name, read.directory
             self._keep(read.info.id, read.packed)
         return read.info
+
+    def expect(self, adapter: str, name: str, directory: str | Path) -> None:
+        """Let plans load an adapter that another device of the model has read. It is read when it is needed."""
+        with self._lock:
+            self._directories[adapter] = name, Path(directory)
 
     def forget(self, adapter: str) -> None:
         """Forget an adapter."""
@@ -127,7 +166,7 @@ class AdapterStore:
         before = self._packed.pop(adapter, None)
         self._bytes += packed.nbytes - (before.nbytes if before is not None else 0)
         self._packed[adapter] = packed
-        while self._bytes > self._host_bytes:
+        while self._bytes > self._own_bytes:
             _, dropped = self._packed.popitem(last=False)
             self._bytes -= dropped.nbytes
 
@@ -163,23 +202,27 @@ class AdapterExecutor(PartExecutor):
 
     def before(self, plan: StepPlan) -> None:
         """Start a plan's loads. A plan that computes nothing waits until all loads are begun."""
+        loads: list[Load] = []
         for slot, adapter in plan.part(AdapterPlan).loads:
             packed: Future[PackedAdapter] = Future()
             if (kept := self.store.kept(adapter)) is not None:
                 packed.set_result(kept)
             else:
                 packed = self._reader.submit(self.store.fetch, adapter)
-            self._loads.append(Load(plan.step, slot, adapter, packed))
+            loads.append(Load(plan.step, slot, adapter, packed))
+        self._loads.extend(loads)  # all at once: `completed` may run in another thread
         self._copy(wait=not plan.computes)
         self._begun = plan.step
 
     def completed(self, *, wait: bool) -> Sequence[PartResult]:
-        """Progress of the loads. With `wait`, block until all loads begun so far are complete.
+        """Progress of the loads, if any was not complete. With `wait`, block until all begun so far are.
 
         Raises the error that reading an adapter raised, if that was not an UnsupportedAdapter.
         """
         begun = self._begun
         lost: list[str] = []
+        if not self._loads:
+            return ()
         while self._loads:
             load = self._loads[0]
             error = load.packed.exception() if load.packed.done() else None
@@ -191,6 +234,7 @@ class AdapterExecutor(PartExecutor):
                 load.event.finish()
             else:
                 lost.append(load.adapter)
+            begun = max(begun, load.step)
             self._loads.popleft()
         return (AdapterResult(begun, tuple(lost)),)
 
@@ -213,18 +257,25 @@ class AdapterDevice(DevicePart):
     """The slots of adapters on a device, and the adapters that may be loaded into them."""
 
     def __init__(self, model: Decoder, config: AdapterOptions) -> None:
-        """Allocate the slots that a configuration asks for."""
-        spec = model.spec
-        self._device = spec.device
+        """Allocate the slots that a configuration asks for, for the layers, heads and columns of this device."""
+        spec, shard, ranks = model.spec, model.shard, config.layout.ranks
+        self._device, pinned = spec.device, spec.device.type == "cuda"
         self.slots = AdapterSlots(
-            model.decoder,
+            adapted_modules(model.decoder) if ranks == 1 else own_modules(model.decoder, shard),
             slots=config.adapter_slots,
             max_rank=config.max_adapter_rank,
             dtype=spec.dtype,
             device=spec.device,
+            dora=config.dora or spec.device.type == "cpu",
         )
-        host_bytes, pinned = config.adapter_host_bytes, spec.device.type == "cuda"
-        self.store = AdapterStore(self.slots, model.decoder, host_bytes=host_bytes, pinned=pinned)
+        self.store = AdapterStore(
+            self.slots,
+            model,
+            host_bytes=config.adapter_host_bytes,
+            pinned=pinned,
+            own=whole if ranks == 1 else partial(own_adapter, spec=model.decoder, shard=shard),
+            devices=ranks,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -232,7 +283,15 @@ class AdapterDevice(DevicePart):
 
     def inputs(self, max_tokens: int, samples: int) -> AdapterInputs:
         slots = self.slots
-        return AdapterInputs(slots.layers, len(slots), max_tokens=max_tokens, samples=samples, device=self._device)
+        return AdapterInputs(
+            slots.layers,
+            len(slots),
+            max_tokens=max_tokens,
+            samples=samples,
+            device=self._device,
+            gains=slots.takes_gains,
+            scaled=slots.scaled,
+        )
 
     def widest(self, rows: int) -> Sequence[PartPlan]:
         return (AdapterPlan(slots=tuple(row % len(self.slots) for row in range(rows))),)
@@ -248,6 +307,12 @@ class AdapterDevice(DevicePart):
     def shaped(self, shape: EngineShape) -> EngineShape:
         return replace(shape, adapter_slots=len(self.slots))
 
+    def learn(self, news: PartNews) -> None:
+        if isinstance(news, AdapterKnown):
+            self.store.expect(news.adapter, news.name, news.directory)
+        elif isinstance(news, AdapterForgotten):
+            self.store.forget(news.adapter)
+
     def executor(self, allocated: Allocated) -> AdapterExecutor:
         return AdapterExecutor(self.slots, self.store, allocated.make_stream)
 
@@ -259,12 +324,4 @@ def adapter_device(model: Model, config: AdapterOptions) -> AdapterDevice:
             f"adapters need a native decoder, and {model.spec.architecture} runs by Transformers' code; leave out "
             f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
         )
-    name = model.spec.architecture
-    if model.decoder.experts is not None:
-        raise ValueError(
-            f"adapters need a decoder without experts, and {name} is a mixture of experts; leave out adapter and "
-            "max_adapters"
-        )
-    if not model.decoder.takes_adapters:
-        raise ValueError(f"adapters are for layers like Llama's, and {name} has others; leave them out")
     return AdapterDevice(model, config)

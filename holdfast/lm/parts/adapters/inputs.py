@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from holdfast.lm.execution.batch import Arrays, Fields, ModelInputs
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles_of
+from holdfast.lm.kernels.lora.protocol import LayerStacks, StepAdapters
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
-from holdfast.lm.models.adapters import LayerStacks, StepAdapters
 from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.types import StepPlan
 
@@ -39,14 +40,28 @@ class AdapterInputs(ModelInputs):
     plans = (AdapterPlan,)
 
     def __init__(
-        self, layers: tuple[LayerStacks, ...], slots: int, *, max_tokens: int, samples: int, device: torch.device
+        self,
+        layers: tuple[LayerStacks, ...],
+        slots: int,
+        *,
+        max_tokens: int,
+        samples: int,
+        device: torch.device,
+        gains: bool = False,
+        scaled: Set[int] = frozenset(),
     ) -> None:
-        """`layers` are the adapters in the slots. A step has at most `max_tokens` tokens and `samples` sampled rows."""
-        self._layers, self._device = layers, device
+        """`layers` are the adapters in the slots. A step has at most `max_tokens` tokens and `samples` sampled rows.
+
+        `gains` says whether `layers` have gains. `scaled` holds the slots whose adapters use them, and may change.
+        """
+        self._layers, self._device, self._slots = layers, device, slots
+        self._gains, self._scaled = gains, scaled
         sizes: dict[str, int] = {}
         for name, most in ((TOKENS, max_tokens), (ROWS, samples)):
             sizes |= {f"{name}_order": most, f"{name}_used": 2}
             sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, slots))
+            if gains:
+                sizes[f"{name}_gain"] = most
         self.sizes = sizes
         self._counts = torch.zeros(3 * most_tiles(max_tokens, slots), dtype=torch.int32, device=device)
         """Counters of the kernels, which leave them at 0."""
@@ -64,9 +79,9 @@ class AdapterInputs(ModelInputs):
         return Adapted(tokens, tokens if num_sampled == segments.num_tokens else groups_of(drawn))
 
     def write(self, packed: Adapted, arrays: Arrays, num_tokens: int, num_rows: int, *, apart: bool) -> None:
-        _write_tiles(arrays, TOKENS, packed.tokens, num_tokens)
+        self._write(arrays, TOKENS, packed.tokens, num_tokens)
         if apart or packed.rows is not packed.tokens:
-            _write_tiles(arrays, ROWS, packed.rows, num_rows)
+            self._write(arrays, ROWS, packed.rows, num_rows)
 
     def clear(self, fields: Fields) -> None:
         for name in (TOKENS, ROWS):
@@ -80,11 +95,24 @@ class AdapterInputs(ModelInputs):
         if self._device.type == "cuda":
             return self.captured(fields, num_tokens, num_rows)
         tokens = TorchLora(packed.tokens, self._device)
-        return StepAdapters(self._layers, tokens, tokens if num_rows is None else TorchLora(packed.rows, self._device))
+        rows = tokens if num_rows is None else TorchLora(packed.rows, self._device)
+        return StepAdapters(self._layers, tokens, rows, not self._scaled.isdisjoint(packed.tokens.slots.tolist()))
 
     def captured(self, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters:
         tokens = self._tiles(fields, TOKENS, num_tokens)
-        return StepAdapters(self._layers, tokens, tokens if num_rows is None else self._tiles(fields, ROWS, num_rows))
+        rows = tokens if num_rows is None else self._tiles(fields, ROWS, num_rows)
+        return StepAdapters(self._layers, tokens, rows, self._gains)
+
+    def _write(self, arrays: Arrays, name: str, groups: Groups, size: int) -> None:
+        """Write the tiles of a step of `size` tokens or rows into the fields that begin with `name`."""
+        tiles = tiles_of(groups, size)
+        for field in ("order", *TILE_FIELDS, "used"):
+            column = getattr(tiles, field)
+            arrays[f"{name}_{field}"][: len(column)] = column
+        if self._gains:
+            rows = arrays[f"{name}_gain"][:size]
+            rows[:] = self._slots  # the row of ones
+            rows[groups.order[: groups.starts[-1]]] = np.repeat(groups.slots, np.diff(groups.starts))
 
     def _tiles(self, fields: Fields, name: str, count: int) -> TiledLora:
         """The adapters of `count` tokens or sampled rows, in the fields that begin with `name`."""
@@ -97,13 +125,6 @@ class AdapterInputs(ModelInputs):
             fields.take(f"{name}_order", count),
             **{field: fields.tensors[f"{name}_{field}"] for field in (*TILE_FIELDS, "used")},
             counts=self._counts,
+            gain=fields.take(f"{name}_gain", count) if self._gains else None,
             beside=self._beside,
         )
-
-
-def _write_tiles(arrays: Arrays, name: str, groups: Groups, size: int) -> None:
-    """Write the tiles of a step of `size` tokens or rows into the fields that begin with `name`."""
-    tiles = tiles_of(groups, size)
-    for field in ("order", *TILE_FIELDS, "used"):
-        column = getattr(tiles, field)
-        arrays[f"{name}_{field}"][: len(column)] = column

@@ -36,6 +36,12 @@ class AdapterOptions(CoreConfig):
     adapter_host_gb: float = option(
         4.0, "host memory in GB for adapters; those used longest ago are read again", positive=True
     )
+    dora: bool = option(
+        False,
+        "on a GPU, take DoRA adapters too; steps with adapters then add each product apart, which takes a little "
+        "longer (a CPU always takes them)",
+        executor="paged",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,9 +54,6 @@ class AdapterOptions(CoreConfig):
                 raise ValueError(f"{name} is both an adapter and a served_model_name; give each a name of its own")
             if names.count(name) > 1:
                 raise ValueError(f"adapter {name} is given twice; give each a name of its own")
-        for name in ("adapter", "max_adapters"):
-            if self.several_devices and getattr(self, name):
-                raise ValueError(f"{self.several_devices}, and {name} needs the whole model on one device; drop one")
 
     @property
     def adapters(self) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.plan import PartPlan
 from holdfast.lm.types.result import PartResult
 
@@ -40,3 +41,26 @@ class AdapterResult(PartResult):
     """Number of a plan: its adapter loads, and those of all plans before it, are complete."""
     lost: tuple[str, ...] = ()
     """Adapters among the completed loads that could not be read. Their slots hold what they held before."""
+
+    @property
+    def of_each_rank(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterKnown(PartNews):
+    """An adapter that plans may load from now on."""
+
+    adapter: str
+    """Content id of the adapter."""
+    name: str
+    directory: str
+    """Directory of its files, on the host of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterForgotten(PartNews):
+    """An adapter that no plan loads any more."""
+
+    adapter: str
+    """Content id of the adapter."""

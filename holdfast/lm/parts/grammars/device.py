@@ -15,7 +15,7 @@ from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.grammar.rows import Answer, ConstrainedRow
 from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
-from holdfast.lm.types import PartResult
+from holdfast.lm.types import PartResult, Segment, StepPlan
 
 
 class MaskBuffers:
@@ -142,6 +142,31 @@ class GivenGrammarExecutor(PartExecutor):
         return GivenMasks(len(staged.masked), self._words, self._device)
 
 
+class RowGrammars:
+    """Grammars on padded rows, where a plan has a draw for each forward. See `lm.padded.draw_rules.RowRules`.
+
+    A draw with masks waits for the tokens of all draws before it: a step with grammars is computed when the one before
+    it has ended. Tokens that a grammar forces are drawn one by one, as no row of a batch computes several at a time.
+    """
+
+    def __init__(self, executor: GrammarExecutor) -> None:
+        self._executor = executor
+        self._answers: dict[int, Answer] = {}
+        """By row, the answers of the plan whose rows have not drawn yet."""
+
+    def begin(self, plan: StepPlan) -> None:
+        self._answers = {answer.row: answer for answer in plan.part(GrammarPlan).answers}
+
+    def of(self, segments: Sequence[Segment]) -> GrammarRules:
+        rows = [
+            ConstrainedRow(at, each.row, each.start, each.stop, each.tokens, each.sampling, at)
+            for at, each in enumerate(segments)
+            if each.sampling is not None and each.sampling.grammar is not None
+        ]
+        answers = [self._answers.pop(each.row) for each in rows if each.row in self._answers]
+        return GrammarRules(self._executor, rows, answers)
+
+
 class GrammarDevice(DevicePart):
     """Grammars on the first of the devices that draw, and on rank 0, which tests them all."""
 
@@ -152,6 +177,10 @@ class GrammarDevice(DevicePart):
     def executor(self, allocated: Allocated) -> GrammarExecutor:
         batch = allocated.memory.batch
         return GrammarExecutor(Matchers(self.compiler, self._threads), len(batch.last_token), batch.device)
+
+    def row_rules(self, rows: int, device: torch.device) -> RowGrammars:
+        """The rules for the draws of padded rows. See `lm.padded.draw_rules.RowPart`."""
+        return RowGrammars(GrammarExecutor(Matchers(self.compiler, self._threads), rows, device))
 
 
 class GivenGrammarDevice(DevicePart):

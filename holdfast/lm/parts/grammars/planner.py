@@ -68,5 +68,5 @@ class GrammarPart(Part):
 
 
 def make_parts(planning: Planning) -> tuple[GrammarPart, ...]:
-    """The part of a scheduler over a paged cache; padded rows have none."""
-    return () if planning.on_rows else (GrammarPart(),)
+    """The part of a scheduler."""
+    return (GrammarPart(),)

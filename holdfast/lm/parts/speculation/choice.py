@@ -18,7 +18,8 @@ def make_parts(planning: Planning, drafter: Drafter | None) -> tuple[Speculation
     options = planning.config.part(SpeculationOptions)
     target = inf if options.tbt_seconds is None else options.tbt_seconds
     most, rows = options.draft_tokens, options.max_samples
-    return (SpeculationPart(drafter, planning.cost, most=most, rows=rows, target=target),)
+    stages = planning.stages
+    return (SpeculationPart(drafter, planning.cost, most=most, rows=rows, target=target, stages=stages),)
 
 
 def make_drafter(config: SpeculationOptions, shape: EngineShape, kind: str) -> Drafter | None:

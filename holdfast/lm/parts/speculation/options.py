@@ -35,8 +35,6 @@ class SpeculationOptions(CoreConfig):
     @property
     def no_drafts(self) -> str:
         """The reason why no drafts can be verified; empty if they can."""
-        if self.pp > 1:
-            return f"pp is {self.pp}: drafts are verified on one stage"
         if self.scheduler != "stall-free":
             return f"scheduler is {self.scheduler}: drafts are for the stall-free one"
         return "executor is padded, which verifies none" if self.executor == "padded" else ""

@@ -143,16 +143,18 @@ class SpeculationPart(Verification):
         most: int,
         rows: int,
         target: float = inf,
+        stages: int = 1,
     ) -> None:
         """`most` guesses for each sequence; `rows` is the number of tokens that a step can sample in all.
 
-        A step with drafts is predicted to end within the `target`, in seconds.
+        A step with drafts is predicted to end within the `target`, in seconds. With several `stages`, decodes wait
+        only for tokens of their own last step, while steps of other decodes are on the other stages.
         """
         super().__init__()
         self.tokens_drafted = self.drafts_accepted = 0
         """Number of drafted tokens that steps have verified so far, and number of right ones among them."""
         self._drafter = drafter
-        self._most, self._sampled, self._target = most, rows, target
+        self._most, self._sampled, self._target, self._stages = most, rows, target, stages
         self._predictor = cost.predictor()
         self._rows: dict[Entry, Row] = {}
         self._noted = 0
@@ -186,11 +188,13 @@ class SpeculationPart(Verification):
         super().begin(step)
         self._noted = self._drafter.index(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
-        if step.in_flight and any(unknown(entry) for entry in decoding):
-            only = len(decoding) == len(step.running)
-            if self._pays(decoding) or (only and self._too_few(decoding, step.number)):
-                step.postpone()  # it is planned once their tokens are known
-                return
+        only = len(decoding) == len(step.running) and self._stages == 1
+        if self._stages > 1:
+            decoding = [entry for entry in decoding if entry.next_step <= step.number]
+        in_flight = step.in_flight and any(unknown(entry) for entry in decoding)
+        if in_flight and (self._pays(decoding) or (only and self._too_few(decoding, step.number))):
+            step.postpone()  # it is planned once their tokens are known
+            return
         self._measure(step)
         self._promised, self._promise = self._promise, 0.0
 

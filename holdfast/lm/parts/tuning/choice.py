@@ -40,7 +40,15 @@ def make_tuner(
             config.max_sequences, shape.max_model_len, shape.cache_positions(config.block_size)
         )
         seconds = cost.step([(1, context)] * decodes)
-        room = TrainingRoom(config.tbt_seconds, 1 - RESERVE, decodes, seconds, deviation=cost.deviation, exact=exact)
+        room = TrainingRoom(
+            config.tbt_seconds,
+            1 - RESERVE,
+            decodes,
+            seconds,
+            deviation=cost.deviation,
+            exact=exact,
+            stages=planning.stages,
+        )
     training = TrainingCost(cost, sizes, block_seconds=block_seconds)
     return Tuner(
         training,
@@ -63,14 +71,12 @@ def with_training(
 
     Training runs in slices if there is a target between tokens, else by the deferral rule with `deferral_bound` seconds
     (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. While a batch has work, training
-    takes `share` of the time. Raises ValueError for padded rows, in a pipeline, under a scheduler that is not
-    stall-free, and for a bound with a target.
+    takes `share` of the time. Raises ValueError for padded rows, under a scheduler that is not stall-free, and for a
+    bound with a target.
     """
     config, stages = planning.config, planning.stages
     if planning.on_rows:
         raise ValueError("tuning needs a paged cache, and the model runs on padded rows")
-    if stages > 1:
-        raise ValueError(f"a pipeline has {stages} stages; tuning runs on one")
     if config.scheduler != "stall-free":
         raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
     if config.tbt_seconds is None:
@@ -79,4 +85,6 @@ def with_training(
         raise ValueError(
             f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
         )
-    return TrainingSlices(policy, part, planning.priced, config.tbt_seconds, progress=progress, share=share)
+    return TrainingSlices(
+        policy, part, planning.priced, config.tbt_seconds, progress=progress, stages=stages, share=share
+    )

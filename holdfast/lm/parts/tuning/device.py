@@ -51,16 +51,19 @@ class TuningExecutor(PartExecutor, Generic[Trains]):
 class TuningDevice(DevicePart, Generic[Trains]):
     """Training on a device, whose tensors lie in blocks of the cache."""
 
-    def __init__(self, make_training: Callable[[KVCache], Trains], workspace_bytes: Callable[[], int]) -> None:
-        """`make_training` is called with the allocated cache.
+    def __init__(self, make_training: Callable[[Allocated], Trains], workspace_bytes: Callable[[], int]) -> None:
+        """`make_training` is called when the cache is allocated.
 
         `workspace_bytes` measures what the units of training take besides it.
         """
-        self._make_training, self._workspace_bytes = make_training, workspace_bytes
+        self.make_training, self._workspace_bytes = make_training, workspace_bytes
+
+    @property
+    def sends_back(self) -> bool:
+        return True
 
     def workspace_bytes(self) -> int:
         return self._workspace_bytes()
 
     def executor(self, allocated: Allocated) -> TuningExecutor[Trains]:
-        cache = allocated.memory.cache
-        return TuningExecutor(cache, self._make_training(cache))
+        return TuningExecutor(allocated.memory.cache, self.make_training(allocated))

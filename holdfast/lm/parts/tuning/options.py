@@ -77,8 +77,6 @@ class TuningOptions(AdapterOptions):
             raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
         if not self.tuning_mirror:
             raise ValueError("tuning_mirror is empty; it must be auto, off, or a directory")
-        if self.several_devices:
-            raise ValueError(f"{self.several_devices}, and tuning needs the whole model on one device; drop one")
 
     @property
     def adapter_slots(self) -> int:

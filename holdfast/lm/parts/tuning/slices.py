@@ -50,17 +50,19 @@ class TrainingSlices(Policy):
         target: float,
         *,
         progress: bool = False,
+        stages: int = 1,
         share: float = TuningOptions.tuning_share,
     ) -> None:
         """`target` in seconds between tokens, above 0; `share` as in `TuningShare`; else ValueError.
 
+        With several `stages`, as many steps run between two tokens of a stream, and each may have a slice.
         With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are. In any case a
         job that has to leave waits no longer than that.
         """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
         self.inner, self.part, self.target, self.progress = inner, part, target, progress
-        self.share = TuningShare(part, share)
+        self._stages, self.share = stages, TuningShare(part, share)
         self._predictor = cost.predictor()
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
         """Corrections of steps of decodes alone (False) and of steps with prompts (True)."""
@@ -90,7 +92,8 @@ class TrainingSlices(Policy):
         if ((self._must_yield(step) or not self.share.allows) and not late) or (idle and step.in_flight):
             return
         streams = any(entry.sequence.request.priority < BATCH_CLASS for entry in chain(step.running, step.swapping_in))
-        room = min(self.target, IDLE_SECONDS) if idle else self.target * (1 - RESERVE) - (seconds if streams else 0.0)
+        left = self.target * (1 - RESERVE) - (seconds if streams else 0.0)
+        room = min(self.target, IDLE_SECONDS) if idle else left / self._stages
         if self.part.train(room, at_least_one=late or (idle and not step.running)):
             self._trained_at = step.now
 

@@ -18,13 +18,22 @@ class TrainingRoom:
     """
 
     def __init__(
-        self, target: float, share: float, decodes: int, seconds: float, *, deviation: float = 0.0, exact: bool = False
+        self,
+        target: float,
+        share: float,
+        decodes: int,
+        seconds: float,
+        *,
+        deviation: float = 0.0,
+        exact: bool = False,
+        stages: int = 1,
     ) -> None:
         """Steps and slices take at most `share` of `target` seconds together.
 
         A full step has `decodes` decodes and is predicted to take `seconds`. `exact`: predictions are right by
-        definition, as in a simulation.
+        definition, as in a simulation. With several `stages`, as many steps share what is left.
         """
+        self._stages = stages
         self.target, self.share, self.decodes, self._seconds = target, share, decodes, seconds
         self._correction, self._steps, self._exact = Correction(deviation), 0, exact
 
@@ -41,7 +50,7 @@ class TrainingRoom:
     @property
     def seconds(self) -> float:
         """Seconds that are left for a unit; 0 or less if there are none."""
-        return self.target * self.share - self.step_seconds
+        return (self.target * self.share - self.step_seconds) / self._stages
 
     @property
     def known(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.plan import BlockMove, PartPlan
 from holdfast.lm.types.result import PartResult
 
@@ -61,6 +62,24 @@ class TrainingPlan(PartPlan):
 
 
 @dataclass(frozen=True, slots=True)
+class JobOpened(PartNews):
+    """A job that plans may have slices of from now on."""
+
+    job: str
+    directory: str
+    """Directory of its files, on the host of all ranks."""
+    step: int
+    """Number of steps that are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobClosed(PartNews):
+    """A job that no plan has slices of any more."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingReport(PartResult):
     """The time and the results of one slice."""
 
@@ -79,6 +98,10 @@ class TrainingReport(PartResult):
     """Mean loss over the step's tokens, if the slice ended the step."""
     launch_seconds: float = 0.0
     """Seconds that the host spent to launch it; 0 if launching does not overlap the device's work."""
+
+    @property
+    def of_each_rank(self) -> bool:
+        return True
 
     def __bool__(self) -> bool:
         """Whether there was a slice."""

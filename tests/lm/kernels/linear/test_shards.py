@@ -15,6 +15,7 @@ from holdfast.lm.kernels.linear import fused_layers
 from holdfast.lm.kernels.linear.fp8_linear import Fp8Rows
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps, NormInParts
+from holdfast.lm.kernels.lora.protocol import Finish
 from tests.lm.kernels.linear.test_layers import assert_near, drawn, oracle, shape_of
 
 KINDS = pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
@@ -212,3 +213,30 @@ def test_norms_over_all_heads_count_each_head_of_two_devices_once(
     assert_near(torch.cat([turned for turned, _ in found], dim=1), exact[0])
     for (_, keys), expected in zip(found, parts(exact[1], 1), strict=True):
         assert_near(keys, expected)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_what_adapters_add_on_each_device_is_part_of_the_sum(
+    tokens: int, dtype: torch.dtype, kind: type[LayerOps], device: str
+) -> None:
+    width, inputs = 64, 128
+    stream, x = (drawn(tokens, size, device=device, dtype=dtype) for size in (width, inputs))
+    weight = drawn(width, inputs, device=device, dtype=dtype, spread=inputs**-0.5)
+    change = drawn(width, inputs, device=device, dtype=dtype, spread=inputs**-0.5)
+    bias, norm = (drawn(width, device=device, dtype=dtype) for _ in range(2))
+    shape = shape_of(device, dtype)
+    expected_stream = stream.double()
+    both = weight.double() + change.double()
+    expected = oracle(shape).add_linear_norm(expected_stream, x.double(), both, bias.double(), norm.double())
+    gave: torch.Tensor | float = 0.0
+    for own_x, own, added in zip(x.chunk(2, dim=1), weight.chunk(2, dim=1), change.chunk(2, dim=1), strict=True):
+        group, own_stream = Half(gave, device, in_parts=True), stream.clone()
+        finish = Finish(lambda out, own_x=own_x, added=added: out.add_(own_x @ added.t()))  # type: ignore[misc]
+        normed = kind(shape, group).add_adapted_norm(
+            own_stream, own_x.contiguous(), own.contiguous(), bias, norm, finish
+        )
+        gave = group.gives
+    assert_near(own_stream, expected_stream)
+    assert_near(normed, expected)

@@ -15,6 +15,7 @@ from threading import Lock, Semaphore
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.core.types import Grammar, SamplingParams
 from holdfast.lm.config import EngineConfig
@@ -23,6 +24,7 @@ from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.rows import Answer, ConstrainedRow
 from holdfast.lm.models.loader import load
+from holdfast.lm.padded.draw_rules import DrawnRows
 from holdfast.lm.parts.grammars.device import GrammarDevice, GrammarExecutor, constrained_rows
 from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult, TableWrite
@@ -251,3 +253,23 @@ def test_a_gpu_draws_the_same_by_grammars_with_any_number_of_steps_in_flight(tmp
     tokenizer = byte_level()
     for place in (1, 3):
         assert tokenizer.decode([tokens[place] for tokens in found[0]]).startswith(("hello ", "this is "))
+
+
+def test_on_padded_rows_each_draw_gets_the_answers_of_its_own_rows_once() -> None:
+    grammars = GrammarDevice(GrammarCompiler(byte_level().to_str, 330, (END,)), 1).row_rules(4, torch.device("cpu"))
+    free, bound = replace(GREEDY, grammar=None), replace(GREEDY, grammar=GRAMMAR)
+    first, other, last = (Segment(name, row, 0, 5, PROMPT, how) for name, row, how in (
+        ("a", 0, bound), ("b", 1, free), ("c", 2, bound),
+    ))  # fmt: skip
+    answers = (Answer(0, 5, ()), Answer(2, 5, ()))
+    grammars.begin(StepPlan(0, (first, other, last), parts=(GrammarPlan(answers),)))
+    rules = grammars.of([other, first])
+    assert [(each.at, each.row) for each in rules.rows] == [(1, 0)]
+    begin = rules.masks().clone()
+    assert begin.shape == (1, 12) and begin.any()
+    allowed = next(token for token in range(330) if int(begin[0, token // 32]) >> token % 32 & 1)
+    rules.drawn(DrawnRows(torch.tensor([7, allowed])))
+    rest = grammars.of([last])
+    assert [(each.at, each.row) for each in rest.rows] == [(0, 2)] and rest.masks().equal(begin)
+    following = first._replace(start=5, stop=6, tokens=(PENDING,))
+    assert not grammars.of([following]).masks().equal(begin), "the draw before is read first"

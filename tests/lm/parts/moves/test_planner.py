@@ -43,3 +43,13 @@ def test_plans_without_segments_are_made_until_the_mark_is_passed_and_none_after
     assert scheduler.schedule(0.0) is None, "one in flight says as much as two"
     scheduler.update(plan, answer(plan), 0.0)
     assert part.passed(mark) and not scheduler.has_work() and scheduler.schedule(0.0) is None
+
+
+def test_a_mark_that_was_passed_stays_passed():
+    part, scheduler = engine()
+    plans = [scheduler.schedule(0.0) for _ in range(2)]
+    mark = part.barrier()
+    scheduler.update(plans[0], answer(plans[0], swapped_in=1), 0.0)
+    assert part.passed(mark)
+    scheduler.update(plans[1], answer(plans[1], swapped_in=-1), 0.0)
+    assert part.passed(mark) and not part.wants_step

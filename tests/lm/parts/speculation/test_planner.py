@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def cost(row: float, step: float = 5e-3) -> CostModel:
 def speculating(model: CostModel, drafter: Drafter | None = None, most: int = 7, **options: Any) -> Scheduler:
     rows = options.pop("rows", 64)
     target = options.pop("target", float("inf"))
-    part = SpeculationPart(drafter or SuffixDrafter(), model, most=most, rows=rows, target=target)
+    stages = options.get("stages", 1)
+    part = SpeculationPart(drafter or SuffixDrafter(), model, most=most, rows=rows, target=target, stages=stages)
     return create_scheduler(budget=512, parts=[part], blocks=1100, max_sequences=256, max_model_len=2000, **options)
 
 
@@ -54,6 +56,8 @@ class Device:
         self.plans: deque[tuple[StepPlan, float, float]] = deque()
         self.answers: dict[str, list[int]] = {}
         self.seen: list[StepPlan] = []
+        self.ahead: list[bool] = []
+        """For each plan, whether it was made while another one was in flight."""
         self.late: Request | None = None
         """Comes once drafts are verified."""
 
@@ -69,6 +73,7 @@ class Device:
                 self.free_at = max(self.now, self.free_at) + seconds
                 self.plans.append((plan, seconds, self.free_at))
                 self.seen.append(plan)
+                self.ahead.append(len(self.plans) > 1)
                 if plan.samples and self.late is not None:
                     self.add(self.late)
                     self.late = None
@@ -99,6 +104,23 @@ def looping(name: str, position: int) -> int:
 
 def random_text(name: str, position: int) -> int:
     return random.Random(f"{name} {position}").randrange(50_000)
+
+
+@pytest.mark.parametrize("source", [looping, random_text])
+def test_stages_of_a_pipeline_stay_busy_with_drafts_and_without(source: Source) -> None:
+    device = Device(speculating(cost(row=1e-6), stages=2), cost(row=1e-6), source)
+    device.run(*create_requests(*[8] * 4, max_tokens=100))
+    assert any(plan.samples for plan in device.seen) == (source is looping)
+    later = device.seen[20:-20]
+    after = [(set(ids_of(plan)), set(ids_of(following))) for plan, following in pairwise(later)]
+    assert all(len(ids) == 2 for ids, _ in after), "each step takes its share"
+    assert all(ids.isdisjoint(following) for ids, following in after), "no step needs tokens of the one before it"
+    assert sum(device.ahead) > 0.9 * len(device.ahead)
+
+
+def ids_of(plan: StepPlan) -> list[str]:
+    """The names of the sequences in a plan."""
+    return [segment.sequence_id for segment in plan.segments]
 
 
 def pace(batch: int, source: Source, model: CostModel, drafter: Drafter | None = None, tokens: int = 200) -> float:

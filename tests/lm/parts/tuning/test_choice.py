@@ -42,7 +42,6 @@ def test_training_goes_by_the_deferral_rule_without_a_target_and_in_slices_with_
     ("change", "words"),
     [
         (dict(config=EngineConfig(scheduler="orca")), "tuning is for the stall-free scheduler, and scheduler is orca"),
-        (dict(stages=2), "a pipeline has 2 stages; tuning runs on one"),
         (dict(config=EngineConfig(tbt_target=50), deferral_bound=1.0), "deferral_bound is 1.0 and tbt_target is 50"),
         (dict(config=EngineConfig(executor="padded", max_sequences=64), shape=ROWS), "tuning needs a paged cache"),
         (dict(deferral_bound=-1.0), "deferral_bound is -1.0; it must be at least 0"),
@@ -63,6 +62,8 @@ def test_a_tuner_gets_its_share_of_the_cache_and_what_32_decodes_leave_of_the_ta
     large = make_tuner(planning_of(EngineConfig(tbt_target=1000), replace(SHAPE, num_blocks=4096)), SIZES)
     assert large.max_unit_seconds == pytest.approx(1.0 * (1 - RESERVE) - COST.step([(1, 512)] * 32))
     assert tuner.cost.block_seconds == 0.5
+    staged = make_tuner(make_planning(EngineConfig(tbt_target=1000, pp=2), SHAPE, COST, stages=2), SIZES)
+    assert staged.max_unit_seconds == pytest.approx(tuner.max_unit_seconds / 2), "two steps may have slices"
     for share in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"tuning_memory_fraction is {share}"):
             make_tuner(planning_of(), SIZES, memory_fraction=share)

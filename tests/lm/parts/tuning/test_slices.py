@@ -21,14 +21,24 @@ TARGET = 0.025
 
 
 def an_engine(
-    *, target=TARGET, cost=None, steps=None, ceiling=64, progress=False, share=0.05, tuning=None, inner=None, **options
+    *,
+    target=TARGET,
+    cost=None,
+    steps=None,
+    ceiling=64,
+    progress=False,
+    share=0.05,
+    tuning=None,
+    inner=None,
+    stages=1,
+    **options,
 ):
     """An engine whose steps take what its cost model predicts."""
     cost = cost or cost_model(slope=0.0001)
     tuner = make_tuner(tuning or cost)
     part = TuningPart(tuner)
     inner = inner or LatencyTarget(cost, target, tile=4, ceiling=ceiling)
-    policy = TrainingSlices(inner, part, cost, target, progress=progress, share=share)
+    policy = TrainingSlices(inner, part, cost, target, progress=progress, stages=stages, share=share)
     scheduler = create_scheduler(policy=policy, parts=[part], **{"max_sequences": 16, "blocks": 256, **options})
     engine = FakeEngine(scheduler, tuner, step_seconds=0.0)
     engine.predict = cost.predictor().segments
@@ -70,6 +80,17 @@ def test_a_step_of_decodes_is_filled_up_to_the_target():
             if plan.part(TrainingPlan).slice.stop < units:  # not cut by the micro-batch's end
                 assert step + trained > 0.6 * TARGET
         assert step + trained <= TARGET
+
+
+def test_the_steps_of_all_stages_share_what_is_left_of_the_target():
+    longest = []
+    for stages in (1, 2):
+        engine = an_engine(stages=stages)
+        engine.add(a_request("r", tokens=60))
+        engine.run(50)
+        steps = [(plan.part(TrainingPlan).slice, plan.segments) for _, plan in engine.plans[5:] if plan.segments]
+        longest.append(max(engine.slice_seconds(each) for each, _ in steps if each and each.action == "run"))
+    assert 0 < longest[1] <= 0.5 * TARGET < longest[0]
 
 
 def test_a_unit_that_does_not_fit_beside_the_decodes_waits_until_nothing_runs():

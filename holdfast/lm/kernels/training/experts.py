@@ -1,0 +1,78 @@
+"""The backward pass of a layer's experts, in PyTorch. Their weights have no gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, choose, gated
+from holdfast.lm.kernels.training.ops import wide
+
+
+def experts_backward(
+    back: torch.Tensor,
+    x: torch.Tensor,
+    experts: Experts,
+    summed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> torch.Tensor:
+    """The gradient of x [T, hidden], from that of the result of `apply_experts`.
+
+    It flows through the chosen experts and through their shares. Everything between is computed again from x. `summed`
+    adds up tensors over the devices that have a part of each expert.
+    """
+    top_k = experts.rule.top_k
+    chosen, shares = choose(x, experts)
+    pairs = chosen.flatten()
+    order = pairs.argsort(stable=True)
+    counts = torch.bincount(pairs, minlength=len(experts.router)).tolist()
+    gradient = torch.zeros_like(wide(x))
+    back_shares = torch.zeros_like(shares).flatten()
+    for expert, own in enumerate(torch.split(order, counts)):
+        if not len(own):
+            continue
+        tokens = own // top_k
+        gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
+        down_bias = None if experts.down_bias is None else experts.down_bias[expert]
+        gate_up = functional.linear(x[tokens], experts.gate_up[expert], gate_up_bias)
+        out = functional.linear(gated(gate_up, experts.rule), experts.down[expert], down_bias)
+        back_out = back[tokens]
+        back_shares[own] = (wide(back_out) * wide(out)).sum(-1)
+        back_inner = (back_out * shares.flatten()[own, None].to(back.dtype)) @ experts.down[expert]
+        back_gate_up = gated_backward(back_inner, gate_up, experts.rule)
+        gradient.index_add_(0, tokens, wide(back_gate_up @ experts.gate_up[expert]))
+    back_shares = summed(back_shares.view_as(shares))
+    back_logits = _shares_backward(back_shares, shares, chosen, x, experts)
+    return summed(gradient.to(x.dtype)).add_(back_logits.to(x.dtype) @ experts.router)
+
+
+def gated_backward(back: torch.Tensor, gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
+    """The gradient of gate_up [T, 2 inner], from that of the result of `gated`."""
+    given = wide(back)
+    gate, up = wide(gate_up).chunk(2, dim=-1)
+    if rule.clamp is None:
+        sigmoid = torch.sigmoid(gate)
+        activated = gate * sigmoid
+        back_gate, back_up = given * up * (sigmoid + activated * (1.0 - sigmoid)), given * activated
+    else:
+        alpha, limit = rule.clamp
+        low, middle = gate.clamp(max=limit), up.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(alpha * low)
+        slope = sigmoid + alpha * low * sigmoid * (1.0 - sigmoid)
+        back_gate = given * (middle + 1.0) * slope * (gate <= limit)
+        back_up = given * low * sigmoid * (up.abs() <= limit)
+    return torch.cat((back_gate, back_up), dim=-1).to(gate_up.dtype)
+
+
+def _shares_backward(
+    back: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, x: torch.Tensor, experts: Experts
+) -> torch.Tensor:
+    """The gradient of the router's logits [T, E], from that of the shares [T, top_k]."""
+    product = shares * back
+    total = product.sum(-1, keepdim=True)
+    if experts.rule.normalized:
+        empty = shares.new_zeros(len(x), len(experts.router))
+        return empty.scatter_(1, chosen, product - shares * total)
+    logits = functional.linear(x, experts.router, experts.router_bias)
+    return wide(logits).softmax(-1).mul_(-total).scatter_add_(1, chosen, product)

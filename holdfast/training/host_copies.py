@@ -1,0 +1,81 @@
+"""HostCopies: the vectors of jobs in the host's memory of a rank that stores nothing: rank 0 stores all."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from holdfast.lm.models.halves import AdapterLayout
+from holdfast.training.jobs import JobSteps
+from holdfast.training.storage import STORED, JobFailure, StepReport, StoredJob, Vectors, copy_all, pinned, state_of
+
+
+class HostCopies:
+    """`storage.Storage` for a rank that computes a part of each job. Its vectors go to the host with the job.
+
+    One thread makes the calls of slices. `open` may run in any thread.
+    """
+
+    has_reports = False
+
+    def __init__(
+        self, device: torch.device, *, layers: range, mirror: Path | None, pinning: AbstractContextManager[object]
+    ) -> None:
+        """`layers` are those of this rank, by their numbers in the whole model. For the others, see `Storage`."""
+        self._device, self._layers, self._mirror, self._pinning = device, layers, mirror, pinning
+
+    def open(self, directory: Path, steps: JobSteps, layout: AdapterLayout) -> StoredJob:
+        """The newest state of a job, as rank 0 finds it while the job does not run."""
+        state = state_of(steps, directory, layout, self._mirror)
+        with self._pinning:
+            host = {name: pinned(vector, self._device) for name, vector in zip(STORED, state.vectors, strict=True)}
+        return StoredJob(directory, steps, layout, host, {}, state.rows, state.step, state.step)
+
+    def keeps_up(self, stored: StoredJob) -> bool:
+        """Whether the next step may begin. Rank 0 decides that."""
+        return True
+
+    def end_step(self, stored: StoredJob, tokens: int, loss: torch.Tensor, validation: torch.Tensor | None) -> None:
+        """Count the current step."""
+        stored.step += 1
+
+    def copy(self, stored: StoredJob, vectors: Vectors | None, share: float) -> None:
+        """Do nothing: the vectors are copied when the job leaves the device."""
+
+    def before_update(self, stored: StoredJob, vectors: Vectors) -> None:
+        """Do nothing."""
+
+    def after_copies(self, stored: StoredJob) -> None:
+        """Do nothing: copies are on the stream of the slices."""
+
+    def store(self, stored: StoredJob, vectors: Vectors | None) -> None:
+        """Copy the vectors at the end of the last step to the host, if they are not there."""
+        if vectors is None or stored.host_step == stored.step:
+            return
+        with torch.no_grad():
+            for name in STORED:
+                own = stored.host[name].chunk(stored.steps.num_layers)[self._layers.start : self._layers.stop]
+                copy_all(vectors[name], own)
+        stored.host_step = stored.step
+
+    def settled(self, stored: StoredJob) -> bool:
+        """Whether everything due is stored."""
+        return True
+
+    def close(self, stored: StoredJob, vectors: Vectors | None) -> None:
+        """Do nothing."""
+
+    def discard(self, stored: StoredJob) -> None:
+        """Do nothing: rank 0 deletes the states."""
+
+    def reports(self) -> list[StepReport | JobFailure]:
+        """No report: rank 0 has them."""
+        return []
+
+    def wait(self, stored: StoredJob | None = None) -> None:
+        """Do nothing: nothing is written."""
+
+    def shut_down(self) -> None:
+        """Do nothing."""

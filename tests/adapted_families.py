@@ -1,0 +1,119 @@
+"""Tiny models of every native family with two adapters that PEFT wrote, and PEFT's own logits and tokens for them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import load
+from tests.checkpoints import TINY_VOCAB, tiny
+
+NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "llama", dict(attention_bias=True, mlp_bias=True)),
+    "mistral": ("MistralForCausalLM", "mistral-sliding", {}),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", {}),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", {}),
+    "phi3": ("Phi3ForCausalLM", "phi3", dict(sliding_window=12)),
+    "phi3-partial": (
+        "Phi3ForCausalLM",
+        "phi3",
+        dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", {}),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3", {}),
+    "opt": ("OPTForCausalLM", "opt", {}),
+    "opt-350m": ("OPTForCausalLM", "opt", dict(do_layer_norm_before=False, word_embed_proj_dim=48)),
+    "falcon": ("FalconForCausalLM", "falcon-new", dict(bias=True)),
+    "falcon-7b": ("FalconForCausalLM", "falcon-rotary", {}),
+    "falcon-rw": ("FalconForCausalLM", "falcon-rotary", dict(multi_query=False, parallel_attn=False, bias=True)),
+    "gpt2": ("GPT2LMHeadModel", "gpt2", {}),
+    "mixtral": ("MixtralForCausalLM", "mixtral", {}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "qwen3-moe", dict(mlp_only_layers=[0], intermediate_size=96)),
+    "gpt-oss": ("GptOssForCausalLM", "gpt-oss", {}),
+}
+"""For each case, its architecture, one of `checkpoints.FAMILIES`, and how it differs from that one."""
+
+
+def every_linear(module: Any) -> list[str]:
+    """The linear modules of a layer that PEFT's "all-linear" finds, by the ends of their names.
+
+    Of a mixture of experts only attention's: PEFT makes the others' names those of the experts.
+    """
+    prefixes = ("model.layers.", "model.decoder.layers.", "transformer.h.")
+    found = {}
+    for name, part in module.named_modules():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix and type(part).__name__ in ("Linear", "Conv1D", "FalconLinear"):
+            found[name.removeprefix(prefix).partition(".")[2]] = None
+    experts = any("experts" in name for name, _ in module.named_modules())
+    return [name for name in found if name.startswith("self_attn") or not experts]
+
+
+@dataclass
+class Family:
+    """A native decoder, Transformers' module of the same weights, and adapters by name."""
+
+    model: Decoder
+    module: Any
+    base: Path
+    """The checkpoint's directory."""
+    directories: dict[str, Path]
+    adapted: dict[str, Any]
+    """PEFT's model with each adapter, and the bare module under an empty name."""
+
+
+def family(name: str, directory: Path) -> Family:
+    """A family with three adapters.
+
+    "wide" changes every linear module (rsLoRA), "some" two modules of one layer (with patterns of ranks and alphas),
+    and "dora" is a DoRA of every linear module.
+    """
+    import peft
+
+    architecture, stem, differences = NATIVE_FAMILIES[name]
+    module = tiny(stem, **differences)
+    module.save_pretrained(directory / "base")
+    model = load(directory / "base", device="cpu", dtype="float32")
+    assert isinstance(model, Decoder) and model.spec.architecture == architecture
+    targets = every_linear(module)
+    first, last = targets[0], targets[-1]
+    options: dict[str, dict[str, Any]] = {
+        "wide": dict(r=4, lora_alpha=6, target_modules=targets, use_rslora=True),
+        "some": dict(
+            r=3,
+            lora_alpha=6,
+            target_modules=[first, last],
+            rank_pattern={first: 5},
+            alpha_pattern={last: 4},
+            layers_to_transform=[1],
+            layers_pattern="h" if model.decoder.names.layer.startswith("transformer.h") else "layers",
+        ),
+        "dora": dict(r=4, lora_alpha=6, target_modules=targets, use_dora=True),
+    }
+    adapted, directories = {"": module}, {}
+    for seed, (key, given) in enumerate(options.items()):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **given)
+        adapted[key] = peft.get_peft_model(copy.deepcopy(module), config).eval()
+        torch.manual_seed(seed + 7)
+        with torch.no_grad():
+            for part, parameter in adapted[key].named_parameters():
+                if "lora_A" in part or "lora_B" in part:
+                    parameter.normal_(0.0, 0.15)
+                elif "lora_magnitude" in part:
+                    parameter.mul_(torch.rand_like(parameter) + 0.5)
+        directories[key] = directory / key
+        adapted[key].save_pretrained(directories[key])
+    return Family(model, module, directory / "base", directories, adapted)
+
+
+def prompts(count: int, *, seed: int = 5, longest: int = 23) -> list[tuple[int, ...]]:
+    """Random prompts of several lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=draw).tolist()
+    return [tuple(torch.randint(1, TINY_VOCAB, (length,), generator=draw).tolist()) for length in lengths]

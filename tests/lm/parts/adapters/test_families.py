@@ -1,0 +1,271 @@
+"""Adapters that PEFT wrote, over every native family: logits and greedy tokens are those of PEFT."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.attention.torch_attention import TorchAttention
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.models.adapted import adapted_modules
+from holdfast.lm.models.adapters import AdapterSlots
+from holdfast.lm.models.base import StepInput
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.loader import load, native_spec
+from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE, UnsupportedAdapter, read_peft
+from holdfast.lm.parts.adapters.device import AdapterDevice, AdapterStore
+from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.parts.adapters.values import AdapterPlan
+from tests.adapted_engine import Engine
+from tests.adapted_families import NATIVE_FAMILIES, Family, family, prompts
+from tests.adapters import drawn, generated, merged, write
+from tests.checkpoints import tiny
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+BLOCK, BLOCKS = 4, 8
+GENERATED = 6
+
+
+@pytest.fixture(scope="module", params=NATIVE_FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return family(request.param, tmp_path_factory.mktemp("family"))
+
+
+def slots_of(case: Family, names: tuple[str, str]) -> AdapterSlots:
+    """Two slots with these adapters. They have gains if one of them is a DoRA."""
+    model, spec = case.model, case.model.spec
+    slots = AdapterSlots(
+        adapted_modules(model.decoder), slots=2, max_rank=8, dtype=spec.dtype, device=spec.device, dora="dora" in names
+    )
+    for slot, name in enumerate(names):
+        weights = read_peft(case.directories[name], model.decoder)
+        slots.write(slot, slots.pack(weights, model.layers, pinned=False))
+    return slots
+
+
+def logits_of(model: Decoder, slots: AdapterSlots, given: list[tuple[int, ...]], *, tiled: bool) -> torch.Tensor:
+    """The logits of all tokens of several prompts in one step: prompt i has that of slot i % 3, and every third none.
+
+    With `tiled`, adapters are computed by the kernels of a GPU.
+    """
+    spec, where = model.spec, model.spec.device
+    sizes = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=BLOCK)
+    cache = KVCache.allocate(
+        layers=spec.num_layers, num_blocks=BLOCKS * len(given), dtype=spec.dtype, device=where, **sizes
+    )
+    attention = TorchAttention(device=where, num_heads=spec.num_heads, **sizes)
+    lengths = [len(ids) for ids in given]
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    segments = Segments(starts, np.array(lengths, np.int32), np.arange(len(given), dtype=np.int32))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rows = torch.repeat_interleave(torch.arange(len(given)), torch.tensor(lengths))
+    step = StepInput(
+        torch.tensor([token for ids in given for token in ids]),
+        positions,
+        None,
+        rows * BLOCKS * BLOCK + positions,
+        torch.arange(BLOCKS * len(given), dtype=torch.int32).view(len(given), BLOCKS),
+        [cache.layer(layer) for layer in range(spec.num_layers)],
+        attention,
+        attention.make_metadata(segments),
+        adapters_of(slots, len(given), segments, tiled=tiled),
+    )
+    with torch.inference_mode():
+        return model.forward(step)
+
+
+def adapters_of(slots: AdapterSlots, count: int, segments: Segments, *, tiled: bool) -> Any:
+    """The adapters of a step of `count` segments, as the executor makes them."""
+    tokens = segments.num_tokens
+    where = slots.layers[0].qkv.a.device
+    inputs = AdapterInputs(
+        slots.layers, 2, max_tokens=tokens, samples=tokens, device=where, gains=slots.takes_gains, scaled=slots.scaled
+    )
+    columns = type("Columns", (), {"column": staticmethod(lambda name: [True] * count)})
+    of = tuple((0, 1, -1)[number % 3] for number in range(count))
+    plan: Any = type("Plan", (), {"part": staticmethod(lambda kind: AdapterPlan(slots=of)), "columns": columns})
+    plan.samples = segments.query_length
+    packed = inputs.pack(plan, segments, tokens)
+    assert packed is not None
+    arrays = {name: np.zeros(size, np.int64) for name, size in inputs.sizes.items()}
+    inputs.write(packed, arrays, tokens, tokens, apart=False)
+    tensors = {name: torch.from_numpy(array).to(where) for name, array in arrays.items()}
+    fields: Any = type(
+        "Fields", (), {"tensors": tensors, "take": staticmethod(lambda name, count: tensors[name][:count])}
+    )
+    found = inputs.captured(fields, tokens, None) if tiled else inputs.entered(packed, fields, tokens, None)
+    assert found is not None
+    return found
+
+
+def assert_logits_are_peft_s(
+    case: Family, names: tuple[str, str], given: list[tuple[int, ...]], *, tiled: bool
+) -> None:
+    found = logits_of(case.model, slots_of(case, names), given, tiled=tiled)
+    for number, (ids, own) in enumerate(zip(given, found.split([len(ids) for ids in given]), strict=True)):
+        with torch.inference_mode():
+            keys = (*names, "")[number % 3], ""
+            expected, plain = (case.adapted[key](torch.tensor([ids])).logits[0] for key in keys)
+        torch.testing.assert_close(own, expected, atol=2e-4, rtol=2e-4)
+        assert number % 3 == 2 or float((expected - plain).abs().max()) > 0.05, "an adapter must change what is said"
+
+
+def test_every_native_architecture_has_a_case() -> None:
+    covered = {architecture for architecture, _, _ in NATIVE_FAMILIES.values()}
+    assert covered == {*NATIVE} - {"Gemma3ForConditionalGeneration"}, "that one has a test of its own"
+
+
+@pytest.mark.parametrize("names", [("wide", "some"), ("dora", "wide")], ids="-".join)
+def test_logits_of_a_mixed_batch_are_those_of_peft(case: Family, names: tuple[str, str]) -> None:
+    assert_logits_are_peft_s(case, names, prompts(6), tiled=False)
+
+
+def test_the_kernels_of_a_gpu_give_the_same_logits(case: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs the layers and the adapters as a captured step on a GPU has them."""
+    model = case.model
+    for name in ("_ops", "_local_ops"):
+        monkeypatch.setattr(model, name, FusedLayerOps(getattr(model, name).shape))
+    assert_logits_are_peft_s(case, ("wide", "some"), prompts(3, longest=4), tiled=True)
+    if model.decoder.parallel or model.spec.architecture in ("LlamaForCausalLM", "Gemma2ForCausalLM"):
+        assert_logits_are_peft_s(case, ("dora", "wide"), prompts(3, longest=4), tiled=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens_of_requests_with_several_adapters_and_none_are_those_of_peft(case: Family, device: str) -> None:
+    torch.set_num_threads(1)
+    model = case.model if device == "cpu" else load(case.base, device=device, dtype="float32")
+    assert isinstance(model, Decoder)
+    engine = Engine(model, slots=3, budget=24, blocks=60, dora=True)
+    ids = {key: engine.register(key, directory) for key, directory in case.directories.items()} | {"": ""}
+    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    expected = {}
+    for number, (prompt, key) in enumerate(zip(prompts(8, seed=8), 2 * [*ids], strict=True)):
+        engine.add(Request(str(number), prompt, params), ids[key])
+        expected[str(number)] = generated(case.adapted[key], prompt, GENERATED)
+    assert engine.run() == expected
+    assert any(len({*plan.part(AdapterPlan).slots}) == 4 for plan in engine.plans), "all of them in one step"
+    engine.close()
+
+
+def test_the_mlp_of_a_mixture_s_dense_layers_takes_adapters(tmp_path: Path) -> None:
+    case_of = tiny("qwen3-moe", mlp_only_layers=[0])
+    case_of.save_pretrained(tmp_path / "base")
+    model = load(tmp_path / "base", device="cpu", dtype="float32")
+    assert isinstance(model, Decoder)
+    weights = drawn(model.decoder, 4, seed=3)
+    assert {layer for layer, module in weights.pairs if module == "gate"} == {0}
+    engine = Engine(model, slots=1)
+    adapter = engine.register("a", write(tmp_path / "a", weights))
+    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    prompt = prompts(1)[0]
+    engine.add(Request("0", prompt, params), adapter)
+    assert engine.run() == {"0": generated(merged(case_of, weights), prompt, GENERATED)}
+    engine.close()
+
+
+def test_a_gemma_3_that_sees_reads_the_names_of_its_language_model(tmp_path: Path) -> None:
+    case = family("gemma3", tmp_path)
+    whole = replace(
+        case.model.decoder,
+        names=replace(
+            case.model.decoder.names, base="model.", bases=("language_model.model.", "model.language_model.")
+        ),
+    )
+    plain = read_peft(case.directories["some"], whole)
+    tensors = load_file(case.directories["some"] / WEIGHTS_FILE)
+    for base in ("model.language_model.", "language_model.model."):
+        moved = {
+            name.replace("model.model.model.", f"model.model.{base}", 1): tensor for name, tensor in tensors.items()
+        }
+        save_file(moved, case.directories["some"] / WEIGHTS_FILE)
+        found = read_peft(case.directories["some"], whole)
+        assert found.digest() == plain.digest()
+        assert found.names.of(0, "q") == "model.language_model.layers.0.self_attn.q_proj"
+    with pytest.raises(UnsupportedAdapter, match="is not of a supported module"):
+        read_peft(case.directories["some"], case.model.decoder)
+
+
+REFUSED = {
+    "q_proj of a fused layer": ("phi3", dict(target_modules=["q_proj"]), "names 'q_proj'; supported .*qkv_proj"),
+    "an expert": ("mixtral", dict(target_modules=["q_proj", "w1"]), "names 'w1'; .*experts .* take no adapters"),
+    "parameters": ("gpt-oss", dict(target_parameters=["mlp.experts.down_proj"]), "sets 'target_parameters'"),
+    "a whole module": ("opt", dict(modules_to_save=["lm_head"]), "whole weights of its own"),
+    "a magnitude that is missing": ("gemma2", dict(use_dora=True), "has no magnitudes"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_family_does_not_take_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    name, changes, words = REFUSED[what]
+    _, stem, differences = NATIVE_FAMILIES[name]
+    module = tiny(stem, **differences)
+    spec = native_spec({**module.config.to_dict(), "architectures": [type(module).__name__]})
+    config = write(tmp_path, drawn(spec, 2, seed=0)) / CONFIG_FILE
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(UnsupportedAdapter, match=words):
+        read_peft(tmp_path, spec)
+
+
+def test_tensors_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    spec = native_spec({**tiny("mixtral").config.to_dict(), "architectures": ["MixtralForCausalLM"]})
+    path = write(tmp_path, drawn(spec, 2, seed=0)) / WEIGHTS_FILE
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w2.lora_A.weight"
+    save_file({**tensors, name: torch.zeros(2, 4)}, path)
+    with pytest.raises(UnsupportedAdapter, match=r"experts.1.w2.*the experts of a mixture and their router"):
+        read_peft(tmp_path, spec)
+
+
+def test_a_dora_is_refused_where_the_slots_have_no_gains(tmp_path: Path) -> None:
+    case = family("llama", tmp_path)
+    device = AdapterDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=8))
+    bare = AdapterSlots(
+        adapted_modules(case.model.decoder),
+        slots=1,
+        max_rank=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        dora=False,
+    )
+    assert device.store.read("x", case.directories["dora"]).packed.gains is not None
+    store = AdapterStore(bare, case.model, host_bytes=1 << 30, pinned=False)
+    with pytest.raises(UnsupportedAdapter, match="start it with dora"):
+        store.read("x", case.directories["dora"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_a_dora_only_if_the_engine_was_started_for_it(tmp_path: Path) -> None:
+    case = family("llama", tmp_path)
+    model = load(case.base, device="cuda", dtype="float32")
+    assert isinstance(model, Decoder)
+    stores = [AdapterDevice(model, EngineConfig(max_adapters=1, dora=dora)).store for dora in (True, False)]
+    assert stores[0].read("x", case.directories["dora"]).packed.gains is not None
+    with pytest.raises(UnsupportedAdapter, match="start it with dora"):
+        stores[1].read("x", case.directories["dora"])
+
+
+def test_a_slot_that_held_a_dora_scales_nothing_for_the_next_adapter(tmp_path: Path) -> None:
+    case = family("llama", tmp_path)
+    slots = slots_of(case, ("dora", "wide"))
+    weights = read_peft(case.directories["some"], case.model.decoder)
+    slots.write(0, slots.pack(weights, case.model.layers, pinned=False))
+    given = prompts(3)
+    found = logits_of(case.model, slots, given, tiled=False)
+    with torch.inference_mode():
+        expected = case.adapted["some"](torch.tensor([given[0]])).logits[0]
+    torch.testing.assert_close(found[: len(given[0])], expected, atol=2e-4, rtol=2e-4)
+    assert slots.scaled == set()

@@ -18,8 +18,8 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.types import StepResult
 from holdfast.lm.parts.tuning.values import TrainingReport
+from holdfast.lm.types import StepResult
 from tests.engine.test_tuning import SLICES, TUNING, Bench, drawn, new_job
 from tests.lm.models.test_quantized import quantized
 from tests.tokenizers_made import byte_level

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from math import inf
 
 from holdfast.core.device_turns import LATE_SECONDS
@@ -67,5 +68,5 @@ class NeighbourBuilder(PartBuilder):
 
 def has_streams(scheduler: Scheduler) -> bool:
     """Whether a request of a stream's class runs."""
-    first = scheduler.queues.running.first()
-    return first is not None and first.sequence.request.priority < BATCH_CLASS
+    first = islice(scheduler.queues.running, 1)
+    return any(entry.sequence.request.priority < BATCH_CLASS for entry in first)

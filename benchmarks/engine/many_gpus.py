@@ -8,7 +8,8 @@ grammar, suspended to the host, in random histories with aborts; `--family olmo2
 moves conversations between two engines of a layout, and by the disk to a new one, and compares what these answer with
 the first one. `killed` kills a rank while steps run. `served` times decode steps at 1, 32 and 128 rows, the prefill of
 8 prompts of 8,192 tokens, and shows the kernels of a decode step on rank 0. Each part is a process of its own, which is
-killed when its time is over. Without GPUs the part `small` runs on CPU processes. Prints JSON lines as results come.
+killed when its time is over. If there are fewer GPUs than ranks, ranks share them, which is slow. Without GPUs the
+parts `small` and `moved` run on CPU processes. Prints JSON lines as results come.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import resource
@@ -78,11 +80,19 @@ def engine_of(layout: str, shape: dict[str, Any], **options: Any) -> Any:
     """An engine on a layout. Prints a JSON line with the cost of its start."""
     from benchmarks.engine.llama8b import started
 
-    engine, stages = started(shape, byte_tokenizer(), **options, **LAYOUTS[layout])
+    engine, stages = started(shape, byte_tokenizer(), **options, **LAYOUTS[layout], **shared_gpus(layout))
     info = engine.info
     device = info.memory.device
     tell("started", layout=layout, device=device, blocks=info.num_blocks, stages=stages, megabytes=memory_used())
     return engine
+
+
+def shared_gpus(layout: str) -> dict[str, Any]:
+    """The option by which the ranks of a layout share the GPUs, if there are fewer GPUs than ranks."""
+    import torch
+
+    found, ranks = torch.cuda.device_count(), math.prod(LAYOUTS[layout].values())
+    return dict(devices=",".join(str(rank % found) for rank in range(ranks))) if 0 < found < ranks else {}
 
 
 def byte_tokenizer() -> str:
@@ -117,8 +127,8 @@ def group(arguments: argparse.Namespace) -> None:
     from holdfast.lm.kernels.sampling.sample import sample
     from holdfast.lm.kernels.sampling.sampler import sample_sharded
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     place = Place(Layout(tp=2), rank, device, meeting)
     group = place.group
     assert group is not None

@@ -29,7 +29,7 @@ def topics_of_parts() -> dict[str, list[str]]:
 TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "EngineConfig": {
         "the model": (
-            "device", "dtype", "quantization", "executor", "trust_remote_code", "load_format", "convert",
+            "device", "devices", "dtype", "quantization", "executor", "trust_remote_code", "load_format", "convert",
             "max_model_len", "seed",
         ),
         "memory": (

@@ -176,6 +176,11 @@ class CoreConfig:
     pp: int = option(
         1, "stages that each hold a part of the layers, on tp devices each (pipeline parallelism)", between=(1, 64)
     )
+    devices: str | None = option(
+        None,
+        "numbers of the GPUs, one for each process of tp and pp, such as 2,3; processes may share a GPU, as in 0,0, "
+        "which is slow and meant for tests; default: 0, 1 and so on",
+    )
     max_model_len: int | None = option(
         None, "longest sequence in tokens; default: the model's own limit", between=(2, 1 << 24)
     )
@@ -287,6 +292,7 @@ class CoreConfig:
     def __post_init__(self) -> None:
         check_numbers(self)
         self._check_names()
+        self._check_devices()
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
         self._check_host_tier()
@@ -302,6 +308,22 @@ class CoreConfig:
                 raise ValueError(f"served_model_name is {name[:128]!r}; it must have 1 to 128 characters and no space")
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise ValueError("served_model_name gives a name twice; give each once")
+
+    def _check_devices(self) -> None:
+        """Raises ValueError for `devices` that are no numbers, or not one for each rank."""
+        if self.devices is None:
+            return
+        if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", self.devices):
+            raise ValueError(
+                f"devices is {self.devices!r}; it must be numbers of GPUs with commas between, such as 0,1"
+            )
+        if self.device == "cpu":
+            raise ValueError(f"devices is {self.devices}, which names GPUs, and device is cpu; drop one")
+        count, ranks = len(self.devices.split(",")), self.layout.ranks
+        if count != ranks:
+            raise ValueError(
+                f"devices is {self.devices}, and tp {self.tp} times pp {self.pp} takes {ranks}; name {ranks}"
+            )
 
     def _check_host_tier(self) -> None:
         """Raises ValueError for a host tier of size 0, and for one in which no state would ever be found again."""
@@ -419,6 +441,11 @@ class CoreConfig:
     def layout(self) -> Layout:
         """How the engine's processes share the model."""
         return Layout(self.tp, self.pp)
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Number of each rank's GPU."""
+        return tuple(range(self.layout.ranks)) if self.devices is None else tuple(map(int, self.devices.split(",")))
 
     @property
     def states_ahead(self) -> int:

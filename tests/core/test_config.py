@@ -54,6 +54,26 @@ def test_an_error_names_the_field_and_value_out_of_range(field, value):
         EngineConfig(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"devices": "0,x"}, "devices is '0,x'; it must be numbers of GPUs"),
+        ({"devices": ""}, "devices is ''; it must be numbers of GPUs"),
+        ({"devices": "0,1"}, "devices is 0,1, and tp 1 times pp 1 takes 1; name 1"),
+        ({"devices": "0", "tp": 2}, "devices is 0, and tp 2 times pp 1 takes 2; name 2"),
+        ({"devices": "0", "device": "cpu"}, "devices is 0, which names GPUs, and device is cpu"),
+    ],
+)
+def test_devices_are_one_gpu_for_each_rank(options, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        EngineConfig(**options)
+
+
+def test_each_rank_has_the_gpu_that_devices_name_or_its_own_number():
+    assert EngineConfig(tp=2, pp=2).gpus == (0, 1, 2, 3)
+    assert EngineConfig(tp=2, devices="3,3").gpus == (3, 3)
+
+
 def test_token_budget_and_tbt_target_together_are_refused():
     with pytest.raises(ValueError, match="token_budget and tbt_target"):
         EngineConfig(token_budget=512, tbt_target=50.0)

@@ -43,14 +43,13 @@ REPORTED = {
 }
 """For each option that the engine reports: what sets it, the field of EngineInfo, and its value."""
 OTHERS = {
-    "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
-    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
-    "max_adapter_rank", "adapter_host_gb", "dora", "tuning", "deferral_bound",
-    "tuning_memory_fraction", "tuning_micro_batch",
-    "tuning_progress", "tuning_share", "memory_reserved", "tuning_mirror",
-    "tp", "pp", "speculation", "draft_tokens", "revision", "chat_template",
-    "convert", "generation_config", "override_generation_config", "chunk_host", "disk_cache_dir",
-    "disk_cache_gb", "remote_cache",
+    "model", "device", "devices", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs",
+    "attention_backend", "trace", "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold",
+    "adapter", "max_adapters", "max_adapter_rank", "adapter_host_gb", "dora", "tuning", "deferral_bound",
+    "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror", "tp", "pp", "speculation",
+    "tuning_share", "memory_reserved",
+    "draft_tokens", "revision", "chat_template", "convert", "generation_config", "override_generation_config",
+    "chunk_host", "disk_cache_dir", "disk_cache_gb", "remote_cache",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
 test_tiers, test_moving or the test of embeddings."""
@@ -113,11 +112,12 @@ def test_the_device_is_the_one_of_the_option(small, monkeypatch):
     asked = []
     resolve = paged_device.resolve_device
     monkeypatch.setattr(
-        "holdfast.engine.ranks.paged.resolve_device", lambda name: (asked.append(name), resolve("cpu"))[1]
+        "holdfast.engine.ranks.paged.resolve_device", lambda name, gpu: (asked.append((name, gpu)), resolve("cpu"))[1]
     )
     for name in ("cuda", "cpu", "auto"):
         build(small(device=name))
-    assert asked == ["cuda", "cpu", "auto"]
+    build(small(device="cuda", devices="3"))
+    assert asked == [("cuda", None), ("cpu", None), ("auto", None), ("cuda", 3)]
 
 
 def test_an_attention_backend_for_a_gpu_is_refused_on_a_cpu(small):

@@ -38,6 +38,7 @@ from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import (
     MoreParts,
     check_layout,
+    device_of,
     grammar_compiler,
     make_paged_device,
     make_rank,
@@ -48,7 +49,7 @@ from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
 from holdfast.lm.choice import compose_scheduler, make_planning, make_scheduler, steps_in_flight
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
-from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
 from holdfast.lm.models.hf import NotPaged
@@ -383,7 +384,7 @@ def make_padded_device(
 
     model = load_unmodified(
         checkpoint.directory,
-        device=resolve_device(config.device),
+        device=device_of(config),
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         load_format=config.load_format,

@@ -43,11 +43,26 @@ def check_layout(config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Raise ValueError for a model or a machine that this many ranks cannot share."""
     layout = config.layout
     shard_of(decoder_spec(checkpoint.directory), layout, 0)
-    if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < layout.ranks:
+    found = torch.cuda.device_count()
+    if device_of(config).type == "cuda" and found <= max(config.gpus):
         raise ValueError(
-            f"tp is {layout.tp} and pp is {layout.pp}, which takes {layout.ranks} GPUs, and PyTorch finds "
-            f"{torch.cuda.device_count()}"
+            f"tp is {layout.tp} and pp is {layout.pp}, which takes {layout.ranks} GPUs, and PyTorch finds {found}"
         )
+
+
+def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
+    """The device of a rank. An engine of one rank runs on this process's current GPU unless `devices` names another.
+
+    Raises ValueError for a GPU that does not exist.
+    """
+    several = config.layout.ranks > 1
+    device = resolve_device(config.device, config.gpus[rank] if several or config.devices is not None else None)
+    if device.type == "cuda":
+        found = torch.cuda.device_count()
+        if config.devices is not None and found <= max(config.gpus):
+            raise ValueError(f"devices is {config.devices}, and PyTorch finds {found} GPUs, numbered from 0")
+        torch.cuda.set_device(device)  # kernels are launched on the current one
+    return device
 
 
 def weights_of(device: PagedDevice) -> str:
@@ -80,9 +95,7 @@ def make_rank(
     """
     if rank:
         torch.set_num_threads(threads_of(config))
-    device = resolve_device(config.device, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(config, rank)
     place = Place(config.layout, rank, device, meeting, host if config.moves_blocks else None)
     return make_paged_device(config, Checkpoint.of(config), stages, place, more or partial(following_parts, config))
 
@@ -172,7 +185,7 @@ def make_paged_device(
 
     With a `place`, the model is this rank's part of it. `more` is for `parts_of`.
     """
-    device = resolve_device(config.device) if place is None else place.device
+    device = device_of(config) if place is None else place.device
     if device.type == "cuda" and config.cuda_graphs:
         from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
 

@@ -280,7 +280,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         activations += sum(part.workspace_bytes() for part in self.parts)
         if on_gpu:
             torch.cuda.empty_cache()
-        free, total = memory_of(self.device)
+        sharing = self.config.gpus.count(self.device.index) if on_gpu else 1
+        free, total = (each // sharing for each in memory_of(self.device))
         return MemoryMeasurement(
             device=self.description,
             total=total,

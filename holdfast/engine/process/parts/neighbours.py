@@ -58,7 +58,7 @@ class NeighbourBuilder(PartBuilder):
     def observers(self, served: Served) -> Iterable[Observer[StepPlan, StepResult]]:
         config, order = self.site.config, self.site.order
         if order.ledger:
-            target = inf if config.tbt_target is None else config.tbt_target / 1000
+            target = config.tbt_seconds or inf
             gpus = NO_GPU if self.site.device.kind == "cpu" else config.layout.ranks
             yield LedgerWriter(
                 DeviceLedger(order.ledger), lambda: has_streams(served.scheduler), target=target, gpus=gpus,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
@@ -14,12 +16,49 @@ from holdfast.cells.gated_check import check_gated
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
 from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker, prepare
 from holdfast.cells.types import number
-from holdfast.loop.contracts import Clock
+from holdfast.loop.contracts import Clock, Observer
 from holdfast.loop.loop import Loop
 
 ROUNDS = 2
 """Number of rounds in flight by default."""
 CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
+
+
+class Turns(Protocol):
+    """Says when a worker may use a device that it shares with another process."""
+
+    def pause(self, now: float) -> float:
+        """Seconds for which no round may begin; 0 if one may."""
+        ...
+
+    def spent(self, seconds: float) -> None:
+        """Note the time of a round."""
+        ...
+
+
+NO_TURNS: Mapping[str, Turns] = MappingProxyType({})
+"""Workers that share no device."""
+
+
+class RoundTimer(Observer[Round, Returned]):
+    """Notes the time in which a worker has rounds in flight."""
+
+    def __init__(self, turns: Turns, clock: Clock) -> None:
+        self._turns, self._clock = turns, clock
+        self._in_flight, self._since = 0, 0.0
+
+    def planned(self, plan: Round) -> None:
+        if not self._in_flight:
+            self._since = self._clock()
+        self._in_flight += 1
+
+    def ended(self, result: Returned) -> None:
+        now = self._clock()
+        self._turns.spent(now - self._since)
+        self._in_flight, self._since = self._in_flight - 1, now
+
+    def close(self) -> None:
+        pass
 
 
 class Workers:
@@ -43,6 +82,7 @@ class Workers:
         clock: Clock,
         on_outputs: Callable[[list[CellOutput]], None],
         on_failure: Callable[[str], None],
+        turns: Mapping[str, Turns] = NO_TURNS,
     ) -> None:
         """Prepare every cell at every size on each of the devices, "cpu" or "cuda:N", and start the threads.
 
@@ -53,6 +93,8 @@ class Workers:
         highest priority keeps the worker for as long as any of its nodes is ready. With two, types take turns.
         `max_tasks` bounds the tasks of a round on GPUs. CPUs compute a round only when it is waited for. On CPUs it
         therefore bounds all tasks in flight; otherwise a request would wait twice as long until it joins.
+
+        `turns` are those of devices that workers share with other processes.
 
         `on_outputs` receives the requests that have ended, in a worker's thread. `on_failure` receives the reason,
         once, if an executor or `on_outputs` raises; nothing runs after that.
@@ -95,9 +137,11 @@ class Workers:
             )
             check_gated(executor)
             self._executors.append(executor)
-            worker = _Worker(self, self._planner.worker(place))
+            shared = turns.get(device)
+            worker = _Worker(self, self._planner.worker(place), () if shared is None else (shared,))
             self._workers.append(worker)
-            worker.loop = Loop(worker, executor, steps_in_flight, clock)
+            timers = [RoundTimer(each, clock) for each in worker.turns]
+            worker.loop = Loop(worker, executor, steps_in_flight, clock, observers=timers)
         if len(devices) > 1:
             for executor in self._executors:
                 executor.connect(self._executors)
@@ -156,9 +200,9 @@ class Workers:
                 self._on_failure(reason)
 
     def _sleep(self, worker: _Worker) -> None:
-        """Wait until something has changed since the worker found nothing to plan."""
+        """Wait until something has changed since the worker found nothing to plan, or until its turn comes."""
         with self._changed:
-            self._changed.wait_for(lambda: self._changes != worker.seen or self._ended is not None)
+            self._changed.wait_for(lambda: self._changes != worker.seen or self._ended is not None, worker.paused)
 
     def _notify(self) -> None:
         self._changes += 1
@@ -179,8 +223,11 @@ class _Worker:
 
     loop: CellLoop
 
-    def __init__(self, workers: Workers, planner: CellWorker) -> None:
-        self._workers, self._planner = workers, planner
+    def __init__(self, workers: Workers, planner: CellWorker, turns: tuple[Turns, ...] = ()) -> None:
+        """`turns` are those of its device, if it shares one."""
+        self._workers, self._planner, self.turns = workers, planner, turns
+        self.paused: float | None = None
+        """Seconds until its turn, if it had work and was not its turn when it last planned; None otherwise."""
         self._lock = workers._changed
         self.seen = -1
         """The number of changes when the worker last planned."""
@@ -194,7 +241,9 @@ class _Worker:
     def schedule(self, now: float) -> Round | None:
         with self._lock:
             self.seen = self._workers._changes
-            return self._planner.schedule(now)
+            pause = max((turns.pause(now) for turns in self.turns), default=0.0)
+            self.paused = pause if pause and self._planner.has_work() else None
+            return None if pause else self._planner.schedule(now)
 
     def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
         with self._lock:

@@ -33,7 +33,8 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "max_model_len", "seed",
         ),
         "memory": (
-            "max_sequences", "max_waiting", "cache_gb", "memory_fraction", "headroom", "block_size", "kv_cache_dtype",
+            "max_sequences", "max_waiting", "cache_gb", "memory_fraction", "memory_reserved",
+            "headroom", "block_size", "kv_cache_dtype",
             "prefix_sharing", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
         ),
         "pace and order": (

@@ -46,7 +46,7 @@ ASK_SECONDS = 1.0
 RATE_SECONDS = 10.0
 """Seconds over which the rate of tokens is averaged."""
 JOBS = "fine_tuning/jobs"
-ENGINE_WITHOUT = ("seed", "tuning", "adapter", "max_adapters", "deferral_bound", "tuning_progress")
+ENGINE_WITHOUT = ("seed", "tuning", "adapter", "max_adapters", "deferral_bound", "tuning_progress", "tuning_share")
 """Engine options that `holdfast tune` does not have, because it does not need them or sets them in another way."""
 
 

@@ -76,8 +76,8 @@ class ClusterConfig:
 
     def check(self, engine: EngineConfig) -> None:
         """Raises ValueError for an option that is only supported with a single engine."""
-        if self.many and engine.tuning:
+        if self.ray is not None and engine.tuning:
             raise ValueError(
-                f"replicas is {self.most}, and tuning is on: a tuning job needs an engine of its own; run "
+                "ray is set, and tuning is on: engines on other nodes do not see the directory of a job; run "
                 "`holdfast serve --tuning` beside this server, and load its adapters here"
             )

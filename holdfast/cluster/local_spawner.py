@@ -30,13 +30,13 @@ class LocalSpawner:
 
     kind = "local"
 
-    def __init__(self, config: EngineConfig, most: int, process: EngineProcess | None = None) -> None:
+    def __init__(self, config: EngineConfig, most: int, process: EngineProcess | None = None, ledger: str = "") -> None:
         """Prepare for at most `most` engines at the same time.
 
-        `process` is the first engine's process, if it was started before; the caller ends it. Raises EngineStartError
-        if there are too few GPUs.
+        `process` is the first engine's process, if it was started before; the caller ends it. `ledger` is the page for
+        applications on the CPU or on the first engine's GPUs. Raises EngineStartError if there are too few GPUs.
         """
-        self._process = process
+        self._process, self._ledger = process, ledger
         self._gpus = [] if config.device == "cpu" else visible_gpus()
         self._each = config.layout.ranks
         self.most: int | None = most
@@ -71,6 +71,7 @@ class LocalSpawner:
                 process=process,
                 priced=number == 0,
                 chunk_secret=self._secret,
+                ledger="" if number and self._gpus else self._ledger,
             )
         finally:
             self._measured.set()

@@ -171,7 +171,9 @@ class PricedRouter:
         """Choose the cheapest eligible replica. See `Router.choose`.
 
         Among replicas within a millisecond of the cheapest one, the one with the least recent work is chosen. So idle
-        replicas share conversations by cost, not by number.
+        replicas share conversations by cost, not by number. A replica that would compute again what the conversation's
+        owner holds does not count as equal to the owner: short prompts take nearly as long to find as to compute, and a
+        conversation that changed its replica at each turn would never find any of its state.
 
         A replica is not eligible if its load exceeds the lowest load by both `fair_ms` and the factor `fair_ratio`. A
         conversation does not return to the replica that it left less than `settle` seconds ago, unless no other replica
@@ -201,7 +203,14 @@ class PricedRouter:
         ranks = {name: self._rank(prices[name]) for name in fair}
         cheapest = min(ranks.values())
         near = [name for name in ranks if ranks[name] <= cheapest + EQUAL]
-        chosen = min(near, key=lambda name: (self._recent_work(name, now), ranks[name], name))
+        owned = prices.get(conversation.owner or "") if conversation is not None else None
+        held = 0 if owned is None else owned.found.tokens
+
+        def preference(name: str) -> tuple[bool, float, float, str]:
+            computes_again = prices[name].found.tokens + prices[name].fetched < held
+            return computes_again, self._recent_work(name, now), ranks[name], name
+
+        chosen = min(near, key=preference)
         return Choice(chosen, source if prices[chosen].fetched else None, prices)
 
     def price(self, turn: Turn, replica: ReplicaView, found: Found, source: str, elsewhere: int, now: float) -> Price:

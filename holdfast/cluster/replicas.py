@@ -39,6 +39,7 @@ from holdfast.cluster.routing import (
 )
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
+from holdfast.cluster.tuning import ReplicaTuning
 from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
@@ -46,7 +47,6 @@ from holdfast.engine.client.connection import EngineDead, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import Pooling
 from holdfast.engine.client.text import Text
-from holdfast.engine.client.tuning import TuningClient, TuningError
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
@@ -106,12 +106,12 @@ class Replicas:
         self.generation: GenerationDefaults
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
         """Called with the numbers of tokens and the seconds of several steps of one engine."""
-        self.tuning = TuningClient(lambda message: None, {}, refuse_tuning)
-        """Client that refuses all jobs, because tuning is not supported with several engines."""
         self.counts = Counts()
         self.router: Router
         self.fleet = Fleet(config, spawner, on_progress)
         """The replicas and their engines."""
+        self.tuning = ReplicaTuning(self.fleet)
+        """The tuning jobs of all replicas."""
         self._streams: dict[str, float] = {}
         """Arrival time of each request in progress, by id. It is 0 after the request's first output."""
         self._drawn = 0
@@ -323,7 +323,9 @@ class Replicas:
         self.counts.moved_tokens += tokens
 
     async def _move_away(self, replica: Replica) -> None:
-        """Move the conversations of a draining replica to other replicas, until no move is worthwhile."""
+        """Move tuning jobs and conversations of a draining replica to others, until no move is worthwhile."""
+        if self.serving:
+            await self.tuning.move_away(replica)
         while self.serving:
             moves = self.router.rebalance(time.monotonic(), self._views())
             came = await asyncio.gather(*(self._move(move) for move in moves))
@@ -406,6 +408,7 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.fleet.close()
+        await self.tuning.close()
         self.text.close()
 
     def _begin(self, engines: Sequence[EngineClient]) -> None:
@@ -490,8 +493,3 @@ def router_for(name: RouterName, info: messages.EngineInfo, block_size: int) -> 
         log.warning("there is no cost profile to price requests with, so routing is by prefix-tree: %s", error)
         return make_router("prefix-tree")
     return make_router("priced", cost, rules)
-
-
-def refuse_tuning() -> None:
-    """Raises TuningError."""
-    raise TuningError("tuning needs an engine of its own, and this server has several; run a server with --tuning")

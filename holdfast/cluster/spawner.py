@@ -46,10 +46,15 @@ class Spawner(Protocol):
         """Stop processes that belong to no replica. Called after all replicas were stopped, possibly more than once."""
 
 
-def make_spawner(config: EngineConfig, cluster: ClusterConfig, process: EngineProcess | None = None) -> Spawner:
-    """Create the spawner for this configuration. `process` is for LocalSpawner. Raises EngineStartError."""
+def make_spawner(
+    config: EngineConfig, cluster: ClusterConfig, process: EngineProcess | None = None, ledger: str = ""
+) -> Spawner:
+    """Create the spawner for this configuration. `process` and `ledger` are for LocalSpawner.
+
+    Raises EngineStartError.
+    """
     if cluster.ray is None:
-        return LocalSpawner(config, cluster.most, process)
+        return LocalSpawner(config, cluster.most, process, ledger)
     from holdfast.cluster.ray_spawner import RaySpawner  # Ray is an extra, and takes a second to import.
 
     return RaySpawner(config, cluster.ray, cluster.ray_cpus)

@@ -208,6 +208,12 @@ class CoreConfig:
         between=(0.0, 1.0),
     )
     memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use", between=(0.05, 1.0))
+    memory_reserved: float = option(
+        0.0,
+        "share of the GPU's memory, out of memory_fraction, that is left to other programs even if they do not use it "
+        "yet; with --app on the same GPU: --app-memory-fraction",
+        between=(0.0, 0.95),
+    )
     headroom: float = option(
         0.1, "share of the blocks reserved for the growth of running sequences", between=(0.0, 0.9)
     )
@@ -477,6 +483,17 @@ class AppConfig:
     )
     app_profile: str = option(
         "auto", "batch sizes from what holdfast profile --app measured: auto (if it fits), off, or a file of it"
+    )
+    app_share: float = option(
+        0.25,
+        "share of a device's time that applications take at most while a language model has work on it, of the same "
+        "server; 1: no bound",
+        between=(0.01, 1.0),
+    )
+    app_memory_fraction: float = option(
+        0.1,
+        "share of a GPU's memory for applications, if a language model of the same server may use it, too",
+        between=(0.01, 0.9),
     )
     app_max_requests: int = option(
         4096, "most requests of one application in progress; more are refused with 503", between=(1, 1 << 20)

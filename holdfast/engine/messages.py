@@ -168,6 +168,8 @@ class Start(Message, tag="start"):
     """Secret by which engines recognise each other before KV blocks move between them."""
     priced: bool = False
     """Find the cost profile even if the engine needs none: its client prices requests."""
+    ledger: str = ""
+    """Path of the page in which it reports its work to applications on its device (`engine.ledger`); empty: none."""
 
 
 class StartApp(Message, tag="start-app"):
@@ -179,6 +181,8 @@ class StartApp(Message, tag="start-app"):
     threads: int | None = None
     measure: int = 0
     """Measure the cells first, at sizes up to this one, and store their times. 0 measures nothing."""
+    ledger: str = ""
+    """Path of the page in which a language model on the same device reports its work; empty: there is none."""
 
 
 class Submit(Message, tag="submit"):

@@ -18,6 +18,16 @@ BUILD, APPS = "holdfast.engine.process.build", "holdfast.engine.process.apps"
 """Modules that build the engine of a language model, and of an application."""
 
 
+WAIT_POLICY = "OMP_WAIT_POLICY"
+"""The environment variable that says how OpenMP's threads wait for each other."""
+BOUNDED_WAITS = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
+"""Environment variables for GNU's OpenMP (turns of a loop, about 0.1 ms) and for Intel's and LLVM's (milliseconds).
+
+A thread that waits for others in a product spins this long, and then sleeps. By default it spins for 10 ms or more, on
+a core that another program's thread may have taken from the very thread that it waits for.
+"""
+
+
 class Link(NamedTuple):
     """The address of the client's socket, and the keys to it, for an engine process. No keys on one machine."""
 
@@ -120,9 +130,12 @@ class EngineProcess:
 def child_environment() -> dict[str, str]:
     """Our environment without API keys, for a child process.
 
-    PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout.
+    PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout. The waits of OpenMP's
+    threads are bounded, unless our environment says how they wait.
     """
     environment = dict(os.environ)
+    if not environment.keys() & {WAIT_POLICY, *BOUNDED_WAITS}:
+        environment |= BOUNDED_WAITS
     for variable in (KEY_VARIABLE, OPERATOR_VARIABLE):
         environment.pop(variable, None)
     root = str(Path(__file__).resolve().parents[2])

@@ -41,6 +41,11 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     return max(free, 0), total
 
 
+def memory_of_others(device: torch.device, free: int, total: int, reserved: float) -> int:
+    """Bytes of a GPU that are used, by this process as well, or `reserved` for others as a share of `total`."""
+    return max(total - free, taken_memory(device) + int(reserved * total))
+
+
 def taken_memory(device: torch.device) -> int:
     """Bytes that PyTorch's allocator holds on a GPU now; on a CPU, the most that the process ever held."""
     if device.type == "cuda":

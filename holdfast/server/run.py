@@ -9,9 +9,10 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineStartError
+from holdfast.engine.ledger import make_ledger
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
 from holdfast.server.address import loopback, url_of
@@ -88,7 +90,8 @@ async def run(
         store = None if engine is None else held.enter_context(contextlib.closing(open_store(config)))
         # FastAPI takes a second to import. That is done while the engine starts, which takes longer.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
-        engines = await start(engine, apps, process, cluster, threads=threads, on_progress=on_progress)
+        ledger = held.enter_context(shared_page()) if engine is not None and apps.app else ""
+        engines = await start(engine, apps, process, cluster, threads=threads, on_progress=on_progress, ledger=ledger)
         try:
             await routes
             return await serve(engines.model, config, store, listener, apps=engines.apps, on_ready=on_ready)
@@ -104,15 +107,21 @@ async def start(
     *,
     threads: int | None,
     on_progress: Callable[[str], None],
+    ledger: str = "",
 ) -> Engines:
-    """Start all engines in parallel. If one cannot start, all are closed. Raises EngineStartError."""
+    """Start all engines in parallel. If one cannot start, all are closed. Raises EngineStartError.
+
+    `ledger` is the page by which a language model and applications share a device; empty: one of them is missing.
+    """
+    if engine is not None and ledger and set(apps.app_device) != {"cpu"}:
+        engine = replace(engine, memory_reserved=max(engine.memory_reserved, apps.app_memory_fraction))
     starts: list[Coroutine[Any, Any, EngineConnection[Any, Any] | Replicas]] = []
     if engine is not None and cluster.many:
-        starts.append(Replicas.start(cluster, make_spawner(engine, cluster, process), on_progress))
+        starts.append(Replicas.start(cluster, make_spawner(engine, cluster, process, ledger), on_progress))
     elif engine is not None:
-        starts.append(EngineClient.start(engine, on_progress=on_progress, process=process))
+        starts.append(EngineClient.start(engine, on_progress=on_progress, process=process, ledger=ledger))
     for app in apps.app:
-        starts.append(AppClient.start(app, apps, partial(report_stage, on_progress, app), threads))
+        starts.append(AppClient.start(app, apps, partial(report_stage, on_progress, app), threads, ledger=ledger))
     tasks = [asyncio.create_task(each) for each in starts]
     try:
         clients = await asyncio.gather(*tasks)
@@ -129,6 +138,17 @@ async def start(
         raise
     model = next((client for client in clients if isinstance(client, EngineClient | Replicas)), None)
     return Engines(model, tuple(client for client in clients if isinstance(client, AppClient)))
+
+
+@contextlib.contextmanager
+def shared_page() -> Iterator[str]:
+    """The path of a page that engines share, which is removed at the end."""
+    path = make_ledger()
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 def report_stage(on_progress: Callable[[str], None], app: str, stage: str) -> None:

@@ -12,6 +12,8 @@ import torch
 
 from holdfast.core.training_cost import TrainingShape
 from holdfast.lm.execution.stage_link import StageLink
+from holdfast.lm.kernels.fp8 import Fp8Weight
+from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.models.decoder import Decoder, LayerWeights
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, elements_of, layer_shapes
 from holdfast.lm.models.shard import layer_pieces
@@ -107,7 +109,7 @@ def _places(model: Decoder) -> dict[str, _Place]:
         for field in fields(LayerWeights):
             pieces = own.get(field.name)
             layer = model.layers[index - shard.layers.start] if index in shard.layers else None
-            value = None if layer is None else getattr(layer, field.name)
+            value = None if layer is None else dequantized(getattr(layer, field.name))
             name = f"{index}.{field.name}"
             if field.name == "experts" and sparse[index]:
                 experts = [] if layer is None else [_sums(tensor) for _, tensor in _tensors(layer.experts)]
@@ -149,9 +151,14 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 def _tensors(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The fields of a dataclass that are tensors with numbers; none of None."""
     for field in fields(part) if part is not None else ():
-        value = getattr(part, field.name)
+        value = dequantized(getattr(part, field.name))
         if isinstance(value, torch.Tensor) and value.numel():
             yield field.name, value
+
+
+def dequantized(value: object) -> object:
+    """A layer's field; the dequantized tensor of a quantized weight, which no other layout rounds otherwise."""
+    return value.dequantized(torch.float32) if isinstance(value, Fp8Weight | Int4Weight) else value
 
 
 def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:

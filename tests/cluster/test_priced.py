@@ -150,7 +150,7 @@ class Oracle:
 def test_each_choice_is_the_cheapest_that_fairness_allows(seed):
     random, router, oracle, now = Random(seed), priced(), Oracle(), 0.0
     count, open_requests, seen, queued = random.randint(2, 6), [], 0, 0
-    for number in range(150):
+    for number in range(200):
         now += random.expovariate(20)
         replicas = views(
             count, link=random.choice([None, 0.001, 0.05]), draining={count - 1} if number % 7 == 0 else ()
@@ -169,6 +169,9 @@ def test_each_choice_is_the_cheapest_that_fairness_allows(seed):
         assert choice.replica in allowed
         cheapest = min(ranks[name] for name in allowed)
         near = {name for name in allowed if ranks[name] <= cheapest + 1 + 1e-6}
+        owner = oracle.left.get(asked.key, ("", None, 0.0))[0]
+        held = found[owner].tokens if owner in prices else 0
+        near = {name for name in near if found[name].tokens + choice.priced[name].fetched >= held} or near
         assert choice.replica in near
         assert oracle.recent(choice.replica, now) == pytest.approx(min(oracle.recent(name, now) for name in near))
         assert {name: each.total for name, each in choice.priced.items()} == pytest.approx(prices)
@@ -221,6 +224,22 @@ def test_state_below_the_host_tier_counts_at_its_replica_and_is_not_copied():
     choice = router.choose(turn(1, 100), views(3), 0.0, held.get)
     assert choice.replica == "r0" and choice.move_from is None
     assert [choice.priced[name].fetched for name in ("r0", "r1", "r2")] == [0, 0, 800]
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+@pytest.mark.parametrize("link", [None, 0.001])
+def test_a_conversation_of_short_turns_finds_its_state_at_each_turn_though_computing_costs_as_little(keyed, link):
+    router, places = priced(), []
+    for number in range(2, 12):
+        asked = turn(1, number, keyed=keyed)
+        choice = serve(router, str(number), asked, views(2, link=link), float(number))
+        price = choice.priced[choice.replica]
+        assert number > 3 or PRICING.prefill(0, asked.prompt_tokens) - price.work < 0.6, "the prices count as equal"
+        assert price.found.tokens + price.fetched == (0 if number == 2 else (number - 1) * BLOCK)
+        places.append(choice.replica)
+    assert len({*places}) == 1 or link
+    other = serve(router, "other", turn(2, 3, keyed=keyed), views(2, link=link), 12.0)
+    assert len({*places, other.replica}) == 2, "another conversation goes to the replica with less work"
 
 
 def test_next_turn_goes_where_the_conversation_is():

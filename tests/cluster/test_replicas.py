@@ -566,9 +566,10 @@ async def test_health_names_no_replica_when_none_lives(started: Any, monkeypatch
         await replicas.health()
 
 
-async def test_tuning_is_refused_with_several_engines() -> None:
-    with pytest.raises(ValueError, match="a tuning job needs an engine of its own"):
-        ClusterConfig(replicas=2).check(EngineConfig(tuning=True))
+async def test_tuning_is_refused_on_nodes_that_do_not_share_a_disk() -> None:
+    ClusterConfig(replicas=2).check(EngineConfig(tuning=True))
+    with pytest.raises(ValueError, match="engines on other nodes do not see the directory of a job"):
+        ClusterConfig(replicas=2, ray="auto").check(EngineConfig(tuning=True))
 
 
 async def test_a_new_engine_serves_the_newest_content_under_a_name_that_it_has_from_its_start(started: Any) -> None:

@@ -146,7 +146,6 @@ def test_ttft_target_needs_the_deadline_order():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tuning": True}, "tuning"),
         ({"scheduler": "orca"}, "scheduler is orca"),
         ({"executor": "padded"}, "padded"),
     ],
@@ -159,6 +158,7 @@ def test_drafts_are_refused_where_none_are_verified_and_left_out_by_default(
             EngineConfig(**options, speculation=speculation)
     assert EngineConfig(**options).drafter is None
     assert EngineConfig(speculation="ngram").drafter == "ngram"
+    assert EngineConfig(speculation="ngram", tuning=True).drafter == "ngram"
     assert (EngineConfig().drafter, EngineConfig(speculation="off").drafter) == ("suffix", None)
 
 
@@ -242,7 +242,9 @@ def test_slots_for_adapters_are_eight_where_some_are_given_and_none_otherwise():
         ({"tuning": True, "deferral_bound": -1.0}, "deferral_bound is -1.0; it must be at least 0"),
         ({"tuning": True, "deferral_bound": float("nan")}, "deferral_bound is nan"),
         ({"tuning": True, "deferral_bound": 1.0, "tbt_target": 25.0}, "deferral_bound is 1.0 and tbt_target is 25.0"),
-        ({"tuning": True, "quantization": "fp8"}, "quantization is fp8, and tuning needs weights in 16 or 32 bits"),
+        ({"tuning_share": 0.5}, "tuning_share is 0.5, which is for tuning"),
+        ({"tuning": True, "tuning_share": 1.5}, "tuning_share is 1.5; it must lie between 0.0 and 1.0"),
+        ({"tuning": True, "tuning_share": float("nan")}, "tuning_share is nan"),
         ({"tuning": True, "scheduler": "orca"}, "tuning is for the stall-free scheduler, and scheduler is orca"),
         ({"tuning": True, "executor": "padded"}, "tuning is True, which is for the paged executor"),
         ({"tuning": True, "tuning_mirror": ""}, "tuning_mirror is empty"),

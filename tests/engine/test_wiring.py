@@ -47,6 +47,7 @@ OTHERS = {
     "attention_backend", "trace", "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold",
     "adapter", "max_adapters", "max_adapter_rank", "adapter_host_gb", "dora", "tuning", "deferral_bound",
     "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror", "tp", "pp", "speculation",
+    "tuning_share", "memory_reserved",
     "draft_tokens", "revision", "chat_template", "convert", "generation_config", "override_generation_config",
     "chunk_host", "disk_cache_dir", "disk_cache_gb", "remote_cache",
 }  # fmt: skip

@@ -39,10 +39,11 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         on_progress: Callable[[str], None] | None = None,
         threads: int | None = None,
         measure: int = 0,
+        ledger: str = "",
     ) -> None:
         """Not for callers, who use `start`."""
         self.app, self.config = app, config
-        self._threads, self._measure = threads, measure
+        self._threads, self._measure, self._ledger = threads, measure, ledger
         self._running: dict[str, asyncio.Future[messages.AppResult]] = {}
         on_cpu = bool(config.app_device) and set(config.app_device) == {"cpu"}
         super().__init__(EngineProcess("cpu" if on_cpu else "auto", APPS), on_progress)
@@ -55,15 +56,17 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         on_progress: Callable[[str], None] | None = None,
         threads: int | None = None,
         measure: int = 0,
+        ledger: str = "",
     ) -> AppClient:
         """Start the engine process of an application and wait until it takes requests.
 
         `app` is a built-in application's name, or module:object. `on_progress` is called with the name of each stage,
         `threads` is the number of CPU threads. With `measure` above 0, the engine measures the time of tasks of each
-        cell type, of up to `measure` nodes, and writes the times to `info.profile_path`. Raises EngineStartError with
-        the reason. If the wait ends early, for whatever reason, so does the process.
+        cell type, of up to `measure` nodes, and writes the times to `info.profile_path`. `ledger` is the page of
+        a language model on the same device. Raises EngineStartError with the reason. If the wait ends early, for
+        whatever reason, so does the process.
         """
-        client = cls(app, config, on_progress, threads, measure)
+        client = cls(app, config, on_progress, threads, measure, ledger)
         async with client._starting():
             client.info = await client._ready
         return client
@@ -89,7 +92,7 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         return Inference(result.outputs, arrival, result.scheduled_at, time.monotonic())
 
     def _start_message(self) -> messages.StartApp:
-        return messages.StartApp(self.app, self.config, self._began, self._threads, self._measure)
+        return messages.StartApp(self.app, self.config, self._began, self._threads, self._measure, self._ledger)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:

@@ -135,10 +135,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         *,
         priced: bool = False,
         chunk_secret: bytes = b"",
+        ledger: str = "",
     ) -> None:
         """Not for callers, who use `start`."""
         self.config = config
-        self._chunk_secret = chunk_secret
+        self._chunk_secret, self._ledger = chunk_secret, ledger
         self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
         self.text: Text
         self._closes_text = True
@@ -171,19 +172,21 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         *,
         priced: bool = False,
         chunk_secret: bytes = b"",
+        ledger: str = "",
     ) -> EngineClient:
         """Start an engine in a new process, or in `process`, begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
         and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. With `chunk_host`,
-        engines of one `chunk_secret` fetch blocks from each other; with an empty secret, from none. Raises
-        EngineStartError with the reason. If the wait ends early, for whatever reason, so does the process.
+        engines of one `chunk_secret` fetch blocks from each other; with an empty secret, from none. `ledger` is the
+        page in which it reports its work to applications on its device. Raises EngineStartError with the reason. If the
+        wait ends early, for whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
             elsewhere = process is not None and process.remote is not None
             config = for_other_hosts(config, checkpoint) if elsewhere else settled(config, checkpoint)
-            client = cls(config, on_progress, measure, process, priced=priced, chunk_secret=chunk_secret)
+            client = cls(config, on_progress, measure, process, priced=priced, chunk_secret=chunk_secret, ledger=ledger)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
             client.generation = find_generation(
                 checkpoint.directory, config.generation_config, config.override_generation_config
@@ -393,7 +396,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
-        return messages.Start(self.config, self._began + self.ahead, self._measure, self._chunk_secret, self._priced)
+        return messages.Start(
+            self.config, self._began + self.ahead, self._measure, self._chunk_secret, self._priced, self._ledger
+        )
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:

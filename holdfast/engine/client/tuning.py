@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
@@ -72,10 +73,16 @@ class TuningError(ValueError):
         """Whether there is no open job of this id."""
 
 
+class Changes(Protocol):
+    """Changes open jobs: `TuningClient`, or that of several engines."""
+
+    async def change(self, job: str, action: JobAction) -> None: ...
+
+
 class TuningRun:
     """One open job. Its events wait here until they are read, so leaving early does not stop it; `change` does."""
 
-    def __init__(self, client: TuningClient, info: JobInfo) -> None:
+    def __init__(self, client: Changes, info: JobInfo) -> None:
         """Not for callers, who use `TuningClient.start`."""
         self.info = info
         """Sizes of the job, and its progress when it was started here."""

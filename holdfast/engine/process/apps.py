@@ -21,10 +21,12 @@ from holdfast.cells.application import Application
 from holdfast.cells.cell import Field, sizes_by_type
 from holdfast.cells.plan import CellOutput, CellRequest
 from holdfast.cells.types import number
-from holdfast.cells.workers import Workers
+from holdfast.cells.workers import Turns, Workers
 from holdfast.core.config import AppConfig
+from holdfast.core.device_turns import DeviceTurns
 from holdfast.core.stages import Stages
 from holdfast.engine import messages
+from holdfast.engine.ledger import NO_GPU, DeviceLedger
 from holdfast.engine.link import Parent
 from holdfast.engine.process.app_profiles import Found, find_profile, measure_profile
 from holdfast.engine.process.tensors import pack, unpack
@@ -57,6 +59,23 @@ def devices_of(config: AppConfig) -> list[str]:
     return ["cuda:0" if device == "cuda" else device for device in config.app_device]
 
 
+class SharedDevice(Turns):
+    """An application's turns on a device, by the news of a language model."""
+
+    def __init__(self, turns: DeviceTurns, ledger: DeviceLedger, device: str) -> None:
+        self._turns, self._ledger = turns, ledger
+        self._gpu = -1 if device == "cpu" else int(device.partition(":")[2])
+        """Number of the GPU; -1 for the CPU."""
+
+    def pause(self, now: float) -> float:
+        news = self._ledger.read()
+        same = self._gpu < news.gpus if self._gpu >= 0 else news.gpus == NO_GPU
+        return self._turns.pause(now, news.working_until if same else 0.0, news.late_until)
+
+    def spent(self, seconds: float) -> None:
+        self._turns.spent(seconds)
+
+
 class AppEngine:
     """An application's requests, from messages to its workers and back. All in one thread but `_note` and `_fail`."""
 
@@ -84,6 +103,8 @@ class AppEngine:
         parent.send(messages.Progress("making cells ready"))
         self._ended: SimpleQueue[list[CellOutput]] = SimpleQueue()
         self._failure = ""
+        self._ledgers = [DeviceLedger(start.ledger)] if start.ledger else []
+        self._share_memory()
         self._workers = Workers(
             application,
             self._devices,
@@ -94,7 +115,24 @@ class AppEngine:
             clock=time.monotonic,
             on_outputs=self._note,
             on_failure=self._fail,
+            turns=self._turns(),
         )
+
+    def _turns(self) -> dict[str, Turns]:
+        """The turns of each device on which a language model may run, too."""
+        share = self._config.app_share / max(1, len(self._config.app))
+        return {
+            device: SharedDevice(DeviceTurns(share), ledger, device)
+            for ledger in self._ledgers
+            for device in self._devices
+        }
+
+    def _share_memory(self) -> None:
+        """Take no more of a GPU's memory than this application's part, if a language model may be there, too."""
+        for device in self._devices if self._ledgers else ():
+            if device != "cpu":
+                fraction = self._config.app_memory_fraction / max(1, len(self._config.app))
+                torch.cuda.set_per_process_memory_fraction(fraction, torch.device(device))
 
     def info(self, stages: Stages) -> messages.AppInfo:
         """The facts about the application that clients get."""
@@ -128,6 +166,8 @@ class AppEngine:
     def close(self) -> None:
         """Stop the workers. Requests that have not ended are lost."""
         self._workers.close()
+        for ledger in self._ledgers:
+            ledger.close()
 
     def _handle(self, message: messages.ToEngine) -> bool:
         """Handle one message. False if it asks the engine to end."""

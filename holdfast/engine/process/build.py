@@ -26,6 +26,7 @@ from holdfast.engine.process.parts.adapters import AdapterBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.host_tier import HostTierBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
+from holdfast.engine.process.parts.neighbours import NeighbourBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
@@ -88,6 +89,7 @@ PARTS: tuple[type[PartBuilder], ...] = (
     TierBuilder,
     MoveBuilder,
     TraceBuilder,
+    NeighbourBuilder,
     RankBuilder,
 )
 """The parts that an engine may have, in the order in which they are built, are asked for answers, and see steps.

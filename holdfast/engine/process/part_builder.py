@@ -39,6 +39,8 @@ class Order:
     """Gets the name of each stage, for people."""
     chunk_secret: bytes = b""
     """Shared secret of engines that move blocks between them. Empty: no other engine knows this one's."""
+    ledger: str = ""
+    """Path of the page in which the engine reports its work to applications on its device; empty: there are none."""
     wake: Callable[[], None] = lambda: None
     """Ends a wait of the loop's thread. Called in any thread."""
 

@@ -149,6 +149,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         priced=start.priced,
         on_progress=lambda stage: parent.send(messages.Progress(stage)),
         chunk_secret=start.chunk_secret,
+        ledger=start.ledger,
         wake=parent.wake,
     )
     engine = build() if computes_on_gpu(start.config) else apart(build)

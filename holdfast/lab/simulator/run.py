@@ -185,7 +185,9 @@ def make_loop(
     trainer = None
     if tuning is not None:
         part, trainer = _begin_tuning(planning, profile, tuning)
-        policy = with_training(planning, policy, part, tuning.deferral_bound, progress=tuning.progress)
+        policy = with_training(
+            planning, policy, part, tuning.deferral_bound, progress=tuning.progress, share=config.tuning_share
+        )
         parts.append(part)
     executor = SimulatedExecutor(
         step_times, clock, host_seconds, pace, trainer, 1.0 if acceptance is None else acceptance

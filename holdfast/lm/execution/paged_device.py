@@ -19,7 +19,7 @@ from holdfast.core.config import CoreConfig
 from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
 from holdfast.lm.copy_streams import CopyStream, stream_for
-from holdfast.lm.devices import describe_device, memory_of, taken_memory
+from holdfast.lm.devices import describe_device, memory_of, memory_of_others, taken_memory
 from holdfast.lm.execution.batch import TOKENS_ONLY, Batch, ModelInputs
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
@@ -441,8 +441,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if config.cache_bytes is not None:
             cache = self._own_share(config.cache_bytes, whole)
         elif self.kind == "cuda":
-            reserved_by_others = total - free
-            cache = int(total * config.memory_fraction) - reserved_by_others - activations
+            used = memory_of_others(self.device, free, total, config.memory_reserved)
+            cache = int(total * config.memory_fraction) - used - activations
         else:
             cache = self._own_share(min(CPU_CACHE_BYTES, free // 2), whole)
         place = f"of {total / 1e9:.1f} GB on {describe_device(self.device)} {free / 1e9:.1f} are free"

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import apply_experts
 from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
@@ -38,7 +38,7 @@ from holdfast.lm.kernels.training.loss import shared_loss_backward
 from holdfast.lm.kernels.training.ops import product_in_float32, wide
 from holdfast.lm.models.adapted import AdaptedModules, adapted_modules
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec
+from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import module_pieces
 
@@ -157,19 +157,13 @@ class Halves:
     """
 
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
-        """`scale` is LoRA's s. Raises ValueError for a model with FP8 or 4-bit weights."""
+        """`scale` is LoRA's s."""
         spec = model.decoder
         if model.group is not None and spec.qk_norm and spec.qk_norm_whole:
             raise ValueError(
                 f"tp is {model.group.size}, and {spec.architecture} norms queries and keys over the heads of all "
                 "devices, which tuning does not split; leave tp out"
             )
-        for weight in (getattr(layer, field) for layer in model.layers for field in LINEAR_FIELDS):
-            if not isinstance(weight, torch.Tensor):
-                kind = "FP8" if isinstance(weight, Fp8Weight) else "4 bits"
-                raise ValueError(
-                    f"the model's weights are {kind}; tuning needs them in 16 or 32 bits: leave out quantization"
-                )
         self.model, self.layout, self.scale = model, layout, scale
         self._group, self._pieces = model.group, module_pieces(spec, model.shard)
         self._spec = spec = model.shard.own(spec)
@@ -316,7 +310,7 @@ class Halves:
                 self._attend(layer, x, tokens, adapter, kept)
         attended = kept["attended"]
         projected = self._output_backward("o", gradient, self._output_norm(layer, "o"), kept)
-        back, t = self._project_backward("o", projected, _dense(weights.o), adapter, grads, kept)
+        back, t = self._project_backward("o", projected, self._dense(weights.o), adapter, grads, kept)
         _write_grad_of_a(t, attended.flatten(1), grads, "o")
         qkv = self._rotated(layer, kept["qkv"], tokens)
         back_qkv = self.attention.backward(
@@ -328,7 +322,7 @@ class Halves:
             *back_qkv, kept["qkv"], self._rotation(layer, tokens), weights.q_norm, weights.k_norm
         )  # fmt: skip
         del back_qkv
-        back, t = self._project_backward("qkv", together, _dense(weights.qkv), adapter, grads, kept)
+        back, t = self._project_backward("qkv", together, self._dense(weights.qkv), adapter, grads, kept)
         if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.input_norm), grads, "qkv")
         self._ops.add_norm_backward(gradient, self._summed(back), x, weights.input_norm)
@@ -362,14 +356,14 @@ class Halves:
             else:
                 self._gate(layer, source, adapter, kept)
         projected = self._output_backward("down", gradient, self._output_norm(layer, "down"), kept)
-        back, t = self._project_backward("down", projected, _dense(weights.down), adapter, grads, kept)
+        back, t = self._project_backward("down", projected, self._dense(weights.down), adapter, grads, kept)
         if self._spec.gated:
             together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
         else:
             together, product = self._ops.activation_backward(kept["up"], back)
         _write_grad_of_a(t, product, grads, "down")
         del back, product
-        back, t = self._project_backward("gate_up", together, _dense(weights.gate_up), adapter, grads, kept)
+        back, t = self._project_backward("gate_up", together, self._dense(weights.gate_up), adapter, grads, kept)
         if t is not None:
             _write_grad_of_a(t, self._norm(source, norm), grads, "gate_up")
         back = self._summed(back)
@@ -409,7 +403,7 @@ class Halves:
         weights = self.model.layers[layer]
         normed = self._norm(x, weights.input_norm)
         self._shrink(normed, "qkv", adapter, kept)
-        low, weight = self._low("qkv", adapter, kept), _dense(weights.qkv)
+        low, weight = self._low("qkv", adapter, kept), self._dense(weights.qkv)
         qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, low, kept.get("qkv"))
         out, log_sums = self.attention.forward(
             self._rotated(layer, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer], weights.sinks
@@ -426,8 +420,9 @@ class Halves:
         normed = self._norm(x, self._mlp_norm(layer))
         self._shrink(normed, "gate_up", adapter, kept)
         low = self._low("gate_up", adapter, kept)
+        gate_up = self._dense(weights.gate_up)
         for name, rows in self._inner.items():
-            weight = _dense(weights.gate_up)[rows]
+            weight = gate_up[rows]
             bias = None if weights.gate_up_bias is None else weights.gate_up_bias[rows]
             own = []
             for part, small, b in low:
@@ -476,7 +471,7 @@ class Halves:
         out: torch.Tensor,
     ) -> None:
         """Write x + the projection of `read`, normed as the family does, to `out`. `layer` is weight and bias."""
-        weight, bias, low = _dense(layer[0]), layer[1], self._low(field, adapter, kept)
+        weight, bias, low = self._dense(layer[0]), layer[1], self._low(field, adapter, kept)
         if norm is None:
             self._project_whole(read, weight, bias, low, out, x)
             return
@@ -499,6 +494,14 @@ class Halves:
             return gradient
         back = self._ops.norm_backward(gradient, kept[f"output_{field}"], norm)
         return gradient.copy_(back) if self._spec.norms_stream else back
+
+    def _dense(self, weight: Weight) -> torch.Tensor:
+        """The weight in the model's dtype. A quantized one is dequantized for this use only.
+
+        Gradients pass through it, and it has none of its own, so a quantized base is as good as a plain one. In the
+        backward, dequantizing once more costs less than keeping it.
+        """
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantized(self.model.spec.dtype)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.layers.norm(x, weight)
@@ -624,12 +627,6 @@ def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapte
     """Write dA of a group, from its input x [T, K] and the t of `_project_backward`."""
     if t is not None:
         product_in_float32(t.t(), x, grads[field].a, 1.0)
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    """The weight as a tensor of 16 or more bits, the only kind that `Halves` accepts."""
-    assert isinstance(weight, torch.Tensor)
-    return weight
 
 
 def _put(kept: Kept, name: str, value: torch.Tensor) -> None:

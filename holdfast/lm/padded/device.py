@@ -14,7 +14,7 @@ import torch
 from holdfast.core.config import CoreConfig
 from holdfast.core.stages import Stages
 from holdfast.lm.copy_streams import stream_for
-from holdfast.lm.devices import describe_device, memory_of, taken_memory
+from holdfast.lm.devices import describe_device, memory_of, memory_of_others, taken_memory
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
     DecodeGraphs,
@@ -326,8 +326,7 @@ class PaddedDevice(LanguageDevice):
         if config.cache_bytes is not None:
             size = config.cache_bytes
         elif self.kind == "cuda":
-            reserved_by_others = total - free
-            left = int(total * config.memory_fraction) - reserved_by_others
+            left = int(total * config.memory_fraction) - memory_of_others(device, free, total, config.memory_reserved)
             # A prompt of the longest kind may need more than there is. Then fewer rows run at the same time.
             size = int((left - min(activations, max(0, left) // 2)) / (1 + share))
         else:

@@ -61,7 +61,7 @@ class StepBuilder(ABC):
     __slots__ = (
         "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops", "_swap_in",
         "_tokens", "_writes", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace", "planned",
-        "pool", "postponed", "predicted", "running", "sampling", "swapping_in", "weigh",
+        "pool", "postponed", "predicted", "reserved", "running", "sampling", "swapping_in", "weigh",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
@@ -71,6 +71,8 @@ class StepBuilder(ABC):
         """Tokens planned so far."""
         self.predicted = 0.0
         """Seconds that the policy expects the step to take; 0 if it predicts nothing."""
+        self.reserved = 0.0
+        """Seconds of a step with streams that batch requests leave to other work. Set before the policy plans."""
         self.pace: Callable[[int, int], int] | None = None
         """Number of tokens of [start, stop) that the step may compute. Set by a policy that bounds prefills by time."""
         self.weigh: Callable[[Entry], float] | None = None

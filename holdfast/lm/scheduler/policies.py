@@ -133,7 +133,7 @@ class LatencyTarget(Policy):
         step.budget = self.ceiling - step.num_tokens
         decodes = self._decodes = step.num_tokens
         # A stream that sits this step out, for lack of a block or of its last token, waits for it as well.
-        self._bound = self.target if any(entry.decoding for entry in step.running) else inf
+        self._bound = self.target - step.reserved if any(entry.decoding for entry in step.running) else inf
         step.budget = self.prefill_budget(step)
         self._attention = self._predictor.decodes([entry.cache.planned for entry in step.sampling])
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
@@ -187,7 +187,7 @@ class LatencyTarget(Policy):
         while low < high:  # search for the most that fit; the streams always do
             middle = (low + high + 1) // 2
             seconds = self._predictor.mixed(middle, 0) + self._predictor.decodes(contexts[:middle])
-            if self.wait(seconds * self.correction.factor) <= self.target:
+            if self.wait(seconds * self.correction.factor) <= self.target - step.reserved:
                 low = middle
             else:
                 high = middle - 1

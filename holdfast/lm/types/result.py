@@ -43,6 +43,11 @@ class PartResult:
         return self
 
     @property
+    def seconds_apart(self) -> float:
+        """Seconds that the device spent on the part's work and that `StepResult.seconds` does not include."""
+        return 0.0
+
+    @property
     def of_each_rank(self) -> bool:
         """Whether every rank that shares the model gives such a result, so that the planner needs all of them."""
         return False
@@ -81,6 +86,11 @@ class StepResult:
             if isinstance(part, kind):
                 return part
         return nothing(kind)
+
+    @property
+    def seconds_apart(self) -> float:
+        """Seconds that the device spent on work of parts after the step, which `seconds` does not include."""
+        return sum([part.seconds_apart for part in self.parts])
 
     def with_parts(self, *parts: PartResult) -> StepResult:
         """This result, with the results of more parts."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from holdfast.lm.kernels.int4 import Int4Weight, pack
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder, WeightSource
-from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec
 from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens
 from holdfast.lm.models.rope import Rope
@@ -279,10 +282,46 @@ def test_a_layout_without_known_modules_is_refused_by_name() -> None:
         AdapterLayout(spec_of(), ("q",), 0)
 
 
-def test_fp8_weights_are_refused_with_a_way_out() -> None:
-    spec = spec_of(hidden_size=16, intermediate_size=32, head_dim=16)
-    with pytest.raises(ValueError, match=r"leave out quantization"):
-        Halves(decoder_of(spec, torch.float32, fp8=True), AdapterLayout(spec, ("q",), 1), SCALE)
+def in_four_bits(weight: torch.Tensor) -> Int4Weight:
+    """A weight of 4 bits near the given one."""
+    scale = weight.abs().amax() / 7
+    numbers = ((weight / scale).round() + 8).clamp(0, 15).to(torch.uint8)
+    groups = len(weight), weight.shape[1] // 16
+    return pack(numbers, scale.expand(groups), torch.full(groups, 8, dtype=torch.uint8), 16, 8)
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_halves_over_quantized_weights_are_those_over_the_dequantized_ones(half: str, bits: int) -> None:
+    spec = spec_of(hidden_size=16, intermediate_size=32, head_dim=4)
+    model = decoder_of(spec, torch.float32, fp8=bits == 8)
+    if bits == 4:
+        fields = {field: in_four_bits(getattr(model.layers[1], field)) for field in LINEAR_FIELDS}
+        model.layers = (model.layers[0], replace(model.layers[1], **fields))
+    assert not isinstance(model.layers[1].down, torch.Tensor)
+    plain = copy(model)
+    weights = {field: getattr(model.layers[1], field).dequantized(torch.float32) for field in LINEAR_FIELDS}
+    plain.layers = (plain.layers[0], replace(plain.layers[1], **weights))
+    results = []
+    for each in (model, plain):
+        layout = AdapterLayout(spec, ALL, 2)
+        halves, lengths = Halves(each, layout, SCALE), (7, 5)
+        grads = torch.full((layout.elements,), float("nan"))
+        adapter, views = layout.views(drawn(1, layout.elements).float() * 0.3), layout.views(grads)
+        x, gradient = drawn(2, 12, 16).float(), drawn(4, 12, 16).float()
+        out = torch.empty_like(x)
+        with torch.no_grad():
+            tokens = halves.pack(torch.zeros(12, dtype=torch.int64), lengths)
+            if half == "attention":
+                halves.attention_forward(1, x, tokens, adapter, {}, out)
+                halves.attention_backward(1, gradient, x, tokens, adapter, views, None, torch.zeros_like(x))
+            else:
+                halves.mlp_forward(1, x, x, adapter, {}, out)
+                halves.mlp_backward(1, gradient, x, x, adapter, views, None)
+        results.append((out, gradient, grads.nan_to_num()))
+    assert results[0][2].count_nonzero() > 100
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_window_changes_the_attended_positions() -> None:

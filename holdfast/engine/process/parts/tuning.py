@@ -89,7 +89,14 @@ class TuningBuilder(PartBuilder):
 
     def policy(self, policy: Policy, planning: Planning) -> Policy:
         config = self.site.config
-        return with_training(planning, policy, self._part, config.deferral_bound, progress=config.tuning_progress)
+        return with_training(
+            planning,
+            policy,
+            self._part,
+            config.deferral_bound,
+            progress=config.tuning_progress,
+            share=config.tuning_share,
+        )
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         adapters = find(served.handlers, AdapterHandler)

@@ -174,6 +174,8 @@ class SpeculationPart(Verification):
         self._last = Planned(-1, 0.0, waited=False)
         self._seconds, self._given = inf, 0
         """Seconds of the last step whose result is known, and the number of tokens that it gave."""
+        self._apart = 0.0
+        """Further seconds that the device spent on work of other parts after that step."""
 
     def account(self, rows: int) -> Account:
         """The account of steps with drafts that have about this many decodes."""
@@ -216,7 +218,7 @@ class SpeculationPart(Verification):
 
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from the result of a step how long steps take, and which guesses were right."""
-        self._seconds, self._given = result.seconds, len(result.tokens)
+        self._seconds, self._given, self._apart = result.seconds, len(result.tokens), result.seconds_apart
         if plan.step not in self._planned:
             return
         sampling, drafts, predicted = self._planned.pop(plan.step)
@@ -247,7 +249,7 @@ class SpeculationPart(Verification):
         last, waited = self._last, not step.in_flight
         if last.number != step.number - 1 or last.waited is not waited or not step.running:
             return
-        cycle = step.now - last.at
+        cycle = step.now - last.at - self._apart
         gap = cycle - self._seconds
         if gap >= MOST_GAP + self._seconds:
             return

@@ -7,7 +7,7 @@ from math import inf
 from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.tuning.deferral import Deferred
-from holdfast.lm.parts.tuning.options import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.options import DEFAULT_BOUND, TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
@@ -59,13 +59,20 @@ def make_tuner(
 
 
 def with_training(
-    planning: Planning, policy: Policy, part: TuningPart, deferral_bound: float | None, *, progress: bool
+    planning: Planning,
+    policy: Policy,
+    part: TuningPart,
+    deferral_bound: float | None,
+    *,
+    progress: bool,
+    share: float = TuningOptions.tuning_share,
 ) -> Policy:
     """A policy of inference, extended by training.
 
     Training runs in slices if there is a target between tokens, else by the deferral rule with `deferral_bound` seconds
-    (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. Raises ValueError for padded rows,
-    under a scheduler that is not stall-free, and for a bound with a target.
+    (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. While a batch has work, training
+    takes `share` of the time. Raises ValueError for padded rows, under a scheduler that is not stall-free, and for a
+    bound with a target.
     """
     config, stages = planning.config, planning.stages
     if planning.on_rows:
@@ -73,9 +80,11 @@ def with_training(
     if config.scheduler != "stall-free":
         raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
     if config.tbt_seconds is None:
-        return Deferred(policy, part, DEFAULT_BOUND if deferral_bound is None else deferral_bound)
+        return Deferred(policy, part, DEFAULT_BOUND if deferral_bound is None else deferral_bound, share=share)
     if deferral_bound is not None:
         raise ValueError(
             f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
         )
-    return TrainingSlices(policy, part, planning.priced, config.tbt_seconds, progress=progress, stages=stages)
+    return TrainingSlices(
+        policy, part, planning.priced, config.tbt_seconds, progress=progress, stages=stages, share=share
+    )

@@ -7,17 +7,16 @@ from typing import Literal
 
 from holdfast.core.config import option, own_options
 from holdfast.lm.parts.adapters.options import DEFAULT_ADAPTERS, AdapterOptions
-from holdfast.lm.parts.speculation.options import SpeculationOptions
 
 DEFAULT_BOUND = 1.0
 """Default deferral bound in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningOptions(AdapterOptions, SpeculationOptions):
+class TuningOptions(AdapterOptions):
     """Whether tuning jobs are taken, and what they may cost requests.
 
-    Tuning serves what it has trained as an adapter, and plans its slices for decodes without drafts.
+    Tuning serves what it has trained as an adapter.
     """
 
     topic = "tuning"
@@ -40,6 +39,12 @@ class TuningOptions(AdapterOptions, SpeculationOptions):
         "tokens that training computes at once, where a job does not say; auto: as many as fit into the target or "
         "the deferral bound, 512 to 8192",
         between=(16, 1 << 20),
+    )
+    tuning_share: float = option(
+        0.05,
+        "share of the device's time that training takes at most while a batch has work; 0: none, 1: no bound; beside "
+        "chats alone, training takes what their target leaves",
+        between=(0.0, 1.0),
     )
     tuning_progress: bool = option(
         False, "with tbt_target, train a little every 2 seconds even while requests take all of the device"
@@ -68,10 +73,6 @@ class TuningOptions(AdapterOptions, SpeculationOptions):
                 f"deferral_bound is {self.deferral_bound} and tbt_target is {self.tbt_target}: with a target, training "
                 "runs in slices between streams and nothing is deferred; drop one"
             )
-        if self.quantization != "none":
-            raise ValueError(
-                f"quantization is {self.quantization}, and tuning needs weights in 16 or 32 bits; drop one"
-            )
         if self.scheduler != "stall-free":
             raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
         if not self.tuning_mirror:
@@ -85,7 +86,3 @@ class TuningOptions(AdapterOptions, SpeculationOptions):
     def deferral_seconds(self) -> float:
         """Seconds that a request may wait for training at most, or for one iteration if that takes longer."""
         return DEFAULT_BOUND if self.deferral_bound is None else self.deferral_bound
-
-    @property
-    def no_drafts(self) -> str:
-        return super().no_drafts or ("tuning plans its slices for decodes without drafts" if self.tuning else "")

@@ -57,6 +57,11 @@ class TuningPart(Part):
         """Count time for which a request has waited because training goes first."""
         self._deferred += seconds
 
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of all slices so far."""
+        return self._seconds
+
     def make_room(self, blocks: int, now: float) -> bool:
         return self._slabs.yield_for(blocks, now)
 

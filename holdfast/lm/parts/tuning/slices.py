@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import inf
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
+from holdfast.lm.parts.tuning.options import TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.share import TuningShare
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.types import StepPlan, StepResult
@@ -31,8 +34,12 @@ class TrainingSlices(Policy):
     """Adds to each step of a policy as many units of training as are predicted to end within the target.
 
     Chat goes before batch and batch before training: a step has a slice only if no request of a stream's class waits or
-    lacks a part of its prompt, and the slice gets the time that is left. While nothing runs, a step holds a slice of at
-    most IDLE_SECONDS, and nothing is planned past it, so that a new prompt waits for one slice only.
+    lacks a part of its prompt, and the slice gets the time that is left. While a batch has work, slices take the
+    `share` of the time. Batch requests then leave a unit its room in the step, because together with streams they would
+    fill each step up to the target. A step without streams has no target, and its slice gets all of it.
+
+    While nothing runs, a step holds a slice of at most IDLE_SECONDS, and nothing is planned past it, so that a new
+    prompt waits for one slice only.
     """
 
     def __init__(
@@ -44,8 +51,9 @@ class TrainingSlices(Policy):
         *,
         progress: bool = False,
         stages: int = 1,
+        share: float = TuningOptions.tuning_share,
     ) -> None:
-        """`target` in seconds between tokens, above 0; else ValueError.
+        """`target` in seconds between tokens, above 0; `share` as in `TuningShare`; else ValueError.
 
         With several `stages`, as many steps run between two tokens of a stream, and each may have a slice.
         With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are. In any case a
@@ -54,7 +62,7 @@ class TrainingSlices(Policy):
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
         self.inner, self.part, self.target, self.progress = inner, part, target, progress
-        self._stages = stages
+        self._stages, self.share = stages, TuningShare(part, share)
         self._predictor = cost.predictor()
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
         """Corrections of steps of decodes alone (False) and of steps with prompts (True)."""
@@ -65,7 +73,10 @@ class TrainingSlices(Policy):
 
     def plan(self, step: StepBuilder) -> None:
         tuner = self.part.tuner
+        self.share.observe(step)
         self.part.lend(step)
+        if self.share.bound and self.share.allows and not (self._waits(step) or self._lacks_prompt(step)):
+            step.reserved = min(self.target, tuner.next_unit_seconds + RESERVE * self.target)
         self.inner.plan(step)
         if not tuner.has_work and step.number % WATCHED:
             return
@@ -78,9 +89,11 @@ class TrainingSlices(Policy):
             return
         idle = not step.num_tokens
         late = (self.progress or tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
-        if (self._must_yield(step) and not late) or (idle and step.in_flight):
+        if ((self._must_yield(step) or not self.share.allows) and not late) or (idle and step.in_flight):
             return
-        room = min(self.target, IDLE_SECONDS) if idle else (self.target * (1 - RESERVE) - seconds) / self._stages
+        streams = any(entry.sequence.request.priority < BATCH_CLASS for entry in chain(step.running, step.swapping_in))
+        left = self.target * (1 - RESERVE) - (seconds if streams else 0.0)
+        room = min(self.target, IDLE_SECONDS) if idle else left / self._stages
         if self.part.train(room, at_least_one=late or (idle and not step.running)):
             self._trained_at = step.now
 
@@ -95,10 +108,21 @@ class TrainingSlices(Policy):
                     self.part.tuner.observe_step(result.seconds / seconds)
 
     def _must_yield(self, step: StepBuilder) -> bool:
-        """Whether a stream's request waits, or lacks a part of its prompt, or waited lately on a busy engine."""
-        if any(entry.sequence.request.priority < BATCH_CLASS for entry in step.waiting):
+        """Whether a stream's request waits, or lacks a part of its prompt, or waited lately on a busy engine.
+
+        The share bounds what training takes of an engine that a batch keeps busy.
+        """
+        if self._waits(step):
             self._waited_at = step.now
             return True
-        if any(not entry.decoding and entry.sequence.request.priority < BATCH_CLASS for entry in step.running):
+        if self._lacks_prompt(step):
             return True
-        return step.mostly_busy and step.now < self._waited_at + BUSY_SECONDS
+        return not self.share.bound and step.mostly_busy and step.now < self._waited_at + BUSY_SECONDS
+
+    def _waits(self, step: StepBuilder) -> bool:
+        """Whether a stream's request waits."""
+        return any(entry.sequence.request.priority < BATCH_CLASS for entry in step.waiting)
+
+    def _lacks_prompt(self, step: StepBuilder) -> bool:
+        """Whether a stream that runs lacks a part of its prompt."""
+        return any(not entry.decoding and entry.sequence.request.priority < BATCH_CLASS for entry in step.running)

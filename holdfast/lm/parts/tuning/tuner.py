@@ -470,6 +470,21 @@ class Tuner:
         """Number of slices that are planned and whose result is not known."""
         return len(self._expected)
 
+    @property
+    def expected_seconds(self) -> float:
+        """Predicted seconds of the slices in flight."""
+        return sum(expected for _, expected, _ in self._expected)
+
+    @property
+    def next_unit_seconds(self) -> float:
+        """Upper estimate of the time of the next unit of the job on the device; 0 if no job there can run."""
+        job = self._resident
+        if job is None or job is not self._choose() or job.waits:
+            return 0.0
+        unit = job.batch.units[job.unit]
+        again = (unit.kind.removesuffix("_backward"), unit.number) not in job.kept
+        return self._seconds(job, unit.kind, again=again) * self._corrections[unit.kind].factor
+
     def _run(self, job: _Job, seconds: float, at_least_one: bool) -> TrainingSlice | None:
         """The next units of the resident job, as many as fit."""
         batch, first = job.batch, job.unit

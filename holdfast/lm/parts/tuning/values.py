@@ -106,3 +106,7 @@ class TrainingReport(PartResult):
     def __bool__(self) -> bool:
         """Whether there was a slice."""
         return self.job != ""
+
+    @property
+    def seconds_apart(self) -> float:
+        return self.seconds

@@ -17,11 +17,11 @@ from tests.scheduling import create_scheduler, spans
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 
 
-def an_engine(bound, *, steps=None, budget=64, jobs=1, cost=None, **options):
+def an_engine(bound, *, steps=None, budget=64, jobs=1, cost=None, share=0.05, **options):
     """Iterations of the job take what is predicted; a step of inference 10 ms."""
     tuner = make_tuner(cost or cost_model())
     part = TuningPart(tuner)
-    policy = Deferred(StallFree(budget), part, bound)
+    policy = Deferred(StallFree(budget), part, bound, share=share)
     scheduler = create_scheduler(policy=policy, parts=[part], blocks=256, **options)
     engine = FakeEngine(scheduler, tuner, step_seconds=0.01)
     for number in range(jobs):
@@ -87,14 +87,72 @@ def test_no_iteration_begins_while_anything_runs():
     assert kinds(engine) == "I" * 20 + "R" + "T" * 19
 
 
-def test_the_rule_holds_for_each_request_also_while_a_batch_runs():
+def test_a_request_is_not_deferred_while_no_iteration_could_end_before_it_is_due():
     engine = an_engine(1.0)
     engine.add(a_request("first", arrival=-5.0, tokens=120))
-    engine.run(1)
+    engine.run(2)
     arrival = engine.now
     engine.add(a_request("second", arrival=arrival))
+    engine.run(1)
+    assert engine.started["second"] == arrival, "the first runs for another 1.2 s"
+    assert engine.scheduler.stats().deferred_seconds == 0.0
+
+
+def test_a_request_is_deferred_if_the_running_ones_end_early_enough_for_an_iteration():
+    engine = an_engine(1.0)
+    engine.add(a_request("first", arrival=-5.0, tokens=30))
+    engine.run(2)
+    arrival = engine.now
+    engine.add(a_request("second", arrival=arrival))
+    engine.run(28)
+    assert "second" not in engine.started, "the first has just ended"
     follow_the_rule(engine, "second", arrival, bound=1.0)
-    assert "T" not in kinds(engine) and 0.8 < engine.started["second"] - arrival <= 1.0
+    assert kinds(engine).endswith("TI") and 0.8 < engine.started["second"] - arrival <= 1.0
+
+
+def test_requests_that_follow_each_other_without_a_pause_wait_for_nothing():
+    """A bound that is shorter than the answers: no iteration can ever begin, so nobody is held back for one."""
+    engine = an_engine(0.5, max_sequences=4)
+    for number in range(12):
+        engine.due.append(a_request(str(number), arrival=0.3 * number if number else -5.0, tokens=100))
+    engine.run_until("11")
+    assert max(engine.started[str(number)] - 0.3 * number for number in range(1, 12)) <= 0.02
+    assert "T" not in kinds(engine)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
+def test_while_a_batch_runs_iterations_take_their_share_of_the_time(share):
+    engine = an_engine(0.5, share=share, steps=make_steps([16] * 64, micro_batch=32, epochs=1000))
+    engine.steps_in_flight = 2
+    for number in range(32):
+        engine.add(a_request(str(number), arrival=-5.0, tokens=120, priority=BATCH_CLASS))
+    began = engine.now
+    while engine.scheduler.entries and engine.now < 60:
+        engine.run(1)
+    slices = [plan.part(TrainingPlan).slice for _, plan in engine.plans]
+    trained = sum(engine.slice_seconds(each) for each in slices if each and each.action == "run")
+    assert trained / (engine.now - began) == pytest.approx(share, abs=0.02)
+    units = len(engine.jobs["job 0"].micro_batches(0)[0].units)
+    assert all((each.first, each.stop) == (0, units) for each in slices if each and each.action == "run")
+
+
+def test_no_iteration_begins_beside_a_batch_while_a_stream_runs_or_waits():
+    engine = an_engine(0.5, share=0.5, max_sequences=2)
+    for number in range(8):
+        engine.add(a_request(str(number), arrival=-5.0, tokens=110, priority=BATCH_CLASS))
+    for number in range(6):
+        engine.due.append(a_request(f"chat {number}", arrival=1.0 * number, tokens=20))
+    running = []
+    for _ in range(500):
+        before = len(engine.plans)
+        engine.run(1)
+        streams = any(entry.sequence.request.priority < BATCH_CLASS for entry in engine.scheduler.entries.values())
+        for _, plan in engine.plans[before:]:
+            slice_ = plan.part(TrainingPlan).slice
+            chats = any(segment.sequence_id.startswith("chat") for segment in plan.segments)
+            running.append((bool(slice_ and slice_.action == "run"), chats or (streams and not plan.segments)))
+    assert not any(trains and chats for trains, chats in running)
+    assert sum(trains for trains, _ in running) > 5 and sum(chats for _, chats in running) > 50
 
 
 def test_a_request_that_waited_long_enough_passes_those_ahead_of_it_that_have_not():
@@ -107,12 +165,14 @@ def test_a_request_that_waited_long_enough_passes_those_ahead_of_it_that_have_no
 
 def test_a_class_displaces_another_only_when_it_is_due():
     engine = an_engine(1.0, max_sequences=1)
-    engine.add(a_request("batch line", arrival=-5.0, priority=BATCH_CLASS, tokens=200))
-    engine.run(1)
+    engine.add(a_request("batch line", arrival=-5.0, priority=BATCH_CLASS, tokens=100))
+    engine.run(60)
     engine.add(a_request("chat", arrival=engine.now))
-    arrival = engine.now
-    engine.run_until("chat")
-    assert engine.started["chat"] - arrival > 0.8
+    engine.run(20)
+    assert "chat" not in engine.started, "the line ends in 0.4 s, and an iteration would fit"
+    engine.add(a_request("chat from before", arrival=-5.0))
+    engine.run_until("chat from before")
+    assert "chat" not in engine.started
     assert any("batch line" in plan.preempted for _, plan in engine.plans)
 
 

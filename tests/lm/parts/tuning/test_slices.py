@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.share import WINDOW_SECONDS
 from holdfast.lm.parts.tuning.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, WATCHED, TrainingSlices
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.values import TrainingPlan
@@ -20,15 +21,25 @@ TARGET = 0.025
 
 
 def an_engine(
-    *, target=TARGET, cost=None, steps=None, ceiling=64, progress=False, tuning=None, inner=None, stages=1, **options
+    *,
+    target=TARGET,
+    cost=None,
+    steps=None,
+    ceiling=64,
+    progress=False,
+    share=0.05,
+    tuning=None,
+    inner=None,
+    stages=1,
+    **options,
 ):
     """An engine whose steps take what its cost model predicts."""
     cost = cost or cost_model(slope=0.0001)
     tuner = make_tuner(tuning or cost)
     part = TuningPart(tuner)
     inner = inner or LatencyTarget(cost, target, tile=4, ceiling=ceiling)
-    policy = TrainingSlices(inner, part, cost, target, progress=progress, stages=stages)
-    scheduler = create_scheduler(policy=policy, parts=[part], blocks=256, **{"max_sequences": 16, **options})
+    policy = TrainingSlices(inner, part, cost, target, progress=progress, stages=stages, share=share)
+    scheduler = create_scheduler(policy=policy, parts=[part], **{"max_sequences": 16, "blocks": 256, **options})
     engine = FakeEngine(scheduler, tuner, step_seconds=0.0)
     engine.predict = cost.predictor().segments
     engine.open("job", steps or make_steps([16] * 64, micro_batch=32, epochs=1000), blocks_of(2))
@@ -135,6 +146,106 @@ def test_chats_go_before_batches_and_batches_before_training():
     assert len(slices(engine)) == before
 
 
+def shares(engine, began=0.0):
+    """The shares of the time since `began` that steps of inference and slices took."""
+    inference = trained = 0.0
+    for at, plan in engine.plans:
+        if at >= began:
+            inference += engine.predict([(s.start, s.stop) for s in plan.segments]) if plan.segments else 0.0
+            slice_ = plan.part(TrainingPlan).slice
+            trained += engine.slice_seconds(slice_) if slice_ else 0.0
+    return inference / (engine.now - began), trained / (engine.now - began)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.6, 1.0])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_while_a_batch_has_work_training_takes_its_share_of_the_time(share, in_flight):
+    steps = make_steps([64] * 64, micro_batch=256, epochs=1000, batch_size=4)
+    engine = an_engine(share=share, steps=steps, blocks=1024)
+    engine.steps_in_flight = in_flight
+    for number in range(256):
+        engine.add(a_request(str(number), priority=BATCH_CLASS, prompt=8, tokens=100))
+    while engine.now < 5:
+        engine.run(1)
+    assert engine.scheduler.stats().waiting, "the batch has work until the end"
+    inference, trained = shares(engine)
+    assert inference + trained == pytest.approx(1.0, abs=0.01)
+    if share < 1:
+        assert 0.9 * share <= trained <= share + 0.005
+    else:
+        assert trained > 0.7, "each step is filled up to the target"
+
+
+@pytest.mark.parametrize("lines", [4, 64])
+def test_chats_beside_a_batch_and_training_keep_their_target_and_training_its_share(lines):
+    """With 64 lines the batch alone would fill each step up to the target."""
+    gaps = gaps_of_chats(lines, share=0.0)
+    beside = gaps_of_chats(lines, share=0.05)
+    assert len(beside) > 300 and max(beside) <= max(TARGET, *gaps) + 1e-9
+
+
+def gaps_of_chats(lines, share):
+    """Seconds between the tokens of chats next to a batch of `lines` lines."""
+    engine = an_engine(cost=cost_model(slope=0.0005), share=share, max_sequences=72, blocks=2048)
+    for number in range(256):
+        engine.add(a_request(f"line {number}", priority=BATCH_CLASS, prompt=8, tokens=100))
+        engine.due.append(a_request(f"chat {number}", arrival=0.4 * number, prompt=8, tokens=10))
+    while engine.now < 20:
+        engine.run(1)
+        if len([name for name in engine.scheduler.entries if name.startswith("line")]) < lines:
+            engine.add(a_request(f"more at {engine.now}", priority=BATCH_CLASS, prompt=8, tokens=100))
+    assert 0.9 * share <= shares(engine)[1] <= 1.1 * share
+    times = {}
+    for (_, plan), (end, _) in pairwise(engine.plans):
+        for segment in plan.segments:
+            times.setdefault(segment.sequence_id, []).append(end)
+    return [
+        later - earlier
+        for name, found in times.items() if name.startswith("chat")
+        for earlier, later in pairwise(found)
+    ]  # fmt: skip
+
+
+def test_training_beside_chats_alone_takes_what_they_leave_of_the_target_whatever_its_share():
+    engine = an_engine(share=0.0)
+    engine.add(a_request("chat", tokens=110))
+    engine.run(60)
+    assert shares(engine)[1] > 0.5
+
+
+def test_training_takes_all_of_the_time_again_when_the_batch_has_ended():
+    engine = an_engine(share=0.0)
+    engine.add(a_request("line", priority=BATCH_CLASS, tokens=50))
+    engine.run(50)
+    assert not slices(engine)
+    began = engine.now
+    engine.run(20)
+    assert shares(engine, began)[1] > 0.9
+
+
+def test_a_share_that_could_not_run_is_taken_later_but_no_more_than_thirty_seconds_hold():
+    engine = an_engine(share=0.1, max_sequences=1)
+    engine.add(a_request("chat", arrival=0.0, tokens=100))
+    engine.add(a_request("line", arrival=0.0, priority=BATCH_CLASS, tokens=100))
+    engine.add(a_request("next chat", arrival=0.0, tokens=100))
+    engine.run(90)
+    assert not slices(engine), "a chat waits all the time"
+    engine.now += 1000.0
+    began = engine.now
+    engine.scheduler.abort("next chat")
+    for number in range(100):
+        engine.add(a_request(str(number), arrival=began, priority=BATCH_CLASS, tokens=100))
+    while engine.now < began + 20:
+        engine.run(1)
+    assert shares(engine, began)[1] * 20 == pytest.approx(0.1 * (WINDOW_SECONDS + 20), rel=0.05)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_that_is_no_share_is_refused(share):
+    with pytest.raises(ValueError, match="tuning_share is"):
+        an_engine(share=share)
+
+
 def test_no_slice_runs_beside_a_prompt_of_a_stream_that_is_not_whole():
     engine = an_engine(ceiling=8)
     engine.add(a_request("r", prompt=30))
@@ -225,27 +336,33 @@ def test_a_fixed_budget_computed_once_has_slices_too():
     in_flight=st.sampled_from((1, 2)),
 )
 def test_a_slice_never_makes_a_predicted_step_exceed_the_target(seed, target, in_flight):
-    """Also not the first ones, before anything was measured. The device takes what is predicted."""
+    """Also not the first ones, before anything was measured. The device takes what is predicted.
+
+    A step that holds only a batch keeps no stream waiting, so only its slice is bounded.
+    """
     choose = random.Random(seed)
     slope = choose.choice((0.00005, 0.0002, 0.001))
     lengths = [choose.randint(4, 64) for _ in range(32)]
     steps = make_steps(lengths, micro_batch=128, epochs=1000, validation=[8, 30])
     engine = an_engine(target=target, cost=cost_model(slope=slope), steps=steps, ceiling=choose.choice((8, 64)))
     engine.steps_in_flight = in_flight
-    at = 0.0
+    at, classes = 0.0, dict[str, int]()
     for number in range(30):
         at += choose.expovariate(10.0)
+        classes[str(number)] = choose.choice((0, BATCH_CLASS))
         engine.due.append(
             a_request(
                 str(number), arrival=at, prompt=choose.randint(1, 60), tokens=choose.randint(1, 40),
-                priority=choose.choice((0, BATCH_CLASS)),
+                priority=classes[str(number)],
             )
         )  # fmt: skip
     engine.run(150)
     for _, plan in engine.plans:
         if not plan.part(TrainingPlan).slice or plan.part(TrainingPlan).slice.action != "run" or not plan.segments:
             continue
-        step = engine.predict([(segment.start, segment.stop) for segment in plan.segments])
+        step = 0.0
+        if any(classes[segment.sequence_id] < BATCH_CLASS for segment in plan.segments):
+            step = engine.predict([(segment.start, segment.stop) for segment in plan.segments])
         assert step + engine.slice_seconds(plan.part(TrainingPlan).slice) <= target * (1 - RESERVE) + 1e-12
 
 

@@ -280,7 +280,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         activations += sum(part.workspace_bytes() for part in self.parts)
         if on_gpu:
             torch.cuda.empty_cache()
-        sharing = self.config.gpus.count(self.device.index) if on_gpu else 1
+        sharing = max(1, self.config.gpus.count(self.device.index)) if on_gpu else 1
         free, total = (each // sharing for each in memory_of(self.device))
         return MemoryMeasurement(
             device=self.description,

@@ -77,7 +77,8 @@ def family(name: str, directory: Path) -> Family:
     import peft
 
     architecture, stem, differences = NATIVE_FAMILIES[name]
-    module = tiny(stem, **differences)
+    # Its plainest attention: PyTorch's own leaves out Gemma 2's cap in some versions of Transformers.
+    module = tiny(stem, attn_implementation="eager", **differences)
     module.save_pretrained(directory / "base")
     model = load(directory / "base", device="cpu", dtype="float32")
     assert isinstance(model, Decoder) and model.spec.architecture == architecture

@@ -74,5 +74,7 @@ def test_a_killed_rank_ends_the_engine_within_a_second_and_leaves_no_memory_take
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_bfloat16_model_is_served_by_two_gpus(layout: str) -> None:
+    if layout == "tp2" and torch.cuda.device_count() == 1:
+        pytest.skip("two processes take turns of milliseconds on one GPU, and each sum of a step waits for one")
     lines = results_of("served", "--shape", "0.6b", "--layouts", layout)
     assert [line["rows"] for line in lines if line["kind"] == "decode"] == [1, 32, 128]

@@ -51,7 +51,8 @@ Example = tuple[list[int], list[float]]
 def base_of(name: str, directory: Path) -> tuple[Any, Decoder]:
     """Transformers' module of a native family, and the native decoder."""
     _, stem, differences = NATIVE_FAMILIES[name]
-    return native(stem, directory, **differences)
+    # Its plainest attention: PyTorch's own leaves out Gemma 2's cap in some versions of Transformers.
+    return native(stem, directory, attn_implementation="eager", **differences)
 
 
 def wrapped(module: Any, layout: AdapterLayout, alpha: float) -> Any:

@@ -30,7 +30,7 @@ def chosen(
         cost=cost, max_blocks=blocks, max_unit_seconds=0.5, largest_unit=lambda tokens: seconds * tokens
     )
     trainer: Any = SimpleNamespace(blocks_for=lambda given, tokens: -(-tokens // 10))
-    rules = TuningRules("m", "0", None, target, bound, 16, 1)
+    rules = TuningRules("m", "0", None, target, bound, 16, ("q", "v"), 1)
     handler = TuningHandler(tuner, trainer, None, rules, Notice(lambda: None))  # type: ignore[arg-type]
     return handler._sized(Hyperparameters(epochs=1, batch_size=8), longest, most=most).micro_batch
 

@@ -54,9 +54,13 @@ class Questions:
         """Send a question. Returns the future of its answer, which may be cancelled. Raises EngineDead."""
         self._check_alive()
         number = next(self._numbers)
-        self._send(message(number))
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda _: self._open.pop(number, None))
+        try:
+            self._send(message(number))  # its answer may come at once
+        except BaseException:
+            answer.cancel()
+            raise
         return answer
 
     def answer(self, number: int, result: Any) -> None:

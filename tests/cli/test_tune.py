@@ -130,7 +130,6 @@ async def test_a_job_that_fails_ends_with_1_and_its_reason(tmp_path: Path, capsy
         (["data.jsonl", "--epochs", "51"], "epochs is 51; it must lie between 1 and 50"),
         (["data.jsonl", "--rank", "129"], "rank is 129; it must be a whole number from 1 to 128"),
         (["data.jsonl", "--target-module", "nose"], "modules are nose; choose each once from q, k, v"),
-        (["data.jsonl", "--quantization", "fp8"], "tuning needs weights in 16 or 32 bits"),
         (["data.jsonl", "--tuning"], "unknown option --tuning"),
     ],
 )

@@ -46,6 +46,6 @@ def test_a_part_gets_its_own_view_of_the_configuration() -> None:
 
 def test_a_part_extends_what_others_need_of_it() -> None:
     assert (AdapterOptions(max_adapters=0).adapter_slots, EngineConfig(tuning=True).adapter_slots) == (0, 8)
-    assert "tuning" in EngineConfig(tuning=True).no_drafts and not EngineConfig().no_drafts
+    assert "scheduler is orca" in EngineConfig(scheduler="orca").no_drafts and not EngineConfig(tuning=True).no_drafts
     assert not CoreConfig().moves_blocks
     assert EngineConfig(chunk_host="127.0.0.1").moves_blocks and EngineConfig(disk_cache_dir="d").moves_blocks

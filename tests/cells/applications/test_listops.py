@@ -75,7 +75,7 @@ def test_a_median_between_two_values_is_rounded_down_and_a_sum_is_taken_modulo_t
 
 def test_expressions_reach_the_depth_and_the_length_that_the_docs_state() -> None:
     stated = " ".join((Path(__file__).parents[3] / "docs" / "cells.md").read_text().split())
-    found = re.search(r"nested at most (\d+) deep, where theirs go to 20, and at most (\d+) tokens", stated)
+    found = re.search(r"nested at most (\d+) deep \(20 in their data\) and have at most (\d+) tokens", stated)
     assert found is not None, "the docs state both"
     deepest, most = map(int, found.groups())
     tokens = [len(case.text.split()) for case in cases()]

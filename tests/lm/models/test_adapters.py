@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.adapters import AdapterSlots
+from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
-SIZES: Any = SimpleNamespace(
-    hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=16, max_position_embeddings=32,
+    rms_norm_eps=1e-5, tie_word_embeddings=False,
 )  # fmt: skip
 MODULES = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "up": (12, 8), "down": (8, 12)}
 """Outputs and inputs of each module."""
@@ -22,7 +23,8 @@ PARTS = {"q": ("qkv", 0), "k": ("qkv", 1), "v": ("qkv", 2), "o": ("o", 0), "gate
 
 
 def slots_of(slots: int = 3) -> AdapterSlots:
-    return AdapterSlots(SIZES, slots=slots, max_rank=4, dtype=torch.float32, device=torch.device("cpu"))
+    base = adapted_modules(NATIVE["LlamaForCausalLM"](CONFIG))
+    return AdapterSlots(base, slots=slots, max_rank=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def pair(module: str, rank: int, seed: int) -> LoraPair:
@@ -45,7 +47,7 @@ def added(slots: AdapterSlots, slot: int, layer: int, module: str) -> torch.Tens
 def test_a_slot_adds_what_its_adapter_says_and_others_stay_as_they_are(ranks: dict[str, int]) -> None:
     slots = slots_of()
     pairs = {(layer, name): pair(name, rank, 1 + layer) for layer in (0, 1) for name, rank in ranks.items()}
-    slots.write(1, slots.pack(AdapterWeights(pairs), pinned=False))
+    slots.write(1, slots.pack(AdapterWeights(pairs), (), pinned=False))
     for layer in (0, 1):
         for name in MODULES:
             given = pairs.get((layer, name))
@@ -57,9 +59,9 @@ def test_a_slot_adds_what_its_adapter_says_and_others_stay_as_they_are(ranks: di
 def test_a_smaller_adapter_leaves_nothing_of_the_one_before_it() -> None:
     slots = slots_of()
     whole = {(layer, name): pair(name, 4, 3) for layer in (0, 1) for name in MODULES}
-    slots.write(0, slots.pack(AdapterWeights(whole), pinned=False))
+    slots.write(0, slots.pack(AdapterWeights(whole), (), pinned=False))
     small = pair("k", 1, 5)
-    slots.write(0, slots.pack(AdapterWeights({(1, "k"): small}), pinned=False))
+    slots.write(0, slots.pack(AdapterWeights({(1, "k"): small}), (), pinned=False))
     for layer in (0, 1):
         for name in MODULES:
             expected = small.scale * small.b @ small.a if (layer, name) == (1, "k") else torch.zeros(MODULES[name])
@@ -68,7 +70,7 @@ def test_a_smaller_adapter_leaves_nothing_of_the_one_before_it() -> None:
 
 def test_full_slots_have_the_largest_rank_everywhere_and_add_nothing_and_empty_ones_have_none() -> None:
     slots = slots_of()
-    slots.write(0, slots.pack(AdapterWeights({(0, "q"): pair("q", 2, 1)}), pinned=False))
+    slots.write(0, slots.pack(AdapterWeights({(0, "q"): pair("q", 2, 1)}), (), pinned=False))
     for made, rank in ((slots.fill, 4), (slots.clear, 0)):
         made()
         for layer in (0, 1):

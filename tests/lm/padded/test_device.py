@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.lm import devices
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded import device as padded_device
 from holdfast.lm.padded.device import PaddedDevice
@@ -223,7 +224,8 @@ def test_on_a_gpu_states_get_what_the_fraction_and_the_steps_leave(llama, monkey
     device = device_of(llama, max_sequences=4)
     monkeypatch.setattr(type(device), "kind", "cuda")
     monkeypatch.setattr(padded_device, "memory_of", lambda place: (800_000_000, 1_000_000_000))
-    monkeypatch.setattr(padded_device, "taken_memory", lambda place: 0)
+    for module in (padded_device, devices):
+        monkeypatch.setattr(module, "taken_memory", lambda place: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     taken = {(1, 32, 0): 1000, (1, 32, 32): 3000, (1, 1, 1): 0}
     # A decode of 4 rows takes 500 bytes, and an eighth of its states.

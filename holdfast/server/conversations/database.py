@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ MIGRATION_LOCK = 0x486F6C6466617374
 """Key of PostgreSQL's advisory lock that a server holds while it migrates: `Holdfast` in ASCII."""
 BUSY_SECONDS = 5.0
 """Seconds that a write waits for the lock of another program."""
+SWITCH_PAUSE = 0.01
+"""Seconds between two tries to switch a file to writing ahead."""
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
 """Exceptions of a database that is full, locked, damaged or unreachable."""
 
@@ -284,13 +287,30 @@ def _connect(where: str) -> Engine:
     return engine
 
 
+def switch_to_wal(connection: sqlite3.Connection) -> None:
+    """Let a connection write ahead of its file. Raises sqlite3.OperationalError.
+
+    SQLite does not wait for another process that switches the same file, so this tries again for BUSY_SECONDS.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() >= deadline:
+                raise
+            time.sleep(SWITCH_PAUSE)
+
+
 def _prepare_sqlite(engine: Engine) -> None:
     """Turn on write-ahead logging, flush every commit to the disk, and send BEGIN explicitly."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # Python's own BEGIN would leave reads outside the transaction.
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
+        switch_to_wal(connection)
+        for pragma in ("synchronous=FULL", "secure_delete=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")

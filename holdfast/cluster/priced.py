@@ -416,10 +416,10 @@ class PricedRouter:
         self._links[source] = self._links[target] = now + (self._link_wait(source, target, now) + ms) / 1e3
 
     def _displaced(self, replica: str, tokens: int) -> float:
-        """Return the ms to recompute the state that `tokens` new tokens displace at a replica.
+        """Return the estimated ms of recomputing the state that `tokens` new tokens displace at a replica.
 
-        The estimate is based on the recent past: it takes the share of dropped blocks that were needed again when no
-        replica had them.
+        Not all displaced state is needed again. The estimate counts the share of recently dropped blocks that were
+        needed later and that no replica had then.
         """
         prefixes = self.prefixes
         beyond = tokens - prefixes.room(replica) * self.rules.block_size

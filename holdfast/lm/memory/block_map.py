@@ -110,7 +110,7 @@ class BlockMap:
         self._disk_left = 0 if self._disk is None else self._disk.num_blocks
         """Number of disk blocks still to be searched. They are the first ones: the disk is searched from its end."""
         self._disk_order: list[float] = []
-        """After the whole disk is searched: the last uses whose blocks are still to be grouped, the next one last."""
+        """Last uses whose disk blocks are still to be grouped, the next one last. Empty until all are searched."""
         self._disk_met: set[bytes] = set()
         """Digests of all known conversations, while the disk's blocks are grouped."""
         self._partly: dict[float, _Conversation] = {}

@@ -209,7 +209,7 @@ class Retention:
         return number, rank
 
     def among(self, start: int, stop: int, index: PrefixIndex) -> list[tuple[Use, int, bytes]]:
-        """The last use, place in its sequence, and digest of each of blocks [start, stop) that is here."""
+        """For each idle block in [start, stop): its last use, its place in its sequence, and its digest."""
         found = []
         for block in range(start, stop):
             if (number := self.blocks.get(block)) is not None and (digest := index.digests[block]) is not None:
@@ -325,10 +325,11 @@ class IdleBlocks:
             self.retained.move(block, target)
 
     def reclaim(self, count: int, now: float, batch: int) -> list[int]:
-        """Remove `count` blocks, so that they can be allocated. At least that many must be idle.
+        """Remove `count` idle blocks, so that they can be allocated. At least that many must be idle.
 
-        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. Blocks not
-        needed yet can be shared again until they are allocated.
+        Blocks that were evicted before (reclaimable) go first. If they are too few, retained blocks are evicted: at
+        least `batch` of them, or all if there are fewer. An evicted block that is not removed keeps its contents, and
+        can be shared again until it is allocated.
         """
         if count > len(self.reclaimable):
             wanted = max(count - len(self.reclaimable), batch)

@@ -195,7 +195,7 @@ def _own_sum(partials, row, at, held, part_stride, row_stride, wire, PARTS: tl.c
 
 @triton.jit
 def _filled(value, EMPTY: tl.constexpr):
-    """The value to send: 0 in place of -0, whose bits stand for an empty place of a mailbox."""
+    """The value to send: 0 in place of a number whose bits stand for an empty place of a mailbox."""
     return tl.where(_bits(value) == EMPTY, 0.0, value.to(tl.float32)).to(value.dtype)
 
 

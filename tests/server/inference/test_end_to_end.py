@@ -299,16 +299,20 @@ def test_requests_join_a_batch_that_runs(api: httpx.Client, serving: Serving) ->
     def ask(steps: int) -> None:
         codes.append(httpx.post(f"{serving.url}/v2/models/slow/infer", json=asked([1] * steps), timeout=60).status_code)
 
-    threads = [threading.Thread(target=ask, args=(steps,)) for steps in (100, 60, 30)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-    assert codes == [200] * 3
-    (stats,) = api.get("/v2/models/slow/stats").json()["model_stats"]
-    sizes = {each["batch_size"]: each["compute_infer"]["count"] for each in stats["batch_stats"]}
-    assert sizes[2] and sizes[3]
+    def sizes() -> set[int]:
+        (stats,) = api.get("/v2/models/slow/stats").json()["model_stats"]
+        return {each["batch_size"] for each in stats["batch_stats"] if each["compute_infer"]["count"]}
+
+    for _ in range(10):  # on a busy machine a request may come only after another one has ended
+        threads = [threading.Thread(target=ask, args=(steps,)) for steps in (100, 60, 30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if {2, 3} <= sizes():
+            break
+    assert {2, 3} <= sizes()
+    assert set(codes) == {200}
 
 
 def test_a_killed_engine_answers_503_and_ends_the_server_with_1() -> None:

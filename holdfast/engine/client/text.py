@@ -111,7 +111,8 @@ class Text:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
-        _check_ids(path, tokenizer, read_json(directory / "config.json", missing_ok=True).get("vocab_size"))
+        sizes = read_json(directory / "config.json", missing_ok=True)
+        _check_ids(path, tokenizer, (sizes.get("text_config") or sizes).get("vocab_size"))
         config = read_json(directory / "tokenizer_config.json", missing_ok=True)
         special = _special_tokens(read_json(directory / "special_tokens_map.json", missing_ok=True))
         special |= _special_tokens(config)

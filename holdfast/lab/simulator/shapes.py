@@ -11,10 +11,11 @@ from holdfast.core.config import CacheTypeName, QuantizationName
 BYTES = 2
 """Bytes of a 16-bit number."""
 NATIVE = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gemma3", "olmo2", "opt", "gpt2", "falcon",
-    "mixtral", "qwen3_moe", "gpt_oss",
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "opt", "gpt2", "falcon",
+    "mixtral", "qwen3_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text",
+    "qwen3_vl_moe_text",
 )  # fmt: skip
-"""Values of `model_type` with a native decoder in the engine. FP8 weights need one."""
+"""Values of `model_type` of text decoders that are native in the engine. FP8 weights need one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +129,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     if any(said.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ValueError(f"{name} is a mixture of experts, which the simulator does not support; give a dense model")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
-    kind = config.get("model_type")
-    gated = said.get("model_type") not in UNGATED
+    kind = said.get("model_type")
+    gated = kind not in UNGATED
     return ModelShape(
         name=name,
         layers=size("num_hidden_layers", "n_layer"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.rope import Rope
@@ -139,14 +140,16 @@ class ExpertNames:
     """The tensor names of a layer's experts, after the layer's prefix.
 
     By default each expert has its own tensors, and {} in a name stands for its number. If `fused`, gate_up is one
-    tensor of all experts [E, hidden, 2 inner], whose columns alternate between gate and up, and down is another [E,
-    inner, hidden].
+    tensor of all experts [E, hidden, 2 inner], and down is another [E, inner, hidden]. With `fused` rows, both are
+    stored transposed: [E, 2 inner, hidden] and [E, hidden, inner].
     """
 
     router: str
     gate_up: tuple[str, ...]
     down: str
-    fused: bool = False
+    fused: Literal["", "alternating", "halves", "rows"] = ""
+    """Whether the columns of a fused gate_up alternate between gate and up, or all of gate's columns or rows come
+    first."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ class WeightNames:
     bases: tuple[str, ...] = ("",)
     """Other beginnings of the same names: those of checkpoints of the bare model, or of a larger model that contains
     it."""
+    heads: tuple[str, ...] = ()
+    """Other names of the LM head."""
     others: tuple[str, ...] = ()
     """Beginnings of tensor names that are not the decoder's, such as a vision tower's."""
 
@@ -227,7 +232,10 @@ def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
     if experts.biased:
         shapes[names.router + ".bias"] = (count,)
     if names.fused:
-        shapes |= {names.gate_up[0]: (count, hidden, 2 * inner), names.down: (count, inner, hidden)}
+        gate_up, down = (hidden, 2 * inner), (inner, hidden)
+        if names.fused == "rows":
+            gate_up, down = gate_up[::-1], down[::-1]
+        shapes |= {names.gate_up[0]: (count, *gate_up), names.down: (count, *down)}
         if experts.biased:
             shapes |= {names.gate_up[0] + "_bias": (count, 2 * inner), names.down + "_bias": (count, hidden)}
         return shapes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,10 @@ QWEN3_MOE = ExpertNames(
     down="mlp.experts.{}.down_proj.weight",
 )
 GPT_OSS = ExpertNames(
-    router="mlp.router", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj", fused=True
+    router="mlp.router", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj", fused="alternating"
+)
+QWEN3_VL_MOE = ExpertNames(
+    router="mlp.gate", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj", fused="halves"
 )
 
 MOST_CHOSEN = 32
@@ -56,6 +60,13 @@ def qwen3_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
         sparse=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
         rule=rule,
     )
+
+
+def qwen3_vl_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts in the layers of a Qwen3-MoE; shares are always normalized."""
+    defaults: dict[str, Any] = dict(num_experts_per_tok=4, moe_intermediate_size=1408, num_local_experts=60)
+    config = {**defaults, **config, "norm_topk_prob": True}
+    return replace(qwen3_moe_experts(config, num_layers), names=QWEN3_VL_MOE)
 
 
 def gpt_oss_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
@@ -119,6 +130,7 @@ def read_experts(
     names, count, hidden, inner = experts.names, experts.count, spec.hidden_size, experts.intermediate_size
     prefix, shapes = spec.names.layer.format(layer), expert_shapes(spec)
     own = shard.part(inner)
+    of_up = range(inner + own.start, inner + own.stop)
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
@@ -133,17 +145,27 @@ def read_experts(
 
     biases: dict[str, torch.Tensor | None] = {}
     gate_up, down = empty(count, 2 * len(own), hidden), empty(count, hidden, len(own))
+
+    def halves(name: str, *parts: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """The columns of gate and those of up, of a fused tensor that is cut to the ranges `parts` before them."""
+        if names.fused == "halves":
+            return filled(name, *parts, own), filled(name, *parts, of_up)
+        both = filled(name, *parts, range(2 * own.start, 2 * own.stop))
+        return both[..., ::2], both[..., 1::2]
+
     if names.fused:
-        turns = range(2 * own.start, 2 * own.stop)
         for expert in range(count):
             one = range(expert, expert + 1)
-            columns = filled(names.gate_up[0], one, range(hidden), turns)[0]
-            gate_up[expert, : len(own)] = columns[:, ::2].t()
-            gate_up[expert, len(own) :] = columns[:, 1::2].t()
+            if names.fused == "rows":
+                both = [filled(names.gate_up[0], one, part, range(hidden))[0] for part in (own, of_up)]
+                torch.cat(both, out=gate_up[expert])
+                down[expert] = filled(names.down, one, range(hidden), own)[0]
+                continue
+            gate, up = halves(names.gate_up[0], one, range(hidden))
+            torch.cat((gate[0].t(), up[0].t()), out=gate_up[expert])
             down[expert] = filled(names.down, one, own, range(hidden))[0].t()
         if experts.biased:
-            both = filled(names.gate_up[0] + "_bias", turns)
-            biases["gate_up_bias"] = torch.cat((both[:, ::2], both[:, 1::2]), 1)
+            biases["gate_up_bias"] = torch.cat(halves(names.gate_up[0] + "_bias"), 1)
             biases["down_bias"] = filled(names.down + "_bias") if shard.index == 0 else None
     else:
         for expert in range(count):

@@ -8,10 +8,11 @@ from typing import Any
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
-from holdfast.lm.models.decoder_spec import DecoderSpec, Part, WeightNames
-from holdfast.lm.models.experts import gpt_oss_experts, mixtral_experts, qwen3_moe_experts
+from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
+from holdfast.lm.models.experts import gpt_oss_experts, mixtral_experts, qwen3_moe_experts, qwen3_vl_moe_experts
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
 from holdfast.lm.models.rope import rope_of
+from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder
 
 NAMES = WeightNames(
     embedding="model.embed_tokens.weight",
@@ -116,6 +117,11 @@ def mixtral(config: Mapping[str, Any]) -> DecoderSpec:
 def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
     """Qwen3-MoE: Qwen3 with experts in some layers, all of them by default."""
     fields = shared(config, num_key_value_heads=4, intermediate_size=6144, max_position_embeddings=32_768)
+    return with_experts(config, fields, qwen3_moe_experts(config, fields["num_layers"]))
+
+
+def with_experts(config: Mapping[str, Any], fields: dict[str, Any], experts: ExpertSpec) -> DecoderSpec:
+    """A Qwen3 with experts."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     biased = bool(config.get("attention_bias", False))
     return DecoderSpec(
@@ -124,8 +130,27 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
         qk_norm=True,
         qkv_bias=biased,
         o_bias=biased,
-        experts=qwen3_moe_experts(config, fields["num_layers"]),
+        experts=experts,
     )
+
+
+def qwen2_vl(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Qwen2-VL and Qwen2.5-VL: Qwen2."""
+    defaults = dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80)
+    return qwen2({**defaults, **config})
+
+
+def qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Qwen3-VL: Qwen3."""
+    return qwen3({"max_position_embeddings": 128_000, "rope_theta": 5e5, **config})
+
+
+def qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Qwen3-VL-MoE: Qwen3-MoE, with the tensors of all experts of a layer in one."""
+    defaults: dict[str, Any] = dict(num_key_value_heads=16, intermediate_size=5632, rope_theta=5e5)
+    config = {**defaults, "max_position_embeddings": 128_000, **config}
+    fields = shared(config)
+    return with_experts(config, fields, qwen3_vl_moe_experts(config, fields["num_layers"]))
 
 
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
@@ -254,18 +279,9 @@ def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
-def gemma3_of_several(config: Mapping[str, Any]) -> DecoderSpec:
-    """The text decoder of Gemma 3's multimodal models. Images are refused, and the vision tower is not read."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise UnsupportedCheckpoint("config.json has no 'text_config'")
-    # Transformers' defaults, which published configs leave out.
-    defaults = dict(vocab_size=262_208, num_attention_heads=8, max_position_embeddings=131_072, architectures=None)
-    spec = gemma3({**defaults, **text, "architectures": config["architectures"]})
-    towers = ("vision_tower.", "multi_modal_projector.")
-    others = (*towers, *(f"model.{tower}" for tower in towers))
-    bases = ("language_model.model.", "model.language_model.")
-    return replace(spec, names=replace(spec.names, base="model.", bases=bases, others=others))
+def gemma3_text(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of a Gemma 3 that takes images. Published configs leave out what is Transformers' default."""
+    return gemma3({"vocab_size": 262_208, "num_attention_heads": 8, **config})
 
 
 def named(**changed: str) -> WeightNames:
@@ -282,7 +298,6 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Olmo2ForCausalLM": olmo2,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
-    "Gemma3ForConditionalGeneration": gemma3_of_several,
     "OPTForCausalLM": opt,
     "FalconForCausalLM": falcon,
     "GPT2LMHeadModel": gpt2,
@@ -291,3 +306,29 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "GptOssForCausalLM": gpt_oss,
 }
 """For each architecture, the function that reads its config.json."""
+
+TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen2": qwen2,
+    "qwen2_vl_text": qwen2_vl,
+    "qwen2_5_vl_text": qwen2_vl,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_vl_text": qwen3_vl,
+    "qwen3_vl_moe_text": qwen3_vl_moe,
+    "phi3": phi3,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
+    "gpt_oss": gpt_oss,
+}
+"""For each model_type of a text_config, the function that reads it."""
+
+
+def with_images(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of a model that also takes images."""
+    return text_decoder(config, TEXT)
+
+
+NATIVE |= dict.fromkeys(WITH_IMAGES, with_images)

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from holdfast.lm.models.base import (
     check_finite,
     limited,
 )
+from holdfast.lm.models.text_decoders import INNER_NAMES, OTHERS, text_config
 
 PAGED, RECORDED, PLAIN = "holdfast", "holdfast-record", "eager"
 
@@ -209,7 +211,8 @@ def load_module(
 ) -> Any:
     """Transformers' own module with the checkpoint's weights and the attention that Transformers chooses.
 
-    With `own_code`, the checkpoint's code (auto_map) is run. Raises UnsupportedCheckpoint with the reason.
+    For a model that also takes images, it is the text decoder alone. With `own_code`, the checkpoint's code (auto_map)
+    is run. Raises UnsupportedCheckpoint with the reason.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -220,7 +223,9 @@ def load_module(
         auto, known = transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     else:
         known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if known.get(kind) != architecture and not own_code:
+    text = None if config.get("is_encoder_decoder") or own_code else text_config(config)
+    is_inner = text is not None and text.get("model_type") in known
+    if known.get(kind) != architecture and not own_code and not is_inner:
         if "auto_map" in config:
             raise UnsupportedCheckpoint(
                 f"{architecture} needs the remote code in the checkpoint (auto_map), which runs only on the padded "
@@ -234,11 +239,14 @@ def load_module(
     options: dict[str, Any] = dict(dtype=dtype, trust_remote_code=own_code)
     try:
         settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=own_code)
+        if is_inner:
+            settings = text_settings(settings)
         if random:
             with device:
                 module = auto.from_config(settings, **options)
         else:
             options |= dict(config=settings, use_safetensors=True, local_files_only=True, output_loading_info=True)
+            options["key_mapping"] = INNER_NAMES if is_inner else None
             with unreported():  # tensors of other shapes are refused by name below
                 module, report = auto.from_pretrained(directory, **options, ignore_mismatched_sizes=True)
     except Exception as error:  # Transformers raises many kinds for a checkpoint that it cannot read
@@ -247,13 +255,21 @@ def load_module(
         name, stored, wanted = min((str(key), tuple(stored), tuple(wanted)) for key, stored, wanted in keys)
         raise MisfitCheckpoint(f"tensor {name} has shape {stored}; config.json makes it {wanted}")
     for fault in ("missing", "unexpected"):
-        if keys := report.get(f"{fault}_keys"):
+        keys = [key for key in report.get(f"{fault}_keys", ()) if not (is_inner and str(key).startswith(OTHERS))]
+        if keys:
             raise MisfitCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
     module = module.to(device).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
         if weight.is_floating_point():
             check_finite(name, weight, weight.dtype)
     return module
+
+
+def text_settings(settings: Any) -> Any:
+    """Transformers' config of the text decoder in a model that also takes images, with the whole model's tied head."""
+    text = copy(settings.get_text_config())
+    text.tie_word_embeddings = getattr(settings, "tie_word_embeddings", text.tie_word_embeddings)
+    return text
 
 
 @torch.inference_mode()

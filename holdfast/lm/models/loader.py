@@ -34,6 +34,7 @@ from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
+from holdfast.lm.models.text_decoders import text_config
 
 JSON_LIMIT = 64 << 20
 """The largest JSON file that is read, in bytes. The index of a large mixture of experts has 10 MB."""
@@ -102,7 +103,7 @@ def load(
     how = quantization_of(config)
     source = Safetensors(directory, spec) if how is None else QuantizedSafetensors(directory, spec, how, device)
     source.check_names()
-    spec = source.with_head(spec)
+    spec = source.with_experts(source.with_head(spec))
     with read_ahead(files_of(directory), rank, layout.ranks):
         return Decoder(spec, source, **options)
 
@@ -169,10 +170,9 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def refuse_quantized(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedCheckpoint for weights that are not plain numbers."""
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
+    if how := quantization_of(config):
         raise UnsupportedCheckpoint(
-            f"the checkpoint is quantized ({method}), which runs by native decoders over a paged cache "
+            f"the checkpoint is quantized ({how.method}), which runs by native decoders over a paged cache "
             f"({', '.join(NATIVE)}); give one in bfloat16, float16 or float32"
         )
 
@@ -190,7 +190,8 @@ def check_fp8(device: torch.device) -> None:
 def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype in the checkpoint's config. By default float32; bfloat16 if it is quantized (GPT-OSS names none)."""
     default = "bfloat16" if config.get("quantization_config") else "float32"
-    name = str(config.get("dtype") or config.get("torch_dtype") or default).removeprefix("torch.")
+    found = (each.get(key) for each in (config, text_config(config) or {}) for key in ("dtype", "torch_dtype"))
+    name = str(next(filter(None, found), default)).removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedCheckpoint(f"the checkpoint's dtype is {name}; choose one with dtype: {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -200,64 +201,75 @@ def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]
     """The ids of tokens that end a sequence: generation_config.json's, else config.json's, else none."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
-    given = generation.get("eos_token_id", config.get("eos_token_id"))
+    text = text_config(config) or {}
+    given = generation.get("eos_token_id", config.get("eos_token_id", text.get("eos_token_id")))
     if given is None:
         return ()
     return tuple(int(token) for token in (given if isinstance(given, list) else [given]))
 
 
 class Safetensors(WeightSource):
-    """The tensors of a directory's safetensors files, single or sharded, memory-mapped."""
+    """The tensors of a directory's safetensors files, single or sharded, memory-mapped.
+
+    Tensors have the names that the decoder's spec gives. A checkpoint may store them under others, which also belong to
+    the spec (`WeightNames.bases` and `heads`).
+    """
 
     def __init__(self, directory: Path, spec: DecoderSpec) -> None:
         self._spec, names = spec, spec.names
-        self._files: dict[str, Any] = {}
+        opened: dict[str, Any] = {}
         for path in files_of(directory):
             try:
                 with name_of_regular(path) as name:
-                    opened: Any = safe_open(name, framework="pt")
-                stored = opened.keys()
+                    file: Any = safe_open(name, framework="pt")
+                stored = file.keys()
             except (SafetensorError, OSError) as error:
                 raise DamagedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
             for name in stored:
-                if name in self._files:
+                if name in opened:
                     raise DamagedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
-                self._files[name] = opened
-        found = (base for base in (names.base, *names.bases) if self._based(names.embedding, base) in self._files)
-        self._base = next(found, names.base)
+                opened[name] = file
+        rest = names.embedding.removeprefix(names.base)
+        self._base = next((base for base in (names.base, *names.bases) if base + rest in opened), names.base)
         """The beginning of tensor names in the checkpoint."""
+        self._head = next((head for head in (names.lm_head, *names.heads) if head in opened), names.lm_head)
+        """The LM head's name in the checkpoint."""
+        self._files = {self._usual(name): file for name, file in opened.items()}
         layers = [names.layer.format(layer) for layer in range(spec.num_layers)]
         self._parts = {
             layer + name: (layer + part.name, part) for layer in layers for name, part in names.parts.items()
         }
 
-    def _based(self, name: str, base: str) -> str:
-        """The name of a tensor in a checkpoint whose names begin with `base`."""
-        usual = self._spec.names.base
-        return base + name.removeprefix(usual) if name.startswith(usual) else name
+    def _usual(self, stored: str) -> str:
+        """The spec's name of a stored tensor."""
+        names = self._spec.names
+        if stored in (names.lm_head, self._head):
+            return names.lm_head if stored == self._head else stored
+        return names.base + stored.removeprefix(self._base) if stored.startswith(self._base) else stored
+
+    def _stored(self, usual: str) -> str:
+        """The name under which the checkpoint stores a tensor."""
+        names = self._spec.names
+        if usual == names.lm_head:
+            return self._head
+        return self._base + usual.removeprefix(names.base) if usual.startswith(names.base) else usual
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
-        stored_name, part = self._parts.get(name, (name, None))
-        stored_name = self._based(stored_name, self._base)
-        if stored_name not in self._files:
-            raise MisfitCheckpoint(f"the checkpoint has no tensor {stored_name}, which its config.json asks for")
-        file = self._files[stored_name]
-        stored = file.get_slice(stored_name)
-        shape, expected = tuple(stored.get_shape()), piece.whole if part is None else part.shape
-        if shape != expected:
-            raise MisfitCheckpoint(f"tensor {stored_name} has shape {shape}; config.json makes it {expected}")
+        name, part = self._parts.get(name, (name, None))
+        expected = piece.whole if part is None else part.shape
+        stored = self._slice(name, expected)
         # A whole tensor is memory-mapped; a slice is copied.
         if part is not None:
-            tensor = within(file.get_tensor(stored_name), part).reshape(piece.whole)[piece.slices]
+            tensor = within(self.tensor(name), part).reshape(piece.whole)[piece.slices]
         else:
-            tensor = file.get_tensor(stored_name) if piece.shape == shape else stored[piece.slices]
+            tensor = self.tensor(name) if piece.shape == expected else stored[piece.slices]
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise UnsupportedCheckpoint(
-                f"tensor {stored_name} is {tensor.dtype}; quantized checkpoints are not supported"
+                f"tensor {self._stored(name)} is {tensor.dtype}; quantized checkpoints are not supported"
             )
         into.copy_(tensor)
         # On a GPU the copy is quick to read. On a CPU it may be stored by columns, which is slow to read.
-        check_finite(stored_name, into if into.is_cuda else tensor, into.dtype)
+        check_finite(self._stored(name), into if into.is_cuda else tensor, into.dtype)
 
     def names(self) -> Iterable[str]:
         """The names of tensors that `fill` knows."""
@@ -267,40 +279,65 @@ class Safetensors(WeightSource):
         return name in self._files
 
     def dtype(self, name: str) -> str:
-        return str(self._files[name].get_slice(name).get_dtype())
+        return str(self._files[name].get_slice(self._stored(name)).get_dtype())
 
     def tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._files[name].get_tensor(name)
+        found: torch.Tensor = self._files[name].get_tensor(self._stored(name))
         return found
 
     def slices(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
-        if name not in self._files:
-            raise MisfitCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
-        stored = self._files[name].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
-            raise MisfitCheckpoint(f"tensor {name} has shape {tuple(stored.get_shape())}; config.json makes it {shape}")
-        found: torch.Tensor = stored[cut] if cut else self._files[name].get_tensor(name)
+        stored = self._slice(name, shape)
+        found: torch.Tensor = stored[cut] if cut else self.tensor(name)
         return found
+
+    def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A view of a stored tensor of which nothing is read yet. Raises MisfitCheckpoint for another shape."""
+        if name not in self._files:
+            raise MisfitCheckpoint(f"the checkpoint has no tensor {self._stored(name)}, which its config.json asks for")
+        stored = self._files[name].get_slice(self._stored(name))
+        if tuple(stored.get_shape()) != shape:
+            raise MisfitCheckpoint(
+                f"tensor {self._stored(name)} has shape {tuple(stored.get_shape())}; config.json makes it {shape}"
+            )
+        return stored
 
     def with_head(self, spec: DecoderSpec) -> DecoderSpec:
         """The decoder's spec, with a separate head if config.json ties it but the stored tensors differ.
 
         Transformers ties head and embedding only if they are equal, and logs a warning if they are not.
         """
-        embedding, head = (self._based(name, self._base) for name in (spec.names.embedding, spec.names.lm_head))
+        embedding, head = spec.names.embedding, spec.names.lm_head
         if not spec.tied or head not in self._files or embedding not in self._files or self._equal(embedding, head):
             return spec
         log.warning(
             "holdfast: config.json ties %s to %s, and the checkpoint holds two that differ: both are used, as "
             "Transformers does",
-            head,
-            embedding,
+            self._stored(head),
+            self._stored(embedding),
         )
         return replace(spec, tied=False)
 
+    def with_experts(self, spec: DecoderSpec) -> DecoderSpec:
+        """The decoder's spec, with the layout of fused experts that the stored shapes show.
+
+        Transformers 5 writes the transposed tensors of what was first published. One of the two tensors tells, even
+        if the other is square.
+        """
+        experts = spec.experts
+        if experts is None or experts.names.fused != "halves":
+            return spec
+        rows = replace(spec, experts=replace(experts, names=replace(experts.names, fused="rows")))
+        prefix = spec.names.layer.format(experts.sparse.index(True)) if any(experts.sparse) else ""
+        for name in (experts.names.gate_up[0], experts.names.down):
+            file = self._files.get(prefix + name)
+            shape = tuple(file.get_slice(self._stored(prefix + name)).get_shape()) if file else ()
+            if shape == expert_shapes(rows)[name] != expert_shapes(spec)[name]:
+                return rows
+        return spec
+
     def _equal(self, one: str, other: str) -> bool:
         """Whether two tensors hold the same numbers. Rows are read in groups, to bound the memory for them."""
-        first, second = (self._files[name].get_slice(name) for name in (one, other))
+        first, second = (self._files[name].get_slice(self._stored(name)) for name in (one, other))
         shape = tuple(first.get_shape())
         if shape != tuple(second.get_shape()):
             return False
@@ -321,11 +358,11 @@ class Safetensors(WeightSource):
             own = [*attention, *expert_shapes(spec)] if sparse[layer] else fields
             prefix = names.layer.format(layer)
             used.update(self._parts.get(prefix + name, (prefix + name, None))[0] for name in own)
-        used = {self._based(name, self._base) for name in used}
         left = [name for name in {*self.names()} - used if not name.endswith(names.ignored)]
         if left := sorted(name for name in left if not name.startswith(names.others)):
             raise MisfitCheckpoint(
-                f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
+                f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first "
+                f"{self._stored(left[0])}"
             )
 
 
@@ -341,13 +378,12 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 class QuantizedSafetensors(Safetensors):
     """The tensors of a quantized checkpoint, by the names and shapes of a plain one.
 
-    Raises UnsupportedCheckpoint for a family that stores several weights in one tensor, or that uses other beginnings
-    of names.
+    Raises UnsupportedCheckpoint for a family that stores several weights in one tensor.
     """
 
     def __init__(self, directory: Path, spec: DecoderSpec, how: Quantization, device: torch.device) -> None:
         super().__init__(directory, spec)
-        if spec.names.parts or self._base != spec.names.base:
+        if spec.names.parts:
             raise UnsupportedCheckpoint(
                 f"the checkpoint is quantized ({how.method}), which is not read of {spec.architecture} as it stores "
                 "its weights; give one in bfloat16, float16 or float32"

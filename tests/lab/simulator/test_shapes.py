@@ -6,6 +6,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from holdfast.lab.simulator.devices import look_up
 from holdfast.lab.simulator.shapes import MODELS, NATIVE, shape_from_config
 from holdfast.lm.models import families
+from holdfast.lm.models.text_decoders import WITH_IMAGES
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,10 @@ def test_sizes_are_read_from_a_config():
 
 
 def test_native_architectures_are_recognized():
-    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in NATIVE} == {*families.NATIVE}
+    inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes beside vision_config
+    assert inner <= {*NATIVE}
+    outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
+    assert outer == {*families.NATIVE} - {*WITH_IMAGES}
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 100, "max_position_embeddings": 64,

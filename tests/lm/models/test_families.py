@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.text_decoders import WITH_IMAGES
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 100,
@@ -104,11 +105,12 @@ OWN_NAMES: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_missing_config_fields_have_the_defaults_of_transformers(architecture: str) -> None:
-    kinds = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind = {name: kind for kind, name in known.items()}[architecture]
     given: dict[str, Any] = OWN_NAMES.get(architecture, PLAIN)
-    kind = kinds.get(architecture, "gemma3")
-    if architecture == "Gemma3ForConditionalGeneration":
-        kind, given = "gemma3", {"text_config": given}
+    if architecture in WITH_IMAGES:
+        kind = "gemma3" if architecture.startswith("Gemma3") else kind
+        given = {"text_config": {**given, "model_type": AutoConfig.for_model(kind).get_text_config().model_type}}
     whole = AutoConfig.for_model(kind, **given).to_dict()
-    named = {"architectures": [architecture]}
+    named = {"architectures": [architecture], "model_type": kind}
     assert NATIVE[architecture]({**given, **named}) == NATIVE[architecture]({**whole, **named})

@@ -274,6 +274,19 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, given: dict[str, Any]
         load(tmp_path, device="cpu")
 
 
+def test_a_model_without_a_native_decoder_is_told_first_that_nobody_reads_its_method(tmp_path: Path) -> None:
+    make(tmp_path, "StableLm")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for given, reason in (
+        (dict(quant_method="bitsandbytes"), r"quantized \(bitsandbytes\); known: awq, gptq"),
+        (dict(quant_method="awq"), r"quantized \(awq\), which runs by native decoders"),
+    ):
+        path.write_text(json.dumps(config | dict(quantization_config=given)))
+        with pytest.raises(UnsupportedCheckpoint, match=reason):
+            load(tmp_path, device="cpu")
+
+
 def test_mxfp4_experts_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.config import BUILTIN_MODEL
-from holdfast.engine import hub
+from holdfast.engine import gguf, hub
 from holdfast.files.regular import check_regular_below, create_file, open_file
 from holdfast.lm.config import EngineConfig
 
@@ -68,7 +68,7 @@ class Checkpoint:
 
     @classmethod
     def find(cls, model: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Checkpoint:
-        """The checkpoint of a model name: the built-in one, else a directory with config.json, else one of the hub.
+        """The checkpoint of a model name: the built-in one, else a directory or a GGUF file, else one of the hub.
 
         `revision`, `weights` and `code` are those of `hub.snapshot`. Raises ValueError, in one line, with the directory
         that it looked for, or with the reason why the hub's model is unavailable.
@@ -81,13 +81,14 @@ class Checkpoint:
             return cls(model, hub.snapshot(model, revision, weights=weights, code=code))
         if revision is not None:
             raise ValueError(f"revision is {revision}, which is for a model of the hub, and {model!r} is here; drop it")
-        refuse_gguf(model, directory)
+        if (file := gguf.gguf_of(directory)) is not None:
+            return cls(gguf.name_of(file), gguf.described(file))
         if not (directory / "config.json").is_file():
             there = "has no config.json" if directory.is_dir() else "is not a directory"
             what = there if directory.exists() else "does not exist"
             raise ValueError(
-                f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory, an id of the hub "
-                f"(owner/name), or {BUILTIN_MODEL!r}"
+                f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory, a GGUF file, an id "
+                f"of the hub (owner/name), or {BUILTIN_MODEL!r}"
             )
         try:
             check_regular_below(directory)  # libraries open some of these files themselves
@@ -118,18 +119,7 @@ def for_other_hosts(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfi
         # In the hub's cache, snapshots/<commit> holds the files of a commit.
         commit = checkpoint.directory.name if checkpoint.directory.parent.name == "snapshots" else config.revision
         return replace(config, revision=commit)
-    return replace(config, model=str(checkpoint.directory))
-
-
-def refuse_gguf(model: str, directory: Path) -> None:
-    """Raises ValueError for a file of llama.cpp's format, or a directory with nothing else."""
-    found = directory if directory.suffix == ".gguf" else next(iter(sorted(directory.glob("*.gguf"))), None)
-    if found is not None and not (directory / "config.json").is_file():
-        raise ValueError(
-            f"model {model!r}: {found.name} is GGUF, which is not read; give the safetensors checkpoint that it was "
-            "made from, such as its id on the hub, or write one: AutoModelForCausalLM.from_pretrained(directory, "
-            "gguf_file=name).save_pretrained(other) with Transformers, and the same with AutoTokenizer"
-        )
+    return replace(config, model=str(Path(config.model).expanduser().resolve()))
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from holdfast.core.config import BUILTIN_MODEL
-from holdfast.engine import checkpoint
+from holdfast.engine import checkpoint, gguf
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, read_json, read_text, tokenizer_file
 from holdfast.engine.client.text import Text
 from holdfast.lm.config import EngineConfig
+from tests.checkpoints import make
+from tests.gguf_files import write_gguf
 from tests.tokenizers_made import byte_level
 
 
@@ -103,11 +105,54 @@ def test_a_directory_without_any_tokenizer_is_refused(tmp_path):
         tokenizer_file(tmp_path)
 
 
-def test_gguf_is_refused_with_the_way_out(tmp_path):
-    (tmp_path / "model-q4.gguf").touch()
-    for given in (tmp_path, tmp_path / "model-q4.gguf"):
-        with pytest.raises(ValueError, match=r"model-q4.gguf is GGUF, which is not read; give the safetensors"):
-            Checkpoint.find(str(given))
+@pytest.fixture
+def gguf_model(tmp_path, monkeypatch):
+    """A small model in a GGUF file, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make(tmp_path / "plain", "Llama")
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "tiny-q8.gguf"
+    write_gguf(path, tmp_path / "plain", "llama", kind="Q8_0", tokenizer=byte_level())
+    return path
+
+
+def test_a_gguf_file_is_a_checkpoint_whose_metadata_is_read_once(gguf_model, monkeypatch):
+    found = Checkpoint.find(str(gguf_model))
+    assert found.name == "tiny-q8"
+    assert json.loads((found.directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert Text.from_directory(found.directory).encode("hello wörld") == byte_level().encode("hello wörld").ids
+    monkeypatch.setattr(gguf, "_describe", lambda *_: pytest.fail("read again"))
+    assert Checkpoint.find(str(gguf_model)) == Checkpoint.find(str(gguf_model.parent)) == found
+    assert [path.name for path in found.directory.parent.iterdir()] == [found.directory.name]
+
+
+def test_a_gguf_file_that_was_replaced_is_read_again(gguf_model, tmp_path):
+    first = Checkpoint.find(str(gguf_model))
+    write_gguf(gguf_model, tmp_path / "plain", "llama", kind="Q4_0", tokenizer=byte_level())
+    second = Checkpoint.find(str(gguf_model))
+    assert second.directory != first.directory
+    configs = [json.loads((each.directory / "config.json").read_text()) for each in (first, second)]
+    assert configs[0]["gguf"] != configs[1]["gguf"]
+
+
+def test_a_gguf_file_that_cannot_be_read_is_refused_in_one_line(gguf_model):
+    gguf_model.write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(ValueError, match=r"tiny-q8\.gguf: tiny-q8\.gguf cannot be read as GGUF"):
+        Checkpoint.find(str(gguf_model))
+    assert list((gguf_model.parent.parent / "cache" / "holdfast" / "gguf").iterdir()) == []
+
+
+def test_of_several_gguf_files_one_must_be_named(gguf_model):
+    (gguf_model.parent / "b-00001-of-00002.gguf").touch()
+    (gguf_model.parent / "b-00002-of-00002.gguf").touch()
+    with pytest.raises(ValueError, match=r"holds 2 models in GGUF; name one, such as .*b-00001-of-00002\.gguf"):
+        Checkpoint.find(str(gguf_model.parent))
+    assert gguf.name_of(gguf_model.parent / "b-00001-of-00002.gguf") == "b"
+
+
+def test_another_host_gets_the_path_of_a_gguf_file(gguf_model):
+    config = EngineConfig(model=str(gguf_model))
+    assert for_other_hosts(config, Checkpoint.of(config)).model == str(gguf_model)
 
 
 def test_a_revision_of_a_directory_is_refused(tmp_path):

@@ -31,6 +31,7 @@ from holdfast.lm.models.base import (
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, parts_of
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
@@ -100,8 +101,8 @@ def load(
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     if load_format == "random":
         return Decoder(spec, RandomWeights(spec, device), **options)
-    how = quantization_of(config)
-    source = Safetensors(directory, spec) if how is None else QuantizedSafetensors(directory, spec, how, device)
+    how, opened = quantization_of(config), open_files(directory, spec, config)
+    source = StoredWeights(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
     spec = source.with_experts(source.with_head(spec))
     with read_ahead(files_of(directory), rank, layout.ranks):
@@ -208,27 +209,16 @@ def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]
     return tuple(int(token) for token in (given if isinstance(given, list) else [given]))
 
 
-class Safetensors(WeightSource):
-    """The tensors of a directory's safetensors files, single or sharded, memory-mapped.
+class StoredWeights(WeightSource):
+    """The tensors of a checkpoint's open files.
 
     Tensors have the names that the decoder's spec gives. A checkpoint may store them under others, which also belong to
     the spec (`WeightNames.bases` and `heads`).
     """
 
-    def __init__(self, directory: Path, spec: DecoderSpec) -> None:
+    def __init__(self, opened: Mapping[str, Any], spec: DecoderSpec) -> None:
+        """`opened` has the file of each stored tensor, with the methods of `safe_open`."""
         self._spec, names = spec, spec.names
-        opened: dict[str, Any] = {}
-        for path in files_of(directory):
-            try:
-                with name_of_regular(path) as name:
-                    file: Any = safe_open(name, framework="pt")
-                stored = file.keys()
-            except (SafetensorError, OSError) as error:
-                raise DamagedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
-            for name in stored:
-                if name in opened:
-                    raise DamagedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
-                opened[name] = file
         rest = names.embedding.removeprefix(names.base)
         self._base = next((base for base in (names.base, *names.bases) if base + rest in opened), names.base)
         """The beginning of tensor names in the checkpoint."""
@@ -320,8 +310,7 @@ class Safetensors(WeightSource):
     def with_experts(self, spec: DecoderSpec) -> DecoderSpec:
         """The decoder's spec, with the layout of fused experts that the stored shapes show.
 
-        Transformers 5 writes the transposed tensors of what was first published. One of the two tensors tells, even
-        if the other is square.
+        Transformers 5 writes transposed tensors. The shape of a square one does not show it, but then the other's does.
         """
         experts = spec.experts
         if experts is None or experts.names.fused != "halves":
@@ -348,22 +337,49 @@ class Safetensors(WeightSource):
 
     def check_names(self) -> None:
         """Raise MisfitCheckpoint if the checkpoint holds a tensor that the whole decoder does not use."""
-        spec, names = self._spec, self._spec.names
-        used = {names.embedding, names.norm, names.lm_head}  # a checkpoint may hold a copy of a tied head
-        used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
-        fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
-        attention = [name for field in layer_shapes(spec) if field not in MLP_FIELDS for name in names.fields[field]]
-        sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse
-        for layer in range(spec.num_layers):
-            own = [*attention, *expert_shapes(spec)] if sparse[layer] else fields
-            prefix = names.layer.format(layer)
-            used.update(self._parts.get(prefix + name, (prefix + name, None))[0] for name in own)
-        left = [name for name in {*self.names()} - used if not name.endswith(names.ignored)]
+        names = self._spec.names
+        left = [name for name in {*self.names()} - stored_names(self._spec) if not name.endswith(names.ignored)]
         if left := sorted(name for name in left if not name.startswith(names.others)):
             raise MisfitCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first "
                 f"{self._stored(left[0])}"
             )
+
+
+def stored_names(spec: DecoderSpec) -> set[str]:
+    """The names of all tensors that a checkpoint of the whole decoder may hold."""
+    names = spec.names
+    used = {names.embedding, names.norm, names.lm_head}  # a checkpoint may hold a copy of a tied head
+    used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
+    fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
+    attention = [name for field in layer_shapes(spec) if field not in MLP_FIELDS for name in names.fields[field]]
+    sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse
+    for layer in range(spec.num_layers):
+        own = [*attention, *expert_shapes(spec)] if sparse[layer] else fields
+        used.update(
+            names.layer.format(layer) + (names.parts[name].name if name in names.parts else name) for name in own
+        )
+    return used
+
+
+def open_files(directory: Path, spec: DecoderSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The open file of each tensor of a checkpoint."""
+    if is_gguf(directory):
+        file = GgufFile(files_of(directory), stored_names(spec), config)
+        return dict.fromkeys(file.keys(), file)
+    opened: dict[str, Any] = {}
+    for path in files_of(directory):
+        try:
+            with name_of_regular(path) as name:
+                each: Any = safe_open(name, framework="pt")
+            stored = each.keys()
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
+        for name in stored:
+            if name in opened:
+                raise DamagedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
+            opened[name] = each
+    return opened
 
 
 def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
@@ -375,14 +391,14 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return rows.reshape(*part.rows, *rows.shape[1:]).narrow(dim, start, stop - start)
 
 
-class QuantizedSafetensors(Safetensors):
+class QuantizedWeights(StoredWeights):
     """The tensors of a quantized checkpoint, by the names and shapes of a plain one.
 
     Raises UnsupportedCheckpoint for a family that stores several weights in one tensor.
     """
 
-    def __init__(self, directory: Path, spec: DecoderSpec, how: Quantization, device: torch.device) -> None:
-        super().__init__(directory, spec)
+    def __init__(self, opened: Mapping[str, Any], spec: DecoderSpec, how: Quantization, device: torch.device) -> None:
+        super().__init__(opened, spec)
         if spec.names.parts:
             raise UnsupportedCheckpoint(
                 f"the checkpoint is quantized ({how.method}), which is not read of {spec.architecture} as it stores "
@@ -402,8 +418,15 @@ class QuantizedSafetensors(Safetensors):
         return self._reader.names(super().names())
 
 
+def is_gguf(directory: Path) -> bool:
+    """Whether the weights of a checkpoint are in a GGUF file elsewhere (`gguf_metadata.write`)."""
+    return (directory / GGUF_FILE).is_file()
+
+
 def files_of(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order."""
+    """The safetensors or GGUF files of a checkpoint, in order."""
+    if is_gguf(directory):
+        return parts_of(Path(str(read_json(directory / GGUF_FILE).get("file"))))
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():
         return [single]

@@ -30,7 +30,7 @@ HEAD = "language_model.lm_head.weight"
 TOWERS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
 """Beginnings of the names of tensors that only images need."""
 OTHERS = (*TOWERS, *(f"model.{tower}" for tower in TOWERS))
-"""The same, with the beginning that they have in today's checkpoints."""
+"""Beginnings of the names of those tensors in all checkpoints, old and new."""
 INNER_NAMES = {**{f"^{re.escape(base)}": "model." for base in BASES}, f"^{re.escape(HEAD)}": "lm_head.weight"}
 """Patterns of the decoder's tensor names, each with the beginning of its name in a checkpoint of the decoder alone."""
 TIED = ("gemma3", "internvl", "mistral3")
@@ -62,7 +62,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if isinstance(text, Mapping):
         return text
     if "vision_config" in config and "hidden_size" in config:
-        # The first checkpoints of Qwen2-VL and Qwen2.5-VL have the decoder's entries beside vision_config.
+        # The first checkpoints of Qwen2-VL and Qwen2.5-VL have the decoder's entries next to vision_config.
         return {**config, "model_type": f"{config.get('model_type')}_text"}
     return None
 

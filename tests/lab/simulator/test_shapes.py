@@ -51,7 +51,7 @@ def test_sizes_are_read_from_a_config():
 
 
 def test_native_architectures_are_recognized():
-    inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes beside vision_config
+    inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
     assert inner <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
     assert outer == {*families.NATIVE} - {*WITH_IMAGES}

@@ -23,9 +23,9 @@ from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.text_decoders import WITH_IMAGES
 from holdfast.lm.models.loader import load, native_spec
 from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE, UnsupportedAdapter, read_peft
+from holdfast.lm.models.text_decoders import WITH_IMAGES
 from holdfast.lm.parts.adapters.device import AdapterDevice, AdapterStore
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.parts.adapters.values import AdapterPlan

@@ -1,0 +1,147 @@
+"""The tensors of a GGUF file, dequantized, by the names of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.files.regular import name_of_regular
+from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint
+
+GGUF_FILE = "gguf.json"
+"""The file that names the GGUF file of a checkpoint whose directory holds no weights."""
+UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors whose numbers are in config.json."""
+PERMUTED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)\.weight$")
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
+
+
+def read_gguf(path: Path) -> Any:
+    """A `gguf.GGUFReader` of one file. Raises UnsupportedCheckpoint and DamagedCheckpoint."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UnsupportedCheckpoint("GGUF files need the package gguf: pip install 'holdfast[gguf]'") from None
+    try:
+        with name_of_regular(path) as name:
+            return GGUFReader(name)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # a cut or hostile header raises many kinds
+        raise DamagedCheckpoint(f"{path.name} cannot be read as GGUF: {type(error).__name__}: {error}") from None
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of a model, of which this is one. Raises DamagedCheckpoint naming a missing one."""
+    found = SPLIT.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, _, count = found.groups()
+    parts = [path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise DamagedCheckpoint(f"{path.name} is one of {int(count)} files, and {part.name} is missing")
+    return parts
+
+
+class GgufFile:
+    """The tensors of a model's GGUF files under Hugging Face's names, with the methods of an open safetensors file."""
+
+    def __init__(self, paths: Sequence[Path], names: Iterable[str], config: Mapping[str, Any]) -> None:
+        """`names` are those that the model may ask for. `config` is what `gguf_config.config_of` gives."""
+        readers = [read_gguf(path) for path in paths]
+        stored = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        self._config = config
+        self._architecture = str(readers[0].fields["general.architecture"].contents())
+        self._tensors: dict[str, tuple[Any, int | None]] = {}
+        found = self._names(config["num_hidden_layers"])
+        for name in names:
+            usual, expert = name, None
+            if match := EXPERT.fullmatch(name):
+                usual, expert = f"{match[1]}.{match[3]}.weight", int(match[2])
+            stem, _, ending = usual.rpartition(".")
+            own = f"{found.get_name(stem)}.{ending}"
+            if own in stored:
+                self._tensors[name] = stored[own], expert
+        used = {tensor.name for tensor, _ in self._tensors.values()}
+        self._tensors |= {name: (tensor, None) for name, tensor in stored.items() if name not in (*used, *UNREAD)}
+
+    def _names(self, layers: int) -> Any:
+        """The package's map from Hugging Face's names to those of the file's architecture."""
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+        return get_tensor_name_map(kinds[self._architecture], layers)
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_slice(self, name: str) -> GgufSlice:
+        tensor, expert = self._tensors[name]
+        return GgufSlice(tensor, expert, self._heads(name), 1.0 if self._is_shifted(name) else 0.0)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[...]
+
+    def _heads(self, name: str) -> int:
+        """Number of heads whose rows are stored in pairs (i, i + 1), as llama.cpp rotates them; 0: in the usual order.
+
+        The usual pairs are (i, i + half a head).
+        """
+        match = PERMUTED.search(name) if self._architecture == "llama" else None
+        if match is None:
+            return 0
+        return int(self._config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"])
+
+    def _is_shifted(self, name: str) -> bool:
+        """Whether 1 was added to a weight that the model adds 1 to."""
+        return self._architecture.startswith("gemma") and name.endswith("norm.weight")
+
+
+class GgufSlice:
+    """A stored tensor of which nothing is read yet."""
+
+    def __init__(self, tensor: Any, expert: int | None, heads: int, shift: float) -> None:
+        self._tensor, self._expert, self._heads, self._shift = tensor, expert, heads, shift
+
+    def get_shape(self) -> list[int]:
+        return self._shape[1:] if self._expert is not None else self._shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    @cached_property
+    def _shape(self) -> list[int]:
+        return [int(size) for size in reversed(self._tensor.shape)]
+
+    def __getitem__(self, cut: Any) -> torch.Tensor:
+        """The numbers of the slices `cut`, in float32."""
+        data = self._tensor.data if self._expert is None else self._tensor.data[self._expert]
+        cuts = cut if isinstance(cut, tuple) else (cut,)
+        if self._heads or cuts[0] is ...:
+            return self._settled(self._numbers(data))[cut]
+        # The last dimension is in blocks of several numbers. All others are cut before anything is dequantized.
+        before, last = cuts[: data.ndim - 1], cuts[data.ndim - 1 :]
+        numbers = self._settled(self._numbers(data[before]))
+        return numbers[(..., *last)] if last else numbers
+
+    def _numbers(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
+        from gguf import dequantize
+
+        found = np.require(dequantize(data, self._tensor.tensor_type), np.float32, "W")  # plain numbers are the file's
+        return torch.from_numpy(found)
+
+    def _settled(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self._shift:
+            return numbers - self._shift
+        if self._heads:
+            pairs = numbers.view(self._heads, numbers.shape[0] // self._heads // 2, 2, *numbers.shape[1:])
+            return pairs.transpose(1, 2).reshape(numbers.shape)
+        return numbers

@@ -1,0 +1,248 @@
+"""Models in GGUF files have the config, the tokenizer and the weights of the checkpoint they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from holdfast.core.layout import Layout
+from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.gguf_config import Metadata, config_of
+from holdfast.lm.models.gguf_metadata import write
+from holdfast.lm.models.gguf_weights import parts_of
+from holdfast.lm.models.loader import load
+from tests.checkpoints import make
+from tests.gguf_files import write_gguf
+from tests.lm.execution.test_parity import run
+from tests.lm.execution.test_variants import LLAMA3, LONGROPE, YARN, case_of
+from tests.lm.models.test_quantized import difference
+from tests.tokenizers_made import byte_level
+
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+MIXTRAL = {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6}
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, list[float]]]] = {
+    "llama": ("Llama", "llama", dict(rope_parameters=PLAIN), {"rope.freq_base": 5e5}, {}),
+    "llama-biased": ("Llama", "llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True), {}, {}),
+    "llama-yarn": (
+        "Llama",
+        "llama",
+        dict(rope_parameters=YARN),
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+        {},
+    ),
+    "llama-linear": (
+        "Llama",
+        "llama",
+        dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {},
+    ),
+    "mixtral": ("Mixtral", "llama", dict(sliding_window=None), MIXTRAL, {}),
+    "qwen2": ("Qwen2", "qwen2", dict(use_sliding_window=False), {}, {}),
+    "qwen3": ("Qwen3", "qwen3", {}, {"rope.freq_base": 1e6}, {}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        "qwen3moe",
+        {},
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 48},
+        {},
+    ),
+    "gemma2": (
+        "Gemma2",
+        "gemma2",
+        {},
+        {"attention.sliding_window": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0},
+        {},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        "gemma3",
+        dict(num_hidden_layers=7, layer_types=..., query_pre_attn_scalar=16),
+        {"attention.sliding_window": 12, "rope.freq_base": 1e6},
+        {},
+    ),
+    "phi3": ("Phi3", "phi3", {}, {"attention.sliding_window": 12}, {}),
+    "phi3-longrope": (
+        "Phi3",
+        "phi3",
+        dict(original_max_position_embeddings=128, rope_parameters=LONGROPE),
+        {"attention.sliding_window": 12, "rope.scaling.original_context_length": 128},
+        {"rope_factors_short.weight": LONGROPE["short_factor"], "rope_factors_long.weight": LONGROPE["long_factor"]},
+    ),
+    "olmo2": ("Olmo2", "olmo2", {}, {}, {}),
+}
+"""For each case: the family, GGUF's architecture, the model's differences, further keys, and further tensors."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def as_gguf(tmp_path: Path, name: str, **options: Any) -> tuple[Any, Path]:
+    """Transformers' module of a case, and the directory that stands for its GGUF file."""
+    family, architecture, differences, more, tensors = CASES[name]
+    module = make(tmp_path / "plain", family, **differences)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", architecture, more=more, tensors=tensors, **options)
+    return module, described(tmp_path / "model.gguf")
+
+
+def described(path: Path) -> Path:
+    directory = path.parent / f"of {path.name}"
+    directory.mkdir()
+    write(path, directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_from_gguf_has_the_tokens_of_the_checkpoint_it_was_made_from(tmp_path: Path, name: str) -> None:
+    module, directory = as_gguf(tmp_path, name)
+    case = case_of(module, directory, [60, 9, 40])
+    assert isinstance(case.model, Decoder)
+    assert run(case, case.model, 4, 2, budget=24)[0] == case.expected
+
+
+def test_llama_3_s_scaling_is_read_from_the_factors_of_its_waves(tmp_path: Path) -> None:
+    scaling = LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 32}
+    module = make(tmp_path / "plain", "Llama", rope_parameters=scaling)
+    plain = 1 / 5e5 ** (torch.arange(0, 16, 2) / 16)
+    factors = (plain / module.model.rotary_emb.inv_freq).tolist()
+    assert max(factors) == pytest.approx(8)
+    keys = {"rope.freq_base": 5e5}
+    write_gguf(tmp_path / "a.gguf", tmp_path / "plain", "llama", more=keys, tensors={"rope_freqs.weight": factors})
+    case = case_of(module, described(tmp_path / "a.gguf"), [200, 40])
+    assert run(case, case.model, 4, 1, budget=64)[0] == case.expected
+
+
+def drawn_blocks(kind: str) -> Any:
+    """An encoder of matrices as random blocks of a format, whose scales are small enough for a model."""
+    format_of, generator = GGMLQuantizationType[kind], np.random.default_rng(5)
+    halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 210), "Q2_K": (80, 84), "Q3_K": (108, 110)}[kind]
+
+    def encode(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        shape = quant_shape_to_byte_shape(data.shape, format_of)
+        blocks = generator.integers(0, 256, shape, np.uint8)
+        size = quant_shape_to_byte_shape((256,), format_of)[0]
+        each = blocks.reshape(-1, size)
+        scales = generator.uniform(1e-4, 3e-4, (len(each), 2)).astype(np.float16).view(np.uint8)
+        each[:, halves[0] : halves[0] + 4 if kind != "Q6_K" and kind != "Q3_K" else halves[1]] = (
+            scales if kind not in ("Q6_K", "Q3_K") else scales[:, :2]
+        )
+        return blocks
+
+    return encode
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_quantized_matrices_are_those_that_the_format_s_own_package_reads(tmp_path: Path, kind: str) -> None:
+    sizes = dict(hidden_size=256, intermediate_size=512, head_dim=64)
+    make(tmp_path / "plain", "Llama", **sizes)
+    encode = drawn_blocks(kind) if kind.endswith("_K") else None
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind=kind, encode=encode)
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="float32")
+    assert difference(model, module) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "phi3"])
+def test_ranks_read_their_part_of_quantized_blocks(tmp_path: Path, name: str) -> None:
+    family, architecture, differences, more, _ = CASES[name]
+    sizes = dict(hidden_size=128, intermediate_size=128, head_dim=32)
+    sizes |= dict(moe_intermediate_size=64) if name == "qwen3-moe" else {}
+    make(tmp_path / "plain", family, **{**differences, **sizes})
+    more = more | ({"expert_feed_forward_length": 64} if name == "qwen3-moe" else {})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", architecture, kind="Q8_0", more=more)
+    directory = described(tmp_path / "model.gguf")
+    whole = load(directory, device="cpu")
+    parts = [load(directory, device="cpu", layout=Layout(tp=2), rank=rank) for rank in range(2)]
+    decoders = [each for each in (whole, *parts) if isinstance(each, Decoder)]
+    first, *halves = [each.layers[1] for each in decoders]
+    assert torch.equal(torch.cat([half.o for half in halves], 1), first.o)
+    if name == "qwen3-moe":
+        downs = [each.experts.down for each in (first, *halves) if each.experts is not None]
+        assert torch.equal(torch.cat(downs[1:], 2), downs[0])
+    else:
+        assert torch.equal(torch.cat([half.down for half in halves], 1), first.down)
+
+
+def test_the_tokenizer_and_the_template_are_those_of_the_file(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    _, directory = as_gguf(tmp_path, "llama", tokenizer=tokenizer)
+    found = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for text in ("Hello, world", "Grüße 👋", "  two  spaces\n"):
+        assert found.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).ids
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "</s>" and "message.content" in settings["chat_template"]
+    assert load(directory, device="cpu").spec.eos_token_ids == (tokenizer.token_to_id("</s>"),)
+
+
+def test_a_model_of_several_files_needs_all_of_them(tmp_path: Path) -> None:
+    first = tmp_path / "a-00001-of-00002.gguf"
+    first.touch()
+    with pytest.raises(DamagedCheckpoint, match=r"one of 2 files, and a-00002-of-00002\.gguf is missing"):
+        parts_of(first)
+    (tmp_path / "a-00002-of-00002.gguf").touch()
+    assert [path.name for path in parts_of(tmp_path / "a-00002-of-00002.gguf")] == [
+        "a-00001-of-00002.gguf",
+        "a-00002-of-00002.gguf",
+    ]
+
+
+def test_what_the_model_does_not_use_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama")
+    path = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(path)
+    write_gguf(tmp_path / "more.gguf", tmp_path / "plain", "llama", tensors={"blk.0.extra.weight": [1.0]})
+    with pytest.raises(MisfitCheckpoint, match=r"does not explain, first blk.0.extra.weight"):
+        load(described(tmp_path / "more.gguf"), device="cpu")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path)
+    write_gguf(tmp_path / "less.gguf", tmp_path / "plain", "llama")
+    with pytest.raises(MisfitCheckpoint, match=r"no tensor model.layers.1.mlp.up_proj.weight"):
+        load(described(tmp_path / "less.gguf"), device="cpu")
+
+
+@pytest.mark.parametrize("at", [0, 3, 40, 400, 5000])
+def test_a_cut_file_is_refused_by_name(tmp_path: Path, at: int) -> None:
+    make(tmp_path / "plain", "Llama")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "plain", "llama")
+    path.write_bytes(path.read_bytes()[:at])
+    with pytest.raises(DamagedCheckpoint, match=r"model\.gguf cannot be read as GGUF"):
+        described(path)
+
+
+def test_unknown_architectures_and_keys_are_refused_by_name() -> None:
+    def metadata(**fields: Any) -> Metadata:
+        return Metadata({"general.architecture": "llama", **fields}, {"token_embd.weight": (8, 4)}, lambda name: [])
+
+    with pytest.raises(UnsupportedCheckpoint, match="architecture 'rwkv6' is not supported; known: llama, qwen2"):
+        config_of(metadata(**{"general.architecture": "rwkv6"}))
+    with pytest.raises(UnsupportedCheckpoint, match=r"llama.embedding_length is None; a number"):
+        config_of(metadata())
+    several = {"llama.embedding_length": 8, "llama.attention.head_count": [2, 4]}
+    with pytest.raises(UnsupportedCheckpoint, match=r"head_count is \[2, 4\]"):
+        config_of(metadata(**several))
+
+
+def test_dequantizing_a_slice_is_slicing_what_is_dequantized(tmp_path: Path) -> None:
+    from holdfast.lm.models.gguf_weights import GgufSlice, read_gguf
+
+    make(tmp_path / "plain", "Llama")
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q8_0")
+    tensor = next(each for each in read_gguf(tmp_path / "model.gguf").tensors if each.name == "blk.0.ffn_up.weight")
+    whole = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+    stored = GgufSlice(tensor, None, 0, 0.0)
+    for cut in ((slice(3, 9),), (slice(3, 9), slice(7, 41)), (slice(None), slice(1, 2)), ...):
+        assert torch.equal(stored[cut], whole[cut])

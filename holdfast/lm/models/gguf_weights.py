@@ -13,6 +13,7 @@ import torch
 
 from holdfast.files.regular import name_of_regular
 from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint
+from holdfast.lm.models.gguf_blocks import dequantized
 
 GGUF_FILE = "gguf.json"
 """The file that names the GGUF file of a checkpoint whose directory holds no weights."""
@@ -54,8 +55,14 @@ def parts_of(path: Path) -> list[Path]:
 class GgufFile:
     """The tensors of a model's GGUF files under Hugging Face's names, with the methods of an open safetensors file."""
 
-    def __init__(self, paths: Sequence[Path], names: Iterable[str], config: Mapping[str, Any]) -> None:
-        """`names` are those that the model may ask for. `config` is what `gguf_config.config_of` gives."""
+    def __init__(
+        self, paths: Sequence[Path], names: Iterable[str], config: Mapping[str, Any], device: torch.device
+    ) -> None:
+        """`names` are those that the model may ask for. `config` is what `gguf_config.config_of` gives.
+
+        Numbers are dequantized on `device`.
+        """
+        self._device = device
         readers = [read_gguf(path) for path in paths]
         stored = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         self._config = config
@@ -85,7 +92,8 @@ class GgufFile:
 
     def get_slice(self, name: str) -> GgufSlice:
         tensor, expert = self._tensors[name]
-        return GgufSlice(tensor, expert, self._heads(name), 1.0 if self._is_shifted(name) else 0.0)
+        shift = 1.0 if self._is_shifted(name) else 0.0
+        return GgufSlice(tensor, expert, self._device, heads=self._heads(name), shift=shift)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self.get_slice(name)[...]
@@ -108,8 +116,15 @@ class GgufFile:
 class GgufSlice:
     """A stored tensor of which nothing is read yet."""
 
-    def __init__(self, tensor: Any, expert: int | None, heads: int, shift: float) -> None:
-        self._tensor, self._expert, self._heads, self._shift = tensor, expert, heads, shift
+    def __init__(
+        self, tensor: Any, expert: int | None, device: torch.device, *, heads: int = 0, shift: float = 0.0
+    ) -> None:
+        """`tensor` is the reader's, or one expert's part of it. `shift` is subtracted from its numbers.
+
+        With `heads`, rows are stored in the order of `GgufFile._heads`.
+        """
+        self._tensor, self._expert, self._device = tensor, expert, device
+        self._heads, self._shift = heads, shift
 
     def get_shape(self) -> list[int]:
         return self._shape[1:] if self._expert is not None else self._shape
@@ -133,10 +148,7 @@ class GgufSlice:
         return numbers[(..., *last)] if last else numbers
 
     def _numbers(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
-        from gguf import dequantize
-
-        found = np.require(dequantize(data, self._tensor.tensor_type), np.float32, "W")  # plain numbers are the file's
-        return torch.from_numpy(found)
+        return dequantized(data, self._tensor.tensor_type, self._device)
 
     def _settled(self, numbers: torch.Tensor) -> torch.Tensor:
         if self._shift:

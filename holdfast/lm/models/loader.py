@@ -101,7 +101,7 @@ def load(
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     if load_format == "random":
         return Decoder(spec, RandomWeights(spec, device), **options)
-    how, opened = quantization_of(config), open_files(directory, spec, config)
+    how, opened = quantization_of(config), open_files(directory, spec, config, device)
     source = StoredWeights(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
     spec = source.with_experts(source.with_head(spec))
@@ -362,10 +362,10 @@ def stored_names(spec: DecoderSpec) -> set[str]:
     return used
 
 
-def open_files(directory: Path, spec: DecoderSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The open file of each tensor of a checkpoint."""
+def open_files(directory: Path, spec: DecoderSpec, config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The open file of each tensor of a checkpoint. Tensors of GGUF are dequantized on `device`."""
     if is_gguf(directory):
-        file = GgufFile(files_of(directory), stored_names(spec), config)
+        file = GgufFile(files_of(directory), stored_names(spec), config, device)
         return dict.fromkeys(file.keys(), file)
     opened: dict[str, Any] = {}
     for path in files_of(directory):

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from holdfast.core.layout import Layout
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.gguf_blocks import FORMATS, dequantized
 from holdfast.lm.models.gguf_config import Metadata, config_of
 from holdfast.lm.models.gguf_metadata import write
 from holdfast.lm.models.gguf_weights import parts_of
@@ -243,6 +244,21 @@ def test_dequantizing_a_slice_is_slicing_what_is_dequantized(tmp_path: Path) -> 
     write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q8_0")
     tensor = next(each for each in read_gguf(tmp_path / "model.gguf").tensors if each.name == "blk.0.ffn_up.weight")
     whole = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-    stored = GgufSlice(tensor, None, 0, 0.0)
+    stored = GgufSlice(tensor, None, torch.device("cpu"))
     for cut in ((slice(3, 9),), (slice(3, 9), slice(7, 41)), (slice(None), slice(1, 2)), ...):
         assert torch.equal(stored[cut], whole[cut])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_of_any_bytes_have_the_numbers_of_the_format_s_own_package(kind: str, device: str) -> None:
+    format_of, shape = GGMLQuantizationType[kind], (3, 5, 512)
+    blocks = np.random.default_rng(1).integers(0, 256, quant_shape_to_byte_shape(shape, format_of), np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(dequantize(blocks, format_of))
+    found = dequantized(blocks, format_of, torch.device(device)).cpu()
+    finite = expected.isfinite()
+    assert found.shape == shape and finite.float().mean() > 0.5
+    torch.testing.assert_close(found[finite], expected[finite], rtol=1e-6, atol=0)
+    with pytest.raises(DamagedCheckpoint, match=f"a row of {kind} has"):
+        dequantized(blocks[..., :-1], format_of, torch.device(device))

@@ -186,9 +186,7 @@ def test_the_first_checkpoints_of_qwen_vl_have_no_text_config(tmp_path: Path) ->
 def test_a_decoder_of_an_unknown_family_is_left_to_transformers(tmp_path: Path) -> None:
     config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"model_type": "novel"}}))
-    with pytest.raises(
-        UnsupportedCheckpoint, match=r"ForConditionalGeneration \(model_type 'llava'\) is no causal"
-    ):
+    with pytest.raises(UnsupportedCheckpoint, match=r"ForConditionalGeneration \(model_type 'llava'\) is no causal"):
         load(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedCheckpoint, match=r"config\.json has no 'text_config'"):

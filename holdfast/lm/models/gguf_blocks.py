@@ -1,0 +1,104 @@
+"""Dequantizes the blocks of GGUF's common formats, on any device. The package gguf has all formats, but one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.lm.models.base import DamagedCheckpoint
+
+BYTES_AT_A_TIME = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Number of stored bytes that are dequantized together, by device: on a CPU what fits its cache."""
+
+
+def dequantized(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> torch.Tensor:
+    """The numbers of stored rows, in float32 on `device`. `kind` is the format, a `GGMLQuantizationType`."""
+    if kind.name in ("F32", "F16", "F64"):
+        return torch.from_numpy(np.require(data, requirements="W")).to(device).float()
+    if kind.name not in FORMATS:
+        from gguf import dequantize
+
+        return torch.from_numpy(np.require(dequantize(data, kind), np.float32, "W")).to(device)
+    size, rule = FORMATS[kind.name]
+    width = data.shape[-1]
+    if width % size:
+        raise DamagedCheckpoint(f"a row of {kind.name} has {width} bytes; it must have a multiple of {size}")
+    rows = data.reshape(-1, width)
+    step = max(1, BYTES_AT_A_TIME[device.type] // width)
+    found = []
+    for start in range(0, max(len(rows), 1), step):
+        part = torch.from_numpy(np.require(rows[start : start + step], requirements="W")).to(device)
+        found.append(rule(part.reshape(-1, size)).reshape(len(part), -1))
+    return torch.cat(found).reshape(*data.shape[:-1], -1)
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at a byte of each block, as float32 [B, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: torch.Tensor) -> torch.Tensor:
+    """Low and high four bits of bytes [B, C, N], in the order [B, C, 2, N]."""
+    return torch.stack((data & 15, data >> 4), 2)
+
+
+def _bf16(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.contiguous().view(torch.bfloat16).float()
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """32 signed bytes after a scale."""
+    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    """32 numbers of four bits after a scale; 8 stands for 0."""
+    return (_nibbles(blocks[:, None, 2:]).flatten(1).float() - 8) * _half(blocks, 0)
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and offset [B, 8, 1] of each 32 numbers in a block of Q4_K or Q5_K. They have six bits each."""
+    first, second, third = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
+    scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1).float() * _half(blocks, 0)
+    offset = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1).float() * _half(blocks, 2)
+    return scale[..., None], offset[..., None]
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """256 numbers of four bits, with a scale and an offset for each 32."""
+    scale, offset = _k_scales(blocks)
+    numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return (numbers * scale - offset).flatten(1)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """256 numbers of five bits, whose fifth bits are apart, with a scale and an offset for each 32."""
+    scale, offset = _k_scales(blocks)
+    which = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    fifth = blocks[:, None, 16:48] >> which & 1
+    numbers = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | fifth << 4
+    return (numbers * scale - offset).flatten(1)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """256 numbers of six bits, whose upper two are apart, with a scale for each 16; 32 stands for 0."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
+    numbers = (low | high << 4).float() - 32
+    scale = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
+    return (numbers.reshape(-1, 16, 16) * scale[..., None]).flatten(1)
+
+
+FORMATS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "BF16": (2, _bf16),
+    "Q8_0": (34, _q8_0),
+    "Q4_0": (18, _q4_0),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
+    "Q6_K": (210, _q6_k),
+}
+"""For each format, the bytes of a block, and what computes the numbers of blocks [B, bytes]."""

@@ -94,7 +94,7 @@ def _rotation(metadata: Metadata, head_dim: int) -> Config:
     if metadata.has("rope_freqs.weight"):
         # Llama 3's scaling is stored as its result: one factor for the wavelength of each pair.
         factors = metadata.values("rope_freqs.weight")
-        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
         return partial | {"rope_scaling": scaling, "original_max_position_embeddings": longest}
     if kind in ("none", "longrope") or factor in (0, 1):
         return partial

@@ -1,4 +1,4 @@
-"""Quantized checkpoints (AWQ and GPTQ with 4 bits, published FP8, MXFP4), read by the names of plain tensors.
+"""Quantized checkpoints (4 bits by AWQ, GPTQ or compressed-tensors, FP8, MXFP4), read by the names of plain tensors.
 
 Weights stay quantized if a kernel reads their format: linear layers of 4 bits, and of FP8 with one scale for a tensor
 or a row. All others are dequantized as they are read, and rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4
@@ -7,7 +7,7 @@ or a row. All others are dequantized as they are read, and rounded once: experts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ MXFP4_BLOCK = 32
 
 PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
+    *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
     *(".weight_scale_inv", ".weight_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale"),
     *("_blocks", "_scales"),
 )
@@ -40,7 +41,7 @@ class Quantization:
     """The quantization that a checkpoint's config describes."""
 
     method: str
-    """The method: awq, gptq, fp8 or mxfp4."""
+    """The method: awq, gptq, packed (4 bits of compressed-tensors), fp8 or mxfp4."""
     group: int = -1
     """Number of inputs in a group of 4-bit weights; -1: all inputs."""
     zero_offset: int = 0
@@ -73,13 +74,15 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     if method == "mxfp4":
         return Quantization("mxfp4")
     raise UnsupportedCheckpoint(
-        f"the checkpoint is quantized ({method}); known: awq, gptq, fp8, compressed-tensors of FP8, mxfp4"
+        f"the checkpoint is quantized ({method}); known: awq, gptq, fp8, compressed-tensors of FP8 or 4 bits, mxfp4"
     )
 
 
 def _compressed(given: Mapping[str, Any]) -> Quantization:
-    """The quantization of FP8 weights in the format of compressed-tensors."""
+    """The quantization of FP8 or 4-bit weights in the format of compressed-tensors."""
     groups = list((given.get("config_groups") or {}).values())
+    if groups and given.get("format") == "pack-quantized":
+        return _packed(groups)
     block: tuple[int, int] | None = None
     for group in groups:
         weights = group.get("weights") or {}
@@ -87,13 +90,34 @@ def _compressed(given: Mapping[str, Any]) -> Quantization:
         if kind != "float" or bits != 8 or strategy not in ("tensor", "channel", "block"):
             raise UnsupportedCheckpoint(
                 f"the checkpoint is quantized (compressed-tensors) with {bits}-bit {kind} weights by {strategy}; "
-                "known: 8-bit float by tensor, channel or block"
+                "known: 8-bit float by tensor, channel or block, and 4-bit int in the format pack-quantized"
             )
         if strategy == "block":
             block = (int(weights["block_structure"][0]), int(weights["block_structure"][1]))
     if not groups:
         raise UnsupportedCheckpoint("the checkpoint is quantized (compressed-tensors) without config_groups")
     return Quantization("fp8", block=block)
+
+
+def _packed(groups: Sequence[Mapping[str, Any]]) -> Quantization:
+    """The quantization of weights whose numbers are packed into words: 4 bits, by group or by row."""
+    sizes = set()
+    for group in groups:
+        weights = group.get("weights") or {}
+        kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+        if kind != "int" or bits != 4 or strategy not in ("group", "channel") or group.get("input_activations"):
+            raise UnsupportedCheckpoint(
+                f"the checkpoint is quantized (compressed-tensors, pack-quantized) with {bits}-bit {kind} weights by "
+                f"{strategy}, and {'quantized' if group.get('input_activations') else 'plain'} activations; known: "
+                "4-bit int by group or channel, and plain activations"
+            )
+        sizes.add(int(weights["group_size"]) if strategy == "group" else -1)
+    if len(sizes) > 1:
+        raise UnsupportedCheckpoint(
+            f"the checkpoint is quantized (compressed-tensors) in groups of {' and '.join(map(str, sorted(sizes)))}; "
+            "one size is supported"
+        )
+    return Quantization("packed", sizes.pop())
 
 
 class Stored(Protocol):
@@ -172,7 +196,8 @@ class QuantizedReader:
             return "fp8" if self._stored.dtype(name) == "F8_E4M3" else None
         if self._stored.has(name + "_blocks"):
             return "mxfp4"
-        return "int4" if self._stored.has(name.removesuffix(".weight") + ".qweight") else None
+        packed = name + "_packed" if self._how.method == "packed" else name.removesuffix(".weight") + ".qweight"
+        return "int4" if self._stored.has(packed) else None
 
     def _packed_int4(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
         inputs = pieces[0].shape[1]
@@ -196,18 +221,8 @@ class QuantizedReader:
         group = inputs if self._how.group == -1 else min(self._how.group, inputs)
         groups = inputs // group
         self._check_order(stem, inputs, group)
-        words, zero_words, scale = (
-            self._part(f"{stem}.{part}", shape).to(device)
-            for part, shape in (
-                ("qweight", (inputs, outputs // 8) if self._how.method == "awq" else (inputs // 8, outputs)),
-                ("qzeros", (groups, outputs // 8)),
-                ("scales", (groups, outputs)),
-            )
-        )
-        check_finite(f"{stem}.scales", scale, scale.dtype)
-        shifts = AWQ_SHIFTS if self._how.method == "awq" else SHIFTS
-        numbers = _columns(words, shifts) if self._how.method == "awq" else _columns(words.t(), shifts).t()
-        zero = _columns(zero_words, shifts).add_(self._how.zero_offset).bitwise_and_(15)
+        stored = self._packed_words if self._how.method == "packed" else self._words
+        numbers, scale, zero = stored(stem, outputs, inputs, groups, device)
         rows, columns = piece.own
         taken = range(0, groups)
         if len(columns) < inputs and groups > 1:
@@ -224,9 +239,41 @@ class QuantizedReader:
         scale, zero = (each[taken.start : taken.stop, cut].t().contiguous() for each in (scale, zero))
         return numbers, scale, zero, group
 
+    def _words(
+        self, stem: str, outputs: int, inputs: int, groups: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers [K, N], scales and zeros [G, N] of AWQ or GPTQ."""
+        is_awq = self._how.method == "awq"
+        words, zero_words, scale = (
+            self._part(f"{stem}.{part}", shape).to(device)
+            for part, shape in (
+                ("qweight", (inputs, outputs // 8) if is_awq else (inputs // 8, outputs)),
+                ("qzeros", (groups, outputs // 8)),
+                ("scales", (groups, outputs)),
+            )
+        )
+        check_finite(f"{stem}.scales", scale, scale.dtype)
+        shifts = AWQ_SHIFTS if is_awq else SHIFTS
+        numbers = _columns(words, shifts) if is_awq else _columns(words.t(), shifts).t()
+        return numbers, scale, _columns(zero_words, shifts).add_(self._how.zero_offset).bitwise_and_(15)
+
+    def _packed_words(
+        self, stem: str, outputs: int, inputs: int, groups: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers [K, N], scales and zeros [G, N] of compressed-tensors. Without stored zeros, 8 stands for 0."""
+        words = self._part(f"{stem}.weight_packed", (outputs, inputs // 8)).to(device)
+        scale = self._part(f"{stem}.weight_scale", (outputs, groups)).to(device)
+        check_finite(f"{stem}.weight_scale", scale, scale.dtype)
+        zeros = f"{stem}.weight_zero_point"
+        if self._stored.has(zeros):
+            zero = _columns(self._part(zeros, (outputs // 8, groups)).to(device).t(), SHIFTS)
+        else:
+            zero = torch.full((groups, outputs), 8, dtype=torch.uint8, device=device)
+        return _columns(words, SHIFTS).t(), scale.t(), zero
+
     def _check_order(self, stem: str, inputs: int, group: int) -> None:
         """Refuse groups whose inputs are not adjacent (GPTQ's desc_act)."""
-        name = f"{stem}.g_idx"
+        name = f"{stem}.weight_g_idx" if self._how.method == "packed" else f"{stem}.g_idx"
         if self._stored.has(name) and not torch.equal(self._stored.tensor(name).long(), torch.arange(inputs) // group):
             raise UnsupportedCheckpoint(
                 f"tensor {name} orders inputs by activation (desc_act), which is not supported; give a checkpoint "

@@ -67,6 +67,22 @@ def gptq(stem: str, weight: torch.Tensor, group: int, offset: int = 1) -> tuple[
     }, plain
 
 
+def packed(stem: str, weight: torch.Tensor, group: int, *, symmetric: bool) -> tuple[Tensors, torch.Tensor]:
+    """A weight of compressed-tensors: signed numbers, stored 8 higher."""
+    numbers, zero, scale, plain = four_bits(weight, group)
+    if symmetric:
+        grouped = weight.view(*scale.shape, -1)
+        scale = (grouped.abs().amax(-1) / 7).half().clamp(min=1e-4)
+        signed = (grouped / scale.float()[..., None]).round().clamp(-8, 7)
+        numbers, plain = signed.view(weight.shape) + 8, (signed * scale.float()[..., None]).view(weight.shape)
+    stored = {
+        f"{stem}.weight_packed": words(numbers),
+        f"{stem}.weight_scale": scale,
+        f"{stem}.weight_shape": torch.tensor(weight.shape),
+    }
+    return stored if symmetric else stored | {f"{stem}.weight_zero_point": words(zero.t()).t().contiguous()}, plain
+
+
 def fp8(stem: str, weight: torch.Tensor, how: str) -> tuple[Tensors, torch.Tensor]:
     if how == "block":
         blocks = weight.view(weight.shape[0] // 32, 32, weight.shape[1] // 32, 32)
@@ -86,6 +102,14 @@ def compressed(strategy: str) -> dict[str, Any]:
     return dict(quant_method="compressed-tensors", config_groups=dict(group_0=dict(weights=weights)))
 
 
+def pack_quantized(strategy: str, size: int | None, **more: Any) -> dict[str, Any]:
+    weights = dict(num_bits=4, type="int", strategy=strategy, group_size=size) | more
+    groups = dict(group_0=dict(weights=weights, input_activations=None))
+    return dict(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
+
+
+INT4: dict[str, Any] = dict(num_bits=4, type="int", strategy="group", group_size=32)
+INT4_ROWS = INT4 | dict(strategy="channel")
 Quantize = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 METHODS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "awq-32": (dict(quant_method="awq", bits=4, group_size=32), lambda s, w: awq(s, w, 32)),
@@ -99,6 +123,9 @@ METHODS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "fp8-block": (dict(quant_method="fp8", weight_block_size=[32, 32]), lambda s, w: fp8(s, w, "block")),
     "compressed-channel": (compressed("channel"), lambda s, w: fp8(s, w, "channel")),
     "compressed-tensor": (compressed("tensor"), lambda s, w: fp8(s, w, "tensor")),
+    "packed-32": (pack_quantized("group", 32), lambda s, w: packed(s, w, 32, symmetric=True)),
+    "packed-zeros": (pack_quantized("group", 64), lambda s, w: packed(s, w, 64, symmetric=False)),
+    "packed-rows": (pack_quantized("channel", None), lambda s, w: packed(s, w, -1, symmetric=True)),
 }
 
 
@@ -142,9 +169,8 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family
     assert isinstance(model, Decoder)
     assert difference(model, module) < 1e-5
     kind = type(model.layers[0].qkv)
-    assert kind is {"fp8-block": torch.Tensor, "awq": Int4Weight, "gptq": Int4Weight}.get(
-        method if method == "fp8-block" else method.split("-")[0], Fp8Weight
-    )
+    four = method.startswith(("awq", "gptq", "packed"))
+    assert kind is (torch.Tensor if method == "fp8-block" else Int4Weight if four else Fp8Weight)
 
 
 def test_quantized_weights_take_their_own_bytes(tmp_path: Path) -> None:
@@ -246,11 +272,12 @@ def test_each_rank_has_the_scales_of_its_own_rows(rank: int) -> None:
     torch.testing.assert_close(into, plain[rows.start : rows.stop])
 
 
-def test_inputs_ordered_by_activation_are_refused(tmp_path: Path) -> None:
-    quantized(tmp_path, "Llama", "gptq-32")
+@pytest.mark.parametrize(("method", "ending"), [("gptq-32", "g_idx"), ("packed-32", "weight_g_idx")])
+def test_inputs_ordered_by_activation_are_refused(tmp_path: Path, method: str, ending: str) -> None:
+    quantized(tmp_path, "Llama", method)
     stored = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.g_idx"
-    stored[name] = stored[name].flip(0).contiguous()
+    name = f"model.layers.0.self_attn.q_proj.{ending}"
+    stored[name] = (torch.arange(64) // 32).flip(0).int().contiguous()
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedCheckpoint, match=f"{name} orders inputs by activation"):
         load(tmp_path, device="cpu")
@@ -264,6 +291,17 @@ def test_inputs_ordered_by_activation_are_refused(tmp_path: Path) -> None:
         (dict(quant_method="awq", version="gemv"), r"\(awq\) in layout 'gemv'; gemm is supported"),
         (compressed("group"), r"with 8-bit float weights by group; known"),
         (dict(quant_method="compressed-tensors"), r"without config_groups"),
+        (pack_quantized("group", 32, type="float"), r"pack-quantized\) with 4-bit float weights by group, and plain"),
+        (pack_quantized("group", 32, num_bits=8), r"with 8-bit int weights by group, and plain activations; known"),
+        (
+            pack_quantized("group", 32)
+            | dict(config_groups=dict(a=dict(weights=INT4, input_activations=dict(num_bits=8)))),
+            r"with 4-bit int weights by group, and quantized activations",
+        ),
+        (
+            pack_quantized("group", 32) | dict(config_groups=dict(a=dict(weights=INT4), b=dict(weights=INT4_ROWS))),
+            r"in groups of -1 and 32; one size",
+        ),
     ],
 )
 def test_other_methods_are_refused_by_name(tmp_path: Path, given: dict[str, Any], reason: str) -> None:

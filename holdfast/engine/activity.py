@@ -86,6 +86,10 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     swap_out: int = msgspec.field(name="blocks out", default=0)
     forwards: int = 0
     idle_tokens: int = msgspec.field(name="idle tokens", default=0)
+    planned: float = 0.0
+    """Time at which its plan was submitted."""
+    measured: float = 0.0
+    """Seconds that the device measured for its segments. Less than `seconds` if its host came late to collect it."""
     lent: int = 0
     """Number of blocks lent to training."""
     training: SliceRecord | None = None
@@ -167,6 +171,8 @@ class StepRecorder:
             predicted=round(plan.forecast.predicted, 6),
             swap_in=len(plan.copies.swap_in),
             swap_out=len(plan.copies.swap_out),
+            planned=round(submitted, 6),
+            measured=round(result.seconds, 6),
             lent=tuning.lent,
         )
         if forwards := plan.part(RowPlan).forwards:

@@ -30,6 +30,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ class NotedChats(Chats):
 class Step:
     """One step of a trace. Times in seconds."""
 
-    planned: float
+    submitted: float
     """When its plan was submitted."""
     ended: float
     """When its result was collected."""
@@ -109,7 +110,7 @@ class History:
                 number = args["step"]
                 ended = (event["ts"] + event["dur"]) / 1e6
                 figures = args["measured"], args.get("predicted", 0.0), args["tokens"], args["prefill tokens"]
-                steps[number] = Step(args["planned"], ended, *figures)
+                steps[number] = Step(args["submitted"], ended, *figures)
             elif event["tid"] == TRAINING:
                 step = steps.setdefault(event["args"]["plan"], Step(0.0, 0.0, 0.0, 0.0, 0, 0))
                 step.training = event["dur"] / 1e6
@@ -119,7 +120,7 @@ class History:
     def gaps(self, chat: Arrivals) -> Iterator[dict[str, float]]:
         """The gaps between the tokens of a request, each with its time `at` and its parts in seconds."""
         given = [step for step, stop in self.sampled.get(chat.request, []) if stop >= chat.prompt]
-        for at, (before, after) in enumerate(zip(given, given[1:], strict=False)):
+        for at, (before, after) in enumerate(pairwise(given)):
             if at + 1 >= len(chat.times):
                 return
             first, second = self.steps[before], self.steps[after]

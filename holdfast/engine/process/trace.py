@@ -184,19 +184,25 @@ class Trace:
             share = seconds * run.share
             if plan.part(RowPlan).forwards:
                 events.append(event("X", DEVICE, FORWARDS, began, share, name=run.name, args=run.numbers))
+            times = f'"ts": {round(began * MICROSECONDS, 3)}, "dur": {round(share * MICROSECONDS, 3)}'
             for segment in plan.segments[at : run.stop]:
                 kind = "verify" if segment.row in verified else "decode" if segment.length == 1 else "prefill"
-                events += self._segment(segment, kind, began, share)
+                events += self._segment(segment, kind, times)
             at, began = run.stop, began + share
         return events
 
-    def _segment(self, segment: Segment, kind: str, began: float, seconds: float) -> list[str]:
+    def _segment(self, segment: Segment, kind: str, times: str) -> list[str]:
+        """The bar of a segment, with the beginning and the duration in `times`.
+
+        It is written without `event`: a step has hundreds of segments, and its tokens wait until they are written.
+        """
+        name, row, start, stop, _, _ = segment
         events = []
-        if segment.row not in self._lanes:
-            self._lanes.add(segment.row)
-            events.append(event("M", ROWS, segment.row, name="thread_name", args={"name": f"row {segment.row}"}))
-        span = {"sequence": segment.sequence_id, "start": segment.start, "stop": segment.stop}
-        events.append(event("X", ROWS, segment.row, began, seconds, name=kind, args=span))
+        if row not in self._lanes:
+            self._lanes.add(row)
+            events.append(event("M", ROWS, row, name="thread_name", args={"name": f"row {row}"}))
+        span = f'{{"sequence": {json.dumps(name)}, "start": {start}, "stop": {stop}}}'
+        events.append(f'{{"ph": "X", "pid": {ROWS}, "tid": {row}, {times}, "name": "{kind}", "args": {span}}}')
         return events
 
 

@@ -224,15 +224,19 @@ class LowerTiers:
         return begun
 
     def _note(self) -> None:
-        """Read the host's news of blocks that it got, or that have been used again."""
-        disk, used = self.disk, dict[Use, list[bytes]]()
-        for digest, use in self._host.take_uses():
-            if disk is not None:
-                if disk.find(digest) is None:
-                    self._dirty["disk"][digest] = None
-                elif use is not None:
+        """Read the host's news of state that it got, or that has been used again on the host or on the device.
+
+        The disk's order of eviction follows these uses, also of state that the host has evicted.
+        """
+        disk, host, used = self.disk, self._host, dict[Use, list[bytes]]()
+        for digest, use in host.take_uses():
+            here = host.find(digest) is not None
+            if disk is not None and disk.find(digest) is not None:
+                if use is not None:
                     used.setdefault(use, []).append(digest)
-            if self._remote and digest not in self._known:
+            elif disk is not None and here:
+                self._dirty["disk"][digest] = None
+            if self._remote and here and digest not in self._known:
                 self._dirty["remote"][digest] = None
         if disk is not None:
             for use, digests in used.items():

@@ -64,6 +64,62 @@ def test_the_disk_gives_up_the_lowest_value_and_refuses_less():
     assert [lower.has(digest(number)) for number in (1, 2, 3)] == [False, True, True]
 
 
+def full_disk(host_blocks=8):
+    """A disk that is full of blocks 1 and 2, of which 1 was used first. The host has both."""
+    pool, lower = tiers_of(disk_blocks=2, host_blocks=host_blocks)
+    put_on_host(pool, 1, now=0.0)
+    put_on_host(pool, 2, now=1.0)
+    while jobs := lower.jobs(1.0):
+        end(lower, jobs, now=1.0)
+    assert lower.has(digest(1)) and lower.has(digest(2))
+    return pool, lower
+
+
+def write_another(pool, lower, now):
+    """Write block 3, for which the disk has to evict a block."""
+    put_on_host(pool, 3, now=now)
+    end(lower, lower.jobs(now), now=now)
+    assert lower.has(digest(3))
+
+
+def test_a_block_that_is_found_on_the_host_is_renewed_on_the_disk():
+    pool, lower = full_disk()
+    pool.touch([], [digest(1)], 2.0)
+    write_another(pool, lower, now=3.0)
+    assert lower.has(digest(1)) and not lower.has(digest(2))
+
+
+def test_a_block_that_is_found_on_the_host_while_it_is_held_is_renewed_on_the_disk():
+    pool, lower = full_disk()
+    pool.host.hold(digest(1))
+    pool.touch([], [digest(1)], 2.0)
+    write_another(pool, lower, now=3.0)
+    assert lower.has(digest(1)) and not lower.has(digest(2))
+
+
+@pytest.mark.parametrize("end_use", ["free", "touch"])
+def test_a_block_used_on_the_device_is_renewed_on_the_disk_although_the_host_has_evicted_it(end_use):
+    pool, lower = full_disk(host_blocks=2)
+    (block,) = pool.allocate(1, 1.0)
+    pool.cache_block(block, digest(1), 0)  # a duplicate on the host, which is evicted first
+    put_on_host(pool, 4, now=1.5)
+    assert pool.host.find(digest(1)) is None
+    pool.free([block], 2.0 if end_use == "free" else 0.5)
+    if end_use == "touch":
+        pool.touch([block], [], 2.0)
+    pool.host.drop(digest(4))  # so that only block 3 is to be written
+    write_another(pool, lower, now=3.0)
+    assert lower.has(digest(1)) and not lower.has(digest(2))
+
+
+def test_state_that_the_host_has_evicted_is_not_waiting_to_be_written():
+    pool, lower = tiers_of(remote=True)
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(1), 0)
+    pool.free([block], 1.0)
+    assert lower.jobs(1.0) == [] and not any(lower._dirty.values())
+
+
 def test_blocks_of_the_disk_come_back_and_are_held_until_the_sequence_starts():
     stored = [StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)]
     pool, lower = tiers_of(host_blocks=8, stored=stored)

@@ -124,6 +124,11 @@ class StepBuilder(ABC):
         """Whether more rows are taken than free."""
         return len(self.running) + len(self._queues.swapping_in) > len(self._queues.free_rows)
 
+    @property
+    def results_at(self) -> float:
+        """Time at which the latest tokens were given to their sequences. The host may have been busy since then."""
+        return self._queues.results_at
+
     @abstractmethod
     def displace(self) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all."""

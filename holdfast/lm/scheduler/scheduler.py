@@ -142,6 +142,7 @@ class Scheduler:
         lost = self._kind.mark_lost(result, self._results.in_flight, self._entries, self._steps)
         submitted = self._results.take(plan, result)
         self._now = now
+        self._queues.results_came(now)
         self._queues.pool.copied(result.copied)
         for part in self._queues.hooks.apply:
             for entry in part.apply(plan, result, now):

@@ -15,8 +15,8 @@ its client sees it, is the sum of these parts:
   late to collect the step;
 - `client`: how much later after the end of its step the second token came to its reader than the first one did.
 
-The table has the means of all gaps, of the gaps above the target, and of the longest 1%. `over price` is the measured
-time of the step and its slice above what the policy expected of the step.
+The table has the means of all gaps, of the gaps above the target, and of the longest 1%. `over price` is how much
+longer the step's segments took than the policy expected.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class History:
             }
             found["engine"] = gap - sum(found.values())
             found |= {"gap": gap, "at": chat.times[at + 1], "tokens": second.tokens, "prefill": second.prefill}
-            found["over price"] = second.device + second.training - second.predicted if second.predicted else 0.0
+            found["over price"] = second.device - second.predicted if second.predicted else 0.0
             yield found
 
 

@@ -97,6 +97,18 @@ def test_the_last_flush_ends_what_runs_and_writes_what_it_leaves(tiny):
     engine.loop.close()
 
 
+def test_an_end_that_leaves_state_unwritten_says_so(tiny, caplog):
+    engine = build_engine(tiny())
+    answers(engine, PROMPTS[:1])
+    engine.handler(TierHandler).flush(engine.loop, 0.0)
+    assert "0 s did not suffice to write all state to the lower tiers" in caplog.text
+    assert "0 blocks of the host and more of the device are left" in caplog.text
+    caplog.clear()
+    engine.handler(TierHandler).flush(engine.loop, 30)
+    assert not caplog.text
+    engine.loop.close()
+
+
 def test_corrupt_blocks_are_found_and_computed_again(tiny, tmp_path):
     engine = build_engine(tiny())
     expected, _ = answers(engine)

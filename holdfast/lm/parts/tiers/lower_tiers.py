@@ -169,6 +169,17 @@ class LowerTiers:
         """Whether idle blocks of the device could be copied to the host now, and from there to the lower tiers."""
         return self._pool.can_swap_out and self._host.ready > 0 and not self.backlog
 
+    @property
+    def unwritten(self) -> int:
+        """Number of blocks of the host that are being written to a lower tier, or still to be written."""
+        self._note()
+        return max(len(self._dirty[tier]) + len(self._writing[tier]) for tier in self._tiers)
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether the device has idle blocks that the host lacks."""
+        return self._pool.can_swap_out
+
     def flush(self, idle: bool) -> None:
         """Let the next plan copy idle blocks down if there is nothing else to do (`idle`) and these tiers take them."""
         self._pool.flush(idle and self.can_flush)

@@ -298,6 +298,22 @@ def test_no_more_than_64_mib_and_a_quarter_of_the_host_is_written_to_a_tier_at_a
     assert written == min(host_blocks, 30) and pool.host.held == 0
 
 
+def test_the_blocks_that_are_not_written_yet_are_counted():
+    pool, lower = tiers_of(host_blocks=4)
+    put_on_host(pool, 1, 2)
+    assert lower.unwritten == 2 and not lower.unflushed
+    jobs = lower.jobs(0.0)
+    assert len(jobs) == 1 and lower.unwritten == 2, "one is being written, and one is still to be written"
+    while jobs:
+        end(lower, jobs)
+        jobs = lower.jobs(0.0)
+    assert lower.unwritten == 0
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(3), 0)
+    pool.free([block], 1.0)
+    assert lower.unflushed
+
+
 def test_without_a_disk_the_remote_tier_gets_each_block_once():
     pool, lower = tiers_of(disk_blocks=0, remote=True)
     put_on_host(pool, 1, 2)

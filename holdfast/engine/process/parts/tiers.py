@@ -103,8 +103,8 @@ class TierHandler(Handler):
         lower = self._part.lower
         if lower.unwritten or lower.unflushed:
             log.warning(
-                "holdfast: %g s did not suffice to write all state to the lower tiers: %d blocks of the host%s are left; "
-                "they are computed again after a restart",
+                "holdfast: %g s did not suffice to write all state to the lower tiers: %d blocks of the host%s are "
+                "left; they are computed again after a restart",
                 seconds, lower.unwritten, " and more of the device" if lower.unflushed else "",
             )  # fmt: skip
 

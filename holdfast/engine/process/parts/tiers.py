@@ -88,10 +88,23 @@ class TierHandler(Handler):
     def flush(self, loop: LanguageLoop, seconds: float) -> None:
         """End all requests, and write idle state to the tiers below the host, for at most this long.
 
-        Logs a warning if the time did not suffice.
+        Then the disk's files get the last use of each block, for the next start. Logs a warning if the time did not
+        suffice.
         """
         self._scheduler.abort_all()
-        deadline = time.monotonic() + seconds
+        lower, deadline = self._part.lower, time.monotonic() + seconds
+        self._work(loop, deadline)
+        lower.renew()
+        self._work(loop, deadline)
+        if time.monotonic() >= deadline and (lower.unwritten or lower.unflushed):
+            log.warning(
+                "holdfast: %g s did not suffice to write all state to the lower tiers: %d blocks of the host%s are "
+                "left; they are computed again after a restart",
+                seconds, lower.unwritten, " and more of the device" if lower.unflushed else "",
+            )  # fmt: skip
+
+    def _work(self, loop: LanguageLoop, deadline: float) -> None:
+        """Move state until none is left to move, or until the deadline."""
         while time.monotonic() < deadline:
             self.exchange()
             if loop.has_work():
@@ -100,13 +113,6 @@ class TierHandler(Handler):
                 time.sleep(PAUSE)
             else:
                 return
-        lower = self._part.lower
-        if lower.unwritten or lower.unflushed:
-            log.warning(
-                "holdfast: %g s did not suffice to write all state to the lower tiers: %d blocks of the host%s are "
-                "left; they are computed again after a restart",
-                seconds, lower.unwritten, " and more of the device" if lower.unflushed else "",
-            )  # fmt: skip
 
 
 class TierBuilder(PartBuilder):

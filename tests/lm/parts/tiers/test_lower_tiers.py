@@ -112,6 +112,40 @@ def test_a_block_used_on_the_device_is_renewed_on_the_disk_although_the_host_has
     assert lower.has(digest(1)) and not lower.has(digest(2))
 
 
+def renewed(lower):
+    """The blocks whose last use is to be noted now, each with that time. The jobs end at once."""
+    lower.renew()
+    jobs = [job for job in lower.jobs(9.0) if job.kind == "renew"]
+    end(lower, jobs, now=9.0)
+    assert not lower.disk.held
+    return {block.digest[0]: (block.slot, block.last_use) for job in jobs for block in job.blocks}
+
+
+def test_the_last_uses_of_blocks_on_the_disk_are_noted_once():
+    pool, lower = full_disk()
+    assert renewed(lower) == {}, "they are as they were written"
+    pool.touch([], [digest(1)], 2.0)
+    assert renewed(lower) == {1: (lower.disk.find(digest(1)), 2.0)}
+    assert renewed(lower) == {}
+
+
+def test_a_read_from_the_disk_is_a_use_to_be_noted():
+    stored = [StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)]
+    _, lower = tiers_of(stored=stored)
+    lower.fetch({1: digest(1)}, 4.0)
+    end(lower, lower.jobs(4.0), now=5.0)
+    assert renewed(lower) == {1: (1, 5.0)}, "when it came"
+
+
+def test_a_block_that_the_disk_has_evicted_is_no_longer_known_as_used():
+    pool, lower = full_disk()
+    pool.touch([], [digest(1)], 2.0)
+    lower.jobs(2.0)
+    pool.touch([], [digest(2)], 3.0)
+    write_another(pool, lower, now=4.0)
+    assert not lower.has(digest(1)) and lower._renewed == {digest(2)}
+
+
 def test_state_that_the_host_has_evicted_is_not_waiting_to_be_written():
     pool, lower = tiers_of(remote=True)
     (block,) = pool.allocate(1, 0.0)

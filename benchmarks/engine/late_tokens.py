@@ -48,7 +48,7 @@ PARTS = ("device", "training", "other steps", "engine", "client")
 
 
 class Arrivals(NamedTuple):
-    """What the client of a chat saw of one request."""
+    """One request of a chat, with the times at which its client got its tokens."""
 
     request: str
     prompt: int

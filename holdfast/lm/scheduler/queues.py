@@ -51,8 +51,6 @@ class Queues:
         """Blocks that admission leaves to running sequences."""
         self.free_rows = list(range(max_sequences + prefill_ahead - 1, -1, -1))
         """Rows that no sequence uses."""
-        self.results_at = 0.0
-        """Time at which the latest tokens were given to their sequences, in seconds."""
         self.preemptions = 0
         self.suspensions = 0
         """Number of `preemptions` whose state the host tier keeps or may keep."""
@@ -68,10 +66,6 @@ class Queues:
     def num_waiting(self) -> int:
         """Sequences that wait, also those that parts hold."""
         return len(self.waiting) + len(self.held)
-
-    def results_came(self, now: float) -> None:
-        """Note that sequences get the tokens of a result now."""
-        self.results_at = now
 
     def make_room(self, blocks: int, now: float) -> bool:
         """Let the first part that can make this many more blocks available do it. Returns whether one did."""

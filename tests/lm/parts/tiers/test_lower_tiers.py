@@ -151,7 +151,7 @@ def test_state_that_the_host_has_evicted_is_not_waiting_to_be_written():
     (block,) = pool.allocate(1, 0.0)
     pool.cache_block(block, digest(1), 0)
     pool.free([block], 1.0)
-    assert lower.jobs(1.0) == [] and not any(lower._dirty.values())
+    assert lower.unwritten == 0 and lower.jobs(1.0) == []
 
 
 def test_blocks_of_the_disk_come_back_and_are_held_until_the_sequence_starts():

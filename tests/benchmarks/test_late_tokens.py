@@ -1,4 +1,4 @@
-"""What late_tokens says of a gap: its parts, from a trace of the engine and the times at the client."""
+"""The parts of a gap between two tokens, from a trace of the engine and the times at the client."""
 
 import pytest
 

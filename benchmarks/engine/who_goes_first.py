@@ -24,7 +24,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,11 @@ SMALL = LLAMA_3_8B | dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
     head_dim=64, vocab_size=2048, torch_dtype="float32",
 )  # fmt: skip
-SHAPES = {"small": SMALL, "llama-3-8b": LLAMA_3_8B}
+TINY = SMALL | dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=32, vocab_size=512,
+)  # fmt: skip
+SHAPES = {"tiny": TINY, "small": SMALL, "llama-3-8b": LLAMA_3_8B}
 SETS = (("chats",), ("batch",), ("tuning",), ("chats", "batch"), ("chats", "tuning"), ("batch", "tuning"),
         ("chats", "batch", "tuning"))  # fmt: skip
 NOT_COUNTED = 0.2
@@ -67,11 +72,16 @@ class Load:
         """Send one request after the other."""
         raise NotImplementedError
 
+    def note(self, prompt: int, times: list[float]) -> str | None:
+        """The id of a request that is about to be sent, or None for any. Called with its length and its `times`."""
+        return None
+
     async def send(self, choose: random.Random, prompt: int, output: int, priority: int, times: list[float]) -> None:
         """Send a request, and append the time of each token to `times`."""
         tokens = tuple(choose.choices(range(3, self.client.info.vocab_size), k=prompt))
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        async for delta in self.client.stream(tokens, params, priority=priority):
+        request_id = self.note(prompt, times)
+        async for delta in self.client.stream(tokens, params, priority=priority, request_id=request_id):
             times += [time.monotonic()] * len(delta.tokens)
 
     async def end(self) -> None:
@@ -190,7 +200,9 @@ async def one(client: EngineClient, chosen: Sequence[str], args: argparse.Namesp
     return found
 
 
-async def really(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
+@asynccontextmanager
+async def started(args: argparse.Namespace, scratch: Path) -> AsyncIterator[tuple[EngineClient, Path]]:
+    """A client of a warm engine, and the path of its trace, which is complete after the block."""
     model = scratch / args.shape
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPES[args.shape]))
@@ -202,19 +214,24 @@ async def really(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
         "max_waiting": 100_000, "trace": str(trace), "tuning_share": args.tuning_share,
         **({"tbt_target": args.target} if args.bound is None else {"deferral_bound": args.bound}), **dict(args.set),
     })  # fmt: skip
-    rows: list[dict[str, Any]] = []
     client = await EngineClient.start(config)
     try:
         warm = Chats(client, "warm", args.chats), Batch(client, "warm", args.lines)
         await asyncio.sleep(args.warm)
         await asyncio.gather(*(load.end() for load in warm))
+        yield client, trace
+    finally:
+        await client.close()
+
+
+async def really(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    async with started(args, scratch) as (client, trace):
         for _ in range(args.repeats):
             for chosen in SETS:
                 if not args.only or "+".join(chosen) in args.only:
                     rows.append(await one(client, chosen, args, scratch))
                     print(json.dumps({key: round(v, 3) if isinstance(v, float) else v for key, v in rows[-1].items()}))
-    finally:
-        await client.close()
     for row in rows:
         row["inference"], row["training"] = computed(trace, row.pop("begin"), row.pop("end"))
     return rows
@@ -258,8 +275,8 @@ def table(rows: Sequence[dict[str, Any]], share: float) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the loads and of the engine."""
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--target", type=float, default=400.0, help="ms between tokens")
     parser.add_argument("--bound", type=float, help="the deferral rule with this bound in seconds, without a target")
@@ -275,6 +292,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="sets to run, such as chats+batch")
     parser.add_argument("--json", type=Path)
     add_engine_options(parser)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = uvloop.run(really(args, Path(scratch)))

@@ -18,9 +18,12 @@ from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
 from holdfast.lm.scheduler.queue_report import QueueReport, report_queues
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import RowMove, RowPlan, SchedulerStats, StepPlan, StepResult, idle_tokens
+from holdfast.loop.contracts import Clock
 
 MOST_REQUESTS = 64
 """Largest number of requests of each queue in a record."""
+LOOKED_AT = 256
+"""Approximate number of blocks that are read in one go."""
 
 
 class ChunkRecord(NamedTuple):
@@ -86,6 +89,10 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     swap_out: int = msgspec.field(name="blocks out", default=0)
     forwards: int = 0
     idle_tokens: int = msgspec.field(name="idle tokens", default=0)
+    submitted: float = 0.0
+    """Time at which its plan was submitted."""
+    measured: float = 0.0
+    """Seconds that the device measured for its segments. `seconds` is shorter if the step before was collected late."""
     lent: int = 0
     """Number of blocks lent to training."""
     training: SliceRecord | None = None
@@ -167,6 +174,8 @@ class StepRecorder:
             predicted=round(plan.forecast.predicted, 6),
             swap_in=len(plan.copies.swap_in),
             swap_out=len(plan.copies.swap_out),
+            submitted=round(submitted, 6),
+            measured=round(result.seconds, 6),
             lent=tuning.lent,
         )
         if forwards := plan.part(RowPlan).forwards:
@@ -273,3 +282,26 @@ class Scene:
     def costs(self) -> list[tuple[int, float]]:
         """The cost of computing a chunk again, by block of its conversation, for a sample of places."""
         return [cost for map_ in self._maps for cost in map_.costs()]
+
+
+class BlockReader:
+    """Reads a scene's blocks LOOKED_AT at a time, and seldom enough that reading takes at most a share of the time.
+
+    A step waits while blocks are read. All blocks of a GPU at once would take longer than several steps.
+    """
+
+    def __init__(self, scene: Scene, clock: Clock, share: float) -> None:
+        """`share` is above 0; `clock` gives the time in seconds."""
+        self._scene, self._clock, self._share = scene, clock, share
+        self._next = 0.0
+        """Time from which on the next blocks may be read."""
+
+    def read_due(self, now: float) -> list[ConversationBlocks]:
+        """The conversations whose blocks have changed, if it is time to read some; else none."""
+        return self.read(now) if now >= self._next else []
+
+    def read(self, now: float) -> list[ConversationBlocks]:
+        """Read the next blocks whether or not it is time. Returns the conversations whose blocks have changed."""
+        rows = self._scene.blocks(now, LOOKED_AT)
+        self._next = now + (self._clock() - now) / self._share
+        return rows

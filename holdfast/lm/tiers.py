@@ -11,11 +11,12 @@ import xxhash
 TierName = Literal["disk", "remote"]
 """The disk is this engine's alone. The remote tier is a service that engines share."""
 
-JobKind = Literal["write", "read", "probe", "check"]
+JobKind = Literal["write", "read", "renew", "probe", "check"]
 """Kinds of jobs of a lower tier.
 
 - write: copy blocks of the host to the tier.
 - read: copy blocks of the tier to the host.
+- renew: note on the disk when these blocks of it were last used.
 - probe: ask the remote tier which blocks it has.
 - check: wait for REMOTE_PAUSE, and see whether the remote tier works again. It names no blocks, and has one outcome:
   missing if the tier works and has lost its contents.
@@ -52,7 +53,7 @@ class TierBlock(NamedTuple):
     slot: int = NO_SLOT
     """Place of the block on the disk; NO_SLOT: none."""
     last_use: float = 0.0
-    """Time of its last use, in seconds on the engine's clock. Set in writes."""
+    """Time of its last use, in seconds on the engine's clock. Set in writes and renewals."""
 
 
 class StoredBlock(NamedTuple):

@@ -21,6 +21,7 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.parts.moves.messages import ChunksFound
+from holdfast.lm.parts.tiers.planner import TierPart
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""
@@ -94,6 +95,34 @@ def test_the_last_flush_ends_what_runs_and_writes_what_it_leaves(tiny):
     stats = engine.loop.stats()
     assert (stats.running, stats.waiting) == (0, 0) and len(steps) < 10
     assert stats.disk_blocks_cached >= 6
+    engine.loop.close()
+
+
+def test_a_restart_knows_which_conversation_of_the_disk_was_used_last(tiny):
+    engine = build_engine(tiny())
+    for number in range(3):
+        answers(engine, PROMPTS[number : number + 1], name=str(number))
+    engine.handler(TierHandler).flush(engine.loop, 10)
+    answers(engine, PROMPTS[:1], name="again")
+    engine.handler(TierHandler).flush(engine.loop, 10)
+    engine.loop.close()
+    engine = build_engine(tiny())
+    disk = engine.loop.planner.part(TierPart).lower.disk
+    chains = [block_digests(Identity().root(), prompt[:96], 16) for prompt in PROMPTS[:3]]
+    first, *others = [{disk.last_use(disk.find(digest))[0] for digest in chain} for chain in chains]
+    assert min(first) > max(max(uses) for uses in others)
+    engine.loop.close()
+
+
+def test_an_end_that_leaves_state_unwritten_says_so(tiny, caplog):
+    engine = build_engine(tiny())
+    answers(engine, PROMPTS[:1])
+    engine.handler(TierHandler).flush(engine.loop, 0.0)
+    assert "0 s did not suffice to write all state to the lower tiers" in caplog.text
+    assert "0 blocks of the host and more of the device are left" in caplog.text
+    caplog.clear()
+    engine.handler(TierHandler).flush(engine.loop, 30)
+    assert not caplog.text
     engine.loop.close()
 
 

@@ -11,9 +11,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.engine.activity import CopyRecord, Scene, SliceRecord, StepRecord, StepRecorder, verified_segments
+from holdfast.engine.activity import (
+    BlockReader,
+    CopyRecord,
+    Scene,
+    SliceRecord,
+    StepRecord,
+    StepRecorder,
+    verified_segments,
+)
 from holdfast.files.regular import create_file
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, RowPlan, Segment, StepPlan, StepResult
@@ -30,7 +39,9 @@ STEPS, FORWARDS, TRAINING = 0, 1, 2
 NOT_ARGUMENTS = ("at", "seconds", "training", "copies", "action", "inward")
 """Fields of records that bars show by their place and name."""
 LOOKS_PER_SECOND = 10
-"""How often a trace shows queues and blocks."""
+"""How often a trace shows the queues."""
+SHARE = 0.01
+"""Largest share of the time in which a trace reads blocks."""
 
 
 class Trace:
@@ -42,8 +53,9 @@ class Trace:
     tiers is a bar of its duration, drawn at its earliest possible start. Events are written as steps end, and a
     truncated file can still be read. About 150 bytes a segment.
 
-    With a planner, marks of a process of their own show the queues and the blocks of each conversation,
-    LOOKS_PER_SECOND times a second of the clock, as far as they have changed.
+    With a planner, marks of a process of their own show the queues LOOKS_PER_SECOND times a second of the clock. Other
+    marks show the blocks of each conversation that has changed. Blocks are read a few hundred at a time, between steps,
+    and all at once when the trace is closed.
 
     A slice of training is a bar on a lane below the steps, after its step; a counter shows the blocks lent to training.
 
@@ -76,6 +88,7 @@ class Trace:
         self._recorder = StepRecorder()
         self._scenes = [] if planner is None else [Scene(planner)]
         """The view of the planner, if it is to be shown."""
+        self._blocks = [BlockReader(scene, clock, SHARE) for scene in self._scenes]
         self._next_look = 0.0
         self._lanes: set[int] = set()
         self._lent = 0
@@ -106,8 +119,11 @@ class Trace:
         self._write(events)
 
     def close(self) -> None:
-        """Complete the file. May be called more than once."""
+        """Write the blocks as they are now, and complete the file. May be called more than once."""
         if not self._file.closed:
+            now = self._clock()
+            for scene in self._scenes:
+                self._write_blocks(scene.blocks(now, 0), now)
             self._file.write("\n]\n")
             self._file.close()
 
@@ -115,18 +131,24 @@ class Trace:
         self._file.write("".join(f",\n{line}" for line in events))
 
     def _look(self, scene: Scene, plan: StepPlan, now: float) -> None:
-        """Write what has changed in the queues and the blocks, if it is time."""
+        """Write what has changed in the queues and the blocks, as far as it is time."""
         scene.meet_all(plan)
+        for blocks in self._blocks:
+            self._write_blocks(blocks.read_due(now), now)
         if now < self._next_look:
             return
         self._next_look = now + 1 / LOOKS_PER_SECOND
-        events = [
-            event("i", STATE, 0, now, name="queues", args=scene.queues()._asdict()),
-            event("i", STATE, 0, now, name="stats", args=asdict(scene.stats())),
-        ]
-        if rows := scene.blocks(now, 0):
-            events.append(event("i", STATE, 0, now, name="blocks", args={"rows": rows}))
-        self._write(events)
+        self._write(
+            [
+                event("i", STATE, 0, now, name="queues", args=scene.queues()._asdict()),
+                event("i", STATE, 0, now, name="stats", args=asdict(scene.stats())),
+            ]
+        )
+
+    def _write_blocks(self, rows: list[ConversationBlocks], now: float) -> None:
+        """Write where the blocks of these conversations are."""
+        if rows:
+            self._write([event("i", STATE, 0, now, name="blocks", args={"rows": rows})])
 
     def _training(self, record: StepRecord) -> list[str]:
         """The slice of a step, and the blocks that are lent if their number has changed."""
@@ -162,19 +184,25 @@ class Trace:
             share = seconds * run.share
             if plan.part(RowPlan).forwards:
                 events.append(event("X", DEVICE, FORWARDS, began, share, name=run.name, args=run.numbers))
+            times = f'"ts": {round(began * MICROSECONDS, 3)}, "dur": {round(share * MICROSECONDS, 3)}'
             for segment in plan.segments[at : run.stop]:
                 kind = "verify" if segment.row in verified else "decode" if segment.length == 1 else "prefill"
-                events += self._segment(segment, kind, began, share)
+                events += self._segment(segment, kind, times)
             at, began = run.stop, began + share
         return events
 
-    def _segment(self, segment: Segment, kind: str, began: float, seconds: float) -> list[str]:
+    def _segment(self, segment: Segment, kind: str, times: str) -> list[str]:
+        """The bar of a segment, with the beginning and the duration in `times`.
+
+        It is written without `event`: a step has hundreds of segments, and its tokens wait until they are written.
+        """
+        name, row, start, stop, _, _ = segment
         events = []
-        if segment.row not in self._lanes:
-            self._lanes.add(segment.row)
-            events.append(event("M", ROWS, segment.row, name="thread_name", args={"name": f"row {segment.row}"}))
-        span = {"sequence": segment.sequence_id, "start": segment.start, "stop": segment.stop}
-        events.append(event("X", ROWS, segment.row, began, seconds, name=kind, args=span))
+        if row not in self._lanes:
+            self._lanes.add(row)
+            events.append(event("M", ROWS, row, name="thread_name", args={"name": f"row {row}"}))
+        span = f'{{"sequence": {json.dumps(name)}, "start": {start}, "stop": {stop}}}'
+        events.append(f'{{"ph": "X", "pid": {ROWS}, "tid": {row}, {times}, "name": "{kind}", "args": {span}}}')
         return events
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import inf
 
 from holdfast.engine import messages
-from holdfast.engine.activity import Scene, StepRecord, StepRecorder
+from holdfast.engine.activity import BlockReader, Scene, StepRecord, StepRecorder
 from holdfast.engine.messages import Activity
 from holdfast.engine.process.handler import Handler
 from holdfast.lm.memory.block_map import ConversationBlocks
@@ -24,8 +24,6 @@ QUIET_SECONDS = 1.0
 """Time between two messages while nothing happens."""
 SHARE = 0.002
 """Share of the time in which blocks are looked at."""
-LOOKED_AT = 256
-"""Blocks that are looked at in one go, about."""
 MOST_STEPS = 48
 """Records of steps in one message. Beyond that, steps that only decode share one with the step before."""
 LONGEST_LEASE = 60.0
@@ -78,9 +76,9 @@ class Watched(Handler):
     def __init__(self, loop: LanguageLoop, send: Callable[[Activity], None], clock: Clock = time.monotonic) -> None:
         """`clock` is the loop's."""
         self._loop, self._send, self._clock = loop, send, clock
-        self._watching: list[tuple[Scene, Recording]] = []
-        """The view of the scheduler and the observer of the loop, while somebody watches."""
-        self._until = self._told_at = self._looked_at = self._next_blocks = 0.0
+        self._watching: list[tuple[Scene, Recording, BlockReader]] = []
+        """The view of the scheduler, the observer of the loop and what reads blocks, while somebody watches."""
+        self._until = self._told_at = self._looked_at = 0.0
         self._blocks: list[ConversationBlocks] = []
         self._queues: list[QueueReport] = []
         """The queues as last sent; empty before."""
@@ -101,10 +99,10 @@ class Watched(Handler):
         elif not self._watching and isinstance(self._loop.planner, Scheduler):
             scene = Scene(self._loop.planner)
             recording = Recording(self._clock, scene.meet_all)
-            self._watching.append((scene, recording))
+            self._watching.append((scene, recording, BlockReader(scene, self._clock, SHARE)))
             self._loop.observe(recording)
             self._blocks, self._queues = [], []
-            self._told_at, self._looked_at, self._next_blocks = 0.0, -inf, 0.0
+            self._told_at, self._looked_at = 0.0, -inf
             self._tell(self._clock(), begins=True)
 
     def tell_due(self) -> None:
@@ -118,16 +116,14 @@ class Watched(Handler):
         if now >= self._until:
             self._end()
             return
-        if idle or now >= self._next_blocks:
-            for scene, _ in self._watching:
-                self._blocks += scene.blocks(now, LOOKED_AT)
-            self._next_blocks = now + (self._clock() - now) / SHARE
+        for _, _, blocks in self._watching:
+            self._blocks += blocks.read(now) if idle else blocks.read_due(now)
         if now >= self._told_at + TELL_SECONDS:
             self._tell(now)
 
     def _tell(self, now: float, *, begins: bool = False) -> None:
         """Send the news, if there are any, or if the last message was a while ago."""
-        ((scene, recording),) = self._watching
+        ((scene, recording, _),) = self._watching
         steps, queues, stats = recording.take(), None, None
         if now >= self._looked_at + QUEUE_SECONDS:
             self._looked_at = now
@@ -143,7 +139,7 @@ class Watched(Handler):
 
     def _end(self) -> None:
         """Stop observing the loop."""
-        for _, recording in self._watching:
+        for _, recording, _ in self._watching:
             self._loop.ignore(recording)
         self._watching.clear()
 
@@ -159,6 +155,7 @@ def merge(last: StepRecord, record: StepRecord) -> bool:
     last.decodes += record.decodes
     last.segments += record.segments
     last.predicted += record.predicted
+    last.measured += record.measured
     last.forwards += record.forwards
     last.idle_tokens += record.idle_tokens
     last.steps += record.steps

@@ -130,17 +130,28 @@ class DiskStore:
                 pieces, size = self._pieces(data, run)
                 if os.pwritev(self._blocks, pieces, first * self._stride) != size:
                     continue
-                entries = []
-                for at, checksum in zip(run, sums, strict=True):
-                    block = blocks[at]
-                    entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, used[at])
-                    entries.append((entry + entry_checksum(entry)).ljust(ENTRY_BYTES, b"\0"))
+                entries = [packed_entry(blocks[at], checksum, used[at]) for at, checksum in zip(run, sums, strict=True)]
                 os.pwrite(self._index, b"".join(entries), first * ENTRY_BYTES)
             except OSError:
                 continue
             self._sums[first : first + len(run)] = sums
             for at in run:
                 outcomes[at] = "done"
+        return outcomes
+
+    def renew(self, blocks: Sequence[TierBlock], used: Sequence[float]) -> list[Outcome]:
+        """Note when blocks were last used, in seconds of `time.time`. A place without its block is `missing`."""
+        outcomes: list[Outcome] = []
+        for block, at in zip(blocks, used, strict=True):
+            checksum = self._sums[block.slot]
+            if checksum is None:
+                outcomes.append("missing")
+                continue
+            try:
+                os.pwrite(self._index, packed_entry(block, checksum, at), block.slot * ENTRY_BYTES)
+                outcomes.append("done")
+            except OSError:
+                outcomes.append("failed")
         return outcomes
 
     def read(self, blocks: Sequence[TierBlock], targets: Sequence[Pieces]) -> list[Outcome]:
@@ -236,6 +247,12 @@ def unusable(directory: Path, error: OSError) -> ValueError:
 def block_checksum(block: TierBlock, data: Pieces) -> int:
     """The checksum of the fields that identify a block, and of its bytes."""
     return checksum_of((block.place.to_bytes(4, "little") + block.digest, *data))
+
+
+def packed_entry(block: TierBlock, checksum: int, used: float) -> bytes:
+    """The entry of a place that holds this block, last used at `used` in seconds of `time.time`."""
+    entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, used)
+    return (entry + entry_checksum(entry)).ljust(ENTRY_BYTES, b"\0")
 
 
 def entry_checksum(entry: bytes) -> bytes:

@@ -151,8 +151,10 @@ class TierThreads:
         host, disk, remote, blocks = self._host, self._disk, self._remote, job.blocks
         if job.tier == "disk":
             assert disk is not None
+            used = [self._clock_began + block.last_use for block in blocks]
+            if job.kind == "renew":
+                return disk.renew(blocks, used)
             if job.kind == "write":
-                used = [self._clock_began + block.last_use for block in blocks]
                 return disk.write(blocks, [host[block.host] for block in blocks], used)
             return disk.read(blocks, [host[block.host] for block in blocks])
         assert remote is not None

@@ -66,7 +66,7 @@ class Transfers:
         """
         layers: LayerCaches = self._layers
         copies = plan.copies
-        for earlier in self._copies.inward:
+        for earlier in tuple(self._copies.inward):  # on a rank, another thread takes complete copies out meanwhile
             if earlier.step <= copies.awaits:
                 earlier.end.wait()
         if copies.swap_in:

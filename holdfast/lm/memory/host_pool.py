@@ -42,7 +42,7 @@ class HostPool:
         self._duplicates: OrderedDict[int, None] = OrderedDict()
         self._held: dict[int, Hold] = {}
         self._uses: list[tuple[bytes, Use | None]] | None = None
-        """Blocks that were cached or used again since `take_uses`, with their last use; None: nobody reads them."""
+        """State that was cached or used again since `take_uses`, with its last use; None: nobody reads it."""
         self.resize(num_blocks if ready is None else ready, num_blocks)
 
     def resize(self, ready: int, num_blocks: int) -> None:
@@ -53,9 +53,10 @@ class HostPool:
         self.num_blocks = num_blocks
 
     def take_uses(self) -> list[tuple[bytes, Use | None]]:
-        """The blocks that were cached or used again since the last call, with their last use, in order.
+        """The digests that were cached or used again since the last call, with their last use, in order.
 
-        They are noted from the first call on.
+        A tier below may have a digest that this pool has evicted while its device block was in use, so such digests are
+        noted as well. Uses are noted from the first call on.
         """
         uses, self._uses = self._uses, []
         return uses or []
@@ -236,28 +237,39 @@ class HostPool:
             self._duplicates.update((block, None) for block in here if block not in others)
 
     def mark_idle(self, digests: Collection[bytes], use: Use) -> None:
-        """Retain the copies of these digests, because their device blocks are idle. They were last used together."""
+        """Retain the copies of these digests, because their device blocks are idle. They were last used together.
+
+        Digests that are not here count as used for `take_uses`.
+        """
         here = self._not_held(digests, use)
         for block in here:
             del self._duplicates[block]
         self._retained.add_all(here, map(self._index.indices.__getitem__, here), use)
-        if self._uses is not None:
-            blocks = self._index.blocks
-            self._uses += [(digest, use) for digest in digests if digest in blocks]
+        self._note_use(digests, use)
 
     def touch(self, digest: bytes, use: Use) -> None:
-        """Count the block with this digest as used again, unless it is a duplicate."""
+        """Count the block with this digest as used again. A duplicate stays one.
+
+        A digest that is not here counts as used for `take_uses`.
+        """
         self.touch_all((digest,), use)
 
     def touch_all(self, digests: Iterable[bytes], use: Use) -> None:
         """`touch` for blocks that were used together."""
-        blocks, retained, indices = self.find_all(dict.fromkeys(digests)), self._retained, self._index.indices
+        digests = dict.fromkeys(digests)
+        blocks, retained, indices = self.find_all(digests), self._retained, self._index.indices
         others = set(retained.remove(blocks))
         kept = [block for block in blocks if block not in others] if others else blocks
         retained.add_all(kept, map(indices.__getitem__, kept), use)
         for block in others:
             if (hold := self._held.get(block)) is not None and hold.last_use is not None:
                 hold.last_use = use
+        self._note_use(digests, use)
+
+    def _note_use(self, digests: Iterable[bytes], use: Use) -> None:
+        """Note for `take_uses` that the state of these digests was used."""
+        if self._uses is not None:
+            self._uses += [(digest, use) for digest in digests]
 
     def _settle(self, blocks: Iterable[int], last_use: Use | None) -> None:
         """Make cached blocks duplicates, or retain them if they have a last use."""

@@ -61,7 +61,7 @@ class StepBuilder(ABC):
     __slots__ = (
         "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops", "_swap_in",
         "_tokens", "_writes", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace", "planned",
-        "pool", "postponed", "predicted", "reserved", "running", "sampling", "swapping_in", "weigh",
+        "pool", "postponed", "predicted", "reserved", "results_at", "running", "sampling", "swapping_in", "weigh",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
@@ -87,6 +87,8 @@ class StepBuilder(ABC):
         """The step's number."""
         self.now = now
         """Time of planning in seconds."""
+        self.results_at = now
+        """Time at which the latest tokens were given to their sequences. The host may have been busy since then."""
         self.in_flight = False
         """Whether the result of an earlier plan is still to come."""
         self.running = queues.running

@@ -42,18 +42,24 @@ class PipelineLatencyTarget(LatencyTarget):
         """Predicted end of each step in flight, by number, the oldest first."""
         self._ended: float | None = None
         """Predicted end of the last step whose result was seen."""
+        self._seen: list[int] = []
+        """Numbers of the steps whose results were seen since the last plan."""
+        self._given: dict[int, float] = {}
+        """When each of the last steps gave its tokens, by number, the oldest first. As many as there are stages."""
         self._since = [0.0] * stages
         """When the streams of the step under construction, and those of each step after it, get their last tokens."""
+        self._now = 0.0
+        """Time of planning."""
 
     def plan(self, step: StepBuilder) -> None:
-        late = 0.0 if self._ended is None else step.now - self._ended  # all predictions shift by the last one's error
+        # All predictions shift by the last one's error. Time that the host has spent since then is no part of it.
+        late = 0.0 if self._ended is None else step.results_at - self._ended
         self._ends = [end + late if self._in_flight else step.now for end in self._ends]
         self._in_flight = {number: end + late for number, end in self._in_flight.items()}
-        self._ended = None
+        self._ended, self._now = None, step.now
+        self._note_given(step.results_at)
         stages = len(self._shares)
-        self._since = [
-            max(step.now, self._in_flight.get(step.number + later - stages, step.now)) for later in range(stages)
-        ]
+        self._since = [self._last_tokens(step.number + later - stages) for later in range(stages)]
         self._weigh_decodes(step)
         super().plan(step)
 
@@ -84,8 +90,23 @@ class PipelineLatencyTarget(LatencyTarget):
             self._in_flight[step.number] = self._ends[-1]
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        self._ended = self._in_flight.pop(plan.step, self._ended)  # steps without segments were not added
+        if plan.step in self._in_flight:  # steps without segments were not added
+            self._ended = self._in_flight.pop(plan.step)
+            self._seen.append(plan.step)
         super().observe(plan, result)
+
+    def _note_given(self, at: float) -> None:
+        """Note when the steps whose results were just seen gave their tokens."""
+        self._given |= dict.fromkeys(self._seen, at)
+        self._seen.clear()
+        for number in [*self._given][: -len(self._shares)]:
+            del self._given[number]
+
+    def _last_tokens(self, number: int) -> float:
+        """When the streams of a step get its tokens. They have them since before now if the host was busy meanwhile."""
+        if number in self._given:
+            return self._given[number]
+        return max(self._now, self._in_flight.get(number, self._now))
 
     def _weigh_decodes(self, step: StepBuilder) -> None:
         """Let decodes share the step's time: each counts for its row in the matrices and for its attention."""
@@ -99,7 +120,7 @@ class PipelineLatencyTarget(LatencyTarget):
 
     def _passage(self, seconds: float) -> list[float]:
         """When each stage would finish a step that is planned now. The first stage waits for the step's last tokens."""
-        at, ends = self._since[0], []
+        at, ends = max(self._now, self._since[0]), []
         for end, share in zip(self._ends, self._shares, strict=True):
             at = max(at, end) + share * seconds
             ends.append(at)

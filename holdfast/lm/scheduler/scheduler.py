@@ -75,6 +75,8 @@ class Scheduler:
         self._steps = 0
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
+        self._results_at = 0.0
+        """Time of the latest result."""
         self._tokens_computed = 0
 
     def add(self, request: Request) -> None:
@@ -121,6 +123,7 @@ class Scheduler:
             part.advance(now)
         step = self._kind.builder(self._queues, self._steps, now)
         in_flight = step.in_flight = bool(self._results.in_flight)
+        step.results_at = self._results_at
         for part in hooks.begin:
             part.begin(step)
         if not step.postponed:
@@ -142,6 +145,7 @@ class Scheduler:
         lost = self._kind.mark_lost(result, self._results.in_flight, self._entries, self._steps)
         submitted = self._results.take(plan, result)
         self._now = now
+        self._results_at = now
         self._queues.pool.copied(result.copied)
         for part in self._queues.hooks.apply:
             for entry in part.apply(plan, result, now):

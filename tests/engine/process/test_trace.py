@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from holdfast.engine.activity import LOOKED_AT, Scene
 from holdfast.engine.process.build import build
-from holdfast.engine.process.trace import Trace
+from holdfast.engine.process.trace import SHARE, Trace
 from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport, TrainingSlice
 from holdfast.lm.types import CopyTime, Forward, RowMove, RowPlan, Sampling, Segment, StepPlan, StepResult, TierCopied
 from holdfast.loop.loop import Loop
@@ -255,3 +257,83 @@ def test_copies_of_rows_are_counted_where_they_cross_between_the_tiers(tmp_path)
     copies = [bar for bar in events_of(path, "X") if bar["pid"] == 2]
     assert [(bar["name"], bar["args"]["rows"]) for bar in copies] == [("swap-out", 2), ("swap-in", 1)]
     assert not trace._recorder._copying
+
+
+class TickingClock:
+    """A clock that advances by a fixed time at each look."""
+
+    def __init__(self, tick):
+        self.now, self.tick = 100.0, tick
+
+    def __call__(self):
+        self.now += self.tick
+        return self.now
+
+
+def followed_loop(path, clock, *requests):
+    """A loop with a trace that shows blocks, and the trace."""
+    device = FakeDevice(64, 4)
+    for request in requests:
+        device.expect(request)
+    scheduler = create_scheduler(max_sequences=8)
+    trace = Trace(path, clock, planner=scheduler)
+    loop = Loop(scheduler, device, 2, clock, observers=[trace])
+    for request in requests:
+        loop.add(request)
+    return loop, trace
+
+
+def test_a_trace_reads_blocks_in_a_bounded_share_of_the_time(tmp_path, monkeypatch):
+    tick, looks = 0.001, []
+    loop, trace = followed_loop(tmp_path / "t.json", TickingClock(tick), *create_requests(5, max_tokens=200))
+    read = Scene.blocks
+    monkeypatch.setattr(Scene, "blocks", lambda self, now, most: looks.append((now, most)) or read(self, now, most))
+    while loop.has_work():
+        loop.step()
+    apart = [after - before for (before, _), (after, _) in pairwise(looks)]
+    assert len(apart) > 2 and min(apart) >= tick / SHARE
+    assert {most for _, most in looks} == {LOOKED_AT}
+    trace.close()
+
+
+def test_a_closed_trace_has_the_blocks_of_all_conversations(tmp_path):
+    path = tmp_path / "t.json"
+    loop, trace = followed_loop(path, TickingClock(1e-3), *create_requests(5, 6, 7, 8, max_tokens=6))
+    while loop.has_work():
+        loop.step()
+    trace.close()
+    trace.close()
+    rows = [row for event in events_of(path, "i") if event["name"] == "blocks" for row in event["args"]["rows"]]
+    last = {request: state for _, request, state, *_ in rows}
+    assert last == dict.fromkeys("0123", "idle")
+
+
+def test_a_step_says_when_it_was_submitted_and_what_the_device_measured(tmp_path):
+    path, clock = tmp_path / "t.json", TickingClock(0.5)
+    trace = Trace(path, clock)
+    plans = [StepPlan(step, [segment(step, step + 1)]) for step in (0, 1)]
+    for plan in plans:
+        trace.planned(plan)
+    for plan in plans:
+        trace.ended(StepResult(plan.step, (1,), 2.0))
+    trace.close()
+    steps = [bar for bar in events_of(path, "X") if bar["pid"] == 0]
+    assert [step["args"]["submitted"] for step in steps] == [100.5, 101.0]
+    assert [step["args"]["measured"] for step in steps] == [2.0, 2.0]
+    assert [step["dur"] / 1e6 for step in steps] == [1.0, 0.5]  # the second was collected too soon after the first
+
+
+def test_the_bar_of_a_segment_has_any_name_of_a_sequence(tmp_path):
+    path, name = tmp_path / "t.json", 'one "quoted" \\ ü\n'
+    trace = Trace(path, TickingClock(0.5))
+    plan = StepPlan(0, [segment(0, 3)._replace(sequence_id=name)])
+    trace.planned(plan)
+    trace.ended(StepResult(0, (1,), 0.25))
+    trace.close()
+    (bar,) = [bar for bar in events_of(path, "X") if bar["pid"] == 1]
+    assert bar["args"] == {"sequence": name, "start": 0, "stop": 3}
+    assert (bar["ts"], bar["dur"], bar["tid"]) == (100.75e6, 0.25e6, 0)
+
+
+def segment(start, stop):
+    return Segment("a", 0, start, stop, (1,) * (stop - start), Sampling(0.0, 0, 1.0, 1))

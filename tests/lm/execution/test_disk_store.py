@@ -66,6 +66,20 @@ def test_blocks_survive_the_engine_with_their_place_and_age(tmp_path):
     store.close()
 
 
+def test_a_new_last_use_survives_the_engine_and_the_block_stays_whole(tmp_path):
+    store, _ = open_store(tmp_path)
+    for number in range(2):
+        write(store, number, number, age=50.0 - number)
+    now = time.time()
+    outcomes = store.renew([block(0, 0), block(5, 3)], [now - 7.0, now])
+    assert outcomes == ["done", "missing"]
+    store.close()
+    store, stored = open_store(tmp_path)
+    assert [each.slot for each in stored] == [1, 0] and 7 <= stored[1].age < 20
+    assert read(store, 0, 0) == ("done", True)
+    store.close()
+
+
 def test_a_flipped_bit_is_found_and_its_block_is_forgotten(tmp_path):
     store, _ = open_store(tmp_path)
     for number in range(3):

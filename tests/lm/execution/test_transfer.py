@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from holdfast.lm.copy_streams import CopyStream, HostStream, stream_for
+from holdfast.lm.copy_streams import CompletedCopy, CopyEvent, CopyStream, HostStream, stream_for
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.types import BlockCopy, CopyTime, StepPlan, TierCopies
@@ -129,6 +129,27 @@ def test_a_gpu_copies_both_ways_during_a_computation() -> None:
         assert [float(host.data[:, :, 60 + step].mean()) for step in range(20)] == [8.0 + step for step in range(20)]
     finally:
         torch.cuda.synchronize()
+
+
+def test_copies_may_be_collected_while_a_plan_waits_for_them() -> None:
+    """On a rank, one thread begins plans and another collects their copies."""
+    made: list[Transfers] = []
+
+    class Collected(CompletedCopy):
+        def wait(self) -> None:
+            made[0].completed(wait=False)
+
+    class CollectingStream(HostStream):
+        def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> CopyEvent:
+            work()
+            return Collected(0.0)
+
+    device, _, copies = transfers(CollectingStream)
+    made.append(copies)
+    for step in (0, 1):
+        copies.begin(plan(step, [BlockCopy(step, 4 + step)]))
+    copies.begin(plan(2, awaits=1))
+    assert [float(device.data[:, :, block].mean()) for block in (4, 5)] == [100.0, 101.0]
 
 
 def test_streams_implement_the_copy_stream_protocol() -> None:

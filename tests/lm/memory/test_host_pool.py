@@ -698,9 +698,11 @@ def test_readers_are_told_what_came_and_what_was_used_again_from_their_first_loo
     for block, number in zip(blocks, (1, 2, 5), strict=True):
         pool.cache_block(block, digest(number), number)
     pool.free(blocks, 4.0)
-    assert pool.host.unread_uses == 3
-    assert used(pool.host) == [(2, 2.0), (1, 4.0), (2, 4.0)], "the host does not have the fifth"
+    assert pool.host.unread_uses == 4
+    assert used(pool.host) == [(2, 2.0), (1, 4.0), (2, 4.0), (5, 4.0)], "the host has no block of the last one"
     assert pool.host.unread_uses == 0 and used(pool.host) == []
+    pool.touch(blocks[:1], [digest(2), digest(7)], 5.0)
+    assert used(pool.host) == [(1, 5.0), (2, 5.0), (7, 5.0)]
 
 
 def test_state_that_arrives_for_a_block_in_use_is_told_without_a_time():

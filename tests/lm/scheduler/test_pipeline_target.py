@@ -47,10 +47,12 @@ class Passing:
         self.free_at = [0.0] * len(shares)
         self.ends = []
         """End of each step."""
+        self.given = {}
+        """When each step that has been collected gave its tokens."""
 
     def copy(self):
         other = Passing(self.shares)
-        other.free_at, other.ends = [*self.free_at], [*self.ends]
+        other.free_at, other.ends, other.given = [*self.free_at], [*self.ends], self.given
         return other
 
     def shift(self, number, late):
@@ -59,13 +61,13 @@ class Passing:
         self.ends[number:] = [at + late for at in self.ends[number:]]
 
     def tokens_at(self, number, now):
-        """When the sequences of a step get the tokens that they had before it, if not earlier than now."""
+        """When the sequences of a step get the tokens that they had before it, or got them."""
         before = number - len(self.shares)
-        return max(now, self.ends[before]) if before >= 0 else now
+        return self.given.get(before, max(now, self.ends[before]) if before >= 0 else now)
 
     def run(self, now, seconds):
         """When the next step, planned now, ends."""
-        at = self.tokens_at(len(self.ends), now)
+        at = max(now, self.tokens_at(len(self.ends), now))
         for stage, share in enumerate(self.shares):
             at = self.free_at[stage] = max(at, self.free_at[stage]) + share * seconds
         self.ends.append(at)
@@ -98,10 +100,24 @@ def test_the_predicted_wait_counts_the_steps_ahead_and_those_after_it_however_la
             passing.run(now, seconds(plan))
             plans.append(plan)
         plan = plans.pop(0)
-        late = choose.choice((0.0, 0.003))
-        passing.shift(plan.step, late)
-        now = passing.ends[plan.step]
+        now = passing.given[plan.step] = max(now, passing.ends[plan.step] + choose.choice((0.0, 0.003)))
+        passing.shift(plan.step, now - passing.ends[plan.step])
         scheduler.update(plan, replace(answer(plan), seconds=seconds(plan)), now)
+        now += choose.choice((0.0, 0.0, 0.004))  # the host is busy
+
+
+def test_time_that_the_host_is_busy_counts_as_time_that_a_stream_has_waited():
+    policy = Asked(replace(COST, stage_shares=(0.5, 0.5)), 1.0, tile=TILE, ceiling=256, stages=2)
+    scheduler = scheduler_of(policy, 1, 1, stages=2)
+    plans = [scheduler.schedule(0.0)]
+    scheduler.update(plans[0], answer(plans[0]), 0.1)
+    plans = [scheduler.schedule(0.1), scheduler.schedule(0.1)]
+    scheduler.update(plans[0], answer(plans[0]), 0.2)
+    scheduler.schedule(0.2)
+    at_once = policy.waits
+    scheduler.update(plans[1], answer(plans[1]), 0.3)
+    scheduler.schedule(0.35)
+    assert policy.waits[0] > at_once[0] + 0.04
 
 
 def test_the_prediction_is_corrected_by_the_time_of_all_stages_without_their_waits():

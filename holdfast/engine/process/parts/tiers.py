@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob
 from holdfast.lm.types import EngineShape, LanguageLoop
 from holdfast.loop.contracts import Clock
+
+log = logging.getLogger("holdfast.engine")
 
 CHECK_SECONDS = 3.0
 """How long a start waits for the remote tier's first answer."""
@@ -83,9 +86,25 @@ class TierHandler(Handler):
         return ()
 
     def flush(self, loop: LanguageLoop, seconds: float) -> None:
-        """End all requests, and write idle state to the tiers below the host, for at most this long."""
+        """End all requests, and write idle state to the tiers below the host, for at most this long.
+
+        Then the disk's files get the last use of each block, for the next start. Logs a warning if the time did not
+        suffice.
+        """
         self._scheduler.abort_all()
-        deadline = time.monotonic() + seconds
+        lower, deadline = self._part.lower, time.monotonic() + seconds
+        self._work(loop, deadline)
+        lower.renew()
+        self._work(loop, deadline)
+        if time.monotonic() >= deadline and (lower.unwritten or lower.unflushed):
+            log.warning(
+                "holdfast: %g s did not suffice to write all state to the lower tiers: %d blocks of the host%s are "
+                "left; they are computed again after a restart",
+                seconds, lower.unwritten, " and more of the device" if lower.unflushed else "",
+            )  # fmt: skip
+
+    def _work(self, loop: LanguageLoop, deadline: float) -> None:
+        """Move state until none is left to move, or until the deadline."""
         while time.monotonic() < deadline:
             self.exchange()
             if loop.has_work():

@@ -130,6 +130,8 @@ class LowerTiers:
                 self._writing[tier] = set()
         self.disk = HostPool(shape.disk_blocks, pool.rule) if shape.disk_blocks else None
         self._arriving: dict[bytes, Arrival] = {}
+        self._renewed: set[bytes] = set()
+        """Blocks of the disk that were used since its files last said so."""
         self._held = 0
         """Number of blocks of the host that fetches hold."""
         self._queue: deque[tuple[Fetch, TierName, dict[int, bytes]]] = deque()
@@ -168,6 +170,17 @@ class LowerTiers:
     def can_flush(self) -> bool:
         """Whether idle blocks of the device could be copied to the host now, and from there to the lower tiers."""
         return self._pool.can_swap_out and self._host.ready > 0 and not self.backlog
+
+    @property
+    def unwritten(self) -> int:
+        """Number of blocks of the host that are being written to a lower tier, or still to be written."""
+        self._note()
+        return max(len(self._dirty[tier]) + len(self._writing[tier]) for tier in self._tiers)
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether the device has idle blocks that the host lacks."""
+        return self._pool.can_swap_out
 
     def flush(self, idle: bool) -> None:
         """Let the next plan copy idle blocks down if there is nothing else to do (`idle`) and these tiers take them."""
@@ -224,19 +237,35 @@ class LowerTiers:
         return begun
 
     def _note(self) -> None:
-        """Read the host's news of blocks that it got, or that have been used again."""
-        disk, used = self.disk, dict[Use, list[bytes]]()
-        for digest, use in self._host.take_uses():
-            if disk is not None:
-                if disk.find(digest) is None:
-                    self._dirty["disk"][digest] = None
-                elif use is not None:
+        """Read the host's news of state that it got, or that has been used again on the host or on the device.
+
+        The disk's order of eviction follows these uses, also of state that the host has evicted.
+        """
+        disk, host, used = self.disk, self._host, dict[Use, list[bytes]]()
+        for digest, use in host.take_uses():
+            here = host.find(digest) is not None
+            if disk is not None and disk.find(digest) is not None:
+                if use is not None:
                     used.setdefault(use, []).append(digest)
-            if self._remote and digest not in self._known:
+            elif disk is not None and here:
+                self._dirty["disk"][digest] = None
+            if self._remote and here and digest not in self._known:
                 self._dirty["remote"][digest] = None
         if disk is not None:
             for use, digests in used.items():
                 disk.touch_all(digests, use)
+                self._renewed.update(digests)
+
+    def renew(self) -> None:
+        """Begin to note in the disk's files when its blocks were last used, so that a restart knows their order."""
+        self._note()
+        disk, blocks = self.disk, list[TierBlock]()
+        for digest in self._renewed:
+            if disk is not None and (slot := disk.hold(digest)) is not None:
+                last, _ = disk.last_use(slot) or (0.0, 0)
+                blocks.append(TierBlock(digest, disk.index_of(slot), slot=slot, last_use=last))
+        self._renewed.clear()
+        self._begin("disk", "renew", blocks)
 
     def _write(self, tier: TierName, now: float) -> None:
         """Begin to write blocks to a tier, as many as may be under way.
@@ -261,7 +290,8 @@ class LowerTiers:
             slot = NO_SLOT
             if tier == "disk":
                 assert disk is not None and victims is not None
-                taken, _ = disk.reserve(self._value(index, last, now), victims)
+                taken, evicted = disk.reserve(self._value(index, last, now), victims)
+                self._renewed.difference_update(evicted)
                 if taken is None:
                     host.release((source,))
                     writing.discard(digest)
@@ -365,6 +395,8 @@ class LowerTiers:
                     self._finish_read(book.job, each, now)
                 case "probe":
                     self._finish_probe(book, each, now)
+                case "renew":
+                    self._finish_renewal(book.job)
                 case "check":
                     self._finish_check(each)
                     continue
@@ -391,6 +423,10 @@ class LowerTiers:
             else:
                 disk.free(block.slot)
 
+    def _finish_renewal(self, job: TierJob) -> None:
+        assert self.disk is not None
+        self.disk.release([block.slot for block in job.blocks])
+
     def _finish_read(self, job: TierJob, ended: TierDone, now: float) -> None:
         disk, tier = self.disk, job.tier
         if tier == "disk":
@@ -413,6 +449,7 @@ class LowerTiers:
             elif not done:
                 assert disk is not None
                 disk.drop(digest)
+                self._renewed.discard(digest)
         self._read[tier] += len(came)
         self._pool.cache_on_host(came, now)
         for fetch in arrival.fetches:

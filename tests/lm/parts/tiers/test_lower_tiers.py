@@ -64,6 +64,96 @@ def test_the_disk_gives_up_the_lowest_value_and_refuses_less():
     assert [lower.has(digest(number)) for number in (1, 2, 3)] == [False, True, True]
 
 
+def full_disk(host_blocks=8):
+    """A disk that is full of blocks 1 and 2, of which 1 was used first. The host has both."""
+    pool, lower = tiers_of(disk_blocks=2, host_blocks=host_blocks)
+    put_on_host(pool, 1, now=0.0)
+    put_on_host(pool, 2, now=1.0)
+    while jobs := lower.jobs(1.0):
+        end(lower, jobs, now=1.0)
+    assert lower.has(digest(1)) and lower.has(digest(2))
+    return pool, lower
+
+
+def write_another(pool, lower, now):
+    """Write block 3, for which the disk has to evict a block."""
+    put_on_host(pool, 3, now=now)
+    end(lower, lower.jobs(now), now=now)
+    assert lower.has(digest(3))
+
+
+def test_a_block_that_is_found_on_the_host_is_renewed_on_the_disk():
+    pool, lower = full_disk()
+    pool.touch([], [digest(1)], 2.0)
+    write_another(pool, lower, now=3.0)
+    assert lower.has(digest(1)) and not lower.has(digest(2))
+
+
+def test_a_block_that_is_found_on_the_host_while_it_is_held_is_renewed_on_the_disk():
+    pool, lower = full_disk()
+    pool.host.hold(digest(1))
+    pool.touch([], [digest(1)], 2.0)
+    write_another(pool, lower, now=3.0)
+    assert lower.has(digest(1)) and not lower.has(digest(2))
+
+
+@pytest.mark.parametrize("end_use", ["free", "touch"])
+def test_a_block_used_on_the_device_is_renewed_on_the_disk_although_the_host_has_evicted_it(end_use):
+    pool, lower = full_disk(host_blocks=2)
+    (block,) = pool.allocate(1, 1.0)
+    pool.cache_block(block, digest(1), 0)  # a duplicate on the host, which is evicted first
+    put_on_host(pool, 4, now=1.5)
+    assert pool.host.find(digest(1)) is None
+    pool.free([block], 2.0 if end_use == "free" else 0.5)
+    if end_use == "touch":
+        pool.touch([block], [], 2.0)
+    pool.host.drop(digest(4))  # so that only block 3 is to be written
+    write_another(pool, lower, now=3.0)
+    assert lower.has(digest(1)) and not lower.has(digest(2))
+
+
+def renewed(lower):
+    """The blocks whose last use is to be noted now, each with that time. The jobs end at once."""
+    lower.renew()
+    jobs = [job for job in lower.jobs(9.0) if job.kind == "renew"]
+    end(lower, jobs, now=9.0)
+    assert not lower.disk.held
+    return {block.digest[0]: (block.slot, block.last_use) for job in jobs for block in job.blocks}
+
+
+def test_the_last_uses_of_blocks_on_the_disk_are_noted_once():
+    pool, lower = full_disk()
+    assert renewed(lower) == {}, "they are as they were written"
+    pool.touch([], [digest(1)], 2.0)
+    assert renewed(lower) == {1: (lower.disk.find(digest(1)), 2.0)}
+    assert renewed(lower) == {}
+
+
+def test_a_read_from_the_disk_is_a_use_to_be_noted():
+    stored = [StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)]
+    _, lower = tiers_of(stored=stored)
+    lower.fetch({1: digest(1)}, 4.0)
+    end(lower, lower.jobs(4.0), now=5.0)
+    assert renewed(lower) == {1: (1, 5.0)}, "when it came"
+
+
+def test_a_block_that_the_disk_has_evicted_is_no_longer_known_as_used():
+    pool, lower = full_disk()
+    pool.touch([], [digest(1)], 2.0)
+    lower.jobs(2.0)
+    pool.touch([], [digest(2)], 3.0)
+    write_another(pool, lower, now=4.0)
+    assert not lower.has(digest(1)) and lower._renewed == {digest(2)}
+
+
+def test_state_that_the_host_has_evicted_is_not_waiting_to_be_written():
+    pool, lower = tiers_of(remote=True)
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(1), 0)
+    pool.free([block], 1.0)
+    assert lower.unwritten == 0 and lower.jobs(1.0) == []
+
+
 def test_blocks_of_the_disk_come_back_and_are_held_until_the_sequence_starts():
     stored = [StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)]
     pool, lower = tiers_of(host_blocks=8, stored=stored)
@@ -240,6 +330,22 @@ def test_no_more_than_64_mib_and_a_quarter_of_the_host_is_written_to_a_tier_at_a
         written += sum(len(job.blocks) for job in jobs)
         end(lower, jobs)
     assert written == min(host_blocks, 30) and pool.host.held == 0
+
+
+def test_the_blocks_that_are_not_written_yet_are_counted():
+    pool, lower = tiers_of(host_blocks=4)
+    put_on_host(pool, 1, 2)
+    assert lower.unwritten == 2 and not lower.unflushed
+    jobs = lower.jobs(0.0)
+    assert len(jobs) == 1 and lower.unwritten == 2, "one is being written, and one is still to be written"
+    while jobs:
+        end(lower, jobs)
+        jobs = lower.jobs(0.0)
+    assert lower.unwritten == 0
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(3), 0)
+    pool.free([block], 1.0)
+    assert lower.unflushed
 
 
 def test_without_a_disk_the_remote_tier_gets_each_block_once():

@@ -79,7 +79,7 @@ def check_pp(seen: Seen) -> None:
 def check_host(seen: Seen) -> None:
     """What comes from a lower tier passes through the host, and counts there too. An encoder's prompts share nothing."""
     if "encoder-decoder" in seen.features:
-        assert seen.grown("host", "suspensions") >= 1
+        assert seen.grown("priorities", "suspensions") >= 1
         return
     lower = sum(seen.grown("talk", f"prefix_hits_on_{tier}") for tier in ("disk", "remote"))
     assert seen.grown("talk", "prefix_hits_on_host") - lower >= BLOCK

@@ -56,7 +56,7 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """Bytes of a token's state: layers, keys and values, heads, head size, bytes of a float32."""
 BLOCK = 16
 """Tokens of a block."""
-HOST, DISK, LITTLE_DISK = 32, 200, 40
+HOST, DISK, LITTLE_DISK = 32, 200, 64
 """Blocks of each tier. A little disk has room for some of the talks only."""
 SMALL: dict[str, Any] = {
     "device": "cpu",
@@ -286,16 +286,15 @@ class Place:
         """An adapter of the Llama that changes what it says."""
         return write(self.root / "adapter", drawn(decoder_spec(self.plain), 8, seed=1, strength=0.8))
 
-    @cached_property
     def redis(self) -> str:
-        """The URL of a Redis service in this process."""
+        """The URL of a new Redis service in this process."""
         server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
         self._closing.callback(server.server_close)
         self._closing.callback(thread.join)
         self._closing.callback(server.shutdown)
-        return f"redis://127.0.0.1:{server.server_address[1]}"
+        return f"redis://127.0.0.1:{server.server_address[1]}/0"
 
     def _with_tokenizer(self, name: str) -> Path:
         byte_level().save(str(self.root / name / "tokenizer.json"))
@@ -334,7 +333,7 @@ class Place:
             blocks = LITTLE_DISK if "remote" in features else DISK
             found |= {"disk_cache_dir": str(self.directory()), "disk_cache_gb": blocks * BLOCK * TOKEN_BYTES / 1e9}
         if "remote" in features:
-            found["remote_cache"] = f"{self.redis}/{next(self._databases)}"
+            found["remote_cache"] = self.redis()
         if "tuning" in features:
             found |= {"tuning": True, "tuning_mirror": "off", "tuning_micro_batch": 16, "max_adapters": 2}
             found["tuning_memory_fraction"] = 0.95
@@ -344,16 +343,11 @@ class Place:
             found |= {"tbt_target": TARGETS[binds], "token_budget": None}
         return found
 
-    @cached_property
-    def _databases(self) -> Iterator[int]:
-        """Numbers of databases of the Redis service, so that engines share nothing."""
-        return iter(range(10**6))
-
     def _sizes(self, features: frozenset[str]) -> dict[str, Any]:
         """Sizes of a device and a host tier that are too small for the talks."""
         if features & ON_ROWS:
             row = LONGEST * TOKEN_BYTES * (4 if "encoder-decoder" in features else 1)
-            return {"cache_gb": 2.2 * row / 1e9, "host_cache_gb": 3 * row / 1e9}
+            return {"cache_gb": 3.2 * row / 1e9, "host_cache_gb": 3 * row / 1e9}
         token = TOKEN_BYTES / 4 if "fp8-cache" in features else TOKEN_BYTES
         sizes = {"cache_gb": device_blocks(features), "host_cache_gb": HOST}
         return {name: (blocks + 0.5) * BLOCK * token / 1e9 for name, blocks in sizes.items()}
@@ -409,6 +403,8 @@ class Plain:
 def device_blocks(features: frozenset[str]) -> int:
     """Blocks of a device that is too small for the talks. A tuning job needs some, which it counts in bytes of a rank."""
     lent = 14 * (4 if "fp8-cache" in features else 1) * (2 if features & {"tp", "pp"} else 1)
+    if features >= {"tuning", "target"}:
+        return 24 + lent  # slices of training and streams at the same time
     return max(24, lent if "tuning" in features else 0)
 
 
@@ -465,8 +461,8 @@ class Work:
         for name, work in kinds.items():
             if name in self.features:
                 self._measured(name, work)
-        if self.features >= {"host", "encoder-decoder"}:
-            self._measured("host", self.displace)
+        if self.features >= {"host", "encoder-decoder"} and "priorities" not in self.features:
+            self._measured("priorities", self.displace)
         if job is not None:
             self.end_job(job)
         plain = {name: each for name, each in self.bench.asked.items() if name not in ("tuned", "untuned")}

@@ -77,7 +77,7 @@ def check_pp(seen: Seen) -> None:
 
 @effect("host")
 def check_host(seen: Seen) -> None:
-    """What comes from a lower tier passes through the host, and counts there too. An encoder's prompts share nothing."""
+    """What comes from a lower tier counts for the host as well. An encoder's prompts share nothing."""
     if "encoder-decoder" in seen.features:
         assert seen.grown("priorities", "suspensions") >= 1
         return
@@ -106,8 +106,9 @@ def check_moves(seen: Seen) -> None:
 @effect("grammars")
 def check_grammars(seen: Seen) -> None:
     tokenizer: Tokenizer = byte_level()
-    texts = [tokenizer.decode(seen.bench.tokens[f"ruled-{number}"]) for number in range(2)]
-    assert all(re.fullmatch(RULE, text) for text in texts), texts
+    ruled = [name for name, asked in seen.bench.asked.items() if asked.params.grammar]
+    texts = {name: tokenizer.decode(seen.bench.tokens[name]) for name in ruled}
+    assert len(ruled) > 2 and {name for name, text in texts.items() if not re.fullmatch(RULE, text)} == set(), texts
 
 
 @effect("drafts")

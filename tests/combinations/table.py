@@ -1,7 +1,7 @@
-"""The table of the engine's features and of every pair of them: served, or not served for a reason that the engine gives.
+"""The table of the engine's features and of every pair of them: it works, or it does not for a reason.
 
-`scripts/combinations.py` draws docs/combinations.md from it. The tests serve each pair, or have it refused with these
-words. It needs no torch.
+`scripts/combinations.py` draws docs/combinations.md from it. The tests serve each pair that works, and have the engine
+give the reason for any other. It needs no torch.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ FEATURES = {
     ),
     "encoder-decoder": Feature(
         "encoder-decoder", "T5", "a model such as T5",
-        "the answer is that of the model's own engine, on padded rows", {"model": "t5"},
+        "a T5 gives the answers of an engine without other features", {"model": "t5"},
     ),
     "tp": Feature(
         "tensor parallelism", "tp", "`--tp 2`",
-        "both processes compute, and the answers are those of one", {"tp": 2},
+        "each process has a part of every layer, and the answers are those of one process", {"tp": 2},
     ),
     "pp": Feature(
         "pipeline parallelism", "pp", "`--pp 2`",
-        "both processes compute, and the answers are those of one", {"pp": 2},
+        "each process has some of the layers, and the answers are those of one process", {"pp": 2},
     ),
     "host": Feature(
         "host tier", "host", "`--host-cache-gb`",
-        "a later turn finds state that had left the device", {"host_cache_gb": 1.0},
+        "a later turn finds state that had left the device; a T5 goes on after it was suspended",
+        {"host_cache_gb": 1.0},
     ),
     "disk": Feature(
         "disk tier", "disk", "`--disk-cache-dir`",
@@ -72,7 +73,7 @@ FEATURES = {
     ),
     "adapters": Feature(
         "adapters", "LoRA", "`--adapter`",
-        "answers are those of the adapter, not of the base model", {"max_adapters": 2},
+        "answers are those of the adapter, and most differ from the base model's", {"max_adapters": 2},
     ),
     "tuning": Feature(
         "tuning", "tuning", "`--tuning`",
@@ -107,6 +108,7 @@ FEATURES = {
 
 T5 = "T5ForConditionalGeneration is an encoder-decoder; only causal decoders are served"
 ON_ROWS = "which is for the paged executor, and executor is padded; drop one"
+NO_MOVES = "The engine starts, and moves nothing."
 
 
 class Refusal(NamedTuple):
@@ -115,12 +117,10 @@ class Refusal(NamedTuple):
     pair: tuple[str, str]
     reason: str
     """The engine's own words, or their beginning where a list of models follows."""
-    starts: bool = False
-    """Whether the engine starts without the second feature, and reports this (`EngineInfo`)."""
-    options: dict[str, Any] = {}
-    """Options that ask for the pair, where those of the two features name one option twice."""
-    note: str = ""
-    """More about it, for the page."""
+    starts: str = ""
+    """What the engine does without the second feature, if it starts and reports the reason (`EngineInfo`)."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Further options that ask for the pair, where those of the two features name one option twice."""
 
 
 REFUSALS = (
@@ -128,7 +128,7 @@ REFUSALS = (
         ("paged", "padded"),
         "scheduler is run-to-completion, which plans padded rows, and executor is paged; choose another scheduler, or "
         "the padded executor",
-        options={"executor": "paged", "scheduler": "run-to-completion"},
+        options=(("executor", "paged"), ("scheduler", "run-to-completion")),
     ),
     Refusal(("paged", "encoder-decoder"), T5),
     Refusal(("encoder-decoder", "tp"), T5),
@@ -143,8 +143,8 @@ REFUSALS = (
     Refusal(
         ("encoder-decoder", "remote"), f"{T5}; padded rows cannot run it with remote_cache redis://cache:6379/0"
     ),
-    Refusal(("padded", "moves"), "padded rows hold no blocks that could move", starts=True),
-    Refusal(("encoder-decoder", "moves"), "padded rows hold no blocks that could move", starts=True),
+    Refusal(("padded", "moves"), "padded rows hold no blocks that could move", starts=NO_MOVES),
+    Refusal(("encoder-decoder", "moves"), "padded rows hold no blocks that could move", starts=NO_MOVES),
     Refusal(("padded", "drafts"), f"speculation is ngram, {ON_ROWS}"),
     Refusal(("encoder-decoder", "drafts"), f"{T5}; padded rows cannot run it with speculation ngram"),
     Refusal(
@@ -162,20 +162,19 @@ REFUSALS = (
     Refusal(
         ("encoder-decoder", "4-bit"),
         f"{T5}; on padded rows: the checkpoint is quantized (awq), which runs by native decoders over a paged cache",
-        options={"model": "t5-4-bit"},
+        options=(("model", "t5-4-bit"),),
     ),
     Refusal(("padded", "fp8-cache"), f"kv_cache_dtype is fp8, {ON_ROWS}"),
     Refusal(("encoder-decoder", "fp8-cache"), f"{T5}; padded rows cannot run it with kv_cache_dtype fp8"),
     Refusal(
         ("encoder-decoder", "target"),
         "the TBT target does not bind prompts, which the model cannot compute in chunks",
-        starts=True,
+        starts="The engine starts, and the target bounds the number of prompts in a step, not their length.",
     ),
     Refusal(
         ("fp8-weights", "4-bit"),
         "float32, fp8 weights",
-        starts=True,
-        note="A weight has one format: the layers' 4 bits are rounded again, to 8.",
+        starts="A weight has one format. The engine starts, and rounds the layers' 4 bits again, to 8.",
     ),
     Refusal(("padded", "tenants"), f"max_tenant_sequences is 2, {ON_ROWS}"),
     Refusal(("encoder-decoder", "tenants"), f"{T5}; padded rows cannot run it with max_tenant_sequences 2"),

@@ -363,7 +363,7 @@ class Place:
         like = features & {"4-bit", "fp8-weights", "fp8-cache", "tp", "pp"}
         if like not in self._sources:
             options = SMALL | self.kind(like) | {"chunk_host": "127.0.0.1"}
-            options |= {name: 2 for name in like & {"tp", "pp"}}
+            options |= dict.fromkeys(like & {"tp", "pp"}, 2)
             self._sources[like] = self.start(options)
             self._closing.callback(self._sources[like].close)
         return self._sources[like]
@@ -401,7 +401,7 @@ class Plain:
 
 
 def device_blocks(features: frozenset[str]) -> int:
-    """Blocks of a device that is too small for the talks. A tuning job needs some, which it counts in bytes of a rank."""
+    """Blocks of a device that is too small for the talks. A tuning job needs some: as many bytes on each rank."""
     lent = 14 * (4 if "fp8-cache" in features else 1) * (2 if features & {"tp", "pp"} else 1)
     if features >= {"tuning", "target"}:
         return 24 + lent  # slices of training and streams at the same time
@@ -423,7 +423,8 @@ def paced(pace: str) -> Iterator[None]:
 
     def told(*given: Any, **options: Any) -> CostProfile:
         profile = estimate(*given, **options)
-        cost = replace(profile.cost, **PACES[pace], decode_rows=(), decode_seconds=(), decode_attention=(), deviation=0.0)
+        decodes: dict[str, Any] = {"decode_rows": (), "decode_seconds": (), "decode_attention": ()}
+        cost = replace(profile.cost, **PACES[pace], **decodes, deviation=0.0)
         return replace(profile, cost=cost)
 
     with patch.object(build, "make_profile", told):
@@ -483,14 +484,23 @@ class Work:
         return Asked(tokens(self._seed + number, length), params, adapted, **values)
 
     def talk(self) -> None:
-        """Six conversations of two turns. The last ones go on first, while the host still has their state."""
-        bench, params = self.bench, replace(GREEDY, max_tokens=6)
-        first = {f"talk-{number}": self.asked(number, 80, params) for number in range(self._talks)}
+        """Conversations of two turns. The last ones go on first, while the host still has their state."""
+        bench, params, limited = self.bench, replace(GREEDY, max_tokens=6), "tenants" in self.features
+        first = {
+            f"talk-{number}": self.asked(number, 80, params, tenant=f"tenant-{number % 2}" if limited else "")
+            for number in range(self._talks)
+        }
         bench.run(first)
         bench.settle()
-        for name, asked in reversed(first.items()):
+        for number, (name, asked) in reversed([*enumerate(first.items())]):
             more = asked.prompt + bench.tokens[name] + tokens(self._seed + 50, 4)
-            bench.run({f"{name}-again": replace(asked, prompt=more)})
+            bench.run({f"{name}-again": replace(asked, prompt=more, params=self._second(number, params))})
+
+    def _second(self, number: int, params: SamplingParams) -> SamplingParams:
+        """How a second turn is sampled: grammars and drafts meet state that was kept somewhere else."""
+        if "grammars" in self.features and number % 2:
+            return RULED
+        return REPEATED if "drafts" in self.features and number % 4 == 0 else params
 
     @property
     def _talks(self) -> int:

@@ -2,7 +2,7 @@
 
     python scripts/combinations.py
 
-Needs only Python. `tests/combinations/test_page.py` compares the page with the table.
+Needs only Python. `tests/scripts/test_combinations.py` compares the page with the table.
 """
 
 from __future__ import annotations

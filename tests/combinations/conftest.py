@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.combinations.workload import Place
+from tests.combinations.place import Place
 
 
 @pytest.fixture(scope="package")

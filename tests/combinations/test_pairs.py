@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.combinations.effects import EFFECTS, check_tokens
+from tests.combinations.place import Place
 from tests.combinations.table import FEATURES, served_pairs
-from tests.combinations.workload import Place, Seen, serve
+from tests.combinations.workload import Seen, serve
 
 LAYOUTS = {"tp", "pp"}
 WITH_RANKS = (
@@ -62,4 +63,4 @@ def test_a_pair_shows_the_effects_of_both_and_gives_the_answers_of_a_plain_engin
     seen = serve_once(engine_of(pair))
     for feature in pair:
         EFFECTS[feature](seen)
-    check_tokens(seen)
+    check_tokens(seen, pair)

@@ -21,8 +21,9 @@ import torch
 
 from benchmarks.lib.invocation import provenance
 from tests.combinations.effects import EFFECTS, check_tokens
+from tests.combinations.place import Place
 from tests.combinations.table import FEATURES, is_served
-from tests.combinations.workload import Place, Seen, serve
+from tests.combinations.workload import Seen, serve
 
 ALL, DOZEN, SEED = 60, 12, 0
 LAYOUTS = (("tp",), ("pp",), ("tp",), ("pp",), ("tp", "pp"))
@@ -52,7 +53,7 @@ def drawn(seed: int) -> Iterator[tuple[str, ...]]:
 
 def check(seen: Seen) -> None:
     """Raise AssertionError for tokens that are not the plain engine's, and for a feature without its effect."""
-    check_tokens(seen)
+    check_tokens(seen, seen.features)
     for feature in seen.features:
         EFFECTS[feature](seen)
 

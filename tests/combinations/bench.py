@@ -152,12 +152,15 @@ class Bench:
         return [message for message in self.sent if getattr(message, "number", None) == number]
 
     def settle(self) -> None:
-        """Go on until no block is on its way to a lower tier, for at most 5 s."""
-        tiers = [each for each in self.engine.handlers if isinstance(each, TierHandler)]
-        deadline, quiet = time.monotonic() + 5.0, 0
-        while tiers and quiet < 20 and time.monotonic() < deadline:
-            self.turn()
-            quiet = 0 if tiers[0].busy else quiet + 1
+        """Go on until no block has been on its way to a lower tier for a while."""
+        tiers, quiet = [each for each in self.engine.handlers if isinstance(each, TierHandler)], 0
+
+        def is_quiet() -> bool:
+            nonlocal quiet
+            quiet = 0 if any(each.busy for each in tiers) else quiet + 1
+            return not tiers or quiet > 20
+
+        self.until(is_quiet)
 
     def close(self) -> None:
         self.engine.close()

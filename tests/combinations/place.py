@@ -15,11 +15,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from redis import Redis
 
 from holdfast.engine.process import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import cost_profile
+from holdfast.lm.execution.disk_store import ENTRY_BYTES, PAGE
 from holdfast.lm.models.loader import decoder_spec
 from tests.adapters import drawn, write
 from tests.checkpoints import VOCAB, make
@@ -96,8 +98,9 @@ class Place:
         """An adapter of the Llama that changes what it says."""
         return write(self.root / "adapter", drawn(decoder_spec(self.plain), 8, seed=1, strength=0.8))
 
-    def redis(self) -> str:
-        """The URL of a new Redis service in this process."""
+    @cached_property
+    def _service(self) -> str:
+        """The URL of a Redis service in this process."""
         server = pytest.importorskip("fakeredis").TcpFakeServer(("127.0.0.1", 0), server_type="redis")
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -105,6 +108,12 @@ class Place:
         self._closing.callback(thread.join)
         self._closing.callback(server.shutdown)
         return f"redis://127.0.0.1:{server.server_address[1]}/0"
+
+    def redis(self) -> str:
+        """The URL of a Redis service without any key. An engine that was given it before is closed."""
+        with Redis.from_url(self._service) as client:
+            client.flushall()
+        return self._service
 
     def _with_tokenizer(self, name: str) -> Path:
         byte_level().save(str(self.root / name / "tokenizer.json"))
@@ -141,7 +150,8 @@ class Place:
             found |= self._sizes(features)
         if "disk" in features:
             blocks = LITTLE_DISK if "remote" in features else DISK
-            found |= {"disk_cache_dir": str(self.directory()), "disk_cache_gb": blocks * BLOCK * TOKEN_BYTES / 1e9}
+            size = blocks * (ENTRY_BYTES + max(PAGE, block_bytes(features)))
+            found |= {"disk_cache_dir": str(self.directory()), "disk_cache_gb": size / 1e9}
         if "remote" in features:
             found["remote_cache"] = self.redis()
         if "tuning" in features:
@@ -158,9 +168,8 @@ class Place:
         if features & ON_ROWS:
             row = LONGEST * TOKEN_BYTES * (4 if "encoder-decoder" in features else 1)
             return {"cache_gb": 3.2 * row / 1e9, "host_cache_gb": 3 * row / 1e9}
-        token = TOKEN_BYTES / 4 if "fp8-cache" in features else TOKEN_BYTES
         sizes = {"cache_gb": device_blocks(features), "host_cache_gb": HOST}
-        return {name: (blocks + 0.5) * BLOCK * token / 1e9 for name, blocks in sizes.items()}
+        return {name: (blocks + 0.5) * block_bytes(features) / 1e9 for name, blocks in sizes.items()}
 
     def start(self, options: dict[str, Any], pace: str = "free") -> Bench:
         """An engine with a pace that does not depend on the machine."""
@@ -207,6 +216,11 @@ class Plain:
         self._bench.run(missing)
         self._given |= {each: self._bench.tokens[name] for name, each in missing.items()}
         return {name: self._given[each] for name, each in plain.items()}
+
+
+def block_bytes(features: frozenset[str]) -> int:
+    """Bytes of a block of the cache."""
+    return BLOCK * TOKEN_BYTES // (4 if "fp8-cache" in features else 1)
 
 
 def device_blocks(features: frozenset[str]) -> int:

@@ -37,7 +37,7 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """Bytes of a token's state: layers, keys and values, heads, head size, bytes of a float32."""
 BLOCK = 16
 """Tokens of a block."""
-HOST, DISK, LITTLE_DISK = 32, 200, 64
+HOST, DISK, LITTLE_DISK = 40, 200, 80
 """Blocks of each tier. A little disk has room for some of the talks only."""
 SMALL: dict[str, Any] = {
     "device": "cpu",

@@ -134,7 +134,7 @@ class Work:
     def _talks(self) -> int:
         """Number of conversations of five blocks: more than the device and the host have room for."""
         blocks = device_blocks(self.features) + HOST + (LITTLE_DISK if self.features >= {"disk", "remote"} else 0)
-        return blocks // 5
+        return blocks // 5 + 4
 
     def fetch(self) -> None:
         """Another engine computes a prompt, whose blocks come from there."""

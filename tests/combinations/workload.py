@@ -19,7 +19,7 @@ from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.types import SchedulerStats
 from tests.checkpoints import VOCAB
 from tests.combinations.bench import Asked, Bench
-from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, Place, device_blocks
+from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Place, device_blocks
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPEATED = replace(GREEDY, max_tokens=40, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
@@ -132,7 +132,9 @@ class Work:
 
     @property
     def _talks(self) -> int:
-        """Number of conversations of five blocks: more than the device and the host have room for."""
+        """Number of conversations of five blocks. With tiers, more than the device and the host have room for."""
+        if not self.features & TIERS:
+            return 4
         blocks = device_blocks(self.features) + HOST + (LITTLE_DISK if self.features >= {"disk", "remote"} else 0)
         return blocks // 5 + 4
 

@@ -75,7 +75,7 @@ def said(refusal: Refusal) -> str:
 
 
 def cell(row: str, column: str, numbers: dict[str, int]) -> str:
-    """What the table says of a pair."""
+    """The cell of a pair."""
     if row == column:
         return ""
     refusal = REFUSED.get(frozenset((row, column)))

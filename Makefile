@@ -19,7 +19,7 @@ DOCS_LOCK := requirements/docs.txt
 DOCS := build/docs-venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit fuzz families mutants gpu-test memcheck rooms docs package clean
+.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit fuzz families combinations mutants gpu-test memcheck rooms docs package clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-browser  tests of the page, in a headless Chromium (Debian: apt-get install chromium)"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
 	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
+	@echo "make combinations  draw docs/combinations.md, the table of features that work together, from the tests' own"
 	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch; over an hour"
 	@echo "               ONLY=WORDS: those whose files or text hold one of the words, such as ONLY=lm/memory"
 	@echo "make gpu-test  the tests that need a CUDA device"
@@ -113,9 +114,14 @@ fuzz: $(READY)
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(TESTS)
 	$(if $(TESTS),,$(BIN)/python -m tests.lm.padded.test_histories 10000 $(SEED))
 	$(if $(TESTS),,HOLDFAST_DRAWS=20000 $(BIN)/python -m pytest -m "not gpu" --timeout=3600 tests/engine/test_distributions.py)
+	$(if $(TESTS),,$(BIN)/python -m tests.combinations.test_triples)
 
 families: $(READY)
 	$(BIN)/python -m tests.lm.padded.test_families
+
+# Needs Python 3.11 or newer alone.
+combinations:
+	@$(PYTHON) scripts/combinations.py
 
 mutants: $(READY)
 	$(BIN)/python scripts/mutants.py $(ONLY)

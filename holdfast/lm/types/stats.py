@@ -59,11 +59,11 @@ class SchedulerStats:
     training_tokens: int = 0
     """Tokens of the micro-batches of tuning jobs that were computed."""
     training_seconds: float = 0.0
-    """Device time of their slices."""
-    deferred_seconds: float = 0.0
     """Device time of the slices of training, in seconds."""
-    tokens_drafted: int = 0
+    deferred_seconds: float = 0.0
     """Seconds that requests have waited by the deferral bound, summed."""
+    tokens_drafted: int = 0
+    """Guessed tokens that steps have verified."""
     drafts_accepted: int = 0
     """Number of these tokens that the model would have drawn itself."""
     prefix_hits_on_disk: int = 0

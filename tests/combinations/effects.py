@@ -1,0 +1,179 @@
+"""The effect of each feature, as it shows in what an engine did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from tokenizers import Tokenizer
+
+from holdfast.lm.kernels.fp8 import FP8, Fp8Weight
+from holdfast.lm.kernels.int4 import Int4Weight
+from holdfast.lm.models.decoder import Decoder
+from tests.combinations.place import BLOCK, ON_ROWS
+from tests.combinations.workload import RULE, Seen
+from tests.tokenizers_made import byte_level
+
+BOUNDED = 32
+"""Tokens that the latency target leaves a step, by the pace that these engines are told."""
+BOUNDED_ROWS = 17
+"""Tokens that it leaves a step of padded rows: a decode, and a tile, which a step may always fill."""
+EFFECTS: dict[str, Callable[[Seen], None]] = {}
+"""By feature, a function that raises AssertionError unless its effect is seen."""
+
+
+def effect(name: str) -> Callable[[Callable[[Seen], None]], Callable[[Seen], None]]:
+    """Enter a function into EFFECTS."""
+
+    def enter(check: Callable[[Seen], None]) -> Callable[[Seen], None]:
+        EFFECTS[name] = check
+        return check
+
+    return enter
+
+
+def check_tokens(seen: Seen, features: Iterable[str]) -> None:
+    """The answers of the talks, and of the work of these features, are those of the plain engine."""
+    names = {name for work in ("talk", *features) for name in seen.requests.get(work, ())}
+    assert {name: seen.bench.tokens[name] for name in names} == {name: seen.expected[name] for name in names}
+
+
+def decoder(seen: Seen) -> Decoder:
+    """Rank 0's part of the model."""
+    model = seen.bench.log.device.model
+    assert isinstance(model, Decoder)
+    return model
+
+
+@effect("paged")
+def check_paged(seen: Seen) -> None:
+    assert seen.bench.info.executor == "paged"
+    assert seen.grown("talk", "prefix_hits") >= 2 * BLOCK
+
+
+@effect("padded")
+def check_padded(seen: Seen) -> None:
+    assert seen.bench.info.executor == "padded"
+    assert seen.after["talk"].forwards > 10
+
+
+@effect("encoder-decoder")
+def check_encoder_decoder(seen: Seen) -> None:
+    assert seen.bench.log.device.model.is_encoder_decoder
+    assert len({*seen.expected.values()}) > 3
+
+
+@effect("tp")
+def check_tp(seen: Seen) -> None:
+    """Rank 0 has half of each layer, so the answers take the other half."""
+    assert seen.bench.info.tp == 2
+    assert decoder(seen).shard.tp == 2
+    assert len(seen.bench.engine.ranks.pids) >= 1
+    check_tokens(seen, ("tp",))
+
+
+@effect("pp")
+def check_pp(seen: Seen) -> None:
+    """Rank 0 has the first layer, so the answers take the other one."""
+    assert seen.bench.info.pp == 2
+    assert decoder(seen).shard.layers == range(1) and not decoder(seen).shard.last
+    check_tokens(seen, ("pp",))
+
+
+@effect("host")
+def check_host(seen: Seen) -> None:
+    """What comes from a lower tier counts for the host as well. An encoder's prompts share nothing."""
+    if "encoder-decoder" in seen.features:
+        assert seen.grown("priorities", "suspensions") >= 1
+        check_tokens(seen, ("priorities",))
+        return
+    lower = sum(seen.grown("talk", f"prefix_hits_on_{tier}") for tier in ("disk", "remote"))
+    assert seen.grown("talk", "prefix_hits_on_host") - lower >= BLOCK
+
+
+@effect("disk")
+def check_disk(seen: Seen) -> None:
+    assert seen.grown("talk", "prefix_hits_on_disk") >= BLOCK
+    assert seen.after["talk"].disk_bytes_read > 0 == seen.after["talk"].blocks_corrupt
+
+
+@effect("remote")
+def check_remote(seen: Seen) -> None:
+    assert seen.grown("talk", "prefix_hits_on_remote") >= BLOCK
+
+
+@effect("moves")
+def check_moves(seen: Seen) -> None:
+    assert seen.fetched is not None and seen.fetched.reason == ""
+    assert seen.fetched.tokens == 7 * BLOCK == seen.bench.cached["moved"]
+    assert seen.grown("moves", "chunk_bytes_in") > 0
+
+
+@effect("grammars")
+def check_grammars(seen: Seen) -> None:
+    tokenizer: Tokenizer = byte_level()
+    ruled = [name for name, asked in seen.bench.asked.items() if asked.params.grammar]
+    texts = {name: tokenizer.decode(seen.bench.tokens[name]) for name in ruled}
+    assert len(ruled) > 2 and {name for name, text in texts.items() if not re.fullmatch(RULE, text)} == set(), texts
+
+
+@effect("drafts")
+def check_drafts(seen: Seen) -> None:
+    assert seen.grown("drafts", "drafts_accepted") > 5
+
+
+@effect("adapters")
+def check_adapters(seen: Seen) -> None:
+    """Some answers, as those of three tokens, may be alike."""
+    check_tokens(seen, ("adapters",))
+    changed = sum(seen.bench.tokens[name] != tokens for name, tokens in seen.base.items())
+    assert changed > len(seen.base) / 2
+
+
+@effect("tuning")
+def check_tuning(seen: Seen) -> None:
+    assert sum(seen.losses[-3:]) < 0.9 * sum(seen.losses[:3])
+    assert seen.bench.tokens["tuned"] != seen.bench.tokens["untuned"]
+
+
+@effect("fp8-weights")
+def check_fp8_weights(seen: Seen) -> None:
+    assert all(isinstance(layer.qkv, Fp8Weight) for layer in decoder(seen).layers)
+    assert "fp8 weights" in seen.bench.info.precision
+
+
+@effect("4-bit")
+def check_four_bits(seen: Seen) -> None:
+    assert all(isinstance(layer.qkv, Int4Weight) for layer in decoder(seen).layers)
+
+
+@effect("fp8-cache")
+def check_fp8_cache(seen: Seen) -> None:
+    assert re.search("fp8 .*cache", seen.bench.info.precision)
+    assert seen.bench.log.device.memory.cache.data.dtype == FP8
+
+
+@effect("target")
+def check_target(seen: Seen) -> None:
+    if "tuning" in seen.features:
+        assert seen.bench.log.sliced > 0
+        return
+    lengths = seen.bench.log.lengths("stream", "long")
+    assert len(lengths) > 2
+    assert max(lengths) <= (BOUNDED_ROWS if seen.features & ON_ROWS else BOUNDED), lengths
+
+
+@effect("priorities")
+def check_priorities(seen: Seen) -> None:
+    assert seen.grown("priorities", "preemptions") >= 1
+    ended = seen.bench.ended
+    assert ended.index("chat") < max(ended.index(name) for name in ended if name.startswith("line-"))
+
+
+@effect("tenants")
+def check_tenants(seen: Seen) -> None:
+    """The third request of one tenant waits for a row that is free; the other tenant's does not."""
+    ended, log = seen.bench.ended, seen.bench.log
+    assert not log.lengths("first-0", "first-1", "first-2")
+    assert log.lengths("first-0", "second")
+    assert ended.index("second") < ended.index("first-2")

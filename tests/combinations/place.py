@@ -1,0 +1,254 @@
+"""The place where the engines of these tests are made: their models and services, and options in small sizes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from shutil import copytree
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from redis import Redis
+
+from holdfast.engine.process import build
+from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.execution import cost_profile
+from holdfast.lm.execution.disk_store import ENTRY_BYTES, PAGE
+from holdfast.lm.models.loader import decoder_spec
+from tests.adapters import drawn, write
+from tests.checkpoints import VOCAB, make
+from tests.combinations.bench import Asked, Bench
+from tests.combinations.table import FEATURES
+from tests.lm.models.test_quantized import quantized
+from tests.lm.padded.test_encoder_decoder import make as make_encoder_decoder
+from tests.tokenizers_made import byte_level
+
+LONGEST = 256
+"""Positions of a sequence."""
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
+"""Bytes of a token's state: layers, keys and values, heads, head size, bytes of a float32."""
+BLOCK = 16
+"""Tokens of a block."""
+HOST, DISK, LITTLE_DISK = 40, 200, 80
+"""Blocks of each tier. A little disk has room for some of the talks only."""
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "max_sequences": 4,
+    "max_waiting": 64,
+    "token_budget": 64,
+    "max_model_len": LONGEST,
+    "cache_gb": 0.01,
+    "eviction": "lru",
+}
+TIERS = {"host", "disk", "remote", "moves"}
+"""Features that need a host tier."""
+ON_ROWS = {"padded", "encoder-decoder"}
+TARGETS = {"paged": 1390.0, "padded": 0.001, "tuning": 60_000.0}
+"""Latency targets in ms, by what they bind."""
+
+
+class Place:
+    """What the engines of the tests are made of: models, an adapter, directories, and a Redis service."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._closing = ExitStack()
+        self._sources: dict[Any, Bench] = {}
+        self._plain: dict[Any, Plain] = {}
+
+    @cached_property
+    def plain(self) -> Path:
+        """A Llama of two layers and random weights."""
+        make(self.root / "llama", "Llama", max_position_embeddings=512, eos_token_id=1)
+        return self._with_tokenizer("llama")
+
+    @cached_property
+    def four_bits(self) -> Path:
+        """The same, with layers in 4 bits."""
+        quantized(self.root / "llama-4-bit", "Llama", "awq-32", max_position_embeddings=512, eos_token_id=1)
+        return self._with_tokenizer("llama-4-bit")
+
+    @cached_property
+    def encoder_decoder(self) -> Path:
+        """A T5 of random weights."""
+        make_encoder_decoder("T5", vocab_size=VOCAB, eos_token_id=1).save_pretrained(self.root / "t5")
+        return self._with_tokenizer("t5")
+
+    @cached_property
+    def encoder_decoder_four_bits(self) -> Path:
+        """A checkpoint of a T5 that says its weights are in 4 bits."""
+        directory = self.root / "t5-4-bit"
+        copytree(self.encoder_decoder, directory)
+        config = json.loads((directory / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+        (directory / "config.json").write_text(json.dumps(config))
+        return directory
+
+    @cached_property
+    def adapter(self) -> Path:
+        """An adapter of the Llama that changes what it says."""
+        return write(self.root / "adapter", drawn(decoder_spec(self.plain), 8, seed=1, strength=0.8))
+
+    @cached_property
+    def _service(self) -> str:
+        """The URL of a Redis service in this process."""
+        server = pytest.importorskip("fakeredis").TcpFakeServer(("127.0.0.1", 0), server_type="redis")
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        self._closing.callback(server.server_close)
+        self._closing.callback(thread.join)
+        self._closing.callback(server.shutdown)
+        return f"redis://127.0.0.1:{server.server_address[1]}/0"
+
+    def redis(self) -> str:
+        """The URL of a Redis service without any key. An engine that was given it before is closed."""
+        with Redis.from_url(self._service) as client:
+            client.flushall()
+        return self._service
+
+    def _with_tokenizer(self, name: str) -> Path:
+        byte_level().save(str(self.root / name / "tokenizer.json"))
+        return self.root / name
+
+    def directory(self) -> Path:
+        """A new directory."""
+        return Path(tempfile.mkdtemp(dir=self.root))
+
+    def model(self, features: frozenset[str]) -> Path:
+        if "encoder-decoder" in features:
+            return self.encoder_decoder
+        return self.four_bits if "4-bit" in features else self.plain
+
+    def kind(self, features: frozenset[str]) -> dict[str, Any]:
+        """Options of the model and of its numbers, by which an answer may differ, and the adapter if it takes any."""
+        found: dict[str, Any] = {"model": str(self.model(features))}
+        if "encoder-decoder" not in features:
+            found["adapter"] = (f"own={self.adapter}",)
+        for name in features & {"fp8-weights", "fp8-cache"}:
+            found |= FEATURES[name].options
+        return found
+
+    def options(self, features: frozenset[str]) -> dict[str, Any]:
+        """Options of an engine with these features, in sizes for `serve`."""
+        found = SMALL | self.kind(features)
+        if "adapters" not in features:
+            found.pop("adapter", None)
+        if not features & ON_ROWS:
+            found["speculation"] = "off"
+        for name in features & {"paged", "padded", "tp", "pp", "moves", "drafts", "tenants"}:
+            found |= FEATURES[name].options
+        if features & TIERS:
+            found |= self._sizes(features)
+        if "disk" in features:
+            blocks = LITTLE_DISK if "remote" in features else DISK
+            size = blocks * (ENTRY_BYTES + max(PAGE, block_bytes(features)))
+            found |= {"disk_cache_dir": str(self.directory()), "disk_cache_gb": size / 1e9}
+        if "remote" in features:
+            found["remote_cache"] = self.redis()
+        if "tuning" in features:
+            found |= {"tuning": True, "tuning_mirror": "off", "tuning_micro_batch": 16, "max_adapters": 2}
+            found["tuning_memory_fraction"] = 0.95
+            found |= {} if "target" in features else {"deferral_bound": 0.0}
+        if "target" in features:
+            binds = "tuning" if "tuning" in features else "padded" if features & ON_ROWS else "paged"
+            found |= {"tbt_target": TARGETS[binds], "token_budget": None}
+        return found
+
+    def _sizes(self, features: frozenset[str]) -> dict[str, Any]:
+        """Sizes of a device and a host tier that are too small for the talks."""
+        if features & ON_ROWS:
+            row = LONGEST * TOKEN_BYTES * (4 if "encoder-decoder" in features else 1)
+            return {"cache_gb": 3.2 * row / 1e9, "host_cache_gb": 3 * row / 1e9}
+        sizes = {"cache_gb": device_blocks(features), "host_cache_gb": HOST}
+        return {name: (blocks + 0.5) * block_bytes(features) / 1e9 for name, blocks in sizes.items()}
+
+    def start(self, options: dict[str, Any], pace: str = "free") -> Bench:
+        """An engine with a pace that does not depend on the machine."""
+        environment = {"XDG_CACHE_HOME": str(self.directory())}
+        with patch.dict("os.environ", environment), patch.object(cost_profile, "SECONDS_A_POINT", 0.0), paced(pace):
+            return Bench(EngineConfig(**options))
+
+    def source(self, features: frozenset[str]) -> Bench:
+        """An engine from which one with these features can fetch blocks."""
+        like = features & {"4-bit", "fp8-weights", "fp8-cache", "tp", "pp"}
+        if like not in self._sources:
+            options = SMALL | self.kind(like) | {"chunk_host": "127.0.0.1"}
+            options |= dict.fromkeys(like & {"tp", "pp"}, 2)
+            self._sources[like] = self.start(options)
+            self._closing.callback(self._sources[like].close)
+        return self._sources[like]
+
+    def reference(self, features: frozenset[str]) -> Plain:
+        """The plain engine whose tokens one with these features gives."""
+        like = features & {"4-bit", "fp8-weights", "fp8-cache", "encoder-decoder"}
+        if like not in self._plain:
+            bench = self.start(SMALL | self.kind(like) | {"prefix_sharing": False})
+            self._plain[like] = Plain(bench)
+            self._closing.callback(bench.close)
+        return self._plain[like]
+
+    def close(self) -> None:
+        """End all engines and the Redis service."""
+        self._closing.close()
+
+
+class Plain:
+    """A plain engine, and the answers that it has given."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._given: dict[Asked, tuple[int, ...]] = {}
+
+    def answers(self, asked: dict[str, Asked]) -> dict[str, tuple[int, ...]]:
+        """By name, the tokens of each request, whoever asks and how urgently."""
+        plain = {name: replace(each, tenant="", priority=0) for name, each in asked.items()}
+        new = [each for each in dict.fromkeys(plain.values()) if each not in self._given]
+        missing = {str(number): each for number, each in enumerate(new, len(self._given))}
+        self._bench.run(missing)
+        self._given |= {each: self._bench.tokens[name] for name, each in missing.items()}
+        return {name: self._given[each] for name, each in plain.items()}
+
+
+def block_bytes(features: frozenset[str]) -> int:
+    """Bytes of a block of the cache."""
+    return BLOCK * TOKEN_BYTES // (4 if "fp8-cache" in features else 1)
+
+
+def device_blocks(features: frozenset[str]) -> int:
+    """Blocks of a device that is too small for the talks. A tuning job needs some: as many bytes on each rank."""
+    lent = 14 * (4 if "fp8-cache" in features else 1) * (2 if features & {"tp", "pp"} else 1)
+    if features >= {"tuning", "target"}:
+        return 24 + lent  # slices of training and streams at the same time
+    return max(24, lent if "tuning" in features else 0)
+
+
+PACES: dict[str, dict[str, Any]] = {
+    # A step takes a second, whatever it computes: drafts pay, and bringing state is cheaper than computing it again.
+    "free": {"linear_tokens": (1, 512), "linear_seconds": (1.0, 1.01)},
+    # A step takes a second, and 10 ms for each token.
+    "bounded": {"linear_tokens": (1, 512), "linear_seconds": (1.0, 6.11)},
+}
+
+
+@contextmanager
+def paced(pace: str) -> Iterator[None]:
+    """Engines on a paged cache are told this pace, and find that steps keep it. Padded rows are estimated."""
+    estimate = build.make_profile
+
+    def told(*given: Any, **options: Any) -> CostProfile:
+        profile = estimate(*given, **options)
+        decodes: dict[str, Any] = {"decode_rows": (), "decode_seconds": (), "decode_attention": ()}
+        cost = replace(profile.cost, **PACES[pace], **decodes, deviation=0.0)
+        return replace(profile, cost=cost)
+
+    with patch.object(build, "make_profile", told):
+        yield

@@ -143,7 +143,9 @@ def test_the_kernels_of_a_gpu_give_peft_s_gradients(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Triton's interpreter runs the operations between the products."""
-    monkeypatch.setattr(halves_module, "training_ops_for", lambda shape: FusedTrainingOps(FusedLayerOps(shape)))
+    monkeypatch.setattr(
+        halves_module, "training_ops_for", lambda shape, group: FusedTrainingOps(FusedLayerOps(shape, group))
+    )
     monkeypatch.setattr(halves_module, "layer_ops_for", FusedLayerOps)
     module, model = base_of(family, tmp_path)
     assert_gradients_are_peft_s(module, model, (), drawn_examples(2, longest=5), keep=True, most=5e-5)

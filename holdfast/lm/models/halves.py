@@ -159,11 +159,6 @@ class Halves:
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
         """`scale` is LoRA's s."""
         spec = model.decoder
-        if model.group is not None and spec.qk_norm and spec.qk_norm_whole:
-            raise ValueError(
-                f"tp is {model.group.size}, and {spec.architecture} norms queries and keys over the heads of all "
-                "devices, which tuning does not split; leave tp out"
-            )
         self.model, self.layout, self.scale = model, layout, scale
         self._group, self._pieces = model.group, module_pieces(spec, model.shard)
         self._spec = spec = model.shard.own(spec)
@@ -184,12 +179,13 @@ class Halves:
             layer_norm=spec.layer_norm,
             gated=spec.gated,
             qk_norm_whole=spec.qk_norm_whole,
+            kv_copies=model.shard.copies(model.decoder.num_kv_heads),
         )
-        self._ops = training_ops_for(shape)
+        self._ops = training_ops_for(shape, self._group)
         self._local_layers, local = self._ops.layers, spec.local_rope
         if local is not None:
             shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
-            self._local_layers = layer_ops_for(shape)
+            self._local_layers = layer_ops_for(shape, self._group)
         self.attention = packed_attention_for(device, dtype, spec.head_dim, softcap=spec.softcap, sinks=spec.sinks)
         self._windows = spec.windows or (None,) * spec.num_layers
         self._columns = {name: piece.columns for pieces in self._pieces.values() for name, piece in pieces.items()}

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from holdfast.lm.execution.stage_link import StageLink
+from holdfast.lm.kernels.collectives.protocol import in_rows
 from holdfast.lm.kernels.training.attention import sent
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
@@ -563,12 +564,6 @@ class _Timer:
             return self._seconds
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1000.0
-
-
-def in_rows(vector: torch.Tensor) -> torch.Tensor:
-    """A vector as rows [T, width] of the largest width up to 4,096 that divides it, as sums over devices take it."""
-    width = next(width for width in range(min(len(vector), 4096), 0, -1) if len(vector) % width == 0)
-    return vector.view(-1, width)
 
 
 def _add(sums: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:

@@ -304,7 +304,7 @@ def serve_configs(asked: Asked) -> ServeConfigs:
         refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one next to --app", but=("threads",))
     else:
         with value_errors_as_usage():
-            cluster.check(engine)
+            cluster.check(engine, server.tuning_state)
     if not apps.app:
         for field in fields(AppConfig):
             if field.name in asked.flags:

@@ -120,7 +120,7 @@ class TrainingOps:
         # Equal copies of a KV head count in the sum of squares and in the width alike.
         size = 1 if self.layers.group is None else self.layers.group.size
         for (out, back, x), own in zip(parts, self._over_devices(sums).split(2, dim=1), strict=True):
-            squares, products = (own / (x.shape[1] * size)).split(1, dim=1)
+            squares, products = torch.split(own / (x.shape[1] * size), 1, dim=1)
             scale = torch.rsqrt(squares + self.shape.eps)
             out.copy_(scale * (back - x * scale.square() * products))
 

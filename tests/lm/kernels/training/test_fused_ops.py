@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 from holdfast.lm.kernels.training import ops
 from holdfast.lm.kernels.training.fused_ops import FusedTrainingOps
 from holdfast.lm.kernels.training.ops import TrainingOps, product_in_float32
-from tests.lm.kernels.linear.test_layers import DTYPES, assert_near, drawn, shape_of
+from tests.lm.kernels.linear.test_layers import DTYPES, EPS, assert_near, drawn, shape_of
 from tests.lm.kernels.linear.test_shards import Half
 
 
@@ -87,7 +88,6 @@ def test_gradients_of_norms_over_the_heads_of_two_devices_add_up_to_those_of_one
     monkeypatch.setattr(ops, "SUMMED_TOGETHER", 4)
     heads, dim, dtype = 4, 16, torch.float32
     sizes = dict(num_heads=heads, head_dim=dim, qk_norm_whole=True)
-    whole = TrainingOps(LayerOps(shape_of(device, torch.float64, num_kv_heads=kv_heads, **sizes)))
     # Columns of queries, of keys and of values; of both devices' copies, where both hold the KV head.
     widths = (heads * dim, 2 * dim, 2 * dim)
     back, qkv = (drawn(tokens, sum(widths), device=device, dtype=dtype).split(widths, 1) for _ in range(2))
@@ -103,8 +103,13 @@ def test_gradients_of_norms_over_the_heads_of_two_devices_add_up_to_those_of_one
         copies = [part.double().chunk(2, 1) for part in parts[1:]]
         return torch.cat((parts[0].double(), *(a + b if summed else a for a, b in copies)), 1)
 
-    expected = joined(back, summed=True)
-    whole.whole_norms_backward(expected, joined(qkv, summed=False), q_norm.double(), k_norm[: kv_heads * dim].double())
+    given = joined(qkv, summed=False).requires_grad_()
+    query, key, value = given.split((heads * dim, kv_heads * dim, kv_heads * dim), 1)
+    normed = [
+        functional.rms_norm(x, x.shape[1:], weight[: x.shape[1]].double(), EPS)
+        for x, weight in ((query, q_norm), (key, k_norm))
+    ]
+    (expected,) = torch.autograd.grad(torch.cat((*normed, value), 1), given, joined(back, summed=True))
     shape = shape_of(device, dtype, num_kv_heads=1, **{**sizes, "num_heads": 2}, kv_copies=2 // kv_heads)
     own = [tuple(part.chunk(2, 1)[rank] for part in (*back, *qkv)) for rank in range(2)]
     gave: list[Any] = [0.0, 0.0]

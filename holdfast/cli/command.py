@@ -368,7 +368,8 @@ def tune_command() -> Command:
             {name: value for name, value in had.items() if name not in tune.ENGINE_WITHOUT}
             for had in (asked.flags, asked.file)
         ]
-        engine = build(EngineConfig, {"tuning": config.url is None}, *given)
+        here = config.url is None
+        engine = build(EngineConfig, {"tuning": here, "dora": here and config.dora}, *given)
         return run_in_loop(tune.run(config, engine, asked.flags["data"], asked.model))
 
     return Command(

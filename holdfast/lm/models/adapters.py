@@ -251,9 +251,15 @@ def squares_of(weight: Weight, module: AdaptedModule, pair: LoraPair) -> torch.T
     """
     whole: Any = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
     rows = whole[module.columns]
-    a, b = pair.a.to(rows.device, torch.float32), module.placed(pair.b).to(rows.device, torch.float32)
+    return row_squares(rows, pair.a.to(rows.device), module.placed(pair.b).to(rows.device), pair.scale)
+
+
+def row_squares(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """The squared norm of each of the rows of W + scale · B A, [outputs] float32, or float64 for float64 weights."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    a = a.to(dtype)
     squares = [
-        torch.linalg.vector_norm(torch.addmm(part.float(), b_part, a, alpha=pair.scale), dim=1).square()
+        torch.linalg.vector_norm(torch.addmm(part.to(dtype), b_part.to(dtype), a, alpha=scale), dim=1).square()
         for part, b_part in zip(torch.split(rows, ROWS_AT_A_TIME), torch.split(b, ROWS_AT_A_TIME), strict=True)
     ]
     return torch.cat(squares)

@@ -119,7 +119,7 @@ class TrainingOps:
         sums = torch.stack([each for _, back, x in parts for each in ((x * x).sum(1), (back * x).sum(1))], dim=1)
         # Equal copies of a KV head count in the sum of squares and in the width alike.
         size = 1 if self.layers.group is None else self.layers.group.size
-        for (out, back, x), own in zip(parts, self._over_devices(sums).split(2, dim=1), strict=True):
+        for (out, back, x), own in zip(parts, torch.split(self._over_devices(sums), 2, dim=1), strict=True):
             squares, products = torch.split(own / (x.shape[1] * size), 1, dim=1)
             scale = torch.rsqrt(squares + self.shape.eps)
             out.copy_(scale * (back - x * scale.square() * products))

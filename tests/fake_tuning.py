@@ -109,7 +109,7 @@ class FakeTuner:
             loss=1 / step if step else None, validation=None,
             checkpoint=str(directory / "checkpoints" / str(done)) if done else "", epochs=epochs, batch_size=size,
             learning_rate=order.learning_rate, rank=order.rank, alpha=order.alpha or 2.0 * order.rank,
-            modules=order.modules or ("q",), micro_batch=order.micro_batch or 512,
+            modules=order.modules or ("q",), dora=order.dora, micro_batch=order.micro_batch or 512,
             untold=tuple(
                 JobStep(order.id, each, epochs * per_epoch, 10, 1 / each) for each in range(order.known + 1, step + 1)
             ),

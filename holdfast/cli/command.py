@@ -304,7 +304,7 @@ def serve_configs(asked: Asked) -> ServeConfigs:
         refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one next to --app", but=("threads",))
     else:
         with value_errors_as_usage():
-            cluster.check(engine)
+            cluster.check(engine, server.tuning_state)
     if not apps.app:
         for field in fields(AppConfig):
             if field.name in asked.flags:
@@ -368,7 +368,8 @@ def tune_command() -> Command:
             {name: value for name, value in had.items() if name not in tune.ENGINE_WITHOUT}
             for had in (asked.flags, asked.file)
         ]
-        engine = build(EngineConfig, {"tuning": config.url is None}, *given)
+        here = config.url is None
+        engine = build(EngineConfig, {"tuning": here, "dora": here and config.dora}, *given)
         return run_in_loop(tune.run(config, engine, asked.flags["data"], asked.model))
 
     return Command(

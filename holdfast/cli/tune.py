@@ -46,7 +46,16 @@ ASK_SECONDS = 1.0
 RATE_SECONDS = 10.0
 """Seconds over which the rate of tokens is averaged."""
 JOBS = "fine_tuning/jobs"
-ENGINE_WITHOUT = ("seed", "tuning", "adapter", "max_adapters", "deferral_bound", "tuning_progress", "tuning_share")
+ENGINE_WITHOUT = (
+    "seed",
+    "tuning",
+    "dora",
+    "adapter",
+    "max_adapters",
+    "deferral_bound",
+    "tuning_progress",
+    "tuning_share",
+)
 """Engine options that `holdfast tune` does not have, because it does not need them or sets them in another way."""
 
 
@@ -66,6 +75,7 @@ class TuneConfig:
     target_module: tuple[str, ...] = option(
         (), "matrix to adapt: q, k, v, o, gate, up or down, or qkv or gate_up in one; repeat it for several"
     )
+    dora: bool = option(False, "tune a DoRA, which learns the length of each changed row as well")
     seed: int = option(0, "seed of the adapter's beginning and of the order of examples")
 
     def __post_init__(self) -> None:
@@ -96,6 +106,8 @@ class TuneConfig:
             given["lora_alpha"] = self.alpha
         if self.target_module:
             given["target_modules"] = list(self.target_module)
+        if self.dora:
+            given["use_dora"] = True
         method = {"type": "supervised", "supervised": {"hyperparameters": given}}
         files = {"training_file": training, "validation_file": validation}
         return {"model": model, **files, "method": method, "seed": self.seed}

@@ -74,10 +74,20 @@ class ClusterConfig:
         """Whether requests are routed, because there may be several engines."""
         return self.most > 1 or self.ray is not None
 
-    def check(self, engine: EngineConfig) -> None:
-        """Raises ValueError for an option that is only supported with a single engine."""
-        if self.ray is not None and engine.tuning:
+    def check(self, engine: EngineConfig, tuning_state: str | None) -> None:
+        """Raises ValueError for options that engines on other hosts cannot follow.
+
+        `tuning_state` is the server's directory of tuning jobs; None: the default, which each host has for itself.
+        """
+        if self.ray is None or not engine.tuning:
+            return
+        if tuning_state is None:
             raise ValueError(
-                "ray is set, and tuning is on: engines on other nodes do not see the directory of a job; run "
-                "`holdfast serve --tuning` beside this server, and load its adapters here"
+                "ray is set, and tuning is on: any node may have to go on with a job; set tuning_state to a directory "
+                "that all hosts see at the same path"
+            )
+        if engine.tuning_mirror not in (AUTO, "off"):
+            raise ValueError(
+                f"ray is set, and tuning_mirror is {engine.tuning_mirror}: a lost node takes the states in its memory "
+                "with it, so they are stored in tuning_state alone; leave tuning_mirror out"
             )

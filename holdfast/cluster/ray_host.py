@@ -9,6 +9,7 @@ import ray
 import zmq
 
 from holdfast.cluster.local_spawner import free_gb
+from holdfast.cluster.shared_directory import read_mark
 from holdfast.core.version import __version__
 from holdfast.engine.spawn import EngineProcess, Link
 from holdfast.files.regular import open_file
@@ -50,6 +51,10 @@ class EngineHost:
         """Return the properties that are known before the engine loads."""
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return About(address, node, self._process.pid, self._public, version(), free_gb())
+
+    def mark(self, path: str) -> str:
+        """Return the mark of a shared directory as this node sees it; empty if there is none."""
+        return read_mark(path)
 
     def connect(self, address: str, client_key: str) -> None:
         """Send the engine the address of its client's socket, and the keys."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_TIER_GB, with_own_files
+from holdfast.cluster.shared_directory import mark, read_mark
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.curve import LOST
@@ -50,16 +51,18 @@ class RaySpawner:
     kind = "ray"
     most: int | None = None  # Unknown: Ray may add nodes for replicas that wait.
 
-    def __init__(self, config: EngineConfig, address: str, cpus: float) -> None:
+    def __init__(self, config: EngineConfig, address: str, cpus: float, shared: Path | None = None) -> None:
         """Join a Ray cluster.
 
         `address` is host:port, or "auto". With "auto", the process joins the cluster on this host, or starts one if
         there is none. If the process already belongs to a cluster, `address` is ignored, and the process stays in that
         cluster after the engines have ended.
 
-        Each engine gets `cpus` CPUs, and one GPU per rank if the cluster has GPUs. Raises EngineStartError.
+        Each engine gets `cpus` CPUs, and one GPU per rank if the cluster has GPUs. `shared` is a directory that all
+        nodes must see at the same path, if there is one. Raises EngineStartError.
         """
         self._config, self._cpus = config, cpus
+        self._marks = () if shared is None else (marked(shared),)
         self._actors: dict[int, Any] = {}
         self._places: dict[int, str] = {}
         self._secret = secrets.token_bytes(32)
@@ -111,6 +114,12 @@ class RaySpawner:
         about = About(*await answer(actor.about.remote()))
         if about.version != version():
             raise EngineStartError(f"{about.place} has {about.version}, and this host has {version()}")
+        for path in self._marks:
+            if not (here := read_mark(str(path))) or await answer(actor.mark.remote(str(path))) != here:
+                raise EngineStartError(
+                    f"{about.place} does not see {path.parent} as this host does; put it on a file system that all "
+                    "hosts mount at this path"
+                )
         self._places[number] = about.place
         process = RayProcess(actor, about, self._reach, began)
         client = await EngineClient.start(
@@ -148,6 +157,8 @@ class RaySpawner:
         """Return the configuration of an engine on this node, with its share of the node's cores and free memory."""
         config, free = self._config, about.free_gb
         changes: dict[str, object] = {"device": "cuda" if self._gpus else "cpu"}
+        if config.tuning:
+            changes["tuning_mirror"] = "off"  # A lost node would take states in its memory with it.
         if config.prefix_sharing and not config.chunk_host:  # State moves between the engines.
             changes["chunk_host"] = f"[{about.address}]" if ":" in about.address else about.address
         if not self._gpus:
@@ -221,6 +232,14 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
     except OSError as error:
         raise EngineStartError(f"there is no Ray cluster at {address}: {one_line(error)}") from error
+
+
+def marked(directory: Path) -> Path:
+    """Mark a directory that all nodes must see. Returns the path of its mark. Raises EngineStartError."""
+    try:
+        return mark(directory)
+    except OSError as error:
+        raise EngineStartError(f"the directory {directory} cannot be used: {error.strerror}") from error
 
 
 async def answer(call: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from holdfast.cluster.config import ClusterConfig
@@ -47,14 +48,20 @@ class Spawner(Protocol):
 
 
 def make_spawner(
-    config: EngineConfig, cluster: ClusterConfig, process: EngineProcess | None = None, ledger: str = ""
+    config: EngineConfig,
+    cluster: ClusterConfig,
+    process: EngineProcess | None = None,
+    ledger: str = "",
+    *,
+    tuning_state: str | None = None,
 ) -> Spawner:
     """Create the spawner for this configuration. `process` and `ledger` are for LocalSpawner.
 
-    Raises EngineStartError.
+    `tuning_state` is for RaySpawner: the server's directory of tuning jobs. Raises EngineStartError.
     """
     if cluster.ray is None:
         return LocalSpawner(config, cluster.most, process, ledger)
     from holdfast.cluster.ray_spawner import RaySpawner  # Ray is an extra, and takes a second to import.
 
-    return RaySpawner(config, cluster.ray, cluster.ray_cpus)
+    shared = Path(tuning_state) if config.tuning and tuning_state is not None else None
+    return RaySpawner(config, cluster.ray, cluster.ray_cpus, shared)

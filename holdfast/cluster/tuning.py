@@ -1,8 +1,8 @@
 """Tuning jobs of replicas, with the interface of TuningClient. A job runs at one replica, and outlives it.
 
-All engines are on one host. So a job's directory, with its stored steps, is that of whichever engine has the job. When
-that engine ends, another one goes on after the last stored step. When the job succeeds, all replicas load its adapter
-before the owner gets to know.
+All engines see a job's directory at the same path, because they are on one host or their hosts share the file system.
+When the engine that has the job ends, another one goes on after the last stored step. When the job succeeds, all
+replicas load its adapter before the owner gets to know.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ServerConfig:
     tuning_state: str | None = option(
         None,
         "directory of tuning jobs, with their states and adapters; default: holdfast/tuning in the user's data "
-        "directory, or tuning in that of files if the store is `memory`",
+        "directory, or tuning in that of files if the store is `memory`; with ray: one that all hosts see at this path",
     )
     otlp_traces_endpoint: str | None = option(
         None,

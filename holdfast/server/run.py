@@ -91,7 +91,10 @@ async def run(
         # FastAPI takes a second to import. That is done while the engine starts, which takes longer.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
         ledger = held.enter_context(shared_page()) if engine is not None and apps.app else ""
-        engines = await start(engine, apps, process, cluster, threads=threads, on_progress=on_progress, ledger=ledger)
+        engines = await start(
+            engine, apps, process, cluster,
+            threads=threads, on_progress=on_progress, ledger=ledger, tuning_state=config.tuning_state,
+        )  # fmt: skip
         try:
             await routes
             return await serve(engines.model, config, store, listener, apps=engines.apps, on_ready=on_ready)
@@ -108,16 +111,19 @@ async def start(
     threads: int | None,
     on_progress: Callable[[str], None],
     ledger: str = "",
+    tuning_state: str | None = None,
 ) -> Engines:
     """Start all engines in parallel. If one cannot start, all are closed. Raises EngineStartError.
 
     `ledger` is the page by which a language model and applications share a device; empty: one of them is missing.
+    `tuning_state` is the directory of tuning jobs, which engines on other hosts must see.
     """
     if engine is not None and ledger and set(apps.app_device) != {"cpu"}:
         engine = replace(engine, memory_reserved=max(engine.memory_reserved, apps.app_memory_fraction))
     starts: list[Coroutine[Any, Any, EngineConnection[Any, Any] | Replicas]] = []
     if engine is not None and cluster.many:
-        starts.append(Replicas.start(cluster, make_spawner(engine, cluster, process, ledger), on_progress))
+        spawner = make_spawner(engine, cluster, process, ledger, tuning_state=tuning_state)
+        starts.append(Replicas.start(cluster, spawner, on_progress))
     elif engine is not None:
         starts.append(EngineClient.start(engine, on_progress=on_progress, process=process, ledger=ledger))
     for app in apps.app:

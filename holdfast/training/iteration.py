@@ -115,7 +115,7 @@ def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Pl
 
 
 @torch.no_grad()
-def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
+def workspace_bytes(model: Decoder, tokens: int, rank: int, *, dora: bool = False) -> int:
     """The most GPU memory in bytes that units take outside the arena, for a sequence of `tokens` tokens; 0 on a CPU.
 
     It is measured by running the units that take most, on the first layer and on the first one with experts. It
@@ -124,7 +124,7 @@ def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
     device, dtype = model.spec.device, model.spec.dtype
     if device.type != "cuda":
         return 0
-    layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).everywhere, rank)
+    layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).everywhere, rank, dora)
     halves = Halves(model, layout, 1.0)
     adapter: LayerAdapter = layout.views(torch.zeros(layout.elements, dtype=dtype, device=device))
     grads: LayerAdapter = layout.views(torch.zeros(layout.elements, device=device))

@@ -65,6 +65,8 @@ class Hyperparameters:
     alpha: float = 32.0
     """LoRA's alpha: the adapter adds alpha / rank times B A x."""
     modules: tuple[str, ...] = ALL_MODULES
+    dora: bool = False
+    """Whether magnitudes are trained as well (DoRA)."""
     micro_batch: int = 8192
     """The most tokens that are computed at once. It is a setting of the job, because the last bits depend on it."""
     warmup: float = 0.03
@@ -96,6 +98,8 @@ class Hyperparameters:
         ):
             shown = ", ".join(sorted(unknown)) if self.modules and unknown else ", ".join(self.modules) or "none"
             raise ValueError(f"modules are {shown}; choose each once from {', '.join(KNOWN_MODULES)}")
+        if not isinstance(self.dora, bool):
+            raise ValueError(f"dora is {self.dora!r}; it must be true or false")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
 
@@ -151,6 +155,8 @@ class TrainingJob:
         """SHA-256 of everything that the job's result depends on. A state belongs to the job with its digest."""
         values = asdict(self)
         del values["threads"]
+        if not self.hyperparameters.dora:  # states of jobs from before there was a choice have a digest without it
+            del values["hyperparameters"]["dora"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 

@@ -415,9 +415,10 @@ class Storage:
         pairs = {}
         for layer, piece in enumerate(params.chunk(stored.steps.num_layers)):
             for group in stored.layout.views(piece).values():
-                matrices = torch.split(group.a, chosen.rank)
-                for (module, b), a in zip(group.b, matrices, strict=True):
-                    pairs[layer, module] = LoraPair(a, base.modules[module].own(b), chosen.scale)
+                magnitudes = group.magnitudes or (None,) * len(group.b)
+                for (module, b), a, norms in zip(group.b, torch.split(group.a, chosen.rank), magnitudes, strict=True):
+                    own = base.modules[module].own
+                    pairs[layer, module] = LoraPair(a, own(b), chosen.scale, None if norms is None else own(norms))
         write_peft(path, AdapterWeights(pairs, base.names), base_model=stored.job.base_model)
         return path
 

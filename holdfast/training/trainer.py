@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from holdfast.lm.execution.stage_link import StageLink
+from holdfast.lm.kernels.collectives.protocol import in_rows
 from holdfast.lm.kernels.training.attention import sent
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
@@ -112,6 +113,11 @@ class _Job:
     def step(self) -> int:
         """The number of the current step."""
         return self.stored.step
+
+    @property
+    def begins(self) -> bool:
+        """Whether no step has changed the vectors on the host."""
+        return not self.step and self.host_updated is None
 
     @property
     def last_vectors(self) -> Vectors | None:
@@ -206,7 +212,7 @@ class Trainer:
         longest = max((*steps.lengths, *steps.validation_lengths))
         if longest > spec.max_positions:
             raise ValueError(f"an example has {longest} tokens; the model was made for {spec.max_positions}")
-        layout = AdapterLayout(spec, chosen.modules, chosen.rank)
+        layout = AdapterLayout(spec, chosen.modules, chosen.rank, chosen.dora)
         stored = self._storage.open(directory, steps, layout)
         return _Job(stored, Halves(self._model, layout, chosen.scale), examples, held_out)
 
@@ -237,7 +243,7 @@ class Trainer:
 
     def blocks_for(self, chosen: Hyperparameters, tokens: int, *, keep: bool = False) -> int:
         """The result of `blocks` for a job that is not open, with these hyperparameters."""
-        layout = AdapterLayout(self._model.decoder, chosen.modules, chosen.rank)
+        layout = AdapterLayout(self._model.decoder, chosen.modules, chosen.rank, chosen.dora)
         halves = Halves(self._model, layout, chosen.scale)
         inputs, everything = kept_places(halves, tokens, self._places(layout))
         return self._arena.blocks(everything if keep else inputs)
@@ -497,14 +503,20 @@ class Trainer:
                 else:
                     host = known.stored.host[name].chunk(self._stages.num_layers)
                     copy_all(host[own.start : own.stop], vectors[name])
+            if known.begins and layout.dora:
+                for layer, vector in enumerate(vectors["params"]):
+                    known.halves.begin_magnitudes(layer, vector)
             known.host_updated = None
             if known.micro_batch and not known.updated and known.host_grads is not None:
                 copy_all(known.host_grads.chunk(len(layers)), vectors["grads"])
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
-        adapters, grads, fresh = (
-            [known.halves.own(layout.views(piece)) for piece in pieces]
-            for pieces in (read, vectors["grads"], vectors["fresh"])
+        # A gain is a ratio near 1, and 16 bits of its magnitude would change rows that training has not changed yet.
+        adapters = [
+            known.halves.own(layout.views(piece, wide)) for piece, wide in zip(read, vectors["params"], strict=True)
+        ]
+        grads, fresh = (
+            [known.halves.own(layout.views(piece)) for piece in vectors[name]] for name in ("grads", "fresh")
         )
         known.resident = _Resident(places, vectors, [*adapters], [*grads], [*fresh])
 
@@ -563,12 +575,6 @@ class _Timer:
             return self._seconds
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1000.0
-
-
-def in_rows(vector: torch.Tensor) -> torch.Tensor:
-    """A vector as rows [T, width] of the largest width up to 4,096 that divides it, as sums over devices take it."""
-    width = next(width for width in range(min(len(vector), 4096), 0, -1) if len(vector) % width == 0)
-    return vector.view(-1, width)
 
 
 def _add(sums: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:

@@ -53,7 +53,7 @@ async def test_a_server_tunes_an_adapter_which_comes_back(tmp_path: Path, capsys
     client = tuning_client()
     file, held_out = written(tmp_path, *examples(6)), written(tmp_path, *examples(2), name="held.jsonl")
     async with listening(client) as server:
-        config = TuneConfig(url=server.url, validation=held_out, epochs=3, batch_size=2, rank=4, seed=5)
+        config = TuneConfig(url=server.url, validation=held_out, epochs=3, batch_size=2, rank=4, seed=5, dora=True)
         assert await tune.run(config, EngineConfig(), file, None) == 0
     assert json.loads((tmp_path / "data.adapter" / "adapter_config.json").read_text()) == {"step": 9}
     assert (tmp_path / "data.adapter" / "adapter_model.safetensors").read_bytes() == b"weights"
@@ -62,6 +62,7 @@ async def test_a_server_tunes_an_adapter_which_comes_back(tmp_path: Path, capsys
     assert "9 steps, 90 tokens, loss 0.1111; the adapter is in" in printed and "serves it as ft:tiny::" in printed
     (order,) = client.tuner.orders
     assert (order.epochs, order.batch_size, order.rank, order.seed) == (3, 2, 4, 5) and order.validation_digest
+    assert order.dora
 
 
 async def test_a_run_that_is_stopped_pauses_at_the_server_and_the_same_command_goes_on(

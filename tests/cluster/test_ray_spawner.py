@@ -5,13 +5,15 @@ Most of these are skipped without Ray: pip install 'holdfast[ray]', then pytest 
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,16 @@ import httpx
 import pytest
 
 from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.replicas import Replicas
 from holdfast.engine.client.connection import EngineStartError
+from holdfast.engine.client.tuning import JobEnded, JobStep
+from holdfast.lm.config import EngineConfig
+from tests.checkpoints import make
 from tests.cluster.ray_nodes import Nodes, ray_nodes
+from tests.engine.conftest import SMALL
+from tests.engine.test_tuning import TUNING, Bench, new_job
 from tests.served import Serving, make_checkpoint, started
+from tests.tokenizers_made import byte_level
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 STORY = "Once upon a time"
@@ -114,3 +123,60 @@ def test_an_address_without_a_cluster_is_named(tmp_path: Path) -> None:
     start = started(str(checkpoint), "--load-format", "random", "--ray", "127.0.0.1:9")
     with pytest.raises(AssertionError, match=said), start:
         pass
+
+
+@asynccontextmanager
+async def replicas_on(nodes: Nodes, config: EngineConfig, shared: Path) -> AsyncGenerator[Replicas, None]:
+    """Two replicas, whose tuning jobs lie below `shared`."""
+    spawner = importlib.import_module("holdfast.cluster.ray_spawner").RaySpawner(config, nodes.address, 1.0, shared)
+    replicas = await Replicas.start(ClusterConfig(replicas=2, ray=nodes.address, routing="least-loaded"), spawner)
+    try:
+        yield replicas
+    finally:
+        await replicas.close()
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_a_tuning_job_outlives_its_node_and_another_one_serves_its_adapter(tmp_path: Path) -> None:
+    make(tmp_path / "model", "Llama", max_position_embeddings=4096, eos_token_id=1)
+    byte_level().save(str(tmp_path / "model" / "tokenizer.json"))
+    options = SMALL | TUNING | {"cache_gb": 0.05, "tuning_mirror": "auto", "threads": 1}
+    config = EngineConfig(**{"model": str(tmp_path / "model"), **options})
+    alone = Bench(config)
+    alone.start(new_job(tmp_path / "alone", epochs=8))
+    await asyncio.to_thread(alone.finish, "job")
+    expected = alone.result("job")[0]
+    alone.close()
+    with ray_nodes(2) as nodes:
+        async with replicas_on(nodes, config, tmp_path / "jobs") as replicas:
+            run, steps, ended = await replicas.tuning.start(new_job(tmp_path / "jobs", epochs=8)), [], None
+            first = replicas.tuning._jobs["job"].replica
+            async for event in run.events():
+                if isinstance(event, JobStep):
+                    steps.append(event)
+                    if len(steps) == 5:
+                        nodes.kill(node_of({"place": first.place}))
+                elif isinstance(event, JobEnded):
+                    ended = event
+            assert ended is not None and ended.outcome == "succeeded" and ended.adapter is not None
+            assert [step.step for step in steps] == [*range(1, 25)], "each once and in order"
+            assert [step.loss for step in steps] == expected, "bit for bit as without the loss"
+            assert {*replicas.adapters} == {"tuned-job"}
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_a_node_that_does_not_see_the_directory_of_jobs_is_named(tmp_path: Path) -> None:
+    """A path below an open descriptor leads somewhere in this process alone."""
+    make_checkpoint(tmp_path / "model")
+    config = EngineConfig(model=str(tmp_path / "model"), load_format="random", tuning=True, device="cpu")
+    here = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with ray_nodes(1) as nodes, pytest.raises(EngineStartError, match=r"Ray node .* does not see /proc/self/fd"):
+            async with replicas_on(nodes, config, Path(f"/proc/self/fd/{here}/jobs")):
+                pass
+    finally:
+        os.close(here)

@@ -566,10 +566,16 @@ async def test_health_names_no_replica_when_none_lives(started: Any, monkeypatch
         await replicas.health()
 
 
-async def test_tuning_is_refused_on_nodes_that_do_not_share_a_disk() -> None:
-    ClusterConfig(replicas=2).check(EngineConfig(tuning=True))
-    with pytest.raises(ValueError, match="engines on other nodes do not see the directory of a job"):
-        ClusterConfig(replicas=2, ray="auto").check(EngineConfig(tuning=True))
+def test_tuning_on_other_hosts_needs_a_directory_of_all_hosts_and_no_states_in_memory() -> None:
+    ClusterConfig(replicas=2).check(EngineConfig(tuning=True, tuning_mirror="/dev/shm/states"), None)
+    ray = ClusterConfig(replicas=2, ray="auto")
+    ray.check(EngineConfig(), None)
+    for mirror in ("auto", "off"):
+        ray.check(EngineConfig(tuning=True, tuning_mirror=mirror), "/shared/tuning")
+    with pytest.raises(ValueError, match="set tuning_state to a directory that all hosts see at the same path"):
+        ray.check(EngineConfig(tuning=True), None)
+    with pytest.raises(ValueError, match="tuning_mirror is /dev/shm/states: a lost node takes the states"):
+        ray.check(EngineConfig(tuning=True, tuning_mirror="/dev/shm/states"), "/shared/tuning")
 
 
 async def test_a_new_engine_serves_the_newest_content_under_a_name_that_it_has_from_its_start(started: Any) -> None:

@@ -147,7 +147,7 @@ class FakeTuning:
 def info_of(job: JobStart, **fields: Any) -> Any:
     given: dict[str, Any] = dict(
         id=job.id, step=0, steps=9, examples=3, trained_tokens=0, loss=None, validation=None, checkpoint="", epochs=3,
-        batch_size=1, learning_rate=1e-4, rank=4, alpha=8.0, modules=(), micro_batch=64,
+        batch_size=1, learning_rate=1e-4, rank=4, alpha=8.0, modules=(), dora=False, micro_batch=64,
     )  # fmt: skip
     return JobInfo(**given | fields)
 

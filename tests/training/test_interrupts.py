@@ -34,7 +34,7 @@ from tests.tuning import (
 
 JOBS = {
     "one": dict(seed=1),
-    "two": dict(seed=2, modules=("q", "v", "down"), rank=2),
+    "two": dict(seed=2, modules=("q", "v", "down"), rank=2, dora=True),
     "three": dict(seed=3, micro_batch=40),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,7 @@ JOB = TrainingJob(id="j", hyperparameters=CHOSEN, base_model="base", base_digest
         (dict(modules=()), "modules are none"),
         (dict(modules=("q", "lm_head")), "modules are lm_head"),
         (dict(modules=("q", "q")), "modules are q, q; choose each once"),
+        (dict(dora="yes"), "dora is 'yes'; it must be true or false"),
         (dict(seed=-1), "seed is -1"),
     ],
 )
@@ -70,6 +73,14 @@ def test_a_job_is_read_back_from_its_json() -> None:
     assert TrainingJob.from_json(JOB.to_json()) == JOB
 
 
+def test_a_job_from_before_there_were_doras_is_a_lora_and_finds_its_states() -> None:
+    values = json.loads(JOB.to_json())
+    del values["hyperparameters"]["dora"]
+    job = TrainingJob.from_json(json.dumps(values))
+    del values["threads"]
+    assert job == JOB and job.digest() == hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"hyperparameters": {}}', JOB.to_json().replace("rank", "rang")])
 def test_what_is_not_a_job_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a job"):
@@ -82,8 +93,9 @@ def test_a_job_s_digest_changes_with_what_its_result_depends_on() -> None:
         replace(JOB, base_digest="e"),
         replace(JOB, hyperparameters=replace(CHOSEN, seed=1)),
         replace(JOB, hyperparameters=replace(CHOSEN, micro_batch=21)),
+        replace(JOB, hyperparameters=replace(CHOSEN, dora=True)),
     ]
-    assert len({job.digest() for job in [JOB, *others]}) == 5
+    assert len({job.digest() for job in [JOB, *others]}) == 6
     assert replace(JOB, threads=4).digest() == JOB.digest()
 
 

@@ -58,7 +58,9 @@ def base_of(name: str, directory: Path) -> tuple[Any, Decoder]:
 def wrapped(module: Any, layout: AdapterLayout, alpha: float) -> Any:
     """PEFT's model for a layout's modules."""
     names = [layout.base.names.modules[name] for name in layout.modules]
-    config = peft.LoraConfig(r=RANK, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM", lora_dropout=0.0)
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM", lora_dropout=0.0, use_dora=layout.dora
+    )
     return peft.get_peft_model(module, config)
 
 
@@ -71,6 +73,10 @@ def matrices(model: Any, layout: AdapterLayout, vector: torch.Tensor) -> list[tu
                 prefix = f"base_model.model.{layout.base.names.of(layer, module)}"
                 own = layout.base.modules[module].own(b)
                 pairs += [(named[f"{prefix}.lora_{n}.default.weight"], t) for n, t in (("A", a), ("B", own))]
+            for (module, _), norms in zip(group.b, group.magnitudes, strict=layout.dora):
+                prefix = f"base_model.model.{layout.base.names.of(layer, module)}"
+                own = layout.base.modules[module].own(norms)
+                pairs.append((named[f"{prefix}.lora_magnitude_vector.default.weight"], own))
     return pairs
 
 
@@ -87,13 +93,23 @@ def peft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
 
 
 def assert_gradients_are_peft_s(
-    module: Any, model: Decoder, modules: tuple[str, ...], examples: list[Example], *, keep: bool, most: float = 1e-5
+    module: Any,
+    model: Decoder,
+    modules: tuple[str, ...],
+    examples: list[Example],
+    *,
+    keep: bool,
+    most: float = 1e-5,
+    dora: bool = False,
 ) -> None:
     where = model.spec.device
-    layout = AdapterLayout(model.decoder, modules or adapted_modules(model.decoder).everywhere, RANK)
+    layout = AdapterLayout(model.decoder, modules or adapted_modules(model.decoder).everywhere, RANK, dora)
     layers, reference = model.decoder.num_layers, wrapped(module, layout, 8.0)
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(layers * layout.elements, generator=generator) * 0.1  # B too, for a stricter test than zeros
+    for group in (group for piece in vector.chunk(layers) for group in layout.views(piece).values()):
+        for magnitudes in group.magnitudes:
+            magnitudes += 1.5
     for parameter, value in matrices(reference, layout, vector):
         parameter.data.copy_(value)
     expected = peft_loss(reference, examples)
@@ -129,6 +145,13 @@ def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool,
     assert_gradients_are_peft_s(module, model, modules, drawn_examples(6), keep=keep)
 
 
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
+@pytest.mark.parametrize(("family", "modules"), CASES)
+def test_gradients_of_a_dora_are_peft_s(family: str, modules: tuple[str, ...], keep: bool, tmp_path: Path) -> None:
+    module, model = base_of(family, tmp_path)
+    assert_gradients_are_peft_s(module, model, modules, drawn_examples(6), keep=keep, dora=True, most=5e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_gradients_on_a_gpu_are_peft_s(family: str, tmp_path: Path) -> None:
@@ -143,25 +166,34 @@ def test_the_kernels_of_a_gpu_give_peft_s_gradients(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Triton's interpreter runs the operations between the products."""
-    monkeypatch.setattr(halves_module, "training_ops_for", lambda shape: FusedTrainingOps(FusedLayerOps(shape)))
+    monkeypatch.setattr(
+        halves_module, "training_ops_for", lambda shape, group: FusedTrainingOps(FusedLayerOps(shape, group))
+    )
     monkeypatch.setattr(halves_module, "layer_ops_for", FusedLayerOps)
     module, model = base_of(family, tmp_path)
     assert_gradients_are_peft_s(module, model, (), drawn_examples(2, longest=5), keep=True, most=5e-5)
 
 
-@pytest.mark.parametrize("family", TUNED)
-def test_losses_are_those_of_peft_with_torch_s_adamw_and_the_result_serves(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dora"), [*((family, False) for family in TUNED), *((family, True) for family in ("qwen3", "falcon"))]
+)
+def test_losses_are_those_of_peft_with_torch_s_adamw_and_the_result_serves(
+    family: str, dora: bool, tmp_path: Path
+) -> None:
     epochs = TUNED[family]
     module, model = base_of(family, tmp_path / "base")
-    layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).everywhere, RANK)
+    layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).everywhere, RANK, dora)
     examples = drawn_examples(20)
     trainer = trainer_for(model)
     trainer.open(
-        new_job(tmp_path, examples=examples, epochs=epochs, learning_rate=0.01, seed=3, modules=layout.modules)
+        new_job(
+            tmp_path, examples=examples, epochs=epochs, learning_rate=0.01, seed=3, modules=layout.modules, dora=dora
+        )
     )
     reference = wrapped(module, layout, 8.0)
     for parameter, value in matrices(reference, layout, trainer.host_vector("job", "params")):
-        parameter.data.copy_(value)
+        if parameter.dim() == 2:  # PEFT begins magnitudes itself
+            parameter.data.copy_(value)
     act(trainer, "job", "restore")
     losses = finish(trainer, "job")
 
@@ -182,7 +214,7 @@ def test_losses_are_those_of_peft_with_torch_s_adamw_and_the_result_serves(famil
     assert epochs < 4 or losses[-1] < losses[0] - 0.1
 
     trainer.close("job")
-    engine = Engine(model, slots=1)
+    engine = Engine(model, slots=1, dora=dora)
     tuned = engine.register("tuned", newest(tmp_path / "job"))
     prompt = tuple(examples[0][0][:4])
     engine.add(Request("0", prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)), tuned)

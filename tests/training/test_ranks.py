@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "opt": ("q", "k", "v", "o", "up", "down"),
     "falcon-new": ("qkv", "o", "up", "down"),
     "mixtral": ("q", "k", "v", "o"),
+    "olmo2": ("q", "k", "v", "o", "gate", "up", "down"),
 }
 """Families and the modules that they are tuned in."""
 How = Callable[[Trainer, str], list[float]]
@@ -104,6 +105,9 @@ def assert_equal_pairs(found: Pairs, expected: Pairs) -> None:
     for key, pair in expected.items():
         for one, other in zip(found[key][:2], pair[:2], strict=True):
             torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-3)
+        assert (found[key].magnitude is None) is (pair.magnitude is None)
+        if pair.magnitude is not None:
+            torch.testing.assert_close(found[key].magnitude, pair.magnitude, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.suffix)
@@ -122,6 +126,30 @@ def test_other_families_are_tuned_alike(family: str, modules: tuple[str, ...], t
     jobs = [new_job(tmp_path, name=name, modules=modules) for name in ("alone", "shared")]
     expected, pairs = trained(Layout(), tmp_path / "base", jobs[0], finish)
     found, theirs = trained(Layout(tp=2, pp=2), tmp_path / "base", jobs[1], interrupted)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert_equal_pairs(theirs, pairs)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4)], ids=lambda layout: layout.suffix)
+def test_norms_over_the_heads_of_all_ranks_are_tuned_as_on_one_rank(layout: Layout, tmp_path: Path) -> None:
+    """With four ranks, two hold each of the two KV heads."""
+    native("olmo2", tmp_path / "base", initializer_range=0.5)
+    jobs = [new_job(tmp_path, name=name, epochs=3, modules=("q", "k", "v")) for name in ("alone", "shared")]
+    expected, pairs = trained(Layout(), tmp_path / "base", jobs[0], finish)
+    found, theirs = trained(layout, tmp_path / "base", jobs[1], interrupted)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert_equal_pairs(theirs, pairs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.suffix)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_dora_is_tuned_as_on_one_rank(family: str, layout: Layout, tmp_path: Path) -> None:
+    """With four ranks, two hold each KV head; each rank has a part of each row of o and down."""
+    native(family, tmp_path / "base", **SIZES)
+    modules = FAMILIES.get(family, ("q", "k", "v", "o", "gate", "up", "down"))
+    jobs = [new_job(tmp_path, name=name, epochs=3, modules=modules, dora=True) for name in ("alone", "shared")]
+    expected, pairs = trained(Layout(), tmp_path / "base", jobs[0], finish)
+    found, theirs = trained(layout, tmp_path / "base", jobs[1], interrupted)
     assert found == pytest.approx(expected, rel=1e-4)
     assert_equal_pairs(theirs, pairs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
+from holdfast.lm.models.peft_files import read_peft
 from holdfast.lm.parts.tuning.values import TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_examples
 from holdfast.training.iteration import arena_of, workspace_bytes
@@ -138,6 +140,24 @@ def test_room_for_a_job_is_known_before_it_is_open(model: Decoder, tmp_path: Pat
     finish(trainer, "job")
     trainer.host_vector("job", "params")
     assert trainer.newest_checkpoint("job") == str(tmp_path / "job" / "checkpoints" / "6")
+
+
+def test_a_dora_begins_at_the_base_model_and_learns_the_lengths_of_rows(model: Decoder, tmp_path: Path) -> None:
+    losses: dict[bool, list[float]] = {}
+    for dora in (False, True):
+        trainer = trainer_for(model)
+        trainer.open(new_job(tmp_path, name=str(dora), dora=dora))
+        act(trainer, str(dora), "restore")
+        losses[dora] = finish(trainer, str(dora))
+        trainer.close(str(dora))
+    assert losses[True][0] == pytest.approx(losses[False][0], rel=1e-5) and losses[True][1:] != losses[False][1:]
+    newest = tmp_path / "True" / "checkpoints" / "6"
+    assert json.loads((newest / "adapter_config.json").read_text())["use_dora"] is True
+    pair = read_peft(newest, model.decoder).pairs[1, "o"]
+    rows = model.layers[1].o
+    assert isinstance(rows, torch.Tensor) and pair.magnitude is not None
+    change = (pair.magnitude / rows.norm(dim=1) - 1).abs()
+    assert 0.001 < float(change.max()) < 0.5, "magnitudes are near the norms that they began at"
 
 
 def test_validation_is_reported_and_does_not_change_what_is_learned(model: Decoder, tmp_path: Path) -> None:

@@ -73,11 +73,6 @@ class Site:
         return self.device
 
     @property
-    def architecture(self) -> str:
-        """The model's architecture; empty for one on padded rows."""
-        return self.device.model.spec.architecture if isinstance(self.device, PagedDevice | ManyDevice) else ""
-
-    @property
     def decoder(self) -> Decoder:
         """The model, if it is a native decoder. Raises TypeError for another."""
         if not isinstance(self.blocks.model, Decoder):
@@ -169,7 +164,7 @@ class Exclusion(NamedTuple):
     other: str
     """Another part or a property of the engine, one of those of `properties_of`."""
     reason: str
-    """The reason, for people. `{model}` stands for the model's architecture."""
+    """The reason, for people."""
 
 
 EXCLUSIONS = (
@@ -177,11 +172,6 @@ EXCLUSIONS = (
         "tuning",
         "no native decoder",
         "tuning needs a native decoder over a paged cache, and this model has none; leave it out",
-    ),
-    Exclusion(
-        "tuning",
-        "norms over the heads of several ranks",
-        "tuning does not split norms over the heads of all devices, as {model} has them; leave tp out",
     ),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
@@ -207,10 +197,7 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
     if not isinstance(device, PagedDevice | ManyDevice):
         found.add("padded rows")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
-        return found | {"no native decoder"}
-    decoder = device.model.decoder
-    if site.config.tp > 1 and decoder.qk_norm and decoder.qk_norm_whole:
-        found.add("norms over the heads of several ranks")
+        found.add("no native decoder")
     return found
 
 
@@ -219,7 +206,7 @@ def excluded(parts: Collection[str], site: Site, *, host_tier: bool = True) -> s
     properties = properties_of(site, host_tier=host_tier)
     for exclusion in EXCLUSIONS:
         if exclusion.part in parts and exclusion.other in properties:
-            return exclusion.reason.replace("{model}", site.architecture)
+            return exclusion.reason
     return ""
 
 

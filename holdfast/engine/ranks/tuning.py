@@ -48,7 +48,7 @@ def training_workspace(config: EngineConfig, model: Decoder) -> int:
     """Most bytes that units of the largest micro-batch take besides the cache. Measured for one sequence."""
     most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
     tokens = min(most, model.decoder.max_positions)
-    return workspace_bytes(model, tokens, config.max_adapter_rank) * most // tokens
+    return workspace_bytes(model, tokens, config.max_adapter_rank, dora=config.dora) * most // tokens
 
 
 class Follower(Training):

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import Group, in_rows
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.lora.protocol import LayerStacks, LoraStack
 from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules
 from holdfast.lm.models.decoder import LayerWeights
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
+
+INPUTS_SPLIT = ("o", "down")
+"""The fields whose inputs are split where several devices share a layer. Each device has a part of each row."""
 
 ROWS_AT_A_TIME = 1024
 """Number of a weight's rows whose norms are computed together, which bounds the memory for them."""
@@ -36,11 +40,14 @@ class PackedAdapter:
     ranks: torch.Tensor  # [layers · modules] int32
     scales: torch.Tensor  # [layers · modules] float32
     gains: torch.Tensor | None = None  # [outputs of all fields of all layers] float32
-    """The gains of a DoRA; None: all are 1."""
+    """The gains of a DoRA, or the magnitudes of rows that several devices share; None: all gains are 1."""
+    squares: torch.Tensor | None = None  # [outputs of shared rows] float32
+    """This device's part of the sum of squares of each shared row; None for no DoRA."""
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes + (0 if self.gains is None else self.gains.nbytes)
+        of_dora = sum(each.nbytes for each in (self.gains, self.squares) if each is not None)
+        return self.numbers.nbytes + of_dora
 
 
 class _Place(NamedTuple):
@@ -78,10 +85,11 @@ class AdapterSlots:
         dtype: torch.dtype,
         device: torch.device,
         dora: bool = False,
+        group: Group | None = None,
     ) -> None:
         """Allocate the slots for a device's modules, all empty. An empty slot changes no output.
 
-        With `dora`, slots have gains.
+        With `dora`, slots have gains. `group` is the devices that share each layer, if there are several.
         """
         self.max_rank, self.dtype = max_rank, dtype
         self._base = base
@@ -97,7 +105,20 @@ class AdapterSlots:
         self._numbers = torch.zeros(slots, at, dtype=dtype, device=device)
         self._ranks = torch.zeros(slots, tables, dtype=torch.int32, device=device)
         self._scales = torch.zeros(slots, tables, dtype=torch.float32, device=device)
-        self._gains = torch.ones(slots + 1, outputs, dtype=torch.float32, device=device) if dora else None
+        self.takes_gains = dora
+        """Whether adapters may have gains."""
+        self._gains = torch.ones(slots + 1, outputs if dora else 0, dtype=torch.float32, device=device)
+        self._sum_over_devices = in_place if group is None else group.all_reduce
+        shared = [
+            torch.arange(place.gain, place.gain + place.outputs)
+            for (_, field), place in self._places.items()
+            if dora and group is not None and field in INPUTS_SPLIT
+        ]
+        self._shared = torch.cat([torch.empty(0, dtype=torch.int64), *shared])
+        """Indices among the gains of the rows that devices share, on the host."""
+        self._shared_here = self._shared.to(device)
+        self._squares = torch.zeros(slots, len(self._shared), dtype=torch.float32, device=device)
+        """This device's part of the sums of squares of the shared rows, by slot."""
         self.scaled: set[int] = set()
         """The slots whose adapters have gains."""
         self.layers = tuple(
@@ -111,13 +132,8 @@ class AdapterSlots:
     @property
     def nbytes(self) -> int:
         """Size of all slots in bytes."""
-        gains = 0 if self._gains is None else self._gains.nbytes
-        return self._numbers.nbytes + self._ranks.nbytes + self._scales.nbytes + gains
-
-    @property
-    def takes_gains(self) -> bool:
-        """Whether adapters may have gains."""
-        return self._gains is not None
+        tables = (self._numbers, self._ranks, self._scales, self._gains, self._squares)
+        return sum(table.nbytes for table in tables)
 
     def pack(self, weights: AdapterWeights, layers: Sequence[LayerWeights], *, pinned: bool) -> PackedAdapter:
         """Pack an adapter whose ranks fit, rounded once to the slots' dtype. A DoRA scales the rows of `layers`.
@@ -141,7 +157,8 @@ class AdapterSlots:
             else:
                 pieces.append(piece)
 
-        gains = torch.ones(self._gains.shape[1]) if weights.has_magnitudes and self._gains is not None else None
+        magnitudes, squares = (torch.ones(self._gains.shape[1]) for _ in range(2))
+        squares[self._shared] = 0.0
         for (layer, field), place in self._places.items():
             pairs = [weights.pairs.get((layer, name)) for name in place.names]
             most = max((pair.rank for pair in pairs if pair is not None), default=0)
@@ -152,18 +169,21 @@ class AdapterSlots:
                 ranks[place.table + part], scales[place.table + part] = pair.rank, pair.scale
                 add(place.a + part * self.max_rank * module.inputs, pair.a)
                 b[: pair.rank, module.columns] = module.placed(pair.b).t()
-                if gains is not None and pair.magnitude is not None:
+                if self.takes_gains and pair.magnitude is not None:
                     columns = slice(place.gain + module.columns.start, place.gain + module.columns.stop)
-                    gains[columns] = gains_of(getattr(layers[layer], field), module, pair).cpu()
+                    magnitudes[columns] = module.placed(pair.magnitude).float()
+                    squares[columns] = squares_of(getattr(layers[layer], field), module, pair).cpu()
             if most:
                 add(place.b, b)
         numbers = torch.empty(total, dtype=self.dtype, pin_memory=pinned)
         for piece, source in sources:
             numbers[piece.start : piece.start + piece.length] = source.reshape(-1)
-        if pinned:
-            ranks, scales = ranks.pin_memory(), scales.pin_memory()
-            gains = None if gains is None else gains.pin_memory()
-        return PackedAdapter(numbers, tuple(pieces), ranks, scales, gains)
+        tables = [ranks, scales]
+        if weights.has_magnitudes and self.takes_gains:
+            shared = squares[self._shared]
+            squares[self._shared] = 1.0  # the devices divide the magnitudes of these rows together
+            tables += [magnitudes / squares.sqrt(), shared]
+        return PackedAdapter(numbers, tuple(pieces), *(table.pin_memory() if pinned else table for table in tables))
 
     def write(self, slot: int, adapter: PackedAdapter) -> None:
         """Copy an adapter into a slot, on the current stream."""
@@ -172,14 +192,24 @@ class AdapterSlots:
             row[place : place + length].copy_(adapter.numbers[start : start + length], non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         self._scales[slot].copy_(adapter.scales, non_blocking=True)
-        if self._gains is None:
-            return
-        if adapter.gains is not None:
+        if adapter.gains is not None and adapter.squares is not None:
             self._gains[slot].copy_(adapter.gains, non_blocking=True)
+            self._squares[slot].copy_(adapter.squares, non_blocking=True)
             self.scaled.add(slot)
         elif slot in self.scaled:
             self._gains[slot].fill_(1.0)
             self.scaled.discard(slot)
+
+    @torch.no_grad()
+    def complete(self, slot: int) -> None:
+        """Divide the magnitudes of the shared rows by the rows' norms over all devices, once after each `write`.
+
+        All devices that share the layers call this in the same order. A row of zeros keeps its magnitude: it stays zero
+        whatever its gain is.
+        """
+        if slot in self.scaled and len(self._shared):
+            squares = self._sum_over_devices(in_rows(self._squares[slot])).view(-1)
+            self._gains[slot, self._shared_here] *= torch.where(squares > 0, squares, 1.0).rsqrt()
 
     def fill(self) -> None:
         """Fill every slot with an adapter of the full rank that adds zero: the widest case, for measuring steps."""
@@ -200,25 +230,36 @@ class AdapterSlots:
             rank=self._ranks[:, table],
             scale=self._scales[:, table],
             ends=tuple(module.columns.stop for module in place.modules),
-            gain=None if self._gains is None else self._gains[:, place.gain : place.gain + place.outputs],
+            gain=self._gains[:, place.gain : place.gain + place.outputs] if self.takes_gains else None,
         )
 
     def _cut(self, at: int, shape: tuple[int, ...]) -> torch.Tensor:
         return self._numbers[:, at : at + prod(shape)].view(len(self), *shape)
 
 
-@torch.no_grad()
-def gains_of(weight: Weight, module: AdaptedModule, pair: LoraPair) -> torch.Tensor:
-    """The gains of a module's outputs [outputs] float32, in the order of its field (DoRA, Liu et al., 2024, eq. 5).
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over one device: x itself."""
+    return x
 
-    Each is the pair's magnitude over the norm of that row of W + scale · B A.
+
+@torch.no_grad()
+def squares_of(weight: Weight, module: AdaptedModule, pair: LoraPair) -> torch.Tensor:
+    """The squared norm of each row of W + scale · B A [outputs] float32, in the order of the module's field.
+
+    A DoRA's gain is the pair's magnitude over the norm (DoRA, Liu et al., 2024, eq. 5). Where devices share rows, each
+    has the squares of its own inputs.
     """
-    assert pair.magnitude is not None
     whole: Any = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
     rows = whole[module.columns]
-    a, b = pair.a.to(rows.device, torch.float32), module.placed(pair.b).to(rows.device, torch.float32)
-    norms = [
-        torch.linalg.vector_norm(torch.addmm(part.float(), b_part, a, alpha=pair.scale), dim=1)
+    return row_squares(rows, pair.a.to(rows.device), module.placed(pair.b).to(rows.device), pair.scale)
+
+
+def row_squares(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """The squared norm of each of the rows of W + scale · B A, [outputs] float32, or float64 for float64 weights."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    a = a.to(dtype)
+    squares = [
+        torch.linalg.vector_norm(torch.addmm(part.to(dtype), b_part.to(dtype), a, alpha=scale), dim=1).square()
         for part, b_part in zip(torch.split(rows, ROWS_AT_A_TIME), torch.split(b, ROWS_AT_A_TIME), strict=True)
     ]
-    return module.placed(pair.magnitude).to(rows.device, torch.float32) / torch.cat(norms)
+    return torch.cat(squares)

@@ -15,18 +15,23 @@ gradients of an adapter are this device's part of a sum over devices. They lie i
 the device has no part.
 
 LoRA (Hu et al., 2021, §4.1): y = W x + s B (A x). With t = s Bᵀ dy: dB = s dy (A x)ᵀ, dA = t xᵀ, dx = Wᵀ dy + Aᵀ t.
+
+DoRA (Liu et al., 2024, eq. 5): y = g z for each output, with z = W x + s B (A x) and g = m / ‖W + s B A‖. The norm is a
+constant to the backward (§4.3), as in PEFT: dm = Σ dy z / ‖W + s B A‖ over tokens, and dz = g dy takes the place of dy
+in LoRA's formulas. Nothing of it is kept: the norms and z are computed again where they are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import in_rows
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import apply_experts
@@ -37,6 +42,7 @@ from holdfast.lm.kernels.training.experts import experts_backward
 from holdfast.lm.kernels.training.loss import shared_loss_backward
 from holdfast.lm.kernels.training.ops import product_in_float32, wide
 from holdfast.lm.models.adapted import AdaptedModules, adapted_modules
+from holdfast.lm.models.adapters import INPUTS_SPLIT, row_squares
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.rope import Rope
@@ -56,6 +62,12 @@ class LoraGroup:
     a: torch.Tensor  # [modules * rank, inputs], one below the other
     b: tuple[tuple[str, torch.Tensor], ...]
     """For each module, its name and B [outputs, rank]. A fused module may stand as its parts, which share its A."""
+    magnitudes: tuple[torch.Tensor, ...] = ()
+    """For each entry of `b`, the magnitudes [outputs] of a DoRA; empty for a LoRA."""
+
+    def a_of(self, number: int, rank: int) -> torch.Tensor:
+        """The rows of A that belong to entry `number` of B."""
+        return self.of(number, self.a.t(), rank).t()
 
     def of(self, number: int, x: torch.Tensor, rank: int) -> torch.Tensor:
         """The columns of x [T, modules * rank] that belong to entry `number` of B."""
@@ -86,6 +98,8 @@ class AdapterLayout:
     modules: tuple[str, ...]
     """The short names of the modules that the adapter changes, which every layer must have."""
     rank: int
+    dora: bool = False
+    """Whether modules have magnitudes."""
 
     def __post_init__(self) -> None:
         known = self.base.everywhere
@@ -112,22 +126,27 @@ class AdapterLayout:
     @property
     def elements(self) -> int:
         """Number of elements of one layer's matrices."""
-        shapes = self.base.shapes()
-        return sum(self.rank * sum(shapes[module]) for names in self.groups.values() for module in names)
+        shapes = [self.base.shapes()[module] for names in self.groups.values() for module in names]
+        return sum(self.rank * sum(shape) + shape[0] * self.dora for shape in shapes)
 
-    def views(self, vector: torch.Tensor) -> dict[str, LoraGroup]:
-        """The matrices in a vector [elements], as views."""
+    def views(self, vector: torch.Tensor, magnitudes: torch.Tensor | None = None) -> dict[str, LoraGroup]:
+        """The matrices in a vector [elements], as views.
+
+        `magnitudes` is the vector for those of a DoRA; None: the same one.
+        """
         shapes, at = self.base.shapes(), 0
 
-        def part(*shape: int) -> torch.Tensor:
+        def part(*shape: int, source: torch.Tensor = vector) -> torch.Tensor:
             nonlocal at
             at += prod(shape)
-            return vector[at - prod(shape) : at].view(shape)
+            return source[at - prod(shape) : at].view(shape)
 
+        wide_source = vector if magnitudes is None else magnitudes
         return {
             field: LoraGroup(
                 part(len(names) * self.rank, shapes[names[0]][1]),
                 tuple((module, part(shapes[module][0], self.rank)) for module in names),
+                tuple(part(shapes[module][0], source=wide_source) for module in names if self.dora),
             )
             for field, names in self.groups.items()
         }
@@ -159,11 +178,6 @@ class Halves:
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
         """`scale` is LoRA's s."""
         spec = model.decoder
-        if model.group is not None and spec.qk_norm and spec.qk_norm_whole:
-            raise ValueError(
-                f"tp is {model.group.size}, and {spec.architecture} norms queries and keys over the heads of all "
-                "devices, which tuning does not split; leave tp out"
-            )
         self.model, self.layout, self.scale = model, layout, scale
         self._group, self._pieces = model.group, module_pieces(spec, model.shard)
         self._spec = spec = model.shard.own(spec)
@@ -184,12 +198,13 @@ class Halves:
             layer_norm=spec.layer_norm,
             gated=spec.gated,
             qk_norm_whole=spec.qk_norm_whole,
+            kv_copies=model.shard.copies(model.decoder.num_kv_heads),
         )
-        self._ops = training_ops_for(shape)
+        self._ops = training_ops_for(shape, self._group)
         self._local_layers, local = self._ops.layers, spec.local_rope
         if local is not None:
             shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
-            self._local_layers = layer_ops_for(shape)
+            self._local_layers = layer_ops_for(shape, self._group)
         self.attention = packed_attention_for(device, dtype, spec.head_dim, softcap=spec.softcap, sinks=spec.sinks)
         self._windows = spec.windows or (None,) * spec.num_layers
         self._columns = {name: piece.columns for pieces in self._pieces.values() for name, piece in pieces.items()}
@@ -208,8 +223,32 @@ class Halves:
             pieces = [(b, self._pieces[module]) for module, b in group.b]
             inputs = next(iter(pieces[0][1].values())).inputs  # equal for all modules that share an input
             rows = tuple((name, b[piece.outputs]) for b, parts in pieces for name, piece in parts.items())
-            found[field] = LoraGroup(group.a[:, inputs], rows)
+            magnitudes = tuple(
+                whole[piece.outputs]
+                for whole, (_, parts) in zip(group.magnitudes, pieces, strict=False)  # a LoRA has none
+                for piece in parts.values()
+            )
+            found[field] = LoraGroup(group.a[:, inputs], rows, magnitudes)
         return found
+
+    def begin_magnitudes(self, layer: int, vector: torch.Tensor) -> None:
+        """Write the norms of the changed rows to the magnitudes in a layer's vector [elements]: all gains are 1 then.
+
+        All devices that share the layer get those of all rows.
+        """
+        held = torch.zeros_like(vector)
+        whole, devices = self.layout.views(vector), self.layout.views(held)
+        for field, group in self.own(whole).items():
+            norms = self._norms(field, layer, group)
+            for (name, _), magnitudes, count in zip(
+                group.b, group.magnitudes, self.own(devices)[field].magnitudes, strict=True
+            ):
+                magnitudes.copy_(norms[self._columns[name]])
+                count.fill_(1.0)
+        for field, group in whole.items():
+            for magnitudes, count in zip(group.magnitudes, devices[field].magnitudes, strict=True):
+                sums = self._summed(in_rows(torch.cat((magnitudes * count, count)))).view(2, -1)
+                magnitudes.copy_(sums[0] / sums[1])
 
     def pack(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> PackedTokens:
         """Pack token ids [T] int64 on the device as sequences of these lengths.
@@ -261,9 +300,7 @@ class Halves:
         """Write x + attention(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
         attended = self._attend(layer, x, tokens, adapter, kept)
-        self._add_output(
-            "o", x, attended, (weights.o, weights.o_bias), self._output_norm(layer, "o"), adapter, kept, out
-        )
+        self._add_output("o", layer, x, attended, weights.o_bias, adapter, kept, out)
 
     def mlp_forward(
         self,
@@ -281,8 +318,7 @@ class Halves:
             torch.add(x, self._summed(apply_experts(normed, weights.experts)), out=out)
             return
         product = self._gate(layer, self._mlp_input(x, entered), adapter, kept)
-        norm = self._output_norm(layer, "down")
-        self._add_output("down", x, product, (weights.down, weights.down_bias), norm, adapter, kept, out)
+        self._add_output("down", layer, x, product, weights.down_bias, adapter, kept, out)
 
     def attention_backward(
         self,
@@ -310,7 +346,7 @@ class Halves:
                 self._attend(layer, x, tokens, adapter, kept)
         attended = kept["attended"]
         projected = self._output_backward("o", gradient, self._output_norm(layer, "o"), kept)
-        back, t = self._project_backward("o", projected, self._dense(weights.o), adapter, grads, kept)
+        back, t = self._project_backward("o", layer, projected, lambda: attended.flatten(1), adapter, grads, kept)
         _write_grad_of_a(t, attended.flatten(1), grads, "o")
         qkv = self._rotated(layer, kept["qkv"], tokens)
         back_qkv = self.attention.backward(
@@ -322,9 +358,10 @@ class Halves:
             *back_qkv, kept["qkv"], self._rotation(layer, tokens), weights.q_norm, weights.k_norm
         )  # fmt: skip
         del back_qkv
-        back, t = self._project_backward("qkv", together, self._dense(weights.qkv), adapter, grads, kept)
+        normed = partial(self._norm, x, weights.input_norm)
+        back, t = self._project_backward("qkv", layer, together, normed, adapter, grads, kept)
         if t is not None:
-            _write_grad_of_a(t, self._norm(x, weights.input_norm), grads, "qkv")
+            _write_grad_of_a(t, normed(), grads, "qkv")
         self._ops.add_norm_backward(gradient, self._summed(back), x, weights.input_norm)
         if self._spec.parallel:
             gradient += beside
@@ -356,16 +393,17 @@ class Halves:
             else:
                 self._gate(layer, source, adapter, kept)
         projected = self._output_backward("down", gradient, self._output_norm(layer, "down"), kept)
-        back, t = self._project_backward("down", projected, self._dense(weights.down), adapter, grads, kept)
+        back, t = self._project_backward("down", layer, projected, partial(self._gated, kept), adapter, grads, kept)
         if self._spec.gated:
             together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
         else:
             together, product = self._ops.activation_backward(kept["up"], back)
         _write_grad_of_a(t, product, grads, "down")
         del back, product
-        back, t = self._project_backward("gate_up", together, self._dense(weights.gate_up), adapter, grads, kept)
+        normed = partial(self._norm, source, norm)
+        back, t = self._project_backward("gate_up", layer, together, normed, adapter, grads, kept)
         if t is not None:
-            _write_grad_of_a(t, self._norm(source, norm), grads, "gate_up")
+            _write_grad_of_a(t, normed(), grads, "gate_up")
         back = self._summed(back)
         self._ops.add_norm_backward(x.zero_() if self._spec.parallel else gradient, back, source, norm)
 
@@ -403,8 +441,8 @@ class Halves:
         weights = self.model.layers[layer]
         normed = self._norm(x, weights.input_norm)
         self._shrink(normed, "qkv", adapter, kept)
-        low, weight = self._low("qkv", adapter, kept), self._dense(weights.qkv)
-        qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, low, kept.get("qkv"))
+        low, weight, gain = self._low("qkv", adapter, kept), self._dense(weights.qkv), self._gain("qkv", layer, adapter)
+        qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, low, kept.get("qkv"), gain=gain)
         out, log_sums = self.attention.forward(
             self._rotated(layer, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer], weights.sinks
         )
@@ -419,7 +457,7 @@ class Halves:
         weights = self.model.layers[layer]
         normed = self._norm(x, self._mlp_norm(layer))
         self._shrink(normed, "gate_up", adapter, kept)
-        low = self._low("gate_up", adapter, kept)
+        low, gain = self._low("gate_up", adapter, kept), self._gain("gate_up", layer, adapter)
         gate_up = self._dense(weights.gate_up)
         for name, rows in self._inner.items():
             weight = gate_up[rows]
@@ -431,10 +469,15 @@ class Halves:
                 if start < stop:
                     columns = slice(start - rows.start, stop - rows.start)
                     own.append(Low(columns, small, b[start - part.start : stop - part.start]))
-            kept[name] = self._project(normed, weight, bias, own, kept.get(name))
-        product = self._ops.gate(kept["gate"], kept["up"]) if self._spec.gated else self._ops.activation(kept["up"])
+            own_gain = None if gain is None else gain[rows]
+            kept[name] = self._project(normed, weight, bias, own, kept.get(name), gain=own_gain)
+        product = self._gated(kept)
         self._shrink(product, "down", adapter, kept)
         return product
+
+    def _gated(self, kept: Kept) -> torch.Tensor:
+        """The down projection's input [T, intermediate], from the kept tensors."""
+        return self._ops.gate(kept["gate"], kept["up"]) if self._spec.gated else self._ops.activation(kept["up"])
 
     def _mlp_input(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
         """The stream that an MLP half reads: its own input, or the layer's."""
@@ -462,21 +505,26 @@ class Halves:
     def _add_output(
         self,
         field: str,
+        layer: int,
         x: torch.Tensor,
         read: torch.Tensor,
-        layer: tuple[Weight, torch.Tensor | None],
-        norm: torch.Tensor | None,
+        bias: torch.Tensor | None,
         adapter: LayerAdapter,
         kept: Kept,
         out: torch.Tensor,
     ) -> None:
-        """Write x + the projection of `read`, normed as the family does, to `out`. `layer` is weight and bias."""
-        weight, bias, low = self._dense(layer[0]), layer[1], self._low(field, adapter, kept)
+        """Write x + the projection of `read`, normed as the family does, to `out`."""
+        low, weight, gain = (
+            self._low(field, adapter, kept),
+            self._weight(field, layer),
+            self._gain(field, layer, adapter),
+        )
+        norm = self._output_norm(layer, field)
         if norm is None:
-            self._project_whole(read, weight, bias, low, out, x)
+            self._project_whole(read, weight, bias, low, out, x, gain)
             return
         name, whole = f"output_{field}", self._spec.norms_stream
-        kept[name] = self._project_whole(read, weight, bias, low, kept.get(name), x if whole else None)
+        kept[name] = self._project_whole(read, weight, bias, low, kept.get(name), x if whole else None, gain)
         normed = self._norm(kept[name], norm)
         if whole:
             out.copy_(normed)
@@ -502,6 +550,10 @@ class Halves:
         backward, dequantizing once more costs less than keeping it.
         """
         return weight if isinstance(weight, torch.Tensor) else weight.dequantized(self.model.spec.dtype)
+
+    def _weight(self, field: str, layer: int) -> torch.Tensor:
+        """The weight of a projection of a layer, in the model's dtype."""
+        return self._dense(getattr(self.model.layers[layer], field))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.layers.norm(x, weight)
@@ -554,11 +606,12 @@ class Halves:
         low: Sequence[Low],
         out: torch.Tensor | None,
         residual: torch.Tensor | None,
+        gain: torch.Tensor | None,
     ) -> torch.Tensor:
         """`_project`, summed over devices."""
         if self._group is None:
-            return self._project(x, weight, bias, low, out, residual)
-        added = self._summed(self._project(x, weight, None, low, None))
+            return self._project(x, weight, bias, low, out, residual, gain)
+        added = self._summed(self._project(x, weight, None, low, None, gain=gain))
         for other in (residual, bias):
             if other is not None:
                 added = added + other
@@ -572,8 +625,15 @@ class Halves:
         low: Sequence[Low],
         out: torch.Tensor | None,
         residual: torch.Tensor | None = None,
+        gain: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """residual + x weightᵀ + bias + s (x Aᵀ) Bᵀ, [T, N]."""
+        """residual + gain (x weightᵀ + s (x Aᵀ) Bᵀ) + bias, [T, N]. `gain` is [N]; None: all are 1."""
+        if gain is not None:
+            out = self._project(x, weight, None, low, out).mul_(gain)
+            for other in (residual, bias):
+                if other is not None:
+                    out += other
+            return out
         out = x.new_empty(len(x), len(weight)) if out is None else out
         start = residual if bias is None else bias if residual is None else torch.add(residual, bias, out=out)
         if sum(part.stop - part.start for part, _, _ in low) == len(weight):
@@ -593,18 +653,23 @@ class Halves:
     def _project_backward(
         self,
         field: str,
+        layer: int,
         gradient: torch.Tensor,
-        weight: torch.Tensor,
+        read: Callable[[], torch.Tensor],
         adapter: LayerAdapter,
         grads: LayerAdapter,
         kept: Kept,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradient of a projection's input [T, K] from that of its output [T, N]. Writes dB of the group.
+        """The gradient of a projection's input [T, K] from that of its output [T, N]. Writes dB of the group, and dm.
 
-        Also returns t of all modules, [T, modules * rank], for `_write_grad_of_a`; None if the group has no modules.
+        `read` gives the input. Also returns t of all modules, [T, modules * rank], for `_write_grad_of_a`; None if the
+        group has no modules.
         """
+        weight = self._weight(field, layer)
         if field not in adapter:
             return gradient @ weight, None
+        if adapter[field].magnitudes:
+            gradient = self._gain_backward(field, layer, gradient, read(), adapter, grads, kept)
         group, rank = adapter[field], self.layout.rank
         shrunk = kept[f"shrunk_{field}"]
         together = torch.empty_like(shrunk)
@@ -621,6 +686,51 @@ class Halves:
             product_in_float32(part.t(), low, grad, self.scale)
         together *= self.scale
         return (together @ group.a).addmm_(gradient, weight), together
+
+    def _norms(self, field: str, layer: int, group: LoraGroup) -> torch.Tensor:
+        """The norms [N] of the rows of W + s B A, over all devices; 1 for outputs that the group does not change."""
+        weight = self._weight(field, layer)
+        squares = torch.ones(len(weight), dtype=wide(weight[:0]).dtype, device=weight.device)
+        for number, (name, b) in enumerate(group.b):
+            columns = self._columns[name]
+            squares[columns] = row_squares(weight[columns], group.a_of(number, self.layout.rank), b, self.scale)
+        if field in INPUTS_SPLIT:
+            squares = self._summed(in_rows(squares)).view(-1)
+        return squares.sqrt()
+
+    def _gain(self, field: str, layer: int, adapter: LayerAdapter) -> torch.Tensor | None:
+        """The gains of a projection's outputs [N]; None if all are 1."""
+        group = adapter.get(field)
+        if group is None or not group.magnitudes:
+            return None
+        return self._gain_of(group, self._norms(field, layer, group))
+
+    def _gain_of(self, group: LoraGroup, norms: torch.Tensor) -> torch.Tensor:
+        """The gains [N] of rows with these norms [N]."""
+        gain = torch.ones_like(norms)
+        for (name, _), magnitudes in zip(group.b, group.magnitudes, strict=True):
+            columns = self._columns[name]
+            gain[columns] = magnitudes / norms[columns]
+        return gain
+
+    def _gain_backward(
+        self,
+        field: str,
+        layer: int,
+        gradient: torch.Tensor,
+        x: torch.Tensor,
+        adapter: LayerAdapter,
+        grads: LayerAdapter,
+        kept: Kept,
+    ) -> torch.Tensor:
+        """The gradient of z [T, N] from that of g z. Writes dm of the group. x is the projection's input."""
+        low, norms = self._low(field, adapter, kept), self._norms(field, layer, adapter[field])
+        z = self._project(x, self._weight(field, layer), None, low, None)
+        products = (wide(gradient) * wide(z)).sum(0)
+        for (name, _), grad in zip(grads[field].b, grads[field].magnitudes, strict=True):
+            columns = self._columns[name]
+            grad.copy_(products[columns] / norms[columns])
+        return (wide(gradient) * self._gain_of(adapter[field], norms)).to(gradient.dtype)
 
 
 def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapter, field: str) -> None:

@@ -71,6 +71,9 @@ class RowLora:
         """Copy a packed adapter into a slot, on the current stream."""
         self._numbers[slot].copy_(numbers, non_blocking=True)
 
+    def complete(self, slot: int) -> None:
+        """Do nothing: one device has the whole model, so a slot is complete once it is written."""
+
     @property
     def active(self) -> torch.Tensor | None:
         """The slot of each row of the forward that runs; None if no adapter is applied."""

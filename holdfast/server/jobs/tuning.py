@@ -69,6 +69,8 @@ class MoreParameters(Parameters, kw_only=True, frozen=True, forbid_unknown_field
     lora_rank: Auto | Annotated[int, Meta(ge=1, le=128)] = "auto"
     lora_alpha: Auto | Annotated[float, Meta(gt=0, le=1e6)] = "auto"
     target_modules: Auto | Annotated[list[str], Meta(min_length=1, max_length=16)] = "auto"
+    use_dora: Auto | bool = "auto"
+    """Whether the adapter is a DoRA."""
     micro_batch: Auto | Annotated[int, Meta(ge=16, le=1 << 20)] = "auto"
     """Maximum number of tokens that are computed at once."""
 

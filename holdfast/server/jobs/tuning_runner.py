@@ -364,6 +364,7 @@ class TuningRunner:
             rank=given.get("lora_rank", RANK),
             alpha=given.get("lora_alpha"),
             modules=tuple(given.get("target_modules", ())),
+            dora=given.get("use_dora", False),
             micro_batch=given.get("micro_batch"),
             seed=job.seed,
             known=job.step,
@@ -375,7 +376,8 @@ class TuningRunner:
         chosen = {
             "n_epochs": info.epochs, "batch_size": info.batch_size,
             "learning_rate_multiplier": round(info.learning_rate / LEARNING_RATE, 6), "lora_rank": info.rank,
-            "lora_alpha": info.alpha, "target_modules": list(info.modules), "micro_batch": info.micro_batch,
+            "lora_alpha": info.alpha, "target_modules": list(info.modules), "use_dora": info.dora,
+            "micro_batch": info.micro_batch,
         }  # fmt: skip
         fields: dict[str, Any] = {"chosen": chosen, "steps": info.steps}
         events = []

@@ -386,7 +386,8 @@ JOB = job_start("j", "tuned")
 def job_info(name: str = "j") -> JobInfo:
     return JobInfo(
         id=name, step=0, steps=3, examples=2, trained_tokens=0, loss=None, validation=None, checkpoint="", epochs=1,
-        batch_size=1, learning_rate=1e-4, rank=8, alpha=16.0, modules=(), micro_batch=16,
+        batch_size=1, learning_rate=1e-4, rank=8, alpha=16.0, modules=(), dora=False,
+        micro_batch=16,
     )  # fmt: skip
 
 

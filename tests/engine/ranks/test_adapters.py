@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.messages import Refused
@@ -17,6 +19,7 @@ from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.process.parts.adapters import AdapterHandler, FilesOfRanks
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.loader import decoder_spec
+from holdfast.lm.models.peft_files import AdapterWeights
 from holdfast.lm.parts.adapters.messages import (
     AdapterLoaded,
     AdapterRefused,
@@ -32,8 +35,13 @@ from tests.tokenizers_made import byte_level
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-ADAPTERS = {"all": (8, None), "some": (4, ("q", "o", "gate")), "rest": (16, ("k", "v", "up", "down"))}
-"""Rank and modules of each adapter."""
+ADAPTERS = {
+    "all": (8, None),
+    "some": (4, ("q", "o", "gate")),
+    "rest": (16, ("k", "v", "up", "down")),
+    "dora": (4, None),
+}
+"""Rank and modules of each adapter. "dora" is a DoRA."""
 
 Make = Callable[..., Engine]
 
@@ -47,7 +55,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sizes = decoder_spec(root / "model")
     for seed, (name, (rank, modules)) in enumerate(ADAPTERS.items()):
         chosen = {} if modules is None else {"modules": modules}
-        write(root / name, drawn(sizes, rank, seed=seed, strength=0.8, **chosen))
+        weights = drawn(sizes, rank, seed=seed, strength=0.8, **chosen)
+        write(root / name, with_magnitudes(weights) if name == "dora" else weights)
     return {name: root / name for name in ("model", *ADAPTERS)}
 
 
@@ -77,6 +86,16 @@ def engine(request: pytest.FixtureRequest, make_engine: Make) -> Iterator[Engine
 
 
 layouts = pytest.mark.parametrize("engine", LAYOUTS, ids=str, indirect=True, scope="module")
+
+
+def with_magnitudes(weights: AdapterWeights) -> AdapterWeights:
+    """The adapter as a DoRA with random magnitudes."""
+    draw = torch.Generator().manual_seed(9)
+    pairs = {
+        key: pair._replace(magnitude=torch.rand(len(pair.b), generator=draw) + 0.5)
+        for key, pair in weights.pairs.items()
+    }
+    return AdapterWeights(pairs, weights.names)
 
 
 def answers(engine: Engine, kind: type, seconds: float = 30.0) -> list:
@@ -147,6 +166,26 @@ def test_a_mixed_batch_gets_the_tokens_of_one_process(
     for each in (engine, alone):
         each.handler(AdapterHandler).receive(UnloadAdapter(2, third))
         assert AdapterUnloaded(2) in answers(each, AdapterUnloaded)
+
+
+@layouts
+def test_a_dora_that_takes_turns_in_a_slot_gets_the_tokens_of_one_process(
+    engine: Engine, alone: Engine, directories: dict[str, Path]
+) -> None:
+    """Three adapters share two slots, and the norms of a DoRA's rows are sums over all ranks of a stage."""
+    first = engine.info.adapters[0].id
+    for each in (engine, alone):
+        ids = [load(each, name, directories[name]) for name in ("dora", "rest")]
+    requests = requests_of([*ids, first], 16, seed=7)
+    expected, loads = run(alone, requests), engine.loop.stats().adapter_loads
+    assert run(engine, requests) == expected
+    assert engine.loop.stats().adapter_loads > loads + 3
+    undone = [replace(request, identity=Identity(adapter="")) for request in requests]
+    assert any(run(alone, undone)[str(number)] != expected[str(number)] for number in range(1, 16, 4))
+    for each in (engine, alone):
+        for number, adapter in enumerate(ids):
+            each.handler(AdapterHandler).receive(UnloadAdapter(5 + number, adapter))
+            assert AdapterUnloaded(5 + number) in answers(each, AdapterUnloaded)
 
 
 @layouts

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tuning.messages import JobChanged, JobEnded, JobStatus, JobStep
-from tests.checkpoints import make, tiny
+from tests.checkpoints import make
 from tests.engine.conftest import SMALL
 from tests.engine.test_tuning import SLICES, TUNING, Bench, drawn, new_job
 from tests.tokenizers_made import byte_level
@@ -160,7 +160,29 @@ def test_jobs_take_turns_pause_and_are_cancelled_on_all_ranks(bench: Make, tmp_p
     assert each.events("three", JobEnded)[0].outcome == "succeeded"
 
 
-def test_norms_over_the_heads_of_all_ranks_are_refused_at_the_start(bench: Make, tmp_path: Path) -> None:
-    tiny("olmo2").save_pretrained(tmp_path / "olmo2")
-    with pytest.raises(ValueError, match="norms over the heads of all devices, as Olmo2ForCausalLM"):
-        bench(model=str(tmp_path / "olmo2"), tp=2)
+def test_a_dora_is_tuned_over_ranks_and_served_at_once(bench: Make, tmp_path: Path) -> None:
+    found = []
+    for tp, pp in ((1, 1), (2, 2)):
+        each = bench(tp=tp, pp=pp)
+        assert each.start(new_job(tmp_path / f"{tp}", dora=True)).dora
+        each.finish("job")
+        (ended,) = each.events("job", JobEnded)
+        found.append((losses(each), answer(each, ended.adapter.id)))
+        assert '"use_dora": true' in (Path(ended.checkpoint) / "adapter_config.json").read_text()
+        each.close()
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    assert found[1][1] == found[0][1]
+
+
+def test_a_model_with_norms_over_the_heads_of_all_ranks_is_tuned_with_tp(bench: Make, tmp_path: Path) -> None:
+    make(tmp_path / "olmo2", "Olmo2", num_hidden_layers=2, max_position_embeddings=256, eos_token_id=1)
+    byte_level().save(str(tmp_path / "olmo2" / "tokenizer.json"))
+    found = []
+    for tp in (1, 2):
+        each = bench(model=str(tmp_path / "olmo2"), tp=tp)
+        each.start(new_job(tmp_path / f"tp{tp}"))
+        each.finish("job")
+        found.append((losses(each), answer(each, each.events("job", JobEnded)[0].adapter.id)))
+        each.close()
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    assert found[1][1] == found[0][1]

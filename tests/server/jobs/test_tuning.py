@@ -135,7 +135,7 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
     async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
         jobs = api.fine_tuning.jobs
         training, validation = await uploaded(api, [chat(str(n)) for n in range(10)]), await uploaded(api, [chat()])
-        given = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5}
+        given = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5, "use_dora": True}
         job = await jobs.create(
             model="tiny",
             training_file=training,
@@ -151,6 +151,7 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
         assert done.status == "succeeded" and done.error is None and done.metadata == {"kind": "test"}
         assert done.fine_tuned_model.startswith("ft:tiny:pirate:") and done.trained_tokens == 60
         assert done.method.supervised.hyperparameters.n_epochs == done.hyperparameters.n_epochs == 2
+        assert done.method.supervised.hyperparameters.use_dora is True
         events = [event async for event in jobs.list_events(job.id, limit=4)]
         texts = [event.message for event in reversed(events)]
         assert texts[0] == f"Created fine-tuning job: {job.id}" and texts[-1] == "The job has successfully completed"
@@ -184,7 +185,7 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
         assert (await api.models.delete(done.fine_tuned_model)).deleted
         assert [model.id async for model in api.models.list()] == ["tiny"] and list(client.adapters) == []
     (order,) = client.tuner.orders
-    assert (order.learning_rate, order.rank, order.seed) == (1e-4, 4, 7)
+    assert (order.learning_rate, order.rank, order.seed, order.dora) == (1e-4, 4, 7, True)
 
 
 async def test_wrong_lines_are_reported_by_number_and_nothing_is_tuned(
@@ -259,6 +260,7 @@ async def test_a_wrong_job_is_refused_by_name(listening: Listening) -> None:
             (supervised(n_epochs="many"), "method.supervised.hyperparameters.n_epochs"),
             (supervised(lora_rank=17), "method.supervised.hyperparameters.lora_rank"),
             (supervised(target_modules=["q_proj", "nose"]), "method.supervised.hyperparameters.target_modules"),
+            (supervised(use_dora="maybe"), "method.supervised.hyperparameters.use_dora"),
             (supervised(learning_rate_multiplier=0), "method.supervised.hyperparameters.learning_rate_multiplier"),
         ):
             wanted: Any = {"model": "tiny", "training_file": good, **changes}

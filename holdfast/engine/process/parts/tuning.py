@@ -115,6 +115,7 @@ class TuningBuilder(PartBuilder):
             target=config.tbt_seconds,
             bound=config.deferral_seconds,
             max_rank=config.max_adapter_rank,
+            takes_dora=device.part(AdapterDevice).slots.takes_gains,
             modules=adapted_modules(self._model.decoder).everywhere,
             threads=torch.get_num_threads() if device.kind == "cpu" else 0,
         )

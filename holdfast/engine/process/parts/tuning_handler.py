@@ -75,6 +75,8 @@ class TuningRules:
     """
     max_rank: int
     """Largest rank of the adapters that are served."""
+    takes_dora: bool
+    """Whether DoRA adapters are served."""
     modules: tuple[str, ...]
     """The modules that a job changes if it names none: all that every layer has."""
     threads: int
@@ -269,6 +271,11 @@ class TuningHandler(Handler):
                 raise ValueError(
                     f"rank is {rank}; max_adapter_rank is {self._rules.max_rank}, so it could not be served"
                 )
+            if job.hyperparameters.dora and not self._rules.takes_dora:
+                raise ValueError(
+                    "the job makes a DoRA, and the engine's slots have no room for what a DoRA scales; start it with "
+                    "dora"
+                )
             return self._trainer.prepare(directory)
         except OSError as error:
             raise ValueError(f"a file of job {start.id} cannot be read or written: {error.strerror}") from None
@@ -290,6 +297,7 @@ class TuningHandler(Handler):
             rank=start.rank,
             alpha=2.0 * start.rank if start.alpha is None else start.alpha,
             modules=start.modules or self._rules.modules,
+            dora=start.dora,
             micro_batch=start.micro_batch or self._rules.micro_batch or 1,
             seed=start.seed,
         )
@@ -361,7 +369,7 @@ class TuningHandler(Handler):
             validation=validations[-1] if validations else None,
             checkpoint=checkpoint,
             epochs=chosen.epochs, batch_size=chosen.batch_size, learning_rate=chosen.learning_rate, rank=chosen.rank,
-            alpha=chosen.alpha, modules=chosen.modules, micro_batch=chosen.micro_batch,
+            alpha=chosen.alpha, modules=chosen.modules, dora=chosen.dora, micro_batch=chosen.micro_batch,
             untold=tuple(
                 JobStep(job, number, steps.count, record.tokens, record.loss, record.validation)
                 for number, record in enumerate(records[start.known :], start=start.known + 1)

@@ -116,6 +116,12 @@ class Group(Protocol):
         ...
 
 
+def in_rows(vector: torch.Tensor) -> torch.Tensor:
+    """A vector as rows [T, width] of the largest width up to 4,096 that divides it, as sums over devices take it."""
+    width = next(width for width in range(min(len(vector), 4096), 0, -1) if len(vector) % width == 0)
+    return vector.view(-1, width)
+
+
 def halves(rows: int, multiple: int) -> tuple[slice, slice]:
     """Split `rows` rows into two parts, the first of which has a multiple of `multiple` rows."""
     first = -(-rows // (2 * multiple)) * multiple

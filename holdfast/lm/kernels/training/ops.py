@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS, LayerOps, Rotation
+
+SUMMED_TOGETHER = 128
+"""Number of tokens whose sums travel between devices as one row. One row per token would mean one wait per token."""
 
 
 class TrainingOps:
@@ -102,10 +106,31 @@ class TrainingOps:
     def whole_norms_backward(
         self, gradient: torch.Tensor, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
     ) -> None:
-        """Turn the gradient [T, (H + 2 Hkv) D] of queries and keys normed over all heads into that of qkv, in place."""
+        """Turn the gradient [T, (H + 2 Hkv) D] of queries and keys normed over all heads into that of qkv, in place.
+
+        With a group, each device has the sums over its own heads, and the group adds them up. Where several devices
+        hold a KV head, each of them has a part of the head's gradient, and gets that part of the result.
+        """
         ends = len(q_norm), len(q_norm) + len(k_norm)
-        for columns, weight in ((slice(0, ends[0]), q_norm), (slice(*ends), k_norm)):
-            gradient[:, columns] = self._rms_norm_backward(gradient[:, columns], qkv[:, columns], weight)
+        parts = [
+            (gradient[:, columns], wide(gradient[:, columns]) * wide(weight), wide(qkv[:, columns]))
+            for columns, weight in ((slice(0, ends[0]), q_norm), (slice(*ends), k_norm))
+        ]
+        sums = torch.stack([each for _, back, x in parts for each in ((x * x).sum(1), (back * x).sum(1))], dim=1)
+        # Equal copies of a KV head count in the sum of squares and in the width alike.
+        size = 1 if self.layers.group is None else self.layers.group.size
+        for (out, back, x), own in zip(parts, torch.split(self._over_devices(sums), 2, dim=1), strict=True):
+            squares, products = torch.split(own / (x.shape[1] * size), 1, dim=1)
+            scale = torch.rsqrt(squares + self.shape.eps)
+            out.copy_(scale * (back - x * scale.square() * products))
+
+    def _over_devices(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sum of `sums` [T, N] over the devices of the group."""
+        if self.layers.group is None:
+            return sums
+        tokens, width = sums.shape
+        rows = functional.pad(sums, (0, 0, 0, -tokens % SUMMED_TOGETHER)).view(-1, SUMMED_TOGETHER * width)
+        return self.layers.group.all_reduce(rows).view(-1, width)[:tokens]
 
     def loss_backward(self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The cross entropy of each row times its weight, [C]. `logits` [C, vocabulary] become their gradient.

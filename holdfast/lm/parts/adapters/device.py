@@ -53,6 +53,10 @@ class Slots(Protocol[WrittenT]):
         """Copy an adapter into a slot, on the current stream."""
         ...
 
+    def complete(self, slot: int, /) -> None:
+        """Finish a slot that all devices have written. All of them call this in the same order."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter(Generic[PackedT]):
@@ -193,10 +197,6 @@ class AdapterStore(AdapterShelf[PackedAdapter]):
             raise UnsupportedAdapter(
                 "use_dora is true, and the engine's slots have no room for what a DoRA scales; start it with dora"
             )
-        if weights.has_magnitudes and self._base.group is not None:
-            raise UnsupportedAdapter(
-                "use_dora is true, and tp spreads the rows that a DoRA norms over devices; serve it without tp"
-            )
         with self.packing:
             packed = self._slots.pack(self._own(weights), self._base.layers, pinned=self._pinned)
         all_here = self._own is whole
@@ -242,9 +242,15 @@ class AdapterExecutor(PartExecutor, Generic[PackedT]):
         self._begun = -1
 
     def before(self, plan: StepPlan) -> None:
-        """Start a plan's loads. A plan that computes nothing waits until all loads are begun."""
+        """Finish the plan's complete slots, and start its loads.
+
+        A plan that computes nothing waits until all loads are begun.
+        """
+        own = plan.part(AdapterPlan)
+        for slot in own.complete:
+            self.slots.complete(slot)
         loads: list[Load[PackedT]] = []
-        for slot, adapter in plan.part(AdapterPlan).loads:
+        for slot, adapter in own.loads:
             packed: Future[PackedT] = Future()
             if (kept := self.store.kept(adapter)) is not None:
                 packed.set_result(kept)
@@ -308,6 +314,7 @@ class AdapterDevice(DevicePart):
             dtype=spec.dtype,
             device=spec.device,
             dora=config.dora or spec.device.type == "cpu",
+            group=model.group,
         )
         self.store = AdapterStore(
             self.slots,

@@ -46,6 +46,8 @@ class AdapterPart(Part):
         """Adapters that are to be forgotten once no request names them."""
         self._by_adapter: dict[str, RankedQueue] = {}
         """The waiting sequences of each adapter that has any, held or not."""
+        self._complete: list[int] = []
+        """Slots with loads that are complete, for the next plan (`AdapterPlan.complete`)."""
         self._reserved: str | None = None
         """The adapter whose slot the first held sequence reserves."""
         self._reserved_at: Rank = ()
@@ -106,14 +108,17 @@ class AdapterPart(Part):
             del self._slots[entry]
 
     def finish(self, step: PartStep) -> PartPlan | None:
-        """The loads of the plan, and the slot of each segment's adapter."""
+        """The loads of the plan, the slot of each segment's adapter, and the slots that are complete now."""
         if not (self._by_adapter or self.pool.pinned):
             return None
         loads = self._begin_loads(step.number) if step.planned or not step.in_flight else ()
         slots = tuple([self._slots.get(entry, -1) for entry in step.planned]) if self._slots else ()
         if not any(slot >= 0 for slot in slots):
             slots = ()
-        return AdapterPlan(loads, slots) if loads or slots else None
+        if not (loads or slots):
+            return None
+        complete, self._complete = tuple(self._complete), []
+        return AdapterPlan(loads, slots, complete)
 
     @property
     def wants_step(self) -> bool:
@@ -154,7 +159,8 @@ class AdapterPart(Part):
         for adapter in lost:
             self.pool.fail_load(adapter)
             failed += self._by_adapter.get(adapter, ())
-        for adapter in self.pool.finish_loads(step):
+        for adapter, slot in self.pool.finish_loads(step):
+            self._complete.append(slot)
             self._settle(adapter)
         return failed
 

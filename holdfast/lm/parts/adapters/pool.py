@@ -117,13 +117,13 @@ class AdapterPool:
         self.loads += 1
         return AdapterLoad(slot, adapter), loser
 
-    def finish_loads(self, step: int) -> Iterator[str]:
-        """Count the loads of all plans up to this number as complete. Yields the adapters now in their slots."""
+    def finish_loads(self, step: int) -> Iterator[tuple[str, int]]:
+        """Count the loads of all plans up to this number as complete. Yields each adapter and its slot."""
         for adapter in [adapter for adapter, begun in self._loading.items() if begun <= step]:
             del self._loading[adapter]
             self._rest(adapter)
             if adapter in self._slots:
-                yield adapter
+                yield adapter, self._slots[adapter]
 
     def fail_load(self, adapter: str) -> None:
         """Count the load of an adapter as failed: its slot is empty."""

@@ -31,6 +31,11 @@ class AdapterPlan(PartPlan):
     """
     slots: tuple[int, ...] = ()
     """Slot of each segment's adapter, or -1. Empty: no segment has one."""
+    complete: tuple[int, ...] = ()
+    """Slots whose loads are complete on all devices, and which no earlier plan has completed.
+
+    Before the loads and the segments, the devices finish what takes all of their parts of these slots' adapters.
+    """
 
 
 @dataclass(frozen=True, slots=True)

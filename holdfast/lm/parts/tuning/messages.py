@@ -38,6 +38,8 @@ class JobStart:
     """Scale of the adapter. None: twice the rank."""
     modules: tuple[str, ...] = ()
     """Layers to adapt, out of q, k, v, o, gate, up, down. Empty: all of them."""
+    dora: bool = False
+    """Whether the adapter is a DoRA."""
     micro_batch: int | None = None
     """Most tokens that are computed at once. None: the engine's configuration applies."""
     seed: int = 0
@@ -71,6 +73,7 @@ class JobInfo:
     rank: int
     alpha: float
     modules: tuple[str, ...]
+    dora: bool
     micro_batch: int
     untold: tuple[JobStep, ...] = ()
     """Steps done after those that the owner knows, in order. None of them names a checkpoint."""

@@ -1,15 +1,26 @@
-"""TuningHandler: the micro-batch that it chooses for a job, by time, by memory and by the job's examples."""
+"""TuningHandler: the micro-batch that it chooses for a job, and a DoRA that the engine could not serve."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
+from holdfast.lm.parts.tuning.messages import JobStart
+from holdfast.training.data import EXAMPLES_FILE, write_examples
 from holdfast.training.jobs import Hyperparameters
+
+
+def rules_of(target: float | None = None, bound: float = 1.0, *, takes_dora: bool = True) -> TuningRules:
+    return TuningRules(
+        base_model="m", base_digest="0", micro_batch=None, target=target, bound=bound, max_rank=16,
+        takes_dora=takes_dora, modules=("q", "v"), threads=1,
+    )  # fmt: skip
 
 
 def chosen(
@@ -30,7 +41,7 @@ def chosen(
         cost=cost, max_blocks=blocks, max_unit_seconds=0.5, largest_unit=lambda tokens: seconds * tokens
     )
     trainer: Any = SimpleNamespace(blocks_for=lambda given, tokens: -(-tokens // 10))
-    rules = TuningRules("m", "0", None, target, bound, 16, ("q", "v"), 1)
+    rules = rules_of(target, bound)
     handler = TuningHandler(tuner, trainer, None, rules, Notice(lambda: None))  # type: ignore[arg-type]
     return handler._sized(Hyperparameters(epochs=1, batch_size=8), longest, most=most).micro_batch
 
@@ -57,3 +68,16 @@ def test_without_a_target_an_iteration_takes_no_longer_than_the_bound() -> None:
 def test_with_a_target_the_largest_unit_fits_it_whatever_the_bound_is() -> None:
     assert chosen(50, 5000, target=0.1, bound=0.01, seconds=1 / 600) == 256
     assert chosen(50, 5000, target=0.1, bound=0.01, seconds=1 / 6000) == 1024
+
+
+@pytest.mark.parametrize("takes_dora", [True, False])
+def test_a_dora_is_refused_before_it_is_trained_where_it_could_not_be_served(takes_dora: bool, tmp_path: Path) -> None:
+    prepared: list[Path] = []
+    trainer: Any = SimpleNamespace(prepare=prepared.append)
+    handler = TuningHandler(None, trainer, None, rules_of(takes_dora=takes_dora), Notice(lambda: None))  # type: ignore[arg-type]
+    digest = write_examples(tmp_path / EXAMPLES_FILE, [([1, 2, 3], [1.0] * 3)])
+    job = JobStart(id="j", directory=str(tmp_path), name="n", data_digest=digest, dora=True, micro_batch=16)
+    refused = pytest.raises(ValueError, match=r"the job makes a DoRA, .* start it with dora")
+    with nullcontext() if takes_dora else refused:
+        handler._prepare(job)
+    assert prepared == [tmp_path] * takes_dora

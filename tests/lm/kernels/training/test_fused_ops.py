@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
+from holdfast.lm.kernels.training import ops
 from holdfast.lm.kernels.training.fused_ops import FusedTrainingOps
 from holdfast.lm.kernels.training.ops import TrainingOps, product_in_float32
-from tests.lm.kernels.linear.test_layers import DTYPES, assert_near, drawn, shape_of
+from tests.lm.kernels.linear.test_layers import DTYPES, EPS, assert_near, drawn, shape_of
+from tests.lm.kernels.linear.test_shards import Half
 
 
 def both(shape: LayerShape) -> tuple[TrainingOps, TrainingOps]:
@@ -73,6 +76,56 @@ def test_rotation_s_gradient_equals_float64(
     doubles = [None if norm is None else norm.double() for norm in norms]
     expected = exact.rotate_backward(query.double(), key.double(), value.double(), qkv.double(), whole, *doubles)
     assert_near(found, expected)
+
+
+@pytest.mark.parametrize("kind", [TrainingOps, FusedTrainingOps])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gradients_of_norms_over_the_heads_of_two_devices_add_up_to_those_of_one(
+    tokens: int, kv_heads: int, kind: type[TrainingOps], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one KV head both devices hold it, each with a part of its gradient."""
+    monkeypatch.setattr(ops, "SUMMED_TOGETHER", 4)
+    heads, dim, dtype = 4, 16, torch.float32
+    sizes = dict(num_heads=heads, head_dim=dim, qk_norm_whole=True)
+    # Columns of queries, of keys and of values; of both devices' copies, where both hold the KV head.
+    widths = (heads * dim, 2 * dim, 2 * dim)
+    back, qkv = (drawn(tokens, sum(widths), device=device, dtype=dtype).split(widths, 1) for _ in range(2))
+    q_norm, k_norm = (drawn(width, device=device, dtype=dtype) for width in widths[:2])
+    if kv_heads == 1:
+        qkv = (qkv[0], *(part[:, :dim].repeat(1, 2) for part in qkv[1:]))
+        k_norm = k_norm[:dim].repeat(2)
+
+    def joined(parts: tuple[torch.Tensor, ...], *, summed: bool) -> torch.Tensor:
+        """Parts of both devices as those of one: of copies the first, or their sum."""
+        if kv_heads == 2:
+            return torch.cat(parts, 1).double()
+        copies = [part.double().chunk(2, 1) for part in parts[1:]]
+        return torch.cat((parts[0].double(), *(a + b if summed else a for a, b in copies)), 1)
+
+    given = joined(qkv, summed=False).requires_grad_()
+    query, key, value = given.split((heads * dim, kv_heads * dim, kv_heads * dim), 1)
+    normed = [
+        functional.rms_norm(x, x.shape[1:], weight[: x.shape[1]].double(), EPS)
+        for x, weight in ((query, q_norm), (key, k_norm))
+    ]
+    (expected,) = torch.autograd.grad(torch.cat((*normed, value), 1), given, joined(back, summed=True))
+    shape = shape_of(device, dtype, num_kv_heads=1, **{**sizes, "num_heads": 2}, kv_copies=2 // kv_heads)
+    own = [tuple(part.chunk(2, 1)[rank] for part in (*back, *qkv)) for rank in range(2)]
+    gave: list[Any] = [0.0, 0.0]
+    gradients = []
+    for turn in range(4):  # the first two record what each device adds to the sums
+        rank = turn % 2
+        group = Half(gave[1 - rank] if turn > 1 else 0.0, device)
+        gradient, x = torch.cat(own[rank][:3], 1), torch.cat(own[rank][3:], 1)
+        norms = [norm.chunk(2)[rank].contiguous() for norm in (q_norm, k_norm)]
+        kind(LayerOps(shape, group)).whole_norms_backward(gradient, x, *norms)
+        if turn < 2:
+            gave[rank] = group.gives
+        else:
+            gradients.append(gradient.split((2 * dim, dim, dim), 1))
+    found = tuple(torch.cat(parts, 1) for parts in zip(*gradients, strict=True))
+    assert_near(joined(found, summed=True).float(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

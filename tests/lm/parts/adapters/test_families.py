@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.attention.protocol import Segments
@@ -33,6 +34,7 @@ from tests.adapted_engine import Engine
 from tests.adapted_families import NATIVE_FAMILIES, Family, family, prompts
 from tests.adapters import drawn, generated, merged, write
 from tests.checkpoints import tiny
+from tests.ranks import Rank, in_ranks
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -116,7 +118,12 @@ def adapters_of(slots: AdapterSlots, count: int, segments: Segments, *, tiled: b
 def assert_logits_are_peft_s(
     case: Family, names: tuple[str, str], given: list[tuple[int, ...]], *, tiled: bool
 ) -> None:
-    found = logits_of(case.model, slots_of(case, names), given, tiled=tiled)
+    assert_these_are_peft_s(logits_of(case.model, slots_of(case, names), given, tiled=tiled), case, names, given)
+
+
+def assert_these_are_peft_s(
+    found: torch.Tensor, case: Family, names: tuple[str, str], given: list[tuple[int, ...]]
+) -> None:
     for number, (ids, own) in enumerate(zip(given, found.split([len(ids) for ids in given]), strict=True)):
         with torch.inference_mode():
             keys = (*names, "")[number % 3], ""
@@ -133,6 +140,40 @@ def test_every_native_architecture_has_a_case() -> None:
 @pytest.mark.parametrize("names", [("wide", "some"), ("dora", "wide")], ids="-".join)
 def test_logits_of_a_mixed_batch_are_those_of_peft(case: Family, names: tuple[str, str]) -> None:
     assert_logits_are_peft_s(case, names, prompts(6), tiled=False)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2", "falcon", "gpt2", "gemma2", "qwen3-moe"])
+def test_ranks_that_share_the_layers_give_peft_s_logits_with_a_dora(name: str, tp: int, tmp_path: Path) -> None:
+    """Each rank has some columns of o and down, so it has a part of the norm of every row."""
+    case, names, given = family(name, tmp_path), ("dora", "wide"), prompts(6)
+
+    def work(rank: Rank) -> torch.Tensor:
+        model = load(case.base, device="cpu", dtype="float32", layout=rank.layout, rank=rank.rank, group=rank.group())
+        assert isinstance(model, Decoder)
+        device = AdapterDevice(model, EngineConfig(max_adapters=2, tp=tp, device="cpu"))
+        for slot, each in enumerate(names):
+            device.slots.write(slot, device.store.read(each, case.directories[each]).packed)
+            device.slots.complete(slot)
+        return logits_of(model, device.slots, given, tiled=False)
+
+    found = torch.cat(in_ranks(Layout(tp=tp), work), 1)
+    assert_these_are_peft_s(found, case, names, given)
+
+
+def test_a_slot_of_several_ranks_that_held_a_dora_scales_nothing_for_the_next_adapter(tmp_path: Path) -> None:
+    case, given = family("llama", tmp_path), prompts(3)
+
+    def work(rank: Rank) -> torch.Tensor:
+        model = load(case.base, device="cpu", dtype="float32", layout=rank.layout, rank=rank.rank, group=rank.group())
+        assert isinstance(model, Decoder)
+        device = AdapterDevice(model, EngineConfig(max_adapters=2, tp=2, device="cpu"))
+        for slot, each in ((0, "dora"), (1, "wide"), (0, "some"), (1, "dora")):
+            device.slots.write(slot, device.store.read(each, case.directories[each]).packed)
+            device.slots.complete(slot)
+        return logits_of(model, device.slots, given, tiled=False)
+
+    assert_these_are_peft_s(torch.cat(in_ranks(Layout(tp=2), work), 1), case, ("some", "dora"), given)
 
 
 def test_the_kernels_of_a_gpu_give_the_same_logits(case: Family, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,17 +33,26 @@ class AdapterDevice(FakeDevice):
         self.broken = broken
         """Adapters that can never be read."""
         self.loads = deque()
+        self.written = set()
+        """Slots whose loads have ended, and which no plan has completed."""
+        self.complete = set()
+        """Slots that a plan has completed."""
 
     def collect(self):
         plan = self.plans[0]
+        for slot in plan.part(AdapterPlan).complete:
+            self.written.remove(slot)
+            self.complete.add(slot)
         for slot, adapter in plan.part(AdapterPlan).loads:
+            self.written.discard(slot)
+            self.complete.discard(slot)
             self.held[slot] = None
             self.loads.append((plan.step, slot, adapter))
         slots = plan.part(AdapterPlan).slots or (-1,) * len(plan.segments)
         assert len(slots) == len(plan.segments)
         for segment, slot in zip(plan.segments, slots, strict=True):
             wanted = self.adapters.get(segment.sequence_id, "")
-            assert (self.held[slot] == wanted) if wanted else slot == -1
+            assert (self.held[slot] == wanted and slot in self.complete) if wanted else slot == -1
         result = super().collect()
         lost, done = [], plan.step
         while self.loads:
@@ -55,6 +64,7 @@ class AdapterDevice(FakeDevice):
                 lost.append(adapter)
             else:
                 self.held[slot] = adapter
+                self.written.add(slot)
         return replace(result, parts=(AdapterResult(loaded=done, lost=tuple(lost)),))
 
 

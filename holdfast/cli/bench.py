@@ -28,7 +28,7 @@ from holdfast.lab.simulator.deployment import Pipeline, configured_shape, deploy
 from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.tiers import DISK_RATE
-from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
+from holdfast.lab.workloads import LeftOut, LongerName, Workload, WorkloadConfig
 from holdfast.lm.config import EngineConfig
 
 SIMULATED_OPTIONS = (
@@ -118,14 +118,10 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
             "--rates, --capacity and --concurrency"
         )
     with target_of(config, engine, console) as target:
+        left_out = dict[str, float]()
         if (longest := target.context_length) is not None:
-            total = num_requests(base)
-            base = workloads.fit_context(base, longest)
-            if not base:
-                raise ValueError(f"all {total} requests are longer than the context of {longest:,} tokens")
-            if dropped := total - num_requests(base):
-                console.print(f"{dropped} of {total} requests are longer than the context and left out")
-        bench = _Bench(config, workload, engine.seed, target, base)
+            base, left_out = within_context(base, longest, workload.longer, console)
+        bench = _Bench(config, workload, engine.seed, target, base, left_out)
         capacity = bench.run_all()
     runs = bench.runs
     figures = [run.figures for run in runs]
@@ -153,6 +149,22 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
     return 0
 
 
+def within_context(
+    base: Workload, longest: int, longer: LongerName, console: Console
+) -> tuple[Workload, dict[str, float]]:
+    """Return the conversations within `longest` tokens, and which shares are left out, by the names of metrics.
+
+    Prints what is left out. Raises ValueError if nothing is left.
+    """
+    fitting = workloads.fit_context(base, longest, longer)
+    left_out = LeftOut.of(base, fitting)
+    if not fitting:
+        raise ValueError(f"all {len(base)} conversations are longer than the context of {longest:,} tokens")
+    if left_out.requests:
+        console.print(f"longer than the context, and left out: {left_out}", soft_wrap=True)
+    return fitting, left_out.figures()
+
+
 def check_links(config: BenchConfig, engine: EngineConfig) -> None:
     """Raises ValueError for links that connect nothing, and for links or a layout that conflict with a profile."""
     derived = "@" in (config.simulate or "")
@@ -175,6 +187,8 @@ class _Bench:
     seed: int
     target: Target
     base: Workload
+    left_out: Mapping[str, float]
+    """Shares of the workload that are longer than the context, by the names of metrics. Empty: it is not known."""
     runs: list[Run] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     """Warnings to print: failed requests, and metrics that earlier runs have affected."""
@@ -210,6 +224,7 @@ class _Bench:
             figures |= {"request_rate": rate, "burstiness": self.workload.variation**-2}
         figures |= {"model_id": self.target.model, "num_prompts": len(records)}
         figures |= {"max_concurrency": config.concurrency} if config.concurrency else {}
+        figures |= self.left_out
         wanted = slo if slo != Slo() else None
         figures |= load_figures(records, arriving, wanted) if arriving else summary(records, wanted)
         self.runs.append(Run.of(records, figures))

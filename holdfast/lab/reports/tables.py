@@ -87,14 +87,14 @@ def _number(figures: Mapping[str, Any], key: str) -> str:
 
 
 def show_candidates(console: Console, evaluations: Sequence[Evaluation], best: Evaluation | None) -> None:
-    """Print the candidates, then the reasons why some of them have no capacity."""
+    """Print the candidates, the reasons why some of them have no capacity, and what their contexts leave out."""
     shown = table("capacity of all devices together", CANDIDATE_HEAD, words=2, padding=0)
     for each in evaluations:
         shown.add_row(*candidate_row(each), style="bold" if each is best else "" if each.capacity else "dim")
     console.print(shown)
-    for reason in dict.fromkeys(map(_reason_of, evaluations)):
-        if reason:
-            console.print(Text(reason, style="dim"), soft_wrap=True)
+    for line in dict.fromkeys((*map(_reason_of, evaluations), *map(_left_out_of, evaluations))):
+        if line:
+            console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def candidate_row(evaluation: Evaluation) -> tuple[str, ...]:
@@ -119,3 +119,15 @@ def _reason_of(evaluation: Evaluation) -> str:
         return ""
     policy = f"{evaluation.candidate.policy}, " if evaluation.fits else ""
     return f"{policy}{evaluation.candidate.layout}: {evaluation.reason}"
+
+
+def _left_out_of(evaluation: Evaluation) -> str:
+    """The share of the workload that is longer than the context; empty if there is none, or no capacity."""
+    figures = evaluation.figures
+    if not figures.get("left_out_requests_share"):
+        return ""
+    return (
+        f"{evaluation.candidate.layout}: longer than its context, and left out: "
+        f"{figures['left_out_requests_share']:.1%} of the requests, "
+        f"{figures['left_out_conversations_share']:.1%} of the conversations whole"
+    )

@@ -40,7 +40,7 @@ from holdfast.cluster.routing import (
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
 from holdfast.cluster.tuning import ReplicaTuning
-from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
+from holdfast.core.types import ALONE, MAX_SEED, AdapterInfo, SamplingParams, UserBatch
 from holdfast.engine import messages
 from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
 from holdfast.engine.client.connection import EngineDead, QueueFull
@@ -172,9 +172,11 @@ class Replicas:
         deadline: float | None = None,
         shown: Collection[int] = (),
         conversation: str = "",
+        batch: UserBatch = ALONE,
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
+        No engine is told the `batch`, as its requests may go to different ones.
         `conversation` is the id of the conversation that the request continues, if it is known. Raises EngineDead only
         if no replica can continue the request. Its message is sent to the client.
         """

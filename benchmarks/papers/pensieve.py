@@ -73,6 +73,8 @@ STEP, BISECTIONS = 1.4, 2
 LONGEST = 16_384
 CACHE, HOST = 40e9, 200.0
 """Bytes of KV cache, and GB of host memory, for each GPU."""
+LAYERS = 80
+"""Groups in which state is swapped in: a layer at a time (§4.3.3), as the largest model has so many."""
 DATASETS = {"ShareGPT": workloads.SHAREGPT, "UltraChat": workloads.ULTRACHAT}
 LOWEST = {"opt-13b": 1.8, "llama-2-13b-gqa": 3.5, "opt-66b": 1.8, "llama-2-70b": 2.5}
 """Requests per second of the first run."""
@@ -186,7 +188,8 @@ def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = (), co
     profile = papers.deployed(task.model, vary, device="a100-80gb", tp=task.gpus, link=link).profile
     profile = replace(profile, cache_tokens=int(CACHE * task.gpus / profile.token_bytes))
     host = HOST * task.gpus / (4 if "memory" in vary else 1) if options.pop("host", False) else 0.0
-    config = EngineConfig(**{"max_model_len": context.longest, "max_sequences": 256, "host_cache_gb": host, **options})
+    sizes = {"max_model_len": context.longest, "max_sequences": 256, "swap_in_groups": LAYERS, "host_cache_gb": host}
+    config = EngineConfig(**{**sizes, **options})
     seconds = max(seconds, 3 * task.think)
     workload, left_out = steady(task.dataset, task.think, rate, seconds, context)
     outcome = simulate(config, profile, workload)
@@ -614,6 +617,7 @@ class H200:
     """Recorded step times, in place of `holdfast.lab.simulator.executor.StepTimes`."""
 
     copy_seconds = BLOCK_BYTES / 35e9
+    swap_in_groups = 4
     block_bytes = BLOCK_BYTES
 
     def __init__(self, even_attention: bool) -> None:

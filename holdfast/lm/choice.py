@@ -197,7 +197,7 @@ def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, po
         copies_for_others=shape.copies_for_others,
         prices=prices,
     )
-    return PagedKind(pool)
+    return PagedKind(pool, by_layer=config.swap_in == "by-layer")
 
 
 def make_planning(

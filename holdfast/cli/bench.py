@@ -16,11 +16,11 @@ from rich.text import Text
 
 from holdfast.cli.flags import check_url, require_at_least_1, require_positive
 from holdfast.cli.output import changed_options, check_outputs
-from holdfast.cli.targets import Target, local_engine, server, simulated_engine
+from holdfast.cli.targets import Ran, Target, local_engine, server, simulated_engine
 from holdfast.core.config import option
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
-from holdfast.lab.metrics import Record, Slo, summary
+from holdfast.lab.metrics import Slo, summary
 from holdfast.lab.planning import LIFETIMES, find_capacity, lasting, load_figures
 from holdfast.lab.reports.run_data import Run
 from holdfast.lab.reports.tables import show_figures
@@ -212,12 +212,12 @@ class _Bench:
         arriving = workloads.gamma_arrivals(self.base, rate, self.seed, self.workload.variation)
         return self._keep(self.target.run(arriving, f"{rate:.4g} a second"), rate, arriving)
 
-    def _keep(self, records: list[Record], rate: float | None = None, arriving: Workload = ()) -> dict[str, Any]:
+    def _keep(self, ran: Ran, rate: float | None = None, arriving: Workload = ()) -> dict[str, Any]:
         """Keep the metrics of a run, but not its records, because a search has many runs. Returns the metrics.
 
         `arriving` is the run's workload if it arrives at a rate. The metrics then also show whether the queue grows.
         """
-        config = self.config
+        config, records = self.config, ran.records
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
         at, figures = "", dict[str, Any]()
         if rate is not None:
@@ -228,6 +228,7 @@ class _Bench:
         figures |= self.left_out
         wanted = slo if slo != Slo() else None
         figures |= load_figures(records, arriving, wanted) if arriving else summary(records, wanted)
+        figures |= {"stages_idle": ran.idle} if ran.idle else {}
         self.runs.append(Run.of(records, figures))
         if errors := [record.error for record in records if record.error]:
             self.warnings.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")

@@ -104,7 +104,7 @@ class Replicas:
         self.text: Text
         self.pooling: Pooling
         self.generation: GenerationDefaults
-        self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
+        self.on_steps: Callable[[messages.Steps], None] = lambda steps: None
         """Called with the numbers of tokens and the seconds of several steps of one engine."""
         self.counts = Counts()
         self.router: Router
@@ -437,7 +437,7 @@ class Replicas:
     def _adopt(self, engine: EngineClient) -> None:
         """Let a new engine use the shared text and report its steps here."""
         engine.use_text(self.text)
-        engine.on_steps = lambda tokens, seconds: self.on_steps(tokens, seconds)
+        engine.on_steps = lambda steps: self.on_steps(steps)
 
     async def _watch(self) -> None:
         """Check all replicas once a second, change their number if needed, and move idle conversations."""

@@ -311,6 +311,10 @@ class Steps(Message, tag="steps"):
     """Number of query tokens in each step."""
     seconds: list[float]
     """Seconds that the device spent on each step."""
+    under_way: float = 0.0
+    """Seconds of this time in which steps were in flight."""
+    stages: tuple[float, ...] = ()
+    """Seconds in which each stage of the pipeline computed. One stage is the whole device. Empty: no step ended."""
 
 
 class Activity(Message, tag="activity"):

@@ -200,6 +200,28 @@ def test_the_share_longer_than_the_context_is_printed_and_in_the_metrics(
     assert f"longer than the context, and left out: {left} of 4 requests" in capsys.readouterr().out
 
 
+def test_a_simulated_pipeline_reports_the_idle_share_of_each_stage(tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    given = (
+        "--tp",
+        "4",
+        "--pp",
+        "2",
+        "--link",
+        "nvlink3",
+        "--requests",
+        "30",
+        "--concurrency",
+        "8",
+        "--json",
+        str(out),
+    )
+    assert bench("--simulate", "llama-2-70b@a100-80gb", *given) == 0
+    first, last = json.loads(out.read_text())["stages_idle"]
+    assert 0 < first < 0.6 and 0 < last < 0.6
+    assert f"{first:.0%} {last:.0%}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_capacity_from_too_few_arrivals_gives_a_warning(profile, capsys):
     assert bench("--simulate", profile, "--requests", "30", "--output-tokens", "10", "--capacity", "30") == 0
     assert "too few to tell a lasting load from a burst" in " ".join(capsys.readouterr().out.split())

@@ -152,8 +152,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
-        self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
-        """Called with the tokens and the seconds of the engine's steps, a few steps at a time."""
+        self.on_steps: Callable[[messages.Steps], None] = lambda steps: None
+        """Called with the engine's steps, a few at a time."""
         self.on_activity: Callable[[messages.Activity], None] = lambda activity: None
         """Called with the engine's activity while it is watched (`watch`)."""
         self.adapters: dict[str, AdapterInfo] = {}
@@ -411,8 +411,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 now = time.monotonic()
                 for output in message.outputs:
                     self._deliver(output, now)
-            case messages.Steps(tokens, seconds):
-                self.on_steps(tokens, seconds)
+            case messages.Steps():
+                self.on_steps(message)
             case messages.Activity():
                 self.on_activity(message)
             case messages.Refused(request_id, reason, param):

@@ -21,6 +21,7 @@ FIGURE_TITLES = {
     "output_throughput": "out tok/s",
     "total_token_throughput": "tok/s",
     "cached_share": "cached",
+    "stages_idle": "idle",
 }
 LATENCY_TITLES = {
     "ttft": "TTFT",
@@ -42,16 +43,20 @@ def table(title: str, heads: Sequence[str], *, words: int = 0, padding: int = 1)
 
 def show_figures(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
     """Print the throughput of each run, then the latencies."""
-    runs = [
-        {**figures, "cached_share": f"{figures['cached_tokens'] / figures['total_input_tokens']:.0%}"}
-        for figures in runs
-    ]
+    runs = [_with_shares(figures) for figures in runs]
     shown = {key: title for key, title in FIGURE_TITLES.items() if any(key in figures for figures in runs)}
     throughput = table("throughput", tuple(shown.values()))
     for figures in runs:
         throughput.add_row(*(_number(figures, key) for key in shown))
     console.print(throughput)
     console.print(_latencies(runs[0]) if len(runs) == 1 else _latencies_by_rate(runs))
+
+
+def _with_shares(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a run, with its shares as text: of prompt tokens from the cache, and of idle time by stage."""
+    shown = {**figures, "cached_share": f"{figures['cached_tokens'] / figures['total_input_tokens']:.0%}"}
+    idle = shown.pop("stages_idle", ())
+    return shown | {"stages_idle": " ".join(f"{share:.0%}" for share in idle)} if len(idle) > 1 else shown
 
 
 def _latencies(figures: Mapping[str, Any]) -> Table:

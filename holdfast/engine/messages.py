@@ -71,6 +71,8 @@ class EngineInfo:
     """The reason why blocks are not moved, in words; empty if they are."""
     remote_trouble: str = ""
     """The reason why the remote tier did not work at the start, in words; empty if it did, or if there is none."""
+    budget_note: str = ""
+    """What becomes of the configured token budget, in words; empty if steps hold as many tokens as it says."""
 
     @property
     def limits(self) -> RequestLimits:

@@ -98,6 +98,11 @@ def test_a_swap_in_is_copied_in_as_many_groups_of_the_two_layers_as_asked_for(sm
     loop.close()
 
 
+def test_the_engine_says_that_a_budget_is_rounded_to_whole_tiles(small):
+    assert build(small(token_budget=35))[1].budget_note == "32 of 35 are used, whole matrix tiles of 16"
+    assert build(small(token_budget=32))[1].budget_note == ""
+
+
 def test_the_paged_executor_runs_where_it_is_asked_for(small):
     loop, _ = build(small(executor="paged"))
     assert isinstance(loop.executor, PagedExecutor)

@@ -1,10 +1,10 @@
-"""Keys and values of a text reused behind another beginning, at another position (the thesis, §4.1.4).
+"""Keys and values of a text reused after another beginning, at another position (the thesis, §4.1.4).
 
     python -m benchmarks.papers.moved_text [--count 60] [--seed 0]
 
-A part of a chat is computed behind one beginning. Its keys are then turned to their positions behind another, longer
-beginning, and a question is answered from them. The same question is answered from the exact keys and values. Both are
-greedy, by Transformers' own code and the built-in model in float32. `facts` are parts that tell of the user; `persons`
+A part of a chat is computed after one beginning. Its keys are then turned to their positions after another, longer
+beginning, and a question is answered from them. Another answer comes from the exact keys and values. Both are
+greedy, by Transformers' own code and the built-in model in float32. `facts` are parts about the user; `persons`
 are parts that speak of a person whom the beginning names, and each beginning names another one.
 
 Printed: how many answers are equal token by token, how many hold the asked fact, and by layer how far the turned keys
@@ -36,7 +36,7 @@ TALK = (
 
 
 class Case(NamedTuple):
-    """A part, the beginnings behind which it was computed and is reused, a question, and what its answer must hold."""
+    """A part, the beginnings after which it is computed and reused, a question, and a word of the right answer."""
 
     first: str
     second: str
@@ -54,7 +54,7 @@ def beginning(choose: random.Random, least: int, most: int) -> str:
 
 
 def fact(choose: random.Random) -> Case:
-    """A part that tells of the user alone."""
+    """A part about the user alone."""
     name, city = choose.choice(NAMES), choose.choice(CITIES)
     part = turn(f"My name is {name}.", f"Nice to meet you, {name}!")
     part += turn(f"I live in {city}.", f"I will remember that you live in {city}.")

@@ -74,7 +74,7 @@ LONGEST = 16_384
 CACHE, HOST = 40e9, 200.0
 """Bytes of KV cache, and GB of host memory, for each GPU."""
 LAYERS = 80
-"""Groups in which state is swapped in: a layer at a time (§4.3.3), as the largest model has so many."""
+"""Groups of layers in which state is swapped in. It is one layer at a time (§4.3.3): the largest model has 80."""
 DATASETS = {"ShareGPT": workloads.SHAREGPT, "UltraChat": workloads.ULTRACHAT}
 LOWEST = {"opt-13b": 1.8, "llama-2-13b-gqa": 3.5, "opt-66b": 1.8, "llama-2-70b": 2.5}
 """Requests per second of the first run."""
@@ -96,7 +96,7 @@ VARIATIONS = papers.VARIATIONS | {
 
 
 class Context(NamedTuple):
-    """The most tokens of a conversation, and what happens to a longer one."""
+    """The most tokens of a conversation, and whether a longer one is cut or dropped."""
 
     longest: int = LONGEST
     longer: LongerName = "cut"

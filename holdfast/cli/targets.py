@@ -34,11 +34,7 @@ from holdfast.lab.workloads import PromptTokens, Workload, num_requests
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import EngineShape, StepPlan, StepResult
-from holdfast.loop.contracts import Observer
-
-Watching = Observer[StepPlan, StepResult]
-"""What watches the steps of a loop."""
+from holdfast.lm.types import EngineShape
 
 
 class Ran(NamedTuple):
@@ -185,7 +181,7 @@ def simulated_engine(
         logs = list[StepLog]()
         with ExitStack() as open_files, progress_bar(title, num_requests(workload)) as on_progress:
 
-            def watch(planner: Scheduler, shape: EngineShape, clock: VirtualClock) -> list[Watching]:
+            def watch(planner: Scheduler, shape: EngineShape, clock: VirtualClock) -> list[StepLog | Trace]:
                 logs.append(StepLog(clock))
                 if config.trace is None:
                     return [*logs]

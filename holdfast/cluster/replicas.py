@@ -176,7 +176,7 @@ class Replicas:
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
-        No engine is told the `batch`, as its requests may go to different ones.
+        The `batch` reaches no engine, as its requests may go to different ones.
         `conversation` is the id of the conversation that the request continues, if it is known. Raises EngineDead only
         if no replica can continue the request. Its message is sent to the client.
         """

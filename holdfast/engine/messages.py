@@ -72,7 +72,7 @@ class EngineInfo:
     remote_trouble: str = ""
     """The reason why the remote tier did not work at the start, in words; empty if it did, or if there is none."""
     budget_note: str = ""
-    """What becomes of the configured token budget, in words; empty if steps hold as many tokens as it says."""
+    """The difference between the configured token budget and what steps hold, in words; empty if there is none."""
 
     @property
     def limits(self) -> RequestLimits:

@@ -218,7 +218,7 @@ class CapacityQuestion:
     stage_link: str | None = None
     """Link between the stages of a pipeline. None: `link`."""
     longer: LongerName = "cut"
-    """What happens to conversations longer than a candidate's context."""
+    """Whether conversations longer than a candidate's context are cut or dropped."""
     cores: int | None = None
     """Number of cores that all replicas share, for the profile of a CPU. None: as many as they have threads."""
 

@@ -71,7 +71,7 @@ class PaddedBatches(RowPolicy):
 
     The requests that a user sends together are one batch. Batches start in the order of their first requests, each as a
     whole, while rows × (longest current length + most new tokens) fit the cache, running rows included. The first one
-    that does not fit goes back as a whole, and later ones wait behind it. New prompts are prefilled, and then all rows
+    that does not fit goes back as a whole, and later ones wait, too. New prompts are prefilled, and then all rows
     decode within the same step.
 
     A batch that is too large for an empty cache starts in parts: while nothing runs, as many of its first requests as
@@ -119,7 +119,7 @@ def has_come(entries: Sequence[Entry], now: float) -> bool:
 
 
 class Predicted(NamedTuple):
-    """What a padded batch takes at most if every request generates as many tokens as it may (FineInfer §3.3.3)."""
+    """The largest size of a padded batch, if every request generates as many tokens as it may (FineInfer §3.3.3)."""
 
     rows: int
     longest: int

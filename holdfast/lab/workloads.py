@@ -53,7 +53,7 @@ class Conversation:
 Workload = Sequence[Conversation]
 
 LongerName = Literal["cut", "drop"]
-"""What happens to a conversation that is longer than the context: its later turns are cut, or all of it is dropped."""
+"""A conversation longer than the context has its later turns cut, or is dropped whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _all_turns_or_none(turns: tuple[Turn, ...], most: int) -> tuple[Turn, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """How much of a workload is left out because it is longer than the context."""
+    """The part of a workload that is left out because it is longer than the context."""
 
     requests: int
     """Number of requests that are left out."""

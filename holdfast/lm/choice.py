@@ -140,7 +140,7 @@ def choose_policy(config: CoreConfig, shape: EngineShape, cost: CostModel | None
 
 
 def describe_budget(config: CoreConfig, shape: EngineShape, cost: CostModel | None) -> str:
-    """What becomes of a fixed token budget, in words.
+    """The difference between a fixed token budget and what steps hold, in words.
 
     Empty if steps hold as many tokens as it says, and no larger step is known to take equally long.
     """

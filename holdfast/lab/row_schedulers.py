@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.lab.schedulers import Reservation
-from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.builder import anyone
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.row_builder import RowBuilder
@@ -82,29 +80,56 @@ class PaddedBatches(RowPolicy):
 
     def __init__(self, token_budget: int) -> None:
         super().__init__(token_budget)
-        self._came = frozenset[str]()
-        """Ids of the waiting batches whose requests have all come, also if some of these no longer wait."""
+        self._begun = set[str]()
+        """Ids of the batches of which a part has started and the rest waits."""
 
     def plan_rows(self, step: RowBuilder) -> None:
         starting = list[Entry]()
         for batch in self._whole_batches(step.waiting, step.now):
-            if not fits(step, [*starting, *batch]):
+            if not self._fits(step, [*starting, *batch]):
                 if not step.running and not starting:
-                    starting = first_that_fit(step, batch)
+                    starting = self._begin(step, batch)
                 break
             starting += batch
         step.admit_together(starting)
         step.decode(newcomers=True)
 
-    def _whole_batches(self, waiting: Iterable[Entry], now: float) -> list[list[Entry]]:
+    def most_new(self, entry: Entry) -> int:
+        """Largest number of tokens that a request is expected to generate in all."""
+        return entry.limit - entry.sequence.request.answer_start
+
+    def _whole_batches(self, waiting: Iterable[Entry], now: float) -> Iterator[list[Entry]]:
         """The waiting requests by batch, of the batches whose requests have all come."""
-        batches: dict[str, list[Entry]] = {}
+        seen = set[str]()
         for entry in waiting:
-            batches.setdefault(entry.sequence.request.batch.id or entry.id, []).append(entry)
-        self._came = frozenset(
-            name for name, entries in batches.items() if name in self._came or has_come(entries, now)
-        )
-        return [entries for name, entries in batches.items() if name in self._came]
+            name = entry.sequence.request.batch.id
+            if not name:
+                yield [entry]
+            elif name not in seen:
+                seen.add(name)
+                batch = [each for each in waiting if each.sequence.request.batch.id == name]
+                if name in self._begun or has_come(batch, now):
+                    yield batch
+        self._begun &= seen
+
+    def _fits(self, step: RowBuilder, starting: Sequence[Entry]) -> bool:
+        """Whether these sequences can start in the step, next to those that run.
+
+        Every sequence is expected to generate as many tokens as it may.
+        """
+        rows = [*step.running, *starting]
+        width = max(entry.sequence.length for entry in rows) + max(map(self.most_new, rows))
+        return step.takes(starting) and step.pool.holds(len(rows), len(rows) * width, width)
+
+    def _begin(self, step: RowBuilder, batch: Sequence[Entry]) -> list[Entry]:
+        """The first requests of a batch that is too large: as many as can start in the step."""
+        starting = list[Entry]()
+        for entry in batch:
+            if not self._fits(step, [*starting, entry]):
+                break
+            starting.append(entry)
+        self._begun.add(batch[0].sequence.request.batch.id)
+        return starting
 
 
 def has_come(entries: Sequence[Entry], now: float) -> bool:
@@ -116,44 +141,3 @@ def has_come(entries: Sequence[Entry], now: float) -> bool:
         return True
     started = any(entry.sequence.scheduled_at is not None for entry in entries)
     return started or now - min(entry.sequence.request.arrival for entry in entries) >= PATIENCE
-
-
-class Predicted(NamedTuple):
-    """The largest size of a padded batch, if every request generates as many tokens as it may (FineInfer §3.3.3)."""
-
-    rows: int
-    longest: int
-    """Length of the longest sequence now, in tokens."""
-    new: int
-    """Largest number of tokens that a request generates in all."""
-
-    @classmethod
-    def of(cls, entries: Collection[Entry]) -> Predicted:
-        """The batch of these sequences, of which there is at least one."""
-        longest = max(entry.sequence.length for entry in entries)
-        return cls(len(entries), longest, max(map(new_tokens, entries)))
-
-    def within(self, pool: RowPool) -> bool:
-        """Whether memory holds all rows at their predicted width."""
-        width = self.longest + self.new
-        return pool.holds(self.rows, self.rows * width, width)
-
-
-def fits(step: RowBuilder, starting: Sequence[Entry]) -> bool:
-    """Whether these sequences can start in the step, next to those that run."""
-    return step.takes(starting) and Predicted.of((*step.running, *starting)).within(step.batch.pool)
-
-
-def first_that_fit(step: RowBuilder, batch: Sequence[Entry]) -> list[Entry]:
-    """As many first requests of a batch as can start in the step."""
-    starting = list[Entry]()
-    for entry in batch:
-        if not fits(step, [*starting, entry]):
-            break
-        starting.append(entry)
-    return starting
-
-
-def new_tokens(entry: Entry) -> int:
-    """Largest number of tokens that a request generates in all."""
-    return entry.limit - entry.sequence.request.answer_start

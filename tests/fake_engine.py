@@ -10,7 +10,7 @@ from typing import Any
 
 from fake_tuning import FakeTuner
 
-from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
+from holdfast.core.types import ALONE, AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import AdapterError, Delta, Timings, Usage
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.generation import GenerationDefaults
@@ -125,6 +125,7 @@ class Asked:
     deadline: float | None
     request_id: str | None = None
     adapter: str = ""
+    batch: UserBatch = ALONE
     given: int = 0
     """Deltas after which the next one was asked for."""
     ended: str = "running"
@@ -208,10 +209,11 @@ class FakeClient:
         deadline: float | None = None,
         shown: Collection[int] = (),
         conversation: str = "",
+        batch: UserBatch = ALONE,
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse
-        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter)
+        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter, batch)
         self.asked.append(asked)
         if self.poison and self.poison in "".join(map(chr, prompt)):
             self.die("the engine ended by signal 11 (SIGSEGV)")

@@ -69,7 +69,7 @@ class Engine:
         self.pid = 0
         self._messages: asyncio.Queue[bytes] = asyncio.Queue()
         self._on_end: Callable[[str], None]
-        steps, watched = StepLog(), Watched(loop, self._tell)
+        steps, watched = StepLog(loop._clock), Watched(loop, self._tell)
         self._router = Router(core_handlers(loop, Parent(self._tell), steps, watched, ()), self._tell)  # type: ignore[arg-type]
 
     def step(self) -> bool:

@@ -42,6 +42,7 @@ def create_scheduler(
     low_water=0.25,
     lower=None,
     parts=(),
+    by_layer=False,
     **options,
 ):
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
@@ -51,7 +52,7 @@ def create_scheduler(
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     return Scheduler(
         policy or StallFree(budget),
-        PagedKind(pool),
+        PagedKind(pool, by_layer=by_layer),
         (*parts, PromptPart(), VectorPart(), PenaltyPart(), GrammarPart()),
         max_sequences=max_sequences,
         max_model_len=max_model_len,

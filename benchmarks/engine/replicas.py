@@ -54,6 +54,7 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
+from holdfast.engine.messages import Steps
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, percentile
@@ -177,12 +178,10 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
         await replicas.close()
 
 
-def add_busy(
-    busy: list[float], steps: list[tuple[int, float]], number: int, tokens: Sequence[int], seconds: Sequence[float]
-) -> None:
+def add_busy(busy: list[float], steps: list[tuple[int, float]], number: int, reported: Steps) -> None:
     """Record these steps of a replica."""
-    busy[number] += sum(seconds)
-    steps += zip(tokens, seconds, strict=True)
+    busy[number] += sum(reported.seconds)
+    steps += zip(reported.tokens, reported.seconds, strict=True)
 
 
 async def probe(replicas: Replicas, busy: list[float]) -> float:

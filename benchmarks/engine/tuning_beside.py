@@ -16,7 +16,8 @@ Really, the rule `batch` is also run: instead of a job, BATCH_LINES lines of a b
 
 `simulate` runs the scheduler and tuner that serve over a virtual clock, with the measured profile of an H200. `run`
 does it in an engine process on this device: `without` and `slices` in one engine, and each bound of --bounds in one of
-its own; --trace-out keeps the trace of the first.
+its own; --trace-out keeps the trace of the first. With --no-slices the bounds run alone, `without` in the first one's
+engine.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ def seen(records: Sequence[Record], began: float) -> dict[str, Any]:
     inside = sum(start <= at < last for record in answered for at in record.token_times)
     figures = {f"tbt_p{round(100 * share)}": 1e3 * percentile(gaps, share) for share in (0.5, 0.99)}
     figures |= {f"ttft_p{round(100 * share)}": 1e3 * percentile(firsts, share) for share in (0.5, 0.99)}
+    wholes = sorted(record.token_times[-1] - record.arrival for record in answered)
+    figures |= {f"latency_p{round(100 * share)}": 1e3 * percentile(wholes, share) for share in (0.5, 0.99)}
     return {name: round(value, 1) for name, value in figures.items()} | dict(
         output_tok_s=round(inside / (last - start), 1), requests=len(records), failed=len(records) - len(answered)
     )
@@ -275,13 +278,15 @@ async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
             finally:
                 await client.close()
 
-        trace = args.trace_out or Path(scratch) / "trace.json"
-        await engine(["without", "batch", "slices"], tbt_target=args.target, trace=str(trace))
-        windows = [row.pop("window") for row in rows if row["rate"]]
-        for row, share in zip([row for row in rows if row["rate"]], busy_share(trace, windows), strict=True):
-            row["busy"] = share
-        for bound in args.bounds:
-            await engine([rule_name(bound)], deferral_bound=bound)
+        if args.slices:
+            trace = args.trace_out or Path(scratch) / "trace.json"
+            await engine(["without", "batch", "slices"], tbt_target=args.target, trace=str(trace))
+            windows = [row.pop("window") for row in rows if row["rate"]]
+            for row, share in zip([row for row in rows if row["rate"]], busy_share(trace, windows), strict=True):
+                row["busy"] = share
+        for number, bound in enumerate(args.bounds):
+            first = [] if args.slices or number else ["without"]
+            await engine([*first, rule_name(bound)], deferral_bound=bound)
     return [{name: value for name, value in row.items() if name != "window"} for row in rows]
 
 
@@ -294,8 +299,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     whole = alone.get("slices") or alone.get("") or max(alone.values())
     without = {(row["rate"], row["rule"]): row["output_tok_s"] for row in rows if row["rule"].startswith("without")}
     said = ", ".join(f"{speed:,} tok/s" + (f" ({rule})" if rule else "") for rule, speed in alone.items())
-    heads: tuple[str, ...] = "requests/s", "rule", "TBT P50, P99, ms", "TTFT P50, P99, ms", "output tok/s", "of without"
-    heads += ("batch tok/s", "tuning tok/s", "of alone", "busy")
+    heads: tuple[str, ...] = (
+        "requests/s",
+        "rule",
+        "TBT P50, P99, ms",
+        "TTFT P50, P99, ms",
+        "latency P50, P99, ms",
+        "output tok/s",
+    )
+    heads += ("of without", "batch tok/s", "tuning tok/s", "of alone", "busy")
     lines = [f"Training alone: {said}.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         if not row["rate"]:
@@ -307,6 +319,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             rule,
             f"{row['tbt_p50']}, {row['tbt_p99']}",
             f"{row['ttft_p50']:,.0f}, {row['ttft_p99']:,.0f}",
+            f"{row['latency_p50']:,.0f}, {row['latency_p99']:,.0f}",
             f"{row['output_tok_s']:,.0f}",
             f"{row['output_tok_s'] / without.get(own, without[rate, 'without']):.3f}",
             f"{row['batch_tok_s']:,}" if "batch_tok_s" in row else "",
@@ -358,6 +371,7 @@ def main() -> None:
     parser.add_argument("--alone", type=float, default=10.0, help="seconds of training without requests")
     parser.add_argument("--trace-out", type=Path, help="file for the trace of the engine with slices")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
+    parser.add_argument("--no-slices", dest="slices", action="store_false", help="really: run the bounds alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.what == "draw":

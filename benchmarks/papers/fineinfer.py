@@ -39,7 +39,7 @@ from typing import Any
 from benchmarks.lib.papers import RESULTS, save
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record
-from holdfast.lab.row_schedulers import PaddedBatches, PredictedLength
+from holdfast.lab.row_schedulers import PaddedBatches
 from holdfast.lab.schedulers import Orca, Reservation
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.devices import DEVICES
@@ -50,7 +50,6 @@ from holdfast.lab.workloads import Conversation, Lengths, Turn
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.entries import Entry
-from holdfast.lm.scheduler.row_builder import RowBuilder
 
 MODEL, DEVICE = "llama-3-8b", "rtx-3090"
 FORWARD = 0.021
@@ -96,20 +95,11 @@ def cache_tokens(design: str, prompts: int = 1, *, memory: float | None = None) 
     return int((free - whole * shape.vocab) / (copies * shape.token_bytes))
 
 
-class LongestNew(PredictedLength):
-    """Expects every request to generate LONGEST tokens, because the manager does not know the length."""
-
-    def __init__(self, step: RowBuilder) -> None:
-        super().__init__(step)
-        self._new = LONGEST
-
-
 class SimpleReserving(PaddedBatches):
-    """SimpleReqManager as the paper runs it (§3.3.3)."""
+    """SimpleReqManager as the paper runs it (§3.3.3): it knows no request's length, and expects LONGEST tokens."""
 
-    def plan_rows(self, step: RowBuilder) -> None:
-        step.admit(LongestNew(step), whole=True)
-        step.decode(newcomers=True)
+    def most_new(self, entry: Entry) -> int:
+        return LONGEST
 
 
 class ReservingLongest(Reservation):

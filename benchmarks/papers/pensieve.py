@@ -1,14 +1,15 @@
 """Pensieve's evaluation by simulation: Holdfast's own scheduler and memory on virtual clocks. No model runs.
 
 Run: python -m benchmarks.papers.pensieve rates [--figures 10 11 13 14 15] [--seconds 600] [--vary NAME ...]
-                                          [--processes 1]
+                                          [--context 16384] [--longer cut | drop] [--processes 1]
      python -m benchmarks.papers.pensieve fig10 | fig14 | fig15 [--opt] [--rates 1 2 4 8] [--seeds 1] ...
      python -m benchmarks.papers.pensieve fig10 --measured FILE ...      # plots the JSON of multiturn.py or of `fitted`
      python -m benchmarks.papers.pensieve fitted --rates 24 28 [--modes tiers] [--set NAME=VALUE] [--json FILE]
 
 `rates` searches the throughput of stateful and stateless systems on derived A100s. Conversations have the lengths of
 ShareGPT and UltraChat (§6.1, Table 2), arrive by a Poisson process, and have exponential think times. A GPU has 40 GB
-of KV cache and 200 GB of host memory; contexts end at 16,384 tokens. A run begins in the steady state: conversations
+of KV cache and 200 GB of host memory; contexts end at 16,384 tokens. A longer conversation is cut there, or dropped
+(`--longer drop`), as in §6.1; each run has the share that is left out. A run begins in the steady state: conversations
 that began before it have turns left, and their history is new to the cache. It lasts `--seconds`, or three think times
 if that is longer; its second half counts. The rate rises by steps of 1.4 until the mean normalized latency is twice
 LIMIT, then is bisected around LIMIT. A system's throughput is the rate of requests that came (slow answers delay later
@@ -41,7 +42,7 @@ from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from benchmarks.lib import papers
 from benchmarks.lib.invocation import add_engine_options
@@ -51,7 +52,7 @@ from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.executor import Reserve, SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.run import simulate
-from holdfast.lab.workloads import Workload
+from holdfast.lab.workloads import LeftOut, LongerName, Workload
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
@@ -72,6 +73,8 @@ STEP, BISECTIONS = 1.4, 2
 LONGEST = 16_384
 CACHE, HOST = 40e9, 200.0
 """Bytes of KV cache, and GB of host memory, for each GPU."""
+LAYERS = 80
+"""Groups of layers in which state is swapped in. It is one layer at a time (§4.3.3): the largest model has 80."""
 DATASETS = {"ShareGPT": workloads.SHAREGPT, "UltraChat": workloads.ULTRACHAT}
 LOWEST = {"opt-13b": 1.8, "llama-2-13b-gqa": 3.5, "opt-66b": 1.8, "llama-2-70b": 2.5}
 """Requests per second of the first run."""
@@ -90,6 +93,16 @@ VARIATIONS = papers.VARIATIONS | {
     "nvlink": "NVLink between all four GPUs, not PCIe between pairs",
     "memory": "50 GB of host memory a GPU, a quarter",
 }
+
+
+class Context(NamedTuple):
+    """The most tokens of a conversation, and whether a longer one is cut or dropped."""
+
+    longest: int = LONGEST
+    longer: LongerName = "cut"
+
+
+CUT = Context()
 
 
 class Task(NamedTuple):
@@ -134,8 +147,12 @@ PAPER = {  # gain of Pensieve over vLLM, as the text states it
 }
 
 
-def steady(dataset: str, think: float, rate: float, seconds: float, token_seconds: float = 0.03) -> Workload:
-    """Conversations whose requests come at `rate` a second from the start, for `seconds`.
+def steady(
+    dataset: str, think: float, rate: float, seconds: float, context: Context, token_seconds: float = 0.03
+) -> tuple[Workload, LeftOut]:
+    """Conversations whose requests come at `rate` a second from the start, for `seconds`; and what was left out.
+
+    Conversations longer than the context are cut or dropped before any has arrived.
 
     The process begins long before; what would have been asked before the start (an answer taken to last `token_seconds`
     for each token) is the history of those that go on, and becomes part of the first prompt that is asked.
@@ -143,9 +160,10 @@ def steady(dataset: str, think: float, rate: float, seconds: float, token_second
     talks = DATASETS[dataset]
     before = 20 * think
     count = max(8, round((before + seconds) * rate / talks.turns))
-    drawn = workloads.fit_context(workloads.multi_turn(count, think, seed=0, means=talks), LONGEST)
+    drawn = workloads.multi_turn(count, think, seed=0, means=talks)
+    fitting = workloads.fit_context(drawn, context.longest, context.longer)
     under_way = []
-    for talk in workloads.gamma_arrivals(drawn, rate / talks.turns, seed=0):
+    for talk in workloads.gamma_arrivals(fitting, rate / talks.turns, seed=0):
         at, history, turns = talk.arrival - before, 0, []
         begins = at
         for turn in talk.turns:
@@ -160,19 +178,21 @@ def steady(dataset: str, think: float, rate: float, seconds: float, token_second
             at += token_seconds * turn.output
         if turns:
             under_way.append(workloads.Conversation(begins, tuple(turns)))
-    return sorted(under_way, key=lambda talk: talk.arrival)
+    return sorted(under_way, key=lambda talk: talk.arrival), LeftOut.of(drawn, fitting)
 
 
-def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = ()) -> dict[str, Any]:
+def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = (), context: Context = CUT) -> dict[str, Any]:
     """The figures of one simulated run."""
     options = dict(SYSTEMS[task.system])
     link = "pcie4" if task.gpus > 2 and "nvlink" not in vary else None
     profile = papers.deployed(task.model, vary, device="a100-80gb", tp=task.gpus, link=link).profile
     profile = replace(profile, cache_tokens=int(CACHE * task.gpus / profile.token_bytes))
     host = HOST * task.gpus / (4 if "memory" in vary else 1) if options.pop("host", False) else 0.0
-    config = EngineConfig(**{"max_model_len": LONGEST, "max_sequences": 256, "host_cache_gb": host, **options})
+    sizes = {"max_model_len": context.longest, "max_sequences": 256, "swap_in_groups": LAYERS, "host_cache_gb": host}
+    config = EngineConfig(**{**sizes, **options})
     seconds = max(seconds, 3 * task.think)
-    outcome = simulate(config, profile, steady(task.dataset, task.think, rate, seconds))
+    workload, left_out = steady(task.dataset, task.think, rate, seconds, context)
+    outcome = simulate(config, profile, workload)
     counted = [record for record in outcome.records if seconds / 2 <= record.arrival < seconds]
     found, stats = summary(counted), outcome.stats
     asked = sum(record.prompt_tokens for record in counted)
@@ -183,6 +203,7 @@ def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = ()) ->
         "hit_share_whole_run": stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0,
         "host_hit_share_whole_run": stats.prefix_hits_on_host / stats.prefix_queries if stats.prefix_queries else 0.0,
         "preemptions": stats.preemptions,
+        **left_out.figures(),
     }
 
 
@@ -190,14 +211,14 @@ LATENCY = "mean_normalized_latency_ms"
 SHOWN = ("completed", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "median_itl_ms")
 
 
-def curve(job: tuple[Task, float, Sequence[float], Sequence[str]]) -> tuple[Task, list[dict[str, Any]]]:
+def curve(job: tuple[Task, float, Sequence[float], Sequence[str], Context]) -> tuple[Task, list[dict[str, Any]]]:
     """Run at these rates, or without any at rising ones, up to far beyond the limit, and at some in between."""
-    task, seconds, rates, vary = job
+    task, seconds, rates, vary, context = job
     runs: dict[float, dict[str, Any]] = {}
 
     def latency(rate: float) -> float:
         began = time.process_time()
-        run = served(task, rate, seconds, vary)
+        run = served(task, rate, seconds, vary, context)
         runs[rate] = {"rate": rate, "seconds": seconds, **run, "cpu_seconds": round(time.process_time() - began, 1)}
         told = " ".join(f"{run[name]:.3g}" for name in ("asked_rate", LATENCY, "cached_share"))
         print(f"  {' '.join(map(str, task))}: {rate:.3g}/s {told}", file=sys.stderr, flush=True)
@@ -263,13 +284,15 @@ def show(figures: Sequence[int], found: Found) -> list[str]:
 def show_rates(figures: Sequence[int], found: Found) -> list[str]:
     """A line for each run."""
     lines = [
-        "| model | data set | think, s | system | requests/s | ms a token, mean | p90 | TTFT p50 | from the cache |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | data set | think, s | system | requests/s | ms a token, mean | p90 | TTFT p50 | from the cache | "
+        "conversations left out |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for task in dict.fromkeys(task for figure in figures for task in FIGURES[figure] if task in found):
         for run in found[task]:
             names = ("asked_rate", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "cached_share")
             cells = [f"{run[name]:.3g}" for name in names]
+            cells.append(f"{run.get('left_out_conversations_share', 0.0):.2%}")  # earlier files left none out
             lines.append(f"| {task.model} | {task.dataset} | {task.think:g} | {task.system} | {' | '.join(cells)} |")
     return lines
 
@@ -308,15 +331,19 @@ def plot(figures: Sequence[int], found: Found, path: Path) -> None:
 def search_rates(args: argparse.Namespace) -> None:
     """Run the curves that are missing, and write all of these figures."""
     which = "-".join(f"fig{figure}" for figure in args.figures)
-    stem = args.out / "-".join(["pensieve-simulated", which, *args.vary, *(["rates"] if args.rates else [])])
+    context = Context(args.context, args.longer)
+    named = [] if context == CUT else [f"{context.longer}-{context.longest}"]
+    parts = [which, *args.vary, *named, *(["rates"] if args.rates else [])]
+    stem = args.out / "-".join(["pensieve-simulated", *parts])
     kept = stem.with_suffix(".json")
     found: Found = {}
     if kept.exists():
         found = {Task(**row["task"]): row["runs"] for row in json.loads(kept.read_text())["rows"]}
     wanted = dict.fromkeys(task for figure in args.figures for task in FIGURES[figure] if task not in found)
     jobs = [task for task in wanted if task.model in args.models and task.system in args.systems]
+    curves = [(task, args.seconds, args.rates, args.vary, context) for task in jobs]
     with get_context("spawn").Pool(args.processes) as pool:
-        for task, runs in pool.imap_unordered(curve, [(task, args.seconds, args.rates, args.vary) for task in jobs]):
+        for task, runs in pool.imap_unordered(curve, curves):
             found[task] = runs
             kept.write_text(json.dumps(papers.origin(args.out) | {"rows": rows_of(found)}, indent=1) + "\n")
     papers.save(stem, rows_of(found), (show_rates if args.rates else show)(args.figures, found))
@@ -590,6 +617,7 @@ class H200:
     """Recorded step times, in place of `holdfast.lab.simulator.executor.StepTimes`."""
 
     copy_seconds = BLOCK_BYTES / 35e9
+    swap_in_groups = 4
     block_bytes = BLOCK_BYTES
 
     def __init__(self, even_attention: bool) -> None:
@@ -686,6 +714,13 @@ def main() -> None:
     rates.add_argument("--vary", nargs="+", default=[], choices=VARIATIONS, help="what differs from our set-up")
     rates.add_argument("--models", nargs="+", default=list(LOWEST), choices=LOWEST)
     rates.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    rates.add_argument(
+        "--longer",
+        default="cut",
+        choices=get_args(LongerName),
+        help="cut or drop conversations longer than the context",
+    )
+    rates.add_argument("--context", type=int, default=LONGEST, help="most tokens of a conversation")
     rates.add_argument("--processes", type=int, default=1)
     rates.add_argument("--out", type=Path, default=papers.RESULTS, help="folder for the JSON, the table and the plot")
 

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from holdfast.cli.flags import check_url, require_at_least_1, require_positive
 from holdfast.cli.output import changed_options, check_outputs
-from holdfast.cli.targets import Target, local_engine, server, simulated_engine
+from holdfast.cli.targets import Ran, Target, local_engine, server, simulated_engine
 from holdfast.core.config import option
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
-from holdfast.lab.metrics import Record, Slo, summary
+from holdfast.lab.metrics import Slo, summary
 from holdfast.lab.planning import LIFETIMES, find_capacity, lasting, load_figures
 from holdfast.lab.reports.run_data import Run
 from holdfast.lab.reports.tables import show_figures
@@ -28,12 +28,13 @@ from holdfast.lab.simulator.deployment import Pipeline, configured_shape, deploy
 from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.tiers import DISK_RATE
-from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
+from holdfast.lab.workloads import LeftOut, LongerName, Workload, WorkloadConfig
 from holdfast.lm.config import EngineConfig
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
     "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
+    "swap_in", "swap_in_groups",
     "memory_fraction", "quantization", "kv_cache_dtype", "tp", "pp",
 )  # fmt: skip
 """Engine options that affect a simulation."""
@@ -118,14 +119,10 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
             "--rates, --capacity and --concurrency"
         )
     with target_of(config, engine, console) as target:
+        left_out = dict[str, float]()
         if (longest := target.context_length) is not None:
-            total = num_requests(base)
-            base = workloads.fit_context(base, longest)
-            if not base:
-                raise ValueError(f"all {total} requests are longer than the context of {longest:,} tokens")
-            if dropped := total - num_requests(base):
-                console.print(f"{dropped} of {total} requests are longer than the context and left out")
-        bench = _Bench(config, workload, engine.seed, target, base)
+            base, left_out = within_context(base, longest, workload.longer, console)
+        bench = _Bench(config, workload, engine.seed, target, base, left_out)
         capacity = bench.run_all()
     runs = bench.runs
     figures = [run.figures for run in runs]
@@ -153,6 +150,22 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
     return 0
 
 
+def within_context(
+    base: Workload, longest: int, longer: LongerName, console: Console
+) -> tuple[Workload, dict[str, float]]:
+    """Return the conversations within `longest` tokens, and which shares are left out, by the names of metrics.
+
+    Prints what is left out. Raises ValueError if nothing is left.
+    """
+    fitting = workloads.fit_context(base, longest, longer)
+    left_out = LeftOut.of(base, fitting)
+    if not fitting:
+        raise ValueError(f"all {len(base)} conversations are longer than the context of {longest:,} tokens")
+    if left_out.requests:
+        console.print(f"longer than the context, and left out: {left_out}", soft_wrap=True)
+    return fitting, left_out.figures()
+
+
 def check_links(config: BenchConfig, engine: EngineConfig) -> None:
     """Raises ValueError for links that connect nothing, and for links or a layout that conflict with a profile."""
     derived = "@" in (config.simulate or "")
@@ -175,6 +188,8 @@ class _Bench:
     seed: int
     target: Target
     base: Workload
+    left_out: Mapping[str, float]
+    """Shares of the workload that are longer than the context, by the names of metrics. Empty: it is not known."""
     runs: list[Run] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     """Warnings to print: failed requests, and metrics that earlier runs have affected."""
@@ -197,12 +212,12 @@ class _Bench:
         arriving = workloads.gamma_arrivals(self.base, rate, self.seed, self.workload.variation)
         return self._keep(self.target.run(arriving, f"{rate:.4g} a second"), rate, arriving)
 
-    def _keep(self, records: list[Record], rate: float | None = None, arriving: Workload = ()) -> dict[str, Any]:
+    def _keep(self, ran: Ran, rate: float | None = None, arriving: Workload = ()) -> dict[str, Any]:
         """Keep the metrics of a run, but not its records, because a search has many runs. Returns the metrics.
 
         `arriving` is the run's workload if it arrives at a rate. The metrics then also show whether the queue grows.
         """
-        config = self.config
+        config, records = self.config, ran.records
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
         at, figures = "", dict[str, Any]()
         if rate is not None:
@@ -210,8 +225,10 @@ class _Bench:
             figures |= {"request_rate": rate, "burstiness": self.workload.variation**-2}
         figures |= {"model_id": self.target.model, "num_prompts": len(records)}
         figures |= {"max_concurrency": config.concurrency} if config.concurrency else {}
+        figures |= self.left_out
         wanted = slo if slo != Slo() else None
         figures |= load_figures(records, arriving, wanted) if arriving else summary(records, wanted)
+        figures |= {"stages_idle": ran.idle} if ran.idle else {}
         self.runs.append(Run.of(records, figures))
         if errors := [record.error for record in records if record.error]:
             self.warnings.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")

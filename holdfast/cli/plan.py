@@ -226,6 +226,7 @@ def question_of(
         seconds=config.seconds,
         link=config.link,
         stage_link=config.stage_link,
+        longer=workload.longer,
         cores=config.cores or cores(),
     )
 

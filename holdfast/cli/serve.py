@@ -153,7 +153,8 @@ def step(engine: EngineConfig, info: EngineInfo) -> str:
     within = "" if engine.tbt_target is None else f", {engine.tbt_target:g} ms while a stream decodes (TBT target)"
     if engine.token_budget == "auto":
         within = f", as many as take {engine.tbt_target:g} ms (TBT target)"
-    return f"{info.token_budget:,} tokens at most (token budget){within}"
+    note = f"; {info.budget_note}" if info.budget_note else ""
+    return f"{info.token_budget:,} tokens at most (token budget){within}{note}"
 
 
 def tier(info: EngineInfo, blocks: int) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import httpx
 import uvloop
@@ -19,10 +20,12 @@ from holdfast.cli.talkers import server_client
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import QueueFull
+from holdfast.engine.messages import Steps
+from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.trace import Trace, about_engine
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.load_client import Ask, LoadClient, ask_server
-from holdfast.lab.metrics import Record
+from holdfast.lab.metrics import Record, StageTimes
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import VirtualClock
 from holdfast.lab.simulator.run import context_length, simulate
@@ -34,6 +37,14 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape
 
 
+class Ran(NamedTuple):
+    """A run of a workload."""
+
+    records: list[Record]
+    idle: list[float]
+    """Share of the time with steps in flight in which each pipeline stage computed nothing; empty if it is unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A system that runs workloads."""
@@ -43,20 +54,38 @@ class Target:
     model: str
     context_length: int | None
     """Maximum number of tokens of a sequence; None if it is unknown."""
-    run: Callable[[Workload, str], list[Record]]
+    run: Callable[[Workload, str], Ran]
     """Runs a workload under a title for the progress bar. On a real target, each run sends different prompt tokens."""
 
 
+async def untimed() -> StageTimes:
+    """No times, of a server that does not report them here."""
+    return StageTimes()
+
+
 def sender(
-    loop: asyncio.Runner, ask: Ask, vocab_size: int, concurrency: int | None, seed: int
-) -> Callable[[Workload, str], list[Record]]:
-    """Return the `run` of a real target. It sends workloads by the load client, on one event loop for all runs."""
+    loop: asyncio.Runner,
+    ask: Ask,
+    vocab_size: int,
+    concurrency: int | None,
+    seed: int,
+    timed: Callable[[], Awaitable[StageTimes]] = untimed,
+) -> Callable[[Workload, str], Ran]:
+    """Return the `run` of a real target. It sends workloads by the load client, on one event loop for all runs.
+
+    `timed` returns the times of the stages since it was called last.
+    """
     numbers = itertools.count()
 
-    def run(workload: Workload, title: str) -> list[Record]:
+    async def send(client: LoadClient, workload: Workload) -> Ran:
+        await timed()
+        records = await client.run(workload, concurrency)
+        return Ran(records, (await timed()).idle())
+
+    def run(workload: Workload, title: str) -> Ran:
         tokens = PromptTokens(vocab_size, f"{seed}/{next(numbers)}/")
         with progress_bar(title, num_requests(workload)) as on_progress:
-            return loop.run(LoadClient(ask, tokens, on_progress).run(workload, concurrency))
+            return loop.run(send(LoadClient(ask, tokens, on_progress), workload))
 
     return run
 
@@ -98,10 +127,29 @@ def local_engine(config: EngineConfig, console: Console, concurrency: int | None
         try:
             info = client.info
             name = f"{info.model} on {info.memory.device}, {info.precision}"
-            run = sender(loop, partial(ask_engine, client), info.vocab_size, concurrency, config.seed)
+            timed = EngineTimes(client).take
+            run = sender(loop, partial(ask_engine, client), info.vocab_size, concurrency, config.seed, timed)
             yield Target(name, info.model, info.max_model_len, run)
         finally:
             loop.run(client.close())
+
+
+class EngineTimes:
+    """The times of an engine's stages, as it reports them."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._times = StageTimes()
+        client.on_steps = self._add
+
+    async def take(self) -> StageTimes:
+        """The times since the last call. Raises EngineDead, TimeoutError."""
+        await self._client.health()  # the engine sends the steps that it has not reported before it answers
+        times, self._times = self._times, StageTimes()
+        return times
+
+    def _add(self, steps: Steps) -> None:
+        self._times.add(steps.under_way, steps.stages)
 
 
 async def ask_engine(client: EngineClient, prompt: tuple[int, ...], output: int, record: Record) -> None:
@@ -129,17 +177,19 @@ def simulated_engine(
 ) -> Target:
     """Return a simulated engine: the real loop, scheduler and memory on a virtual clock."""
 
-    def run(workload: Workload, title: str) -> list[Record]:
+    def run(workload: Workload, title: str) -> Ran:
+        logs = list[StepLog]()
         with ExitStack() as open_files, progress_bar(title, num_requests(workload)) as on_progress:
 
-            def watch(planner: Scheduler, shape: EngineShape, clock: VirtualClock) -> list[Trace]:
+            def watch(planner: Scheduler, shape: EngineShape, clock: VirtualClock) -> list[StepLog | Trace]:
+                logs.append(StepLog(clock))
                 if config.trace is None:
-                    return []
+                    return [*logs]
                 suspends, about = config.host_cache_gb not in ("auto", 0), about_engine(config, shape)
                 trace = Trace(config.trace, clock, suspends=suspends, planner=planner, about=about)
-                return [open_files.enter_context(closing(trace))]
+                return [*logs, open_files.enter_context(closing(trace))]
 
-            return simulate(
+            records = simulate(
                 config,
                 profile,
                 workload,
@@ -150,6 +200,11 @@ def simulated_engine(
                 on_progress=on_progress,
                 disk_rate=disk_rate,
             ).records
+        times = StageTimes()
+        for log in logs:
+            steps = log.take()
+            times.add(steps.under_way, steps.stages)
+        return Ran(records, times.idle())
 
     model = profile.cost.model
     name = f"{model} on {profile.cost.device}, {profile.precision}, simulated"

@@ -36,6 +36,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "max_sequences", "max_waiting", "cache_gb", "memory_fraction", "memory_reserved",
             "headroom", "block_size", "kv_cache_dtype",
             "prefix_sharing", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
+            "swap_in", "swap_in_groups",
         ),
         "pace and order": (
             "tbt_target", "token_budget", "scheduler", "order", "ttft_target", "priority_aging", "fair_weight",

@@ -40,7 +40,7 @@ from holdfast.cluster.routing import (
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
 from holdfast.cluster.tuning import ReplicaTuning
-from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
+from holdfast.core.types import ALONE, MAX_SEED, AdapterInfo, SamplingParams, UserBatch
 from holdfast.engine import messages
 from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
 from holdfast.engine.client.connection import EngineDead, QueueFull
@@ -104,7 +104,7 @@ class Replicas:
         self.text: Text
         self.pooling: Pooling
         self.generation: GenerationDefaults
-        self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
+        self.on_steps: Callable[[messages.Steps], None] = lambda steps: None
         """Called with the numbers of tokens and the seconds of several steps of one engine."""
         self.counts = Counts()
         self.router: Router
@@ -172,9 +172,11 @@ class Replicas:
         deadline: float | None = None,
         shown: Collection[int] = (),
         conversation: str = "",
+        batch: UserBatch = ALONE,
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
+        The `batch` reaches no engine, as its requests may go to different ones.
         `conversation` is the id of the conversation that the request continues, if it is known. Raises EngineDead only
         if no replica can continue the request. Its message is sent to the client.
         """
@@ -435,7 +437,7 @@ class Replicas:
     def _adopt(self, engine: EngineClient) -> None:
         """Let a new engine use the shared text and report its steps here."""
         engine.use_text(self.text)
-        engine.on_steps = lambda tokens, seconds: self.on_steps(tokens, seconds)
+        engine.on_steps = lambda steps: self.on_steps(steps)
 
     async def _watch(self) -> None:
         """Check all replicas once a second, change their number if needed, and move idle conversations."""

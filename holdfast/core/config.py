@@ -207,6 +207,18 @@ class CoreConfig:
         "idle chunks are copied to the host tier when the share of free blocks falls below this",
         between=(0.0, 1.0),
     )
+    swap_in: Literal["complete", "by-layer"] = option(
+        "complete",
+        "when a sequence whose state comes from the host joins others: once all of it has come; or by-layer, at once, "
+        "in a step whose every layer waits for its part of that state, which delays the others",
+        executor="paged",
+    )
+    swap_in_groups: int = option(
+        4,
+        "groups of layers in which a step copies the state that it waits for; at most one for each layer",
+        between=(1, 1024),
+        executor="paged",
+    )
     memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use", between=(0.05, 1.0))
     memory_reserved: float = option(
         0.0,

@@ -153,6 +153,16 @@ class CostModel:
             return self.linear_seconds[-1] * tokens / most
         return interpolate(self.linear_tokens, self.linear_seconds, tokens) if tokens else 0.0
 
+    def stair(self, tokens: int) -> tuple[int, int]:
+        """The smallest and the largest measured step that takes as long as one of `tokens`, attention apart.
+
+        Both are `tokens` where the time rises on both sides.
+        """
+        points = zip(self.linear_tokens, self.linear_seconds, strict=True)
+        level = self.linear(tokens)
+        same = [tokens, *(count for count, seconds in points if seconds == level)]
+        return min(same), max(same)
+
     def attention(self, query: int, context: int) -> float:
         """Seconds that one segment's attention adds: `query` tokens that end at position `context`.
 

@@ -183,6 +183,19 @@ class AdapterInfo:
     """The linear layers that the adapter changes, by their short names."""
 
 
+class UserBatch(NamedTuple):
+    """The batch that a request is sent in. Schedulers of batches start its requests together (FineInfer §3.3.3)."""
+
+    id: str = ""
+    """Id of the batch. Empty: the request is a batch of its own."""
+    size: int = 1
+    """Number of requests of the batch that come together: the first ones wait for the others. 1: each may start as it
+    comes, with those that wait by then."""
+
+
+ALONE = UserBatch()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One generation request in tokens: token ids in, token ids out."""
@@ -203,6 +216,8 @@ class Request:
     answered: int = 0
     """Number of tokens at the prompt's end that begin the answer, because another engine wrote them before it ended.
     They count for `max_tokens`, `min_tokens`, penalties and the grammar, and are not returned again."""
+    batch: UserBatch = ALONE
+    """The batch that the request is sent in."""
 
     @property
     def answer_start(self) -> int:

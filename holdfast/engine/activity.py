@@ -84,6 +84,8 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     """Number of tokens that it could have held; 0 if unknown."""
     predicted: float = 0.0
     """Seconds that the policy expected; 0 if it predicts nothing."""
+    stages: list[float] = []
+    """Seconds that each stage of a pipeline computed; empty for one stage."""
     swap_in: int = msgspec.field(name="blocks in", default=0)
     """Number of blocks that it began to copy from the host."""
     swap_out: int = msgspec.field(name="blocks out", default=0)
@@ -172,6 +174,7 @@ class StepRecorder:
             chunks=chunks,
             budget=plan.forecast.budget,
             predicted=round(plan.forecast.predicted, 6),
+            stages=[round(took, 6) for took in result.stages],
             swap_in=len(plan.copies.swap_in),
             swap_out=len(plan.copies.swap_out),
             submitted=round(submitted, 6),

@@ -71,6 +71,8 @@ class EngineInfo:
     """The reason why blocks are not moved, in words; empty if they are."""
     remote_trouble: str = ""
     """The reason why the remote tier did not work at the start, in words; empty if it did, or if there is none."""
+    budget_note: str = ""
+    """The difference between the configured token budget and what steps hold, in words; empty if there is none."""
 
     @property
     def limits(self) -> RequestLimits:
@@ -311,6 +313,10 @@ class Steps(Message, tag="steps"):
     """Number of query tokens in each step."""
     seconds: list[float]
     """Seconds that the device spent on each step."""
+    under_way: float = 0.0
+    """Seconds of this time in which steps were in flight."""
+    stages: tuple[float, ...] = ()
+    """Seconds in which each stage of the pipeline computed. One stage is the whole device. Empty: no step ended."""
 
 
 class Activity(Message, tag="activity"):

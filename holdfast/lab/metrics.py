@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from math import sqrt
 from typing import Any
 
@@ -83,6 +83,26 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     result |= _statistics("normalized_latency", [end / count for count, _, end in timed])
     queued = [(record.scheduled - record.arrival) * 1e3 for record in good if record.scheduled is not None]
     return result | _statistics("queued", queued) if queued else result
+
+
+class StageTimes:
+    """How long steps were in flight in a run, and how long each stage of a pipeline computed meanwhile."""
+
+    def __init__(self) -> None:
+        self._under_way = 0.0
+        self._busy: list[float] = []
+
+    def add(self, under_way: float, stages: Sequence[float]) -> None:
+        """Add seconds with steps in flight, and the seconds in which each stage computed."""
+        self._under_way += under_way
+        self._busy = [before + took for before, took in zip_longest(self._busy, stages, fillvalue=0.0)]
+
+    def idle(self) -> list[float]:
+        """Share of the time with steps in flight in which each stage computed nothing; empty before any time passed.
+
+        In a pipeline these are its bubbles. One stage is the whole device.
+        """
+        return [1 - busy / self._under_way for busy in self._busy] if self._under_way else []
 
 
 def queue_growth(records: Sequence[Record], window: float) -> float:

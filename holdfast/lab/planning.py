@@ -21,7 +21,7 @@ from holdfast.lab.simulator.deployment import Deployment, Pipeline, deploy
 from holdfast.lab.simulator.devices import LINKS, look_up
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
-from holdfast.lab.workloads import Workload
+from holdfast.lab.workloads import LeftOut, LongerName, Workload
 from holdfast.lm.choice import find_policy
 from holdfast.lm.config import EngineConfig
 
@@ -217,6 +217,8 @@ class CapacityQuestion:
     """Link between the devices of a layer. None: the device's own."""
     stage_link: str | None = None
     """Link between the stages of a pipeline. None: `link`."""
+    longer: LongerName = "cut"
+    """Whether conversations longer than a candidate's context are cut or dropped."""
     cores: int | None = None
     """Number of cores that all replicas share, for the profile of a CPU. None: as many as they have threads."""
 
@@ -267,7 +269,7 @@ class Evaluation:
     capacity: float
     """Conversations per second that one replica sustains; 0 if none."""
     figures: Mapping[str, Any]
-    """`load_figures` of the run at that rate; empty without capacity."""
+    """`load_figures` of the run at that rate, and the shares left out by the context; empty without capacity."""
     output_rate: float
     """Generated tokens per second at that rate in the long run, without the slow end of a run."""
     replicas: int
@@ -294,9 +296,10 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
         deployment = question.deployment(candidate)
         profile, engine = deployment.profile, replace(question.engine, **candidate.options())
         longest = context_length(engine, profile)
-        base = workloads.fit_context(question.workload, longest)
+        base = workloads.fit_context(question.workload, longest, question.longer)
         if not base:
             raise ValueError(f"no request fits its context of {longest:,} tokens")
+        left_out = LeftOut.of(question.workload, base).figures()
         runs: dict[float, dict[str, Any]] = {}
 
         def run(arriving: Workload) -> list[Record]:
@@ -314,7 +317,7 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
         fewest = runs[min(runs)]
         reason = f"P99 TBT {fewest['p99_itl_ms']:,.0f} ms, TTFT {fewest['p99_ttft_ms']:,.0f} ms however few arrive"
         return Evaluation(candidate, 0.0, {}, 0.0, replicas, None, reason)
-    figures = runs[capacity]
+    figures = runs[capacity] | left_out
     output_rate = capacity * figures["total_output_tokens"] / figures["num_conversations"]
     cost = None if question.price is None else question.price * candidate.devices / 3600 / output_rate * 1e6
     return Evaluation(candidate, capacity, figures, output_rate, replicas, cost)
@@ -355,7 +358,7 @@ def evaluate_fleet(
         raise ValueError(f"{replicas} replicas are to be simulated together; there may be at most {MAX_ROUTED}")
     deployment = question.deployment(candidate)
     profile, engine = deployment.profile, replace(question.engine, **candidate.options())
-    base = workloads.fit_context(question.workload, context_length(engine, profile))
+    base = workloads.fit_context(question.workload, context_length(engine, profile), question.longer)
     rules = RoutingRules(block_size=engine.block_size, step_tokens=engine.fixed_token_budget or profile.token_budget)
     # Each engine on a CPU takes as many cores as its profile had threads.
     cores = None if question.cores is None or profile.threads is None else question.cores / profile.threads

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.lab.schedulers import Reservation
 from holdfast.lm.scheduler.builder import anyone
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.row_builder import RowBuilder
 from holdfast.lm.scheduler.row_policies import RowPolicy
+
+PATIENCE = 1.0
+"""Seconds that the first request of a batch waits for the others that were sent with it."""
 
 
 class RunToCompletion(RowPolicy):
@@ -61,36 +65,79 @@ class PaddedOrca(RowPolicy):
 
 
 class PaddedBatches(RowPolicy):
-    """FineInfer's SimpleReqManager (§3.3.3) and its engine step (§3.3.5, Algorithm 1). A batch is one request.
+    """FineInfer's SimpleReqManager (§3.3.3) and its engine step (§3.3.5, Algorithm 1).
 
-    New requests are admitted while rows × (longest current length + most new tokens) fit the cache, running ones
-    included; the first that does not fit goes back. They are prefilled, and then all rows decode within the same step.
+    The requests that a user sends together are one batch. Batches start in the order of their first requests, each as a
+    whole, while rows × (longest current length + most new tokens) fit the cache, running rows included. The first one
+    that does not fit goes back as a whole, and later ones wait, too. New prompts are prefilled, and then all rows
+    decode within the same step.
+
+    A batch that is too large for an empty cache starts in parts: while nothing runs, as many of its first requests as
+    fit. A batch whose requests are still on their way holds up no other, and waits at most PATIENCE for them.
     """
 
     reserves = unbounded = True
 
+    def __init__(self, token_budget: int) -> None:
+        super().__init__(token_budget)
+        self._begun = set[str]()
+        """Ids of the batches of which a part has started and the rest waits."""
+
     def plan_rows(self, step: RowBuilder) -> None:
-        step.admit(PredictedLength(step), whole=True)
+        starting = list[Entry]()
+        for batch in self._whole_batches(step.waiting, step.now):
+            if not self._fits(step, [*starting, *batch]):
+                if not step.running and not starting:
+                    starting = self._begin(step, batch)
+                break
+            starting += batch
+        step.admit_together(starting)
         step.decode(newcomers=True)
 
+    def most_new(self, entry: Entry) -> int:
+        """Largest number of tokens that a request is expected to generate in all."""
+        return entry.limit - entry.sequence.request.answer_start
 
-class PredictedLength:
-    """Allows a request if rows × (longest current length + most new tokens) fit memory, with all running ones."""
+    def _whole_batches(self, waiting: Iterable[Entry], now: float) -> Iterator[list[Entry]]:
+        """The waiting requests by batch, of the batches whose requests have all come."""
+        seen = set[str]()
+        for entry in waiting:
+            name = entry.sequence.request.batch.id
+            if not name:
+                yield [entry]
+            elif name not in seen:
+                seen.add(name)
+                batch = [each for each in waiting if each.sequence.request.batch.id == name]
+                if name in self._begun or has_come(batch, now):
+                    yield batch
+        self._begun &= seen
 
-    def __init__(self, step: RowBuilder) -> None:
-        self._step = step
-        self._rows = len(step.running)
-        self._longest = max((entry.sequence.length for entry in step.running), default=0)
-        self._new = max((new_tokens(entry) for entry in step.running), default=0)
+    def _fits(self, step: RowBuilder, starting: Sequence[Entry]) -> bool:
+        """Whether these sequences can start in the step, next to those that run.
 
-    def __call__(self, entry: Entry) -> bool:
-        self._rows += 1
-        self._longest = max(self._longest, entry.sequence.length)
-        self._new = max(self._new, new_tokens(entry))
-        predicted = self._longest + self._new
-        return self._step.pool.holds(self._rows, self._rows * predicted, predicted)
+        Every sequence is expected to generate as many tokens as it may.
+        """
+        rows = [*step.running, *starting]
+        width = max(entry.sequence.length for entry in rows) + max(map(self.most_new, rows))
+        return step.takes(starting) and step.pool.holds(len(rows), len(rows) * width, width)
+
+    def _begin(self, step: RowBuilder, batch: Sequence[Entry]) -> list[Entry]:
+        """The first requests of a batch that is too large: as many as can start in the step."""
+        starting = list[Entry]()
+        for entry in batch:
+            if not self._fits(step, [*starting, entry]):
+                break
+            starting.append(entry)
+        self._begun.add(batch[0].sequence.request.batch.id)
+        return starting
 
 
-def new_tokens(entry: Entry) -> int:
-    """Largest number of tokens that a request generates in all."""
-    return entry.limit - entry.sequence.request.answer_start
+def has_come(entries: Sequence[Entry], now: float) -> bool:
+    """Whether the waiting requests of a batch are all of them.
+
+    Also true if some have run before and wait again, or if the first has waited for PATIENCE.
+    """
+    if len(entries) >= max(entry.sequence.request.batch.size for entry in entries):
+        return True
+    started = any(entry.sequence.scheduled_at is not None for entry in entries)
+    return started or now - min(entry.sequence.request.arrival for entry in entries) >= PATIENCE

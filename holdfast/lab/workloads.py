@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import exp, log
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.core.config import option
 from holdfast.files.regular import read_text
@@ -51,6 +51,9 @@ class Conversation:
 
 
 Workload = Sequence[Conversation]
+
+LongerName = Literal["cut", "drop"]
+"""A conversation longer than the context has its later turns cut, or is dropped whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,19 +229,60 @@ def speed_up(workload: Workload, factor: float) -> list[Conversation]:
     return [replace(conversation, arrival=conversation.arrival / factor) for conversation in workload]
 
 
-def fit_context(workload: Workload, max_model_len: int) -> list[Conversation]:
-    """Cut conversations before the first turn that exceeds `max_model_len` tokens. Drop those without turns left."""
-    fitting = []
-    for conversation in workload:
-        length, turns = 0, []
-        for turn in conversation.turns:
-            length += turn.prompt + turn.output
-            if length > max_model_len:
-                break
-            turns.append(turn)
-        if turns:
-            fitting.append(replace(conversation, turns=tuple(turns)))
-    return fitting
+def fit_context(workload: Workload, max_model_len: int, longer: LongerName = "cut") -> list[Conversation]:
+    """Return the conversations of which each has at most `max_model_len` tokens in all.
+
+    A longer one is cut before the first turn that exceeds the limit, and dropped if no turn is left. Or it is dropped
+    whole, as in Pensieve's evaluation (§6.1).
+    """
+    fit = {"cut": _turns_within, "drop": _all_turns_or_none}[longer]
+    fitting = [replace(conversation, turns=fit(conversation.turns, max_model_len)) for conversation in workload]
+    return [conversation for conversation in fitting if conversation.turns]
+
+
+def _turns_within(turns: tuple[Turn, ...], most: int) -> tuple[Turn, ...]:
+    """The first turns, as long as they have at most `most` tokens together."""
+    lengths = accumulate(turn.prompt + turn.output for turn in turns)
+    return tuple(turn for turn, length in zip(turns, lengths, strict=True) if length <= most)
+
+
+def _all_turns_or_none(turns: tuple[Turn, ...], most: int) -> tuple[Turn, ...]:
+    """All turns if they have at most `most` tokens together, and no turn otherwise."""
+    return turns if sum(turn.prompt + turn.output for turn in turns) <= most else ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The part of a workload that is left out because it is longer than the context."""
+
+    requests: int
+    """Number of requests that are left out."""
+    of_requests: int
+    """Number of requests of the whole workload."""
+    conversations: int
+    """Number of conversations of which no request is left."""
+    of_conversations: int
+    """Number of conversations of the whole workload."""
+
+    @classmethod
+    def of(cls, workload: Workload, fitting: Workload) -> LeftOut:
+        """Compare a workload, which is not empty, with what `fit_context` returned for it."""
+        asked = num_requests(workload)
+        return cls(asked - num_requests(fitting), asked, len(workload) - len(fitting), len(workload))
+
+    def figures(self) -> dict[str, float]:
+        """The shares of the workload's requests and of its conversations, by the names that a run's metrics use."""
+        return {
+            "left_out_requests_share": self.requests / self.of_requests,
+            "left_out_conversations_share": self.conversations / self.of_conversations,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests:,} of {self.of_requests:,} requests ({self.requests / self.of_requests:.1%}), "
+            f"{self.conversations:,} of {self.of_conversations:,} conversations whole "
+            f"({self.conversations / self.of_conversations:.1%})"
+        )
 
 
 def num_requests(workload: Workload) -> int:
@@ -322,6 +366,9 @@ class WorkloadConfig:
     think: float = option(5.0, "mean think time in seconds, for multi-turn")
     variation: float = option(
         1.0, "standard deviation of the intervals between arrivals, divided by their mean; above 1 gives bursts"
+    )
+    longer: Literal["cut", "drop"] = option(
+        "cut", "a conversation longer than the context: cut before the turn that exceeds it, or drop it whole"
     )
 
     def __post_init__(self) -> None:

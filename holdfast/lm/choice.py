@@ -139,6 +139,22 @@ def choose_policy(config: CoreConfig, shape: EngineShape, cost: CostModel | None
     return StallFree(budget)
 
 
+def describe_budget(config: CoreConfig, shape: EngineShape, cost: CostModel | None) -> str:
+    """The difference between a fixed token budget and what steps hold, in words.
+
+    Empty if steps hold as many tokens as it says, and no larger step is known to take equally long.
+    """
+    budget = config.fixed_token_budget
+    if budget is None or shape.rows is not None or not find_policy(config.scheduler, shape.executor).chunks:
+        return ""
+    planned = whole_tiles(budget, shape.tile)
+    notes = [f"{planned:,} of {budget:,} are used, whole matrix tiles of {shape.tile}"] * (planned < budget)
+    first, last = (planned, planned) if cost is None else cost.stair(planned)
+    if last > planned:
+        notes.append(f"steps of {first:,} to {last:,} take equally long here, so {last:,} costs no more")
+    return "; ".join(notes)
+
+
 def check_rows(config: CoreConfig, shape: EngineShape, rows: RowShape) -> None:
     """Raise ValueError for a configuration that padded rows of this shape cannot follow."""
     if config.scheduler in ("shaping", "orca") and not rows.abilities.shaping:
@@ -197,7 +213,7 @@ def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, po
         copies_for_others=shape.copies_for_others,
         prices=prices,
     )
-    return PagedKind(pool)
+    return PagedKind(pool, by_layer=config.swap_in == "by-layer")
 
 
 def make_planning(

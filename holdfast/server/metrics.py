@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from holdfast.engine.messages import Steps
 from holdfast.lm.types import SchedulerStats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -139,14 +140,21 @@ class Metrics(Collector):
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.step_seconds = self._histogram("step_seconds", "Time that the device spent on a step", SHORT)
         self.step_tokens = self._histogram("step_tokens", "Query tokens of a step", SIZES)
+        self.under_way = self._counter("under_way_seconds", "Time in which steps were in flight")
+        self.stage_seconds = self._counter(
+            "stage_seconds", "Time in which each stage of the pipeline computed; one stage is the whole device", "stage"
+        )
         self.finished = self._counter("choices_finished", "Finished choices by reason", "finished_reason")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
 
-    def steps(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
-        """Count steps of the engine: the number of query tokens and the seconds of each."""
-        for size, time in zip(tokens, seconds, strict=True):
+    def steps(self, steps: Steps) -> None:
+        """Count steps of the engine: the tokens and the seconds of each, and how long each stage computed."""
+        for size, time in zip(steps.tokens, steps.seconds, strict=True):
             self.step_tokens.observe(size)
             self.step_seconds.observe(time)
+        self.under_way.inc(steps.under_way)
+        for stage, time in enumerate(steps.stages):
+            self.stage_seconds.labels(str(stage)).inc(time)
 
     def loss_of(self, job: str, loss: float) -> None:
         """Set the loss of a tuning job's last step."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,15 @@ from typing import Any, TypeVar
 
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replicas import ReplicaLost, Replicas
-from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
+from holdfast.core.types import (
+    ALONE,
+    BATCH_CLASS,
+    MAX_DEADLINE,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    UserBatch,
+)
 from holdfast.engine.client.client import Delta, EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
@@ -222,11 +231,16 @@ class Service:
         return wanted if wanted.service_tier is None else wanted.changed(service_tier="default")
 
     def answer(
-        self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
+        self,
+        wanted: ChatRequest | CompletionRequest,
+        tenant: str,
+        lane: Lane | None = None,
+        name: str | None = None,
+        batch: str = "",
     ) -> Answer:
         """Prepare an answer, which runs when it is iterated. Raises ApiError for errors that are known before it runs.
 
-        `name` is the prefix of the answer's request ids in the engine.
+        `name` is the prefix of the answer's request ids in the engine, and `batch` the batch job that it is a line of.
         """
         self.check_model(wanted.model, tenant)
         wanted = self.settled(wanted, lane)
@@ -250,7 +264,7 @@ class Service:
             def begin() -> Awaitable[list[list[int]]]:
                 return self.off_loop(size, render, renders=True, lane=lane)
 
-            return Answer(self, wanted, tenant, begin, reading, 1, lane, name)
+            return Answer(self, wanted, tenant, begin, reading, 1, lane, name, batch)
         prompts = wanted.prompts()
         size = sum(map(len, prompts))
 
@@ -259,10 +273,23 @@ class Service:
 
         reading = Reading(self.format.unread, None, {})
         answer = Answer(
-            self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), reading, len(prompts), lane, name
+            self,
+            wanted,
+            tenant,
+            lambda: self.off_loop(size, encode, lane=lane),
+            reading,
+            len(prompts),
+            lane,
+            name,
+            batch,
         )
         answer.given = prompts
         return answer
+
+
+def batch_of_choices(count: int, places: int) -> UserBatch:
+    """The batch of one request's choices. They come together if the engine's queue has `places` for all of them."""
+    return ALONE if count == 1 else UserBatch(uuid.uuid4().hex, count if count <= places else 1)
 
 
 class Answer:
@@ -278,8 +305,12 @@ class Answer:
         num_prompts: int = 1,
         lane: Lane | None = None,
         name: str | None = None,
+        batch: str = "",
     ) -> None:
-        """`encode` returns the prompts' tokens, and is called after admission. `reading` parses the answers."""
+        """`encode` returns the prompts' tokens, and is called after admission. `reading` parses the answers.
+
+        `batch` is the id of the batch job that the request is a line of; empty: none.
+        """
         self.service = service
         self.lane = lane or service.lane
         self.name = name
@@ -289,6 +320,8 @@ class Answer:
         self.encode = encode
         self.reading = reading
         self.num_choices = wanted.candidates * num_prompts
+        self.batch = UserBatch(batch) if batch else batch_of_choices(self.num_choices, service.client.info.max_waiting)
+        """The batch that its choices are sent in: that of the batch job as its lines come, or of this request alone."""
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
         self.at_most: int | None = None
@@ -435,6 +468,7 @@ class Answer:
                 deadline=own if lane.deadline is None else lane.deadline,
                 shown=self.reading.shown,
                 conversation=self.conversation,
+                batch=self.batch,
             )
             self.sent = True
             async with aclosing(stream) as deltas:

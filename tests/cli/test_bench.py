@@ -184,10 +184,42 @@ def test_the_tables_of_latencies_show_mean_p50_p90_and_p99_under_their_heads(cap
         assert all([f"{rate:.2f}", *cells] in shown for rate in rates)
 
 
-def test_requests_longer_than_the_context_are_left_out_with_a_message(profile, capsys):
-    given = ("--workload", "openchat_sharegpt4", "--requests", "30", "--max-model-len", "1000")
+@pytest.mark.parametrize(("longer", "left", "whole"), [("cut", 1, 0.0), ("drop", 3, 0.5)])
+def test_the_share_longer_than_the_context_is_printed_and_in_the_metrics(
+    profile, tmp_path, capsys, longer, left, whole
+):
+    """The second of two conversations, of one and three turns, exceeds the context with its last turn."""
+    talks, out = tmp_path / "chats.json", tmp_path / "figures.json"
+    turn = [{"from": "human", "value": "four" * 100}, {"from": "gpt", "value": "four" * 100}]
+    talks.write_text(json.dumps([{"conversations": turn}, {"conversations": turn * 3}]))
+    given = ("--workload", str(talks), "--max-model-len", "500", "--longer", longer, "--json", str(out))
     assert bench("--simulate", profile, *given) == 0
-    assert "of 30 requests are longer than the context" in capsys.readouterr().out
+    figures = json.loads(out.read_text())
+    assert figures["left_out_requests_share"] == left / 4 and figures["num_prompts"] == 4 - left
+    assert figures["left_out_conversations_share"] == whole
+    assert f"longer than the context, and left out: {left} of 4 requests" in capsys.readouterr().out
+
+
+def test_a_simulated_pipeline_reports_the_idle_share_of_each_stage(tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    given = (
+        "--tp",
+        "4",
+        "--pp",
+        "2",
+        "--link",
+        "nvlink3",
+        "--requests",
+        "30",
+        "--concurrency",
+        "8",
+        "--json",
+        str(out),
+    )
+    assert bench("--simulate", "llama-2-70b@a100-80gb", *given) == 0
+    first, last = json.loads(out.read_text())["stages_idle"]
+    assert 0 < first < 0.6 and 0 < last < 0.6
+    assert f"{first:.0%} {last:.0%}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_capacity_from_too_few_arrivals_gives_a_warning(profile, capsys):
@@ -323,7 +355,7 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--rates", "1", "--concurrency", "2"), "closed loop"),
         (("--simulate", "PROFILE", "--requests", "0"), "requests is 0"),
         (("--simulate", "PROFILE", "--think", "0"), "think is 0.0"),
-        (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "all 100 requests are longer than the context of"),
+        (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "all 100 conversations are longer than the context of"),
         (("--simulate", "PROFILE", "--host-us", "inf"), "host_us is inf; it must be at least 0 and finite"),
         (("--simulate", "PROFILE", "--variation", "1e-200"), "variation is 1e-200; it must lie between 0.01 and 100"),
         (("--simulate", "PROFILE", "--workload", "nowhere.csv"), "nowhere.csv cannot be read: No such file"),

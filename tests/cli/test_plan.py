@@ -199,6 +199,20 @@ def test_a_slower_link_lowers_the_capacity(tmp_path):
     assert capacities[0] > 1.2 * capacities[1]
 
 
+@pytest.mark.parametrize(("longer", "requests", "whole"), [("cut", "25.0%", "0.0%"), ("drop", "75.0%", "50.0%")])
+def test_a_plan_shows_the_share_of_the_workload_that_is_longer_than_the_context(
+    profile, tmp_path, capsys, longer, requests, whole
+):
+    """The second of two conversations, of one and three turns, exceeds the context with its last turn."""
+    talks = tmp_path / "chats.json"
+    turn = [{"from": "human", "value": "four" * 100}, {"from": "gpt", "value": "four" * 20}]
+    talks.write_text(json.dumps([{"conversations": turn}, {"conversations": turn * 3}]))
+    given = (*SMALL[4:], "--schedulers", "orca", "--workload", str(talks), "--max-model-len", "300", "--longer", longer)
+    assert plan("--profile", profile, *given) == 0
+    shown = f"left out: {requests} of the requests, {whole} of the conversations whole"
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
 def evaluation(capacity, **candidate):
     return Evaluation(Candidate(**candidate), capacity, FIGURES, 100.0, 1, None)
 

@@ -65,6 +65,13 @@ def test_the_announcement_shows_the_tbt_target_next_to_the_token_budget() -> Non
     )
 
 
+def test_the_announcement_says_what_becomes_of_the_token_budget() -> None:
+    out = io.StringIO()
+    info = engine_info(token_budget=257, budget_note="256 of 257 are used")
+    announce(Console(file=out, width=200), EngineConfig(), ServerConfig(), info, "http://127.0.0.1:8000", "")
+    assert "257 tokens at most (token budget); 256 of 257 are used" in out.getvalue()
+
+
 def test_the_announcement_says_which_executor_runs_and_counts_its_memory_in_positions() -> None:
     out = io.StringIO()
     info = engine_info(executor="padded", executor_reason="M never swaps; whole prompts", block_size=1)

@@ -28,6 +28,15 @@ def test_recompute_is_attention_plus_the_share_of_a_full_step():
     )
 
 
+def test_a_stair_is_the_range_of_steps_that_take_equally_long():
+    padded = replace(
+        COST, linear_tokens=(1, 64, 65, 128, 129, 192), linear_seconds=(0.001, 0.002, 0.003, 0.003, 0.004, 0.004)
+    )
+    assert [padded.stair(tokens) for tokens in (65, 100, 128)] == [(65, 128)] * 3
+    assert padded.stair(192) == (129, 192)
+    assert padded.stair(30) == (30, 30) and padded.stair(300) == (300, 300)
+
+
 def test_interpolation_meets_the_points_and_lies_between_them():
     assert interpolate((1, 2, 4), (10.0, 20.0, 40.0), 2) == 20.0
     assert interpolate((1, 2, 4), (10.0, 20.0, 40.0), 3) == 30.0

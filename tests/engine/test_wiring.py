@@ -49,7 +49,7 @@ OTHERS = {
     "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror", "tp", "pp", "speculation",
     "tuning_share", "memory_reserved",
     "draft_tokens", "revision", "chat_template", "convert", "generation_config", "override_generation_config",
-    "chunk_host", "disk_cache_dir", "disk_cache_gb", "remote_cache",
+    "chunk_host", "swap_in_groups", "disk_cache_dir", "disk_cache_gb", "remote_cache",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
 test_tiers, test_moving or the test of embeddings."""
@@ -89,6 +89,18 @@ def test_the_options_of_padded_rows_reach_the_pool_and_the_queues(small):
     pool = loop.planner._queues.pool
     assert pool.kept._rule.eviction == EVICTIONS["lru"] and not pool.keeps and pool._low_water == 0.5
     loop.close()
+
+
+@pytest.mark.parametrize(("groups", "made"), [(1, 1), (2, 2), (64, 2)])
+def test_a_swap_in_is_copied_in_as_many_groups_of_the_two_layers_as_asked_for(small, groups, made):
+    loop, _ = build(small(host_cache_gb=100 * BLOCK / 1e9, swap_in_groups=groups))
+    assert len(loop.executor.memory.transfers._groups) == made
+    loop.close()
+
+
+def test_the_engine_says_that_a_budget_is_rounded_to_whole_tiles(small):
+    assert build(small(token_budget=35))[1].budget_note == "32 of 35 are used, whole matrix tiles of 16"
+    assert build(small(token_budget=32))[1].budget_note == ""
 
 
 def test_the_paged_executor_runs_where_it_is_asked_for(small):

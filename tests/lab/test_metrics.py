@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.lab.metrics import Record, Slo, queue_growth, summary
+from holdfast.lab.metrics import Record, Slo, StageTimes, queue_growth, summary
 
 
 def records():
@@ -126,3 +126,11 @@ def test_failed_requests_do_not_count_for_the_queue():
     failed = [replace(each, error="refused") for each in line(500, 0.1, wait=lambda number: float(number))]
     assert queue_growth(failed, 50.0) == 0.0
     assert queue_growth([*failed, *line(500, 0.1)], 50.0) == 0.0
+
+
+def test_idle_shares_are_of_the_time_with_steps_in_flight_over_all_reports():
+    times = StageTimes()
+    assert times.idle() == []
+    times.add(3.0, (3.0, 1.5))
+    times.add(1.0, (0.0, 0.5))
+    assert times.idle() == [0.25, 0.5]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.lab import workloads
-from holdfast.lab.workloads import DATASETS, Conversation, PromptTokens, Turn, WorkloadConfig
+from holdfast.lab.workloads import DATASETS, Conversation, LeftOut, PromptTokens, Turn, WorkloadConfig
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -156,6 +156,26 @@ def test_turns_that_exceed_the_context_are_dropped():
     conversations = [Conversation(0.0, (Turn(4, 4), Turn(4, 4))), Conversation(0.0, (Turn(90, 1),))]
     assert workloads.fit_context(conversations, 15) == [Conversation(0.0, (Turn(4, 4),))]
     assert workloads.fit_context(conversations, 16)[0] == conversations[0]
+
+
+def test_a_conversation_longer_than_the_context_is_dropped_whole_as_pensieve_does():
+    short, long = Conversation(0.0, (Turn(4, 4), Turn(4, 4))), Conversation(1.0, (Turn(4, 4), Turn(4, 5)))
+    assert workloads.fit_context([short, long], 16, "drop") == [short]
+    assert workloads.fit_context([short, long], 17, "drop") == [short, long]
+    assert workloads.fit_context([short, long], 16, "cut") == [short, Conversation(1.0, (Turn(4, 4),))]
+
+
+def test_what_is_left_out_is_a_share_of_all_requests_and_of_all_conversations():
+    drawn = [
+        Conversation(0.0, (Turn(4, 4), Turn(4, 4))),
+        Conversation(0.0, (Turn(4, 4),)),
+        Conversation(0.0, (Turn(90, 1),)),
+    ]
+    cut = LeftOut.of(drawn, workloads.fit_context(drawn, 8, "cut"))
+    dropped = LeftOut.of(drawn, workloads.fit_context(drawn, 8, "drop"))
+    assert cut.figures() == {"left_out_requests_share": 0.5, "left_out_conversations_share": 1 / 3}
+    assert dropped.figures() == {"left_out_requests_share": 0.75, "left_out_conversations_share": 2 / 3}
+    assert str(dropped) == "3 of 4 requests (75.0%), 2 of 3 conversations whole (66.7%)"
 
 
 def test_prompts_differ_within_their_first_tokens_and_repeat_in_every_run():

@@ -11,6 +11,7 @@ from holdfast.lab.schedulers import Unified
 from holdfast.lm.choice import (
     capacity_of,
     choose_policy,
+    describe_budget,
     make_policy,
     make_scheduler,
     steps_in_flight,
@@ -64,6 +65,26 @@ def test_a_fixed_budget_is_rounded_down_to_whole_tiles_unless_below_one(budget, 
     for name in CHUNKED:
         policy = choose_policy(EngineConfig(scheduler=name), replace(SHAPE, token_budget=budget), None)
         assert policy.token_budget == used
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"token_budget": 128}, ""),
+        ({"token_budget": 130}, "128 of 130 are used, whole matrix tiles of 16"),
+        ({"token_budget": 96}, "steps of 65 to 128 take equally long here, so 128 costs no more"),
+        (
+            {"token_budget": 97},
+            "96 of 97 are used, whole matrix tiles of 16; "
+            "steps of 65 to 128 take equally long here, so 128 costs no more",
+        ),
+        ({"token_budget": 97, "scheduler": "orca"}, ""),
+        ({"tbt_target": 50.0}, ""),
+    ],
+)
+def test_what_becomes_of_a_token_budget_is_said_in_words(options, note):
+    cost = replace(COST, linear_tokens=(1, 64, 65, 128), linear_seconds=(0.001, 0.002, 0.003, 0.003))
+    assert describe_budget(EngineConfig(**options), SHAPE, cost) == note
 
 
 def test_an_automatic_budget_is_the_largest_multiple_of_the_tile_that_meets_the_target():

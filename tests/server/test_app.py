@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from serving import listening
 from sqlalchemy.exc import DatabaseError
 from tokenizers_made import byte_level
 
+from holdfast.core.types import ALONE
 from holdfast.core.version import __version__
 from holdfast.engine.client.client import Delta
 from holdfast.engine.client.connection import QueueFull
@@ -182,6 +184,25 @@ async def test_n_choices_share_a_prompt_and_differ_by_seed(http: Http, client: F
     assert body["usage"]["completion_tokens"] == 12
     assert body["usage"]["prompt_tokens"] == len("<user>hello")
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 5
+
+
+async def test_prompts_and_choices_of_one_request_are_one_batch(http: Http, client: FakeClient) -> None:
+    async with http() as api:
+        for _ in range(2):
+            await api.post(TEXT, json={"model": "tiny", "prompt": ["ab", "c"], "n": 2})
+        await api.post(TEXT, json={"model": "tiny", "prompt": "ab"})
+    sent = Counter(asked.batch for asked in client.asked)
+    assert sent.pop(ALONE) == 1
+    assert list(sent.values()) == [4, 4] and {batch.size for batch in sent} == {4}
+
+
+async def test_choices_that_the_queue_has_no_places_for_do_not_wait_for_each_other(
+    http: Http, client: FakeClient
+) -> None:
+    places = client.info.max_waiting
+    async with http() as api:
+        await api.post(TEXT, json={"model": "tiny", "prompt": ["a"] * (places + 1)})
+    assert {asked.batch.size for asked in client.asked} == {1} and len({asked.batch for asked in client.asked}) == 1
 
 
 async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_for_completions(

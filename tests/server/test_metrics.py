@@ -7,6 +7,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.cluster.fleet import GAUGES
+from holdfast.engine.messages import Steps
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.metrics import STATS, VLLM, Metrics
 
@@ -24,8 +25,8 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 def test_steps_are_counted_by_their_tokens_and_their_time() -> None:
     metrics = Metrics("tiny")
-    metrics.steps([5, 1, 600], [0.02, 0.003, 0.2])
-    metrics.steps([1], [0.003])
+    metrics.steps(Steps([5, 1, 600], [0.02, 0.003, 0.2]))
+    metrics.steps(Steps([1], [0.003]))
     found = samples(metrics)
     assert found["holdfast_step_tokens_count"] == found["holdfast_step_seconds_count"] == 4
     assert found["holdfast_step_tokens_sum"] == 607
@@ -33,6 +34,16 @@ def test_steps_are_counted_by_their_tokens_and_their_time() -> None:
     assert found["holdfast_step_tokens_bucket le=1.0"] == 2
     assert found["holdfast_step_tokens_bucket le=512.0"] == 3
     assert found["holdfast_step_seconds_bucket le=0.005"] == 2
+
+
+def test_the_idle_share_of_each_stage_follows_from_its_time_and_that_of_steps_in_flight() -> None:
+    metrics = Metrics("tiny")
+    metrics.steps(Steps([5], [0.02], 0.5, (0.4, 0.2)))
+    metrics.steps(Steps([5], [0.02], 0.5, (0.4, 0.3)))
+    found = samples(metrics)
+    under_way = found["holdfast_under_way_seconds_total"]
+    idle = [1 - found[f"holdfast_stage_seconds_total stage={stage}"] / under_way for stage in (0, 1)]
+    assert idle == [pytest.approx(0.2), pytest.approx(0.5)]
 
 
 def test_metrics_that_vllm_also_has_appear_under_its_names_with_the_same_value() -> None:
@@ -43,7 +54,7 @@ def test_metrics_that_vllm_also_has_appear_under_its_names_with_the_same_value()
     )  # fmt: skip
     metrics.ttft.observe(0.3)
     metrics.tbt.observe(0.02)
-    metrics.steps([5], [0.02])
+    metrics.steps(Steps([5], [0.02]))
     metrics.generated_tokens.inc(7)
     metrics.finished.labels("stop").inc()
     found = samples(metrics)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.core.types import (
+    ALONE,
     AdapterInfo,
     FinishReason,
     Found,
@@ -21,6 +22,7 @@ from holdfast.core.types import (
     SamplingParams,
     SequenceOutput,
     TokenLogprobs,
+    UserBatch,
 )
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
@@ -150,8 +152,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
-        self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
-        """Called with the tokens and the seconds of the engine's steps, a few steps at a time."""
+        self.on_steps: Callable[[messages.Steps], None] = lambda steps: None
+        """Called with the engine's steps, a few at a time."""
         self.on_activity: Callable[[messages.Activity], None] = lambda activity: None
         """Called with the engine's activity while it is watched (`watch`)."""
         self.adapters: dict[str, AdapterInfo] = {}
@@ -230,13 +232,15 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         deadline: float | None = None,
         shown: Collection[int] = (),
         conversation: str = "",
+        batch: UserBatch = ALONE,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
         from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
-        names the conversation that this is a turn of, for a router among several engines. Leaving the iterator before
+        names the conversation that this is a turn of, for a router among several engines. `batch` is the one
+        that the request is sent in. Leaving the iterator before
         its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can
         never be served, QueueFull, and EngineDead, even while it runs.
         """
@@ -255,6 +259,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 adapter,
                 deadline,
                 shown,
+                batch,
             )
         )
 
@@ -406,8 +411,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 now = time.monotonic()
                 for output in message.outputs:
                     self._deliver(output, now)
-            case messages.Steps(tokens, seconds):
-                self.on_steps(tokens, seconds)
+            case messages.Steps():
+                self.on_steps(message)
             case messages.Activity():
                 self.on_activity(message)
             case messages.Refused(request_id, reason, param):
@@ -575,6 +580,7 @@ def prepare(
     adapter: str = "",
     deadline: float | None = None,
     shown: Collection[int] = (),
+    batch: UserBatch = ALONE,
 ) -> Stream:
     """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
@@ -595,6 +601,7 @@ def prepare(
         identity=identity,
         arrival=time.monotonic(),
         deadline=deadline,
+        batch=batch,
     )
     try:
         text_stream = TextStream(text, params.stop, params.min_tokens, shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import threading
+import uuid
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast.core.config import BUILTIN_MODEL
-from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import Delta, EngineClient, Timings
 from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
@@ -202,8 +203,10 @@ class LLM:
     async def _run_all(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapter: str, bar: _Bar
     ) -> list[Completion]:
+        batch = UserBatch(uuid.uuid4().hex)
         tasks = [
-            asyncio.ensure_future(self._run_one(*pair, adapter, bar)) for pair in zip(prompts, params, strict=True)
+            asyncio.ensure_future(self._run_one(*pair, adapter, batch, bar))
+            for pair in zip(prompts, params, strict=True)
         ]
         try:
             return await asyncio.gather(*tasks)
@@ -212,9 +215,11 @@ class LLM:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_one(self, prompt: Sequence[int], params: SamplingParams, adapter: str, bar: _Bar) -> Completion:
+    async def _run_one(
+        self, prompt: Sequence[int], params: SamplingParams, adapter: str, batch: UserBatch, bar: _Bar
+    ) -> Completion:
         async with self._slots:
-            completion = await complete(prompt, self._client.stream(prompt, params, adapter=adapter))
+            completion = await complete(prompt, self._client.stream(prompt, params, adapter=adapter, batch=batch))
         bar.advance(len(completion.token_ids))
         return completion
 

@@ -46,7 +46,7 @@ from holdfast.engine.ranks.paged import (
     threads_of,
 )
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
-from holdfast.lm.choice import compose_scheduler, make_planning, make_scheduler, steps_in_flight
+from holdfast.lm.choice import compose_scheduler, describe_budget, make_planning, make_scheduler, steps_in_flight
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -208,7 +208,8 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
         served.handlers.extend(builder.handlers(served))
     served.handlers.append(refusing(parts, served.handlers))
     loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy, path))
-    info = describe(site, memory, shape, builders, str(path) if profiles else "")
+    note = describe_budget(config, shape, cost)
+    info = describe(site, memory, shape, builders, str(path) if profiles else "", note)
     return Engine(loop, info, tuple(served.handlers), site.ranks)
 
 
@@ -280,7 +281,12 @@ def close_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def describe(
-    site: Site, memory: MemoryMeasurement, shape: EngineShape, builders: Sequence[PartBuilder], profile_path: str
+    site: Site,
+    memory: MemoryMeasurement,
+    shape: EngineShape,
+    builders: Sequence[PartBuilder],
+    profile_path: str,
+    budget_note: str,
 ) -> EngineInfo:
     """The engine as its client sees it."""
     config, facts = site.config, dict[str, Any]()
@@ -301,6 +307,7 @@ def describe(
         max_waiting=config.max_waiting,
         vocab_size=shape.vocab_size,
         profile_path=profile_path,
+        budget_note=budget_note,
         started_in=site.order.stages.elapsed(),
         stages=tuple(site.order.stages.done),
         adapter_slots=shape.adapter_slots,

@@ -243,7 +243,7 @@ def serve(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> No
     `handlers` are the handlers of the engine's parts. Their own work goes on between two steps. Graphs are captured one
     at a time, while no request runs.
     """
-    steps, watched = StepLog(), Watched(loop, parent.send)
+    steps, watched = StepLog(time.monotonic), Watched(loop, parent.send)
     loop.observe(steps)
     router = Router([*core_handlers(loop, parent, steps, watched, handlers), *handlers], parent.send)
     for step in itertools.count():

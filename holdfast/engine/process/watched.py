@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from math import inf
 
 from holdfast.engine import messages
@@ -156,6 +157,7 @@ def merge(last: StepRecord, record: StepRecord) -> bool:
     last.segments += record.segments
     last.predicted += record.predicted
     last.measured += record.measured
+    last.stages = [round(sum(both), 6) for both in zip_longest(last.stages, record.stages, fillvalue=0.0)]
     last.forwards += record.forwards
     last.idle_tokens += record.idle_tokens
     last.steps += record.steps

@@ -21,6 +21,7 @@ FIGURE_TITLES = {
     "output_throughput": "out tok/s",
     "total_token_throughput": "tok/s",
     "cached_share": "cached",
+    "stages_idle": "idle",
 }
 LATENCY_TITLES = {
     "ttft": "TTFT",
@@ -42,16 +43,20 @@ def table(title: str, heads: Sequence[str], *, words: int = 0, padding: int = 1)
 
 def show_figures(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
     """Print the throughput of each run, then the latencies."""
-    runs = [
-        {**figures, "cached_share": f"{figures['cached_tokens'] / figures['total_input_tokens']:.0%}"}
-        for figures in runs
-    ]
+    runs = [_with_shares(figures) for figures in runs]
     shown = {key: title for key, title in FIGURE_TITLES.items() if any(key in figures for figures in runs)}
     throughput = table("throughput", tuple(shown.values()))
     for figures in runs:
         throughput.add_row(*(_number(figures, key) for key in shown))
     console.print(throughput)
     console.print(_latencies(runs[0]) if len(runs) == 1 else _latencies_by_rate(runs))
+
+
+def _with_shares(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a run, with its shares as text: of prompt tokens from the cache, and of idle time by stage."""
+    shown = {**figures, "cached_share": f"{figures['cached_tokens'] / figures['total_input_tokens']:.0%}"}
+    idle = shown.pop("stages_idle", ())
+    return shown | {"stages_idle": " ".join(f"{share:.0%}" for share in idle)} if len(idle) > 1 else shown
 
 
 def _latencies(figures: Mapping[str, Any]) -> Table:
@@ -87,14 +92,14 @@ def _number(figures: Mapping[str, Any], key: str) -> str:
 
 
 def show_candidates(console: Console, evaluations: Sequence[Evaluation], best: Evaluation | None) -> None:
-    """Print the candidates, then the reasons why some of them have no capacity."""
+    """Print the candidates, the reasons why some of them have no capacity, and what their contexts leave out."""
     shown = table("capacity of all devices together", CANDIDATE_HEAD, words=2, padding=0)
     for each in evaluations:
         shown.add_row(*candidate_row(each), style="bold" if each is best else "" if each.capacity else "dim")
     console.print(shown)
-    for reason in dict.fromkeys(map(_reason_of, evaluations)):
-        if reason:
-            console.print(Text(reason, style="dim"), soft_wrap=True)
+    for line in dict.fromkeys((*map(_reason_of, evaluations), *map(_left_out_of, evaluations))):
+        if line:
+            console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def candidate_row(evaluation: Evaluation) -> tuple[str, ...]:
@@ -119,3 +124,15 @@ def _reason_of(evaluation: Evaluation) -> str:
         return ""
     policy = f"{evaluation.candidate.policy}, " if evaluation.fits else ""
     return f"{policy}{evaluation.candidate.layout}: {evaluation.reason}"
+
+
+def _left_out_of(evaluation: Evaluation) -> str:
+    """The share of the workload that is longer than the context; empty if there is none, or no capacity."""
+    figures = evaluation.figures
+    if not figures.get("left_out_requests_share"):
+        return ""
+    return (
+        f"{evaluation.candidate.layout}: longer than its context, and left out: "
+        f"{figures['left_out_requests_share']:.1%} of the requests, "
+        f"{figures['left_out_conversations_share']:.1%} of the conversations whole"
+    )

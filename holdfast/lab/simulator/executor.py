@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -23,8 +24,13 @@ maximum length."""
 class Copying(NamedTuple):
     """Copies of one plan in one direction that have not completed."""
 
+    begins: float
     ends: float
     time: CopyTime
+
+
+NO_COPYING = Copying(0.0, 0.0, CopyTime(-1, True, 0, 0.0))
+"""The own swap-in of a step that awaits none: it ended when the clock began."""
 
 
 class VirtualClock:
@@ -69,10 +75,19 @@ class StepTimes:
     """The cost model applied to a StepPlan: seconds that each pipeline stage computes, and seconds of block copies."""
 
     def __init__(
-        self, cost: CostModel, pipeline: Pipeline | None = None, copy_seconds: float = 0.0, block_bytes: int = 0
+        self,
+        cost: CostModel,
+        pipeline: Pipeline | None = None,
+        copy_seconds: float = 0.0,
+        block_bytes: int = 0,
+        swap_in_groups: float = inf,
     ) -> None:
-        """`copy_seconds` is the time to copy one block of `block_bytes` in either direction."""
+        """`copy_seconds` is the time to copy one block of `block_bytes` in either direction.
+
+        A step that waits for its own swap-in has it copied in `swap_in_groups` groups of layers.
+        """
         self.copy_seconds = copy_seconds
+        self.swap_in_groups = swap_in_groups
         self.block_bytes = block_bytes
         self._pipeline = pipeline
         self._stages = [Predictor(stage) for stage in (pipeline.stages if pipeline else (cost,))]
@@ -134,7 +149,8 @@ class SimulatedExecutor:
       previous step has ended and the previous stage's output has arrived. The time that it waits is a bubble. Sampled
       tokens go from the last stage to the first without the host; a step that asks for one (`PENDING`) waits for it.
     - Copies: they run on their own link, as in `lm.execution.transfer`. Swap-in starts after the computation submitted
-      so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
+      so far. A step that awaits its own swap-in reads it by groups of layers: it computes the first group once that has
+      been copied, and the last one after all have. It waits for swap-in of earlier steps before it begins. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
     - Drafts: at each sampled position the token is TOKEN, the guess, with probability `acceptance`.
     - Training: a plan's slice follows its segments, on one stage. The copies of a job's vectors take their time on the
@@ -178,7 +194,9 @@ class SimulatedExecutor:
         now, free_at, step_times = self._clock.now, self._free_at, self._step_times
         at = max(now, free_at[0], self._tokens_at(plan))
         self._copy(plan, at)
-        arrived = max((copy.ends for copy in self._swapping_in if copy.time.step <= plan.copies.awaits), default=0.0)
+        awaited = [copy for copy in self._swapping_in if copy.time.step <= plan.copies.awaits]
+        at = max((at, *(copy.ends for copy in awaited if copy.time.step < plan.step)))
+        own = next((copy for copy in awaited if copy.time.step == plan.step), NO_COPYING)
         hop = step_times.hop(plan)
         pace = self._pace(at)
         stages, took = [pace * seconds for seconds in step_times.stages(plan)], []
@@ -186,7 +204,7 @@ class SimulatedExecutor:
             idle = max(0.0, at - free_at[stage])
             begins = free_at[stage] + idle
             stages[stage] = reserve.step(plan.num_tokens, stages[stage], idle)
-            free_at[stage] = max(begins + stages[stage], arrived)
+            free_at[stage] = max(begins + stages[stage], self._swapped_in(own, stages[stage]))
             took.append(free_at[stage] - begins)
             at = free_at[stage] + hop
         computed, parts = free_at[-1], tuple[PartResult, ...]()
@@ -236,6 +254,11 @@ class SimulatedExecutor:
     def close(self) -> None:
         self._in_flight.clear()
 
+    def _swapped_in(self, own: Copying, computing: float) -> float:
+        """Earliest end of a stage that computes for this many seconds while its step's own swap-in comes by groups."""
+        groups = self._step_times.swap_in_groups
+        return max(own.begins + (own.ends - own.begins) / groups + computing, own.ends + computing / groups)
+
     def _tokens_at(self, plan: StepPlan) -> float:
         """Time at which the first stage of a pipeline has the tokens that a plan asks for."""
         if not self._sampled_at:
@@ -258,5 +281,5 @@ class SimulatedExecutor:
         """Start a copy of `blocks` blocks at time `at`. Returns the time at which it ends."""
         seconds = blocks * self._step_times.copy_seconds
         time = CopyTime(plan.step, inward, blocks * self._step_times.block_bytes, seconds)
-        (self._swapping_in if inward else self._swapping_out).append(Copying(at + seconds, time))
+        (self._swapping_in if inward else self._swapping_out).append(Copying(at, at + seconds, time))
         return at + seconds

@@ -172,7 +172,9 @@ def make_loop(
             profile.cost, token_bytes=profile.token_bytes, copy_rate=profile.copy_rate, software=software
         )
     else:
-        step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
+        step_times = StepTimes(
+            profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size, config.swap_in_groups
+        )
     shape = engine_shape(config, profile, host_blocks=host_blocks)
     on_disk = config.disk_cache_dir is not None
     if on_disk:

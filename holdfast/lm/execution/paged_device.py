@@ -356,7 +356,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         host, transfers, kept = None, None, None
         if host_blocks:
             kept = self._host_cache(host_blocks)
-            transfers = Transfers(cache, kept, layers, self._make_stream)
+            transfers = Transfers(cache, kept, layers, self._make_stream, self.config.swap_in_groups)
             if self.kind == "cuda":
                 host = HostMemory(kept, partial(cuda_pin, device=self.device))
                 self._compile_copies()

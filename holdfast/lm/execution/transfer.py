@@ -14,16 +14,13 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.models.base import LayerCache, LayerCaches
 from holdfast.lm.types import BlockCopy, StepPlan, TierCopied
 
-GROUPS = 4
-"""Number of layer groups in which a plan's own swap-in is copied. The plan starts once the first group is complete."""
-
 
 class SwappingInLayers:
     """The layers' caches while they are swapping in. Reading a layer makes the computation wait for that layer's copy.
 
-    So the first layers compute while later ones are still being copied (Pensieve §4.3.3). Pensieve does this for every
-    swap-in. Here only a plan that awaits its own copies does it, because it has nothing else to compute. Its layers are
-    copied in `GROUPS` groups. While other sequences run, a sequence joins once its whole copy is complete.
+    So the first layers compute while later ones are still being copied (Pensieve §4.3.3). A plan that awaits its own
+    copies does it: one that has nothing else to compute, one of a policy of whole prompts, or each if the scheduler
+    lets sequences join by layer.
     """
 
     def __init__(self, layers: Sequence[LayerCache], events: Sequence[CopyEvent]) -> None:
@@ -47,16 +44,25 @@ class Transfers:
     """
 
     def __init__(
-        self, device: KVCache, host: KVCache, layers: Sequence[LayerCache], make_stream: Callable[[], CopyStream]
+        self,
+        device: KVCache,
+        host: KVCache,
+        layers: Sequence[LayerCache],
+        make_stream: Callable[[], CopyStream],
+        groups: int,
     ) -> None:
-        """`layers` are the device's caches by layer."""
+        """`layers` are the device's caches by layer.
+
+        A plan that awaits its own swap-in has it copied in `groups` groups of layers, or in one for each layer if there
+        are fewer. It starts once the first group is complete.
+        """
         self._device, self._host, self._layers = device, host, layers
         self._inward, self._outward = make_stream(), make_stream()
         self._last_in: CopyEvent | None = None
         self._copies = CopiesInFlight()
         self._begun = -1
         self._block_bytes = device.data[:, :, 0].nbytes
-        step = -(-len(layers) // GROUPS)
+        step = -(-len(layers) // groups)
         self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 
     def begin(self, plan: StepPlan) -> LayerCaches:

@@ -22,10 +22,12 @@ ROUNDING = 1e-9
 class PagedBuilder(StepBuilder):
     """A plan over paged blocks: decodes and chunks of prompts are computed together, packed, whatever their rows."""
 
-    __slots__ = ("_after_sampling", "_preemption")
+    __slots__ = ("_after_sampling", "_by_layer", "_preemption")
 
-    def __init__(self, queues: Queues, number: int, now: float) -> None:
+    def __init__(self, queues: Queues, number: int, now: float, *, by_layer: bool = False) -> None:
+        """`by_layer`: the step that starts a sequence waits for its copies from the host, whatever else it computes."""
         super().__init__(queues, number, now)
+        self._by_layer = by_layer
         self._after_sampling = number + queues.stages
         """`Entry.next_step` of a sequence for which this step samples one token.
 
@@ -129,7 +131,8 @@ class PagedBuilder(StepBuilder):
                 if not queues.free_rows or not (self.budget > 0 or beyond_budget):
                     return
                 if allow(ready) and not queues.is_held_back(ready, self.now):
-                    self._begin(ready, most=self.budget if whole else NO_LIMIT, at_once=whole or not self._ids)
+                    at_once = whole or self._by_layer or not self._ids
+                    self._begin(ready, most=self.budget if whole else NO_LIMIT, at_once=at_once)
             return
         while (self.budget > 0 or beyond_budget) and queues.free_rows:
             entry = queues.waiting.first()
@@ -138,7 +141,7 @@ class PagedBuilder(StepBuilder):
             if queues.is_held_back(entry, self.now):
                 continue
             # With other segments in the step, the copies run while it computes. Otherwise it waits for them.
-            at_once = whole or beyond_budget or not self._ids
+            at_once = whole or beyond_budget or self._by_layer or not self._ids
             if not self._begin(entry, most=self.budget if whole else NO_LIMIT, at_once=at_once):
                 return
 
@@ -195,11 +198,16 @@ class PagedKind:
 
     prefill_ahead = 0
     parts: tuple[Part, ...] = ()
-    builder = PagedBuilder
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, by_layer: bool = False) -> None:
+        """`by_layer`: a sequence whose state comes from the host joins others at once (`PagedBuilder`)."""
         self.memory = pool
         self.block_pools = (pool,)
+        self._by_layer = by_layer
+
+    def builder(self, queues: Queues, number: int, now: float) -> PagedBuilder:
+        """A plan under construction. See `MemoryKind.builder`."""
+        return PagedBuilder(queues, number, now, by_layer=self._by_layer)
 
     def state(self, name: str, root: bytes | None) -> SequenceCache:
         """The block table of a new sequence. See `MemoryKind.state`."""

@@ -174,6 +174,23 @@ class RowBuilder(StepBuilder):
                 return
             self.compute(entry)
 
+    def takes(self, entries: Sequence[Entry]) -> bool:
+        """Whether rows and budget allow these waiting sequences to start together, and all their tokens are known."""
+        rows = min(self.batch.places, len(self._queues.free_rows))
+        lengths = sum(entry.sequence.length for entry in entries)
+        return len(entries) <= rows and lengths <= self.budget and not any(each.sequence.in_flight for each in entries)
+
+    def admit_together(self, entries: Sequence[Entry]) -> None:
+        """Start these waiting sequences in this step; their prompts are computed apart.
+
+        The caller has seen that the step `takes` them, and that memory holds them. Where it does not, the first that
+        finds no room waits, and so do those after it.
+        """
+        for entry in entries:
+            if not self._start(entry, most=self.budget, at_once=True):
+                return
+            self.compute(entry)
+
     def prefill_ahead(self) -> None:
         """Compute one group of prompts of similar length, whose sequences then wait for a place in the batch.
 

@@ -54,12 +54,14 @@ class Responses:
         self._renewing: asyncio.Task[None] | None = None
         """Task that renews the leases of background responses. It ends when there are none."""
 
-    def write(self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None) -> Writing:
+    def write(
+        self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None, batch: str = ""
+    ) -> Writing:
         """Prepare a response; it runs when its events are iterated. Raises ApiError for errors known before it runs.
 
-        `name` is the prefix of its request ids in the engine.
+        `name` is the prefix of its request ids in the engine, and `batch` the batch job that it is a line of.
         """
-        return Writing(self, wanted, tenant, lane, name)
+        return Writing(self, wanted, tenant, lane, name, batch)
 
     async def start(self, wanted: ResponseRequest, tenant: str) -> Background:
         """Begin a background response. Returns once the engine has accepted it. Raises ApiError."""

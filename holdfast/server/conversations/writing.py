@@ -55,7 +55,7 @@ class Writing:
     """One response in progress. It is stored when it ends, so nothing is stored if the client leaves earlier."""
 
     def __init__(
-        self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
+        self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None, batch: str
     ) -> None:
         service = server.service
         service.check_model(wanted.model, tenant)
@@ -65,6 +65,7 @@ class Writing:
         self.server = server
         self.wanted = wanted
         self.tenant = tenant
+        self.batch = batch
         self.reading = Reading(service.format, wanted.toolset, wanted.template_options)
         if wanted.search_results and server.search is None:
             place = next(f"tools[{at}].type" for at, tool in enumerate(wanted.tools) if tool["type"] in SEARCH_KINDS)
@@ -75,7 +76,7 @@ class Writing:
         self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
-        self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name)
+        self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name, batch)
         self.known = 0
         """Number of leading prompt tokens that came from the store: the minimum over all answers."""
         self.name = name
@@ -186,7 +187,9 @@ class Writing:
         name = self.name and f"{self.name}/{len(self.shape.output)}"
         self.wanted = wanted.changed(max_output_tokens=left)
         self.reading = self.shape.reading = reading
-        self.answer = Answer(last.service, self.wanted, self.tenant, self._go_on, reading, 1, last.lane, name)
+        self.answer = Answer(
+            last.service, self.wanted, self.tenant, self._go_on, reading, 1, last.lane, name, self.batch
+        )
         self.answer.usage, self.answer.conversation = last.usage, last.conversation
         self.answer.sent = last.sent
         return True

@@ -540,10 +540,10 @@ class BatchRunner:
         batch, wanted = running.batch, line.wanted
         name, tenant = f"{batch.id}/{line.number}", batch.tenant
         if isinstance(wanted, ResponseRequest):
-            writing = running.asked[line.number] = self._responses.write(wanted, tenant, self._lane, name)
+            writing = running.asked[line.number] = self._responses.write(wanted, tenant, self._lane, name, batch.id)
             return await writing.whole(), writing.answer.usage
         assert isinstance(wanted, ChatRequest | CompletionRequest)
-        answer = running.asked[line.number] = self._service.answer(wanted, tenant, self._lane, name)
+        answer = running.asked[line.number] = self._service.answer(wanted, tenant, self._lane, name, batch.id)
         text = self._service.client.text
         shape: Shape = (
             ChatShape(wanted, text, answer.reading)

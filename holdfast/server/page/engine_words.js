@@ -68,6 +68,7 @@ export function table(step, recording) {
     ['prompt tokens', number(step['prefill tokens'])],
     ['sequences', number(step.segments)],
   ];
+  if (step.stages) rows.push(['stages computed', step.stages.map(duration).join(', ')]);
   if (step['blocks out']) rows.push(['blocks to the host', number(step['blocks out'])]);
   if (step['blocks in']) rows.push(['blocks to the device', number(step['blocks in'])]);
   if (step.forwards) rows.push(['forwards', number(step.forwards)], ['idle tokens', number(step['idle tokens'] ?? 0)]);

@@ -249,12 +249,12 @@ async def test_health_asks_once_for_each_caller_and_forgets_those_that_wait_too_
 async def test_steps_and_activity_reach_those_who_listen(client: EngineClient) -> None:
     heard: list[Any] = []
     client._take(messages.Steps([1], [0.5]))
-    client.on_steps = lambda tokens, seconds: heard.append((tokens, seconds))
+    client.on_steps = heard.append
     client.on_activity = heard.append
-    client._take(messages.Steps([3, 4], [0.1, 0.2]))
+    client._take(messages.Steps([3, 4], [0.1, 0.2], 0.25, (0.3,)))
     activity = messages.Activity(1.0, True, [], [], None, None, None)
     client._take(activity)
-    assert heard == [([3, 4], [0.1, 0.2]), activity]
+    assert heard == [messages.Steps([3, 4], [0.1, 0.2], 0.25, (0.3,)), activity]
     client.watch(7.0)
     assert [message.seconds for message in wire(client).of(messages.Watch)] == [7.0]
 

@@ -161,7 +161,7 @@ def test_the_figures_are_those_of_the_planner_with_what_handlers_know_after_the_
     sent: list[Any] = []
     stats = SchedulerStats(1, *[0] * 8)
     loop: Any = SimpleNamespace(stats=lambda: stats)
-    log = StepLog()
+    log = StepLog(float)
     log.planned(StepPlan(0, ()))
     log.ended(StepResult(0, (), 0.5))
     handlers = [Taking(stats={"chunk_rate": 5.0}), Handler(), Taking(stats={"chunk_failures": 2})]

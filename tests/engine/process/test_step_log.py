@@ -16,7 +16,7 @@ def test_each_step_is_noted_once_with_its_tokens_and_time():
     (request,) = create_requests(5, max_tokens=4)
     device = FakeDevice(64, 4)
     device.expect(request)
-    log = StepLog()
+    log = StepLog(float)
     loop = Loop(create_scheduler(), device, 2, clock=lambda: 0.0, observers=[log])
     loop.add(request)
     seconds = []
@@ -28,19 +28,33 @@ def test_each_step_is_noted_once_with_its_tokens_and_time():
 
 
 def test_a_step_without_tokens_is_not_noted():
-    log = StepLog()
+    log = StepLog(float)
     log.planned(StepPlan(0, ()))
     log.ended(StepResult(0, (), 0.01))
-    assert log.take() == Steps([], [])
+    assert log.take() == Steps([], [], 0.0, (0.01,))
 
 
 def test_a_step_that_was_in_flight_before_is_not_noted():
-    log = StepLog()
+    log = StepLog(float)
     log.ended(StepResult(6, (1,), 0.01))
     log.planned(StepPlan(8, [Segment("a", 0, 0, 2, (1, 2), None)]))
     log.ended(StepResult(7, (1,), 0.01))
     log.ended(StepResult(8, (), 0.02))
-    assert log.take() == Steps([2], [0.02])
+    assert log.take() == Steps([2], [0.02], 0.0, (0.02,))
+
+
+def test_the_time_with_steps_in_flight_leaves_out_pauses_and_counts_no_time_twice():
+    times = iter([1.0, 2.5, 4.0, 4.25, 5.0])
+    log = StepLog(lambda: next(times))
+    log.planned(StepPlan(0, ()))  # at 1.0
+    log.planned(StepPlan(1, ()))
+    log.ended(StepResult(0, (), 0.75, stages=(0.5, 0.25)))
+    log.ended(StepResult(1, (), 0.75, stages=(0.25, 0.5)))  # at 2.5
+    assert log.take() == Steps([], [], 1.5, (0.75, 0.75))
+    log.planned(StepPlan(2, ()))  # at 4.0, after a pause
+    assert log.take().under_way == 0.25
+    log.ended(StepResult(2, (), 0.5))  # at 5.0
+    assert log.take() == Steps([], [], 0.75, (0.5,))
 
 
 def test_the_engine_tells_its_steps_before_its_stats():

@@ -147,6 +147,12 @@ def test_short_steps_that_only_decode_share_a_record():
     assert (last.step, last.steps, last.tokens, last.seconds) == (1, 3, 9, 2.5)
 
 
+def test_steps_that_share_a_record_add_up_the_times_of_their_stages():
+    last = record(1, stages=[0.25, 0.125])
+    assert merge(last, record(2, stages=[0.5, 0.25]))
+    assert last.stages == [0.75, 0.375]
+
+
 @pytest.mark.parametrize("fields", [{"prefill": 4}, {"swap_out": 1}, {"swap_in": 1}, {"preempted": ["x"]}])
 def test_a_step_that_does_more_keeps_its_own_record(fields):
     assert not merge(record(1), record(2, **fields))

@@ -17,6 +17,7 @@ from holdfast.engine.process import in_service
 from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.parts.moves import ChunkFinder, MoveHandler
 from holdfast.engine.process.parts.tiers import TierHandler
+from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.profiles import CostProfile
 from holdfast.engine.ranks import many_device
 from holdfast.engine.ranks.many_device import ManyDevice, ManyExecutor, ManyHost, combined
@@ -136,6 +137,21 @@ def test_requests_get_the_tokens_of_one_process(engine, alone, params):
     for name, prompt in prompts.items():
         engine.loop.add(Request(name, prompt, params))
     assert run_to_the_end(engine.loop) == {name: alone(prompt, params) for name, prompt in prompts.items()}
+
+
+@layouts((2, 1), (1, 2))
+def test_the_log_of_steps_has_the_time_that_each_stage_computed_and_that_of_steps_in_flight(engine):
+    log = StepLog(time.monotonic)
+    engine.loop.observe(log)
+    for number in range(4):
+        engine.loop.add(Request(str(number), prompt_of(random.Random(number), 30), GREEDY))
+    began = time.monotonic()
+    run_to_the_end(engine.loop)
+    took = time.monotonic() - began
+    engine.loop.ignore(log)
+    steps = log.take()
+    assert len(steps.stages) == engine.info.pp
+    assert all(0.0 < busy < steps.under_way <= took for busy in steps.stages)
 
 
 @layouts((1, 2), (2, 2))

@@ -148,7 +148,19 @@ def test_swap_in_overlaps_steps_until_a_step_awaits_it():
     assert clock() == pytest.approx(alone)
     executor.submit(replace(plan(1), copies=TierCopies(awaits=0)))
     assert executor.collect().copied.swapped_in == 1
-    assert clock() == pytest.approx(0.020)
+    assert clock() == pytest.approx(0.020 + alone)
+
+
+@pytest.mark.parametrize(("blocks", "groups"), [(20, 4), (20, 32), (2, 4), (2, 1)])
+def test_a_step_computes_a_group_of_layers_once_that_has_been_swapped_in(blocks, groups):
+    clock, alone, copied = VirtualClock(), COST.step([(1, 1)]), 0.001 * blocks
+    executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001, swap_in_groups=groups), clock)
+    executor.submit(copying(0, inward=blocks))
+    executor.collect()
+    ends = 0.0
+    for group in range(groups):
+        ends = max(ends, copied * (group + 1) / groups) + alone / groups
+    assert clock() == pytest.approx(ends)
 
 
 def test_results_report_completed_swap_outs():

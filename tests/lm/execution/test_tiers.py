@@ -76,18 +76,24 @@ def converse(
     eviction: str = "retention",
     steps_in_flight: int = 2,
     device_blocks: int = DEVICE_BLOCKS,
+    by_layer: bool = False,
+    groups: int = 4,
     **streams: Any,
 ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], SchedulerStats]:
     """Conversations that take turns at random, branch and break off. Returns the turns (prompt, answer) and stats."""
     config = EngineConfig(
-        block_size=BLOCK_SIZE, token_budget=BUDGET, max_sequences=ROWS, kv_cache_dtype=small.kv_cache_dtype
+        block_size=BLOCK_SIZE,
+        token_budget=BUDGET,
+        max_sequences=ROWS,
+        kv_cache_dtype=small.kv_cache_dtype,
+        swap_in_groups=groups,
     )
     executor = allocated(small.model, config, device_blocks, HOST_BLOCKS, **streams).executor
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=2, block_size=BLOCK_SIZE)
     pool = BlockPool(device_blocks, BLOCK_SIZE, rule=rule, host_blocks=HOST_BLOCKS)
     scheduler = Scheduler(
         StallFree(BUDGET),
-        PagedKind(pool),
+        PagedKind(pool, by_layer=by_layer),
         max_sequences=ROWS,
         max_model_len=small.model.spec.max_model_len,
         sharing=True,
@@ -144,10 +150,11 @@ def test_answers_with_a_host_tier_equal_those_of_the_model_without_a_cache(
     assert eviction == "tail-first" or stats.tokens_recovered > 20
 
 
-def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small) -> None:
+@pytest.mark.parametrize(("by_layer", "groups"), [(False, 4), (True, 1), (True, 64)])
+def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small, by_layer: bool, groups: int) -> None:
     if small.model.spec.device.type != "cpu":
         pytest.skip("the late stream copies on the host")
-    turns, stats = converse(small, make_stream=LateStream)
+    turns, stats = converse(small, make_stream=LateStream, by_layer=by_layer, groups=groups)
     for prompt, answer in turns:
         assert answer == small.expected(prompt)
     assert stats.blocks_swapped_in > 20

@@ -30,10 +30,10 @@ def cache(num_blocks: int, fill: float, device: str = "cpu") -> KVCache:
     return made
 
 
-def transfers(stream: type[LateStream] | type[HostStream]) -> tuple[KVCache, KVCache, Transfers]:
+def transfers(stream: type[LateStream] | type[HostStream], groups: int = 4) -> tuple[KVCache, KVCache, Transfers]:
     device, host = cache(6, 0.0), cache(5, 100.0)
     layers = tuple(device.layer(index) for index in range(LAYERS))
-    return device, host, Transfers(device, host, layers, stream)
+    return device, host, Transfers(device, host, layers, stream, groups)
 
 
 def plan(
@@ -67,6 +67,14 @@ def test_layers_are_swapped_in_one_group_at_a_time() -> None:
     assert float(device.data[1, 0, 5].mean()) == 5.0, "the second layer is still on its way"
     _, _, forgetful = transfers(ForgottenStream)
     assert held(forgetful.begin(plan(0, [BlockCopy(2, 5)], awaits=0))[0][0], 5) == 5.0
+
+
+@pytest.mark.parametrize(("groups", "arrived"), [(1, 3), (2, 2), (3, 1), (64, 1)])
+def test_layers_come_in_as_many_groups_as_asked_for_and_at_most_one_each(groups: int, arrived: int) -> None:
+    device, _, copies = transfers(LateStream, groups)
+    layers = copies.begin(plan(0, [BlockCopy(2, 5)], awaits=0))
+    assert held(layers[0][0], 5) == 102.0
+    assert [float(device.data[layer, 0, 5].mean()) == 102.0 for layer in range(LAYERS)].count(True) == arrived
 
 
 def test_a_plan_without_swap_in_gets_the_plain_layers() -> None:
@@ -119,7 +127,7 @@ def test_a_gpu_copies_both_ways_during_a_computation() -> None:
     device, host = cache(64, 0.0, "cuda"), KVCache(cache(128, 100.0).data.pin_memory())
     try:
         layers = tuple(device.layer(index) for index in range(LAYERS))
-        copies = Transfers(device, host, layers, lambda: stream_for(torch.device("cuda")))
+        copies = Transfers(device, host, layers, lambda: stream_for(torch.device("cuda")), 4)
         for step in range(20):
             device.data[:, :, 7] += 1.0  # the computation so far, which the swap-out must see
             arriving = copies.begin(plan(step, [BlockCopy(step, 30 + step)], [BlockCopy(7, 60 + step)], awaits=step))

@@ -154,6 +154,7 @@ class History:
             eviction=choose.choice(("retention",) * 4 + tuple(EVICTIONS)),
             chunk_blocks=choose.choice((1, 2)),
             low_water=choose.choice((0.05, 0.25, 0.6)),
+            by_layer=self.growth.random() < 0.3,
             **self.more_settings(),
         )
         self.talkative = choose.choice((0.3, 0.8))

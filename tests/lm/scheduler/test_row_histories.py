@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.config import SCHEDULERS
 from holdfast.core.cost import PaddedCost
-from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.core.types import ALONE, Identity, Request, SamplingParams, UserBatch
+from holdfast.lab.row_schedulers import PATIENCE
 from holdfast.lm.choice import capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
@@ -78,6 +79,8 @@ class RowHistory:
         self.requests, self.outputs, self.finished = {}, {}, {}
         self.aborted = set()
         self.steps = 0
+        self.waited = 0.0
+        """Seconds that passed since the last plan."""
         self.seen = Counter()
 
     def policy(self, name):
@@ -112,6 +115,7 @@ class RowHistory:
             identity=Identity(tenant=choose.choice(("", "", "other"))),
             arrival=float(self.steps),
             deadline=choose.choice((None, 0.5, 30.0)),
+            batch=choose.choice((ALONE, UserBatch(f"batch {self.steps // 4}", choose.choice((1, 1, 2, 3))))),
         )
         self.requests[request.id] = request
         self.device.expect(request)
@@ -128,7 +132,7 @@ class RowHistory:
     def step(self):
         depth = self.random.randint(1, self.steps_in_flight)
         while len(self.plans) < depth:
-            plan = self.scheduler.schedule(float(self.steps))
+            plan = self.scheduler.schedule(self.steps + self.waited)
             check_rows(self.scheduler)
             if plan is None:
                 break
@@ -150,8 +154,11 @@ class RowHistory:
             self.device.submit(plan)
             self.plans.append(plan)
             self.steps += 1
+            self.waited = 0.0
         if not self.plans:
-            assert not self.scheduler.has_work(), "work is left, nothing is in flight and nothing is planned"
+            # A user's batch waits for its requests for a while.
+            assert not (self.scheduler.has_work() and self.waited), "work is left, nothing is in flight nor planned"
+            self.waited = PATIENCE
             return
         plan = self.plans.popleft()
         outputs = self.scheduler.update(plan, self.device.collect(), float(self.steps))

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.lab.row_schedulers import PaddedBatches, PrefillApart, RunToCompletion
+from holdfast.core.types import UserBatch
+from holdfast.lab.row_schedulers import PATIENCE, PaddedBatches, PrefillApart, RunToCompletion
 from holdfast.lm.choice import make_policy
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.row_policies import Embedding, Shaping
-from holdfast.lm.types import StepResult, idle_tokens
+from holdfast.lm.types import RowResult, StepResult, idle_tokens
 from tests.core.test_cost import PADDED
 from tests.padded_rows import ABLE, create_row_scheduler, forwards_of, moves_of, shape_of_rows
 from tests.scheduling import answer, create_requests, create_scheduler
@@ -193,6 +194,102 @@ def test_simple_request_manager_takes_the_first_misfit_when_others_have_ended():
     scheduler = start(PaddedBatches(300), 3, 12, 5, lengths=(2, 2, 2), shape=shape_of_rows(28))
     assert {name for _, own, _ in steps(scheduler, 1)[0] for name, _, _ in own} == {"0", "1"}
     assert {name for _, own, _ in steps(scheduler, 1)[0] for name, _, _ in own} == {"2"}
+
+
+def batches(*sizes, prompt=3, batch_size=None, **options):
+    """A scheduler with a batch of each of these numbers of requests, 4 new tokens each. Request "b2" is b's third."""
+    scheduler = create_row_scheduler(PaddedBatches(300), **options)
+    for name, size in zip("abc", sizes, strict=False):
+        add_batch(scheduler, name, range(size), batch_size or size, prompt=prompt)
+    return scheduler
+
+
+def add_batch(scheduler, name, numbers, size, prompt=3, arrival=0.0):
+    for number in numbers:
+        (request,) = create_requests(prompt)
+        batch = UserBatch(name, size)
+        scheduler.add(replace(request, id=f"{name}{number}", batch=batch, arrival=arrival))
+
+
+def started(scheduler, now=0.0):
+    """The sequences of the next plan, which is answered."""
+    plan = scheduler.schedule(now)
+    if plan is None:
+        return set()
+    scheduler.update(plan, answer(plan), now)
+    return {segment.sequence_id for segment in plan.segments}
+
+
+def test_a_batch_of_the_simple_request_manager_starts_whole_or_waits_whole():
+    """Rows of 3 and 4 new tokens: 2 × 7 and 4 × 7 fit 28; the third batch would make it 5 rows."""
+    scheduler = batches(2, 2, 1, shape=shape_of_rows(28), max_sequences=8)
+    assert started(scheduler) == {"a0", "a1", "b0", "b1"}
+    scheduler = batches(2, 3, 1, shape=shape_of_rows(28), max_sequences=8)
+    assert started(scheduler) == {"a0", "a1"}
+
+
+def test_a_batch_that_went_back_starts_before_later_ones_that_would_fit():
+    scheduler = batches(2, 3, 1, shape=shape_of_rows(28), max_sequences=8)
+    steps = [started(scheduler) for _ in range(5)]
+    assert steps[:3] == [{"a0", "a1"}] * 3
+    assert {"b0", "b1", "b2"} in steps or {"b0", "b1", "b2", "c0"} in steps
+    assert all("c0" not in step or "b0" in step for step in steps)
+
+
+def test_a_batch_goes_by_its_first_request_past_requests_that_came_between_its_own():
+    scheduler = create_row_scheduler(PaddedBatches(300), shape=shape_of_rows(14), max_sequences=8)
+    add_batch(scheduler, "a", [0], 2)
+    add_batch(scheduler, "b", [0], 1)
+    add_batch(scheduler, "a", [1], 2)
+    assert started(scheduler) == {"a0", "a1"}
+
+
+def test_requests_without_a_batch_start_one_by_one():
+    """The first row has grown to 5, so 2 × 9 fit 24 and 3 × 9 do not."""
+    scheduler = start(PaddedBatches(300), 3, shape=shape_of_rows(24))
+    assert started(scheduler) == {"0"}
+    for request in create_requests(3, 3, 3, 3)[1:]:
+        scheduler.add(request)
+    assert started(scheduler) == {"0", "1"}
+
+
+def test_rows_bound_a_batch_as_memory_does():
+    scheduler = batches(2, 3, shape=shape_of_rows(1000), max_sequences=4)
+    assert started(scheduler) == {"a0", "a1"}
+
+
+def test_a_batch_waits_for_its_requests_and_holds_up_no_other():
+    scheduler = create_row_scheduler(PaddedBatches(300), max_sequences=8)
+    add_batch(scheduler, "a", range(2), 3)
+    add_batch(scheduler, "b", range(2), 2)
+    assert started(scheduler) == {"b0", "b1"}
+    add_batch(scheduler, "a", [2], 3)
+    assert started(scheduler) == {"a0", "a1", "a2", "b0", "b1"}
+
+
+def test_a_batch_whose_requests_never_all_come_starts_after_its_patience():
+    scheduler = create_row_scheduler(PaddedBatches(300), max_sequences=8)
+    add_batch(scheduler, "a", range(2), 3, arrival=5.0)
+    assert started(scheduler, 5.0 + PATIENCE - 0.01) == set()
+    assert started(scheduler, 5.0 + PATIENCE) == {"a0", "a1"}
+
+
+def test_a_batch_too_large_for_an_empty_cache_starts_in_parts_while_nothing_runs():
+    """4 rows × 7 fit 28, so a batch of 6 starts as 4 and, once these have ended, as 2."""
+    scheduler = batches(6, shape=shape_of_rows(28), max_sequences=8)
+    steps = [started(scheduler) for _ in range(6)]
+    first, second = {"a0", "a1", "a2", "a3"}, {"a4", "a5"}
+    assert steps[0] == first and second in steps
+    assert all(step in (first, second, set()) for step in steps)
+
+
+def test_a_preempted_request_of_a_batch_does_not_wait_for_the_others_again():
+    scheduler = batches(3, shape=shape_of_rows(1000), max_sequences=8)
+    assert started(scheduler) == {"a0", "a1", "a2"}
+    plan = scheduler.schedule(0.0)
+    lost = RowResult(lost=("a1",))
+    scheduler.update(plan, replace(answer(plan), tokens=(7, 7), counts=(1, 0, 1), parts=(lost,)), 0.0)
+    assert started(scheduler) == {"a0", "a1", "a2"}
 
 
 def test_a_policy_of_rows_refuses_packed_steps():

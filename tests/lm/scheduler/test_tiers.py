@@ -4,6 +4,7 @@ import pytest
 
 from holdfast.core.types import Identity
 from holdfast.lm.memory.prices import LARGE, Prices
+from holdfast.lm.scheduler.policies import StallFree
 from tests.invariants import check_scheduler
 from tests.scheduling import FakeDevice, answer, create_requests, create_scheduler, spans
 
@@ -156,9 +157,9 @@ def test_late_copies_delay_no_sequence_that_needs_no_block():
     assert scheduler.stats().host_blocks_cached == 0
 
 
-def on_the_host(*histories):
+def on_the_host(*histories, **options):
     """A scheduler whose host tier alone has these conversations."""
-    scheduler = create_scheduler(block_size=4, blocks=20, host_blocks=99, low_water=1.0)
+    scheduler = create_scheduler(block_size=4, blocks=20, host_blocks=99, low_water=1.0, **options)
     for number, history in enumerate(histories):
         run(scheduler, one(history), now=float(number))
     for _ in range(40):
@@ -180,10 +181,10 @@ def test_a_step_swaps_in_at_most_one_long_conversation():
     assert spans(step(scheduler, 8.0)) == [("0", 19, 20), ("1", 16, 18)]
 
 
-def beside_another():
+def beside_another(**options):
     """A scheduler with a decode that runs and a conversation on the host whose next turn is then added."""
     history = tuple(range(17))
-    scheduler = on_the_host(history)
+    scheduler = on_the_host(history, **options)
     scheduler.add(one(3, "runs", max_tokens=9))
     alone = step(scheduler, 6.0)
     scheduler.add(one((*history, 99), "returns", max_tokens=2))
@@ -199,6 +200,26 @@ def test_a_conversation_swaps_in_beside_steps_of_others_that_do_not_wait():
     assert spans(step(scheduler, 9.0, swapped_in=first.step)) == [("runs", 5, 6)]
     plan = step(scheduler, 10.0)
     assert (spans(plan), plan.copies.awaits) == ([("runs", 6, 7), ("returns", 16, 18)], -1)
+
+
+def test_by_layer_a_conversation_joins_the_step_that_swaps_it_in_and_the_step_awaits_that():
+    scheduler, _ = beside_another(by_layer=True)
+    plan = step(scheduler, 7.0, swapped_in=-1)
+    assert (spans(plan), len(plan.copies.swap_in)) == ([("runs", 3, 4), ("returns", 16, 18)], 4)
+    assert plan.copies.awaits == plan.step
+    after = step(scheduler, 8.0, swapped_in=-1)
+    assert (spans(after), after.copies.awaits) == ([("runs", 4, 5), ("returns", 18, 19)], -1)
+
+
+def test_by_layer_a_due_sequence_joins_the_step_that_swaps_it_in():
+    class Due(StallFree):
+        def plan(self, step):
+            step.due = lambda entry: True
+            super().plan(step)
+
+    scheduler, _ = beside_another(by_layer=True, policy=Due(64))
+    plan = step(scheduler, 7.0, swapped_in=-1)
+    assert (spans(plan), plan.copies.awaits) == ([("runs", 3, 4), ("returns", 16, 18)], plan.step)
 
 
 def test_a_sequence_alone_starts_at_once_and_its_step_awaits_its_copies():

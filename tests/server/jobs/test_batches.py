@@ -19,7 +19,7 @@ from batch_server import Server, server
 from fake_engine import FakeClient, engine_info
 from looked_after import looked_after
 
-from holdfast.core.types import BATCH_CLASS, FinishReason
+from holdfast.core.types import BATCH_CLASS, FinishReason, UserBatch
 from holdfast.engine.client.client import Delta, Usage
 from holdfast.engine.client.connection import QueueFull
 from holdfast.lm.config import EngineConfig
@@ -92,6 +92,7 @@ async def test_openais_client_runs_a_batch_of_each_endpoint(listening: Listening
     assert {asked.priority for asked in client.asked} == {BATCH_CLASS}
     id, number = str(client.asked[0].request_id).split("/")
     assert id.startswith("batch_") and number in "123"
+    assert {asked.batch for asked in client.asked if str(asked.request_id).startswith(id)} == {UserBatch(id)}
 
 
 async def test_a_batch_with_wrong_lines_fails_and_runs_none(listening: Listening, client: FakeClient) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -30,7 +34,7 @@ from holdfast.lm.parts.grammars.device import GivenGrammarDevice, GrammarDevice
 from holdfast.lm.parts.prompts.device import PromptDevice
 from holdfast.lm.parts.vectors.device import VectorDevice
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
-from holdfast.training.base import digest_of_model
+from holdfast.training.base import digest_of_model, digest_of_module
 
 LARGE_STEP = 16
 """Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
@@ -66,11 +70,19 @@ def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def weights_of(device: PagedDevice) -> str:
-    """A digest of the weights on a device, which distinguishes state of other weights. Raises ValueError."""
-    if not isinstance(device.model, Decoder):
-        name = device.model.spec.architecture
-        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
-    return digest_of_model(device.model)
+    """A digest of the weights on a device, which distinguishes state of other weights."""
+    model = device.model
+    if isinstance(model, Decoder):
+        return digest_of_model(model)
+    return digest_of_module(model.module, f"{model.spec.architecture} by {code_of(model.module)}")
+
+
+def code_of(module: torch.nn.Module) -> str:
+    """The code that computes a module of Transformers, in words: state of other code is another state."""
+    kind = type(module)
+    file = inspect.getsourcefile(kind)
+    source = Path(file).read_bytes() if file is not None else b""
+    return f"{kind.__module__}.{kind.__qualname__} {hashlib.sha256(source).hexdigest()} of {version('transformers')}"
 
 
 def threads_of(config: EngineConfig) -> int:

@@ -113,7 +113,8 @@ class KeptRows:
         """For each digest, the slots that can be cut to its prefix. Empty unless states can be cut."""
         self.digests = digests or DigestCache(STRIDE, REMEMBERED)
         """Digests of recent prompts."""
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}
+        """Number of holds by slot."""
         self._uses = 0
         self.device_bytes = 0
         """Bytes of the states on the device."""
@@ -156,12 +157,15 @@ class KeptRows:
         return tuple(self._rows)
 
     def hold(self, slot: int) -> None:
-        """Keep a state from being a victim until `release`."""
-        self._held.add(slot)
+        """Keep a state from being a victim until `release` was called once for each hold."""
+        self._held[slot] = self._held.get(slot, 0) + 1
 
     def release(self, slot: int) -> None:
-        """Let a state be a victim again. Does nothing for one that is not held."""
-        self._held.discard(slot)
+        """End one hold of a state. Does nothing for one that was given up meanwhile."""
+        if slot in self._held:
+            self._held[slot] -= 1
+            if not self._held[slot]:
+                del self._held[slot]
 
     @property
     def held_bytes(self) -> int:
@@ -290,7 +294,7 @@ class KeptRows:
     def forget(self, slot: int) -> None:
         """Remove the state of a slot, because it is given up."""
         row = self._rows.pop(slot)
-        self._held.discard(slot)
+        self._held.pop(slot, None)
         if row.on_host:
             self.host_bytes -= row.size
         else:

@@ -372,10 +372,11 @@ class RowPool:
         """
         self.to_completion = to_completion
         self.shape = shape
-        self.keeps = keeps and shape.abilities.keeps_state and shape.abilities.continues
+        self.keeps = keeps and shape.abilities.serves_others
         """Whether states of ended sequences stay. False if the model gives none out, or if they serve no other prompt.
         """
-        self.kept = KeptRows(shape.bytes.of, rule or RetentionRule(), croppable=shape.abilities.croppable)
+        self.rule = rule or RetentionRule()
+        self.kept = KeptRows(shape.bytes.of, self.rule, croppable=shape.abilities.croppable)
         """The states of ended sequences that others can find."""
         self._leaving: dict[int, int] = {}
         """Bytes by slot, of kept states that others cannot find yet: some of their tokens are unknown."""

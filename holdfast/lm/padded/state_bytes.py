@@ -70,6 +70,19 @@ class StateBytes:
         return sum(field.bytes_of(length) for field in self._fields)
 
     @torch.inference_mode()
+    def check(self, state: State, length: int) -> None:
+        """Raises ValueError if a state that the model has made is another one once it is written and read again."""
+        data = torch.frombuffer(bytearray(b"".join(self.written(state, length))), dtype=torch.uint8)
+        again = self._layout.leaf_values(self.read(data, length))
+        for path, value in self._layout.leaf_values(self._framed(state, length)).items():
+            if path not in again or not _equal(value, again[path]):
+                raise ValueError(f"{path} of the model's state is not the same once it is written and read again")
+
+    def _framed(self, state: State, length: int) -> State:
+        """The state without columns before a window."""
+        return self._layout.extract(state, 0, length)
+
+    @torch.inference_mode()
     def written(self, state: State, length: int) -> list[memoryview]:
         """The numbers of a state on the CPU, in place where they lie together. The state must stay unchanged."""
         values = {leaf.path: part for kind in ("time", "row") for leaf, part in self._parts(state, kind)}
@@ -102,3 +115,9 @@ class StateBytes:
             part = data[start:stop].view(field.dtype).view(field.shape_of(length))
             state, start = self._layout.put(state, [(field.leaf, part)]), stop
         return self._layout.counted(state, length)
+
+
+def _equal(one: torch.Tensor | int, other: torch.Tensor | int) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other

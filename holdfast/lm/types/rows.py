@@ -149,6 +149,11 @@ class Abilities:
     """The model gives its state out. If not, a row is computed from its first token in every step, alone."""
 
     @property
+    def serves_others(self) -> bool:
+        """Whether the state of an ended sequence serves a later prompt."""
+        return self.keeps_state and self.continues
+
+    @property
     def sentence(self) -> str:
         """The way of computing rows, for the line at start: `prompts in chunks, rows decoded together`."""
         prompts = "prompts in chunks" if self.chunks else "whole prompts"

@@ -168,11 +168,11 @@ class LowerShape:
     """Number of blocks on the disk; 0: no disk tier."""
     stored: tuple[StoredBlock, ...] = ()
     """Blocks that the disk holds at the start, the least recently used first."""
-    states: tuple[StoredState, ...] = ()
-    """On padded rows, the states that the disk holds at the start, the least recently used first."""
     remote: bool = False
     remote_down: bool = False
     """Whether the remote tier did not answer at the start."""
+    states: tuple[StoredState, ...] = ()
+    """On padded rows, the states that the disk holds at the start, the least recently used first."""
 
 
 class JobBytes(Protocol):

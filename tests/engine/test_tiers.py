@@ -206,7 +206,7 @@ async def test_an_engine_process_keeps_conversations_over_its_end(tiny):
     [
         ({"host_cache_gb": 0}, "host_cache_gb is 0"),
         ({"prefix_sharing": False}, "prefix_sharing is off"),
-        ({"executor": "padded"}, "paged executor"),
+        ({"executor": "padded", "remote_cache": "redis://localhost"}, "paged executor"),
         ({"remote_cache": ""}, "remote_cache is empty"),
     ],
 )

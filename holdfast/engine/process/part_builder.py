@@ -204,7 +204,7 @@ EXCLUSIONS = (
     Exclusion(
         "lower tiers",
         "no kept states",
-        "disk_cache_dir is set, and no state of this model serves a later prompt, so nothing would be read; leave it out",
+        "disk_cache_dir is set, and no state of this model serves a later prompt: nothing would be read; leave it out",
     ),
 )
 """Combinations that are refused, each with its reason. The first that applies is given.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -74,15 +74,17 @@ def weights_of(device: PagedDevice) -> str:
     model = device.model
     if isinstance(model, Decoder):
         return digest_of_model(model)
-    return digest_of_module(model.module, f"{model.spec.architecture} by {code_of(model.module)}")
+    module = cast(TransformersModel, model).module
+    return digest_of_module(module, f"{model.spec.architecture} by {code_of(module)}")
 
 
 def code_of(module: torch.nn.Module) -> str:
     """The code that computes a module of Transformers, in words: state of other code is another state."""
-    kind = type(module)
-    file = inspect.getsourcefile(kind)
-    source = Path(file).read_bytes() if file is not None else b""
-    return f"{kind.__module__}.{kind.__qualname__} {hashlib.sha256(source).hexdigest()} of {version('transformers')}"
+    kind, found = type(module), hashlib.sha256()
+    if (own := inspect.getsourcefile(kind)) is not None:  # a model's own code may be in several files of a directory
+        for file in sorted(Path(own).parent.glob("*.py")):
+            found.update(file.read_bytes())
+    return f"{kind.__module__}.{kind.__qualname__} {found.hexdigest()} of Transformers {version('transformers')}"
 
 
 def threads_of(config: EngineConfig) -> int:

@@ -19,7 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.files.own_directory import OwnDirectory
-from holdfast.lm.tiers import ABOUT, NO_STATE, Outcome, Pieces, StateAbout, StoredBlock, StoredState, TierBlock, checksum_of
+from holdfast.lm.tiers import (
+    ABOUT,
+    NO_STATE,
+    Outcome,
+    Pieces,
+    StateAbout,
+    StoredBlock,
+    StoredState,
+    TierBlock,
+    checksum_of,
+)
 
 FORMAT = 3
 """Version of the file format. Increase it whenever the bytes in the files change their meaning."""

@@ -1,4 +1,4 @@
-"""TierThreads: threads that move blocks, or states of rows, between the host tier and the lower tiers while the loop runs."""
+"""TierThreads: threads that move blocks or states of rows between the host and the lower tiers while the loop runs."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class _Arrival:
     @property
     def view(self) -> memoryview:
         """The bytes of the whole state."""
-        return memoryview(self.memory.numpy())
+        return self.memory.numpy().data
 
     def allocate(self) -> memoryview:
         """Allocate the memory at the first call: locked memory takes a while, and threads may wait for it."""

@@ -120,4 +120,4 @@ class StateBytes:
 def _equal(one: torch.Tensor | int, other: torch.Tensor | int) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and one == other
+    return type(one) is type(other) and bool(one == other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -50,6 +50,18 @@ ABOUT = struct.Struct("<4sIQQQ")
 ABOUT_MAGIC = b"HFRW"
 ALIGNMENT = 64
 """The numbers of a state begin at a multiple of this many bytes."""
+
+
+LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 20
+"""Limits of the bytes of a piece of a state: a page, and what a disk reads at its full rate."""
+PIECES, POSITIONS = 8, 256
+"""A state of POSITIONS positions has about PIECES pieces, so that the last piece of a state wastes little."""
+
+
+def piece_bytes(bytes_of: Callable[[int], int]) -> int:
+    """Bytes of a piece, a power of two. `bytes_of` gives the bytes of a state by its length."""
+    wanted = max(LEAST_PIECE, min(bytes_of(POSITIONS) // PIECES, MOST_PIECE))
+    return 1 << (wanted.bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,8 @@ from holdfast.lm.padded.state_bytes import StateBytes
 from holdfast.lm.padded.state_layout import State
 from holdfast.lm.tiers import JobBytes, Outcome, Pieces, StateAbout, TierJob
 
-LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 20
-"""Limits of a piece's bytes: a page, and what a disk reads at its full rate."""
-SHARE = 8
-"""A row of POSITIONS positions has about this many pieces, so that the last piece of a state wastes little."""
-POSITIONS = 256
 MOST_PARTS = 64
 """A piece in more parts than this is joined before it is written: one call takes a limited number."""
-
-
-def piece_bytes(codec: StateBytes) -> int:
-    """Bytes of a piece: a power of two, larger for models with larger states."""
-    wanted = max(LEAST_PIECE, min(codec.size(POSITIONS) // SHARE, MOST_PIECE))
-    return 1 << (wanted.bit_length() - 1)
 
 
 class RowPieces:

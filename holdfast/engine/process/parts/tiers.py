@@ -26,7 +26,7 @@ from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob
+from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob, piece_bytes
 from holdfast.lm.types import EngineShape, LanguageLoop
 from holdfast.loop.contracts import Clock
 from holdfast.training.base import digest_of_module
@@ -166,14 +166,14 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
 
 def open_row_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape]:
     """`open_tiers` for padded rows, whose states go to a disk."""
-    from holdfast.lm.padded.row_pieces import RowPieces, piece_bytes  # it imports Transformers, which takes a second
+    from holdfast.lm.padded.row_pieces import RowPieces  # it imports Transformers, which takes a second
 
     config, device = site.config, site.rows
     try:
         codec, host = device.host_states()
     except ValueError as error:
         raise ValueError(f"disk_cache_dir is {config.disk_cache_dir}, and {error}; leave it out") from None
-    model, size = device.model, piece_bytes(codec)
+    model, size = device.model, piece_bytes(codec.size)
     identity = {
         **same_engine(shape),
         "weights": digest_of_module(model.module, f"{model.architecture} by {code_of(model.module)}"),

@@ -754,6 +754,11 @@ class RowPool:
             self._on_host = []
         return slots
 
+    @property
+    def news_of_host(self) -> bool:
+        """Whether `take_on_host` would return any slot."""
+        return bool(self._on_host)
+
     def copy_to_host(self, source: int) -> int | None:
         """Record that a copy of a kept state of the device goes to the host. Returns its slot there.
 

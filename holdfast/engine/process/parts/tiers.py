@@ -72,6 +72,10 @@ class TierHandler(Handler):
         return self._threads.busy
 
     @property
+    def ready(self) -> bool:
+        return self._part.has_news
+
+    @property
     def awaited(self) -> bool:
         return self._part.awaited
 

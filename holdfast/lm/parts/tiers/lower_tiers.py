@@ -175,6 +175,11 @@ class LowerTiers:
         return self._pool.can_swap_out and self._host.ready > 0 and not self.backlog
 
     @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, because blocks of the host were filled or used."""
+        return self._host.unread_uses > 0
+
+    @property
     def wants_step(self) -> bool:
         """Always False: a plan with copies of blocks is made for their sake."""
         return False

@@ -32,6 +32,11 @@ class BelowHost(Protocol):
         ...
 
     @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, because the host has got state."""
+        ...
+
+    @property
     def wants_step(self) -> bool:
         """Whether the result of a plan is needed that has no segments."""
         ...
@@ -116,6 +121,11 @@ class TierPart(Part):
     def awaited(self) -> bool:
         """Whether a sequence waits for its blocks."""
         return bool(self._waiting)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, although no request needs them."""
+        return self.lower.has_news
 
     def attach(self, queues: PartQueues) -> None:
         self._queues = queues

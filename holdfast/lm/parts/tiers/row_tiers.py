@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.lm.memory.host_pool import HostPool
-from holdfast.lm.memory.kept_rows import KeptRows, RowKey
+from holdfast.lm.memory.kept_rows import STRIDE, KeptRows, RowKey
 from holdfast.lm.memory.prices import Link
 from holdfast.lm.memory.retention import MIN_AGE
 from holdfast.lm.memory.row_pool import RowPool, StateBelow
@@ -18,6 +18,8 @@ from holdfast.lm.tiers import JobKind, LowerShape, StateAbout, TierBlock, TierDo
 NAME_BYTES = 24
 """Bytes of a state's digest at the start of the digest of its pieces. The number of its write follows."""
 NUMBER_BYTES = 8
+LEAST_GAIN = STRIDE
+"""Fewest tokens that a read must save: so few are computed within a step that runs anyway."""
 SAMPLES = 16
 """Number of places in a range of positions at which the cost of computing them is looked up."""
 
@@ -163,7 +165,7 @@ class RowTiers:
     def find(self, root: bytes, tokens: Sequence[int], saved: int) -> StateBelow | None:
         """The state on the disk that is worth reading for a prompt of which the memory saves `saved` tokens."""
         found = self._states.find(root, tokens) if len(self._states) else None
-        if found is None or found.length <= saved or not self._pool.serves(found, tokens):
+        if found is None or found.length < saved + LEAST_GAIN or not self._pool.serves(found, tokens):
             return None
         if not self._is_worth(found.slot, saved, found.length):
             self._refused += 1
@@ -287,6 +289,11 @@ class RowTiers:
                 return
             self._copies[slot] = source
             size += self._pool.kept.size(source)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, because states have come to the host."""
+        return self._pool.news_of_host
 
     @property
     def wants_step(self) -> bool:

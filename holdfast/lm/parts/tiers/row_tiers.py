@@ -441,7 +441,7 @@ class RowTiers:
         position, piece = self._pool.shape.bytes.position, self._piece
         return {
             "disk_blocks_total": self._total * piece // position,
-            "disk_blocks_cached": sum(self._states.key(row).length for row in self._by_digest.values()),
+            "disk_blocks_cached": sum(len(self._places[row]) for row in self._by_digest.values()) * piece // position,
             "disk_bytes_written": self._written * piece,
             "disk_bytes_read": self._read * piece,
             "disk_blocks_dropped": self._dropped * piece // position,

@@ -404,6 +404,8 @@ def test_over_long_histories_with_restarts_nothing_is_lost_track_of(seed, croppa
                     talk += [draw.randrange(9999) for _ in range(draw.randrange(1, 20))]
                 keep(pool, talk, now)
             case 2:
+                if draw.random() < 0.3:
+                    forget_all(pool)
                 fetch = ask(pool, tiers, [*talk, 1], now)
                 fetches += [fetch] if fetch else []
             case 3 if fetches:

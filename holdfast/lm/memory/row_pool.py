@@ -68,6 +68,15 @@ Called with the root of the prompt's identity, its tokens, and how many of these
 """
 
 
+HasBelow = Callable[[RowKey], bool]
+"""Whether a tier below the host has a state that serves every prompt that one with this key would."""
+
+
+def never(key: RowKey) -> bool:
+    """There is no tier below the host."""
+    return False
+
+
 def nothing_below(root: bytes, tokens: Sequence[int], saved: int) -> StateBelow | None:
     """There is no tier below the host."""
     return None
@@ -426,6 +435,7 @@ class RowPool:
         self._on_host: list[int] | None = None
         """Slots whose states have come to the host since `take_on_host`; None: nobody asks."""
         self._find_below: FindBelow = nothing_below
+        self._has_below: HasBelow = never
 
     # Sizes, in bytes.
 
@@ -689,8 +699,9 @@ class RowPool:
             self.move("forget", slot=each)
 
     def give_up(self, slot: int) -> None:
-        """Give up a state that others can find."""
-        self.dropped += self.kept.length(slot)
+        """Give up a state that others can find. It counts as dropped unless a tier below the host has it."""
+        if not self._has_below(self.kept.key(slot)):
+            self.dropped += self.kept.length(slot)
         self.kept.forget(slot)
         self.move("forget", slot=slot)
 
@@ -738,9 +749,9 @@ class RowPool:
 
     # States that a tier below the host has, or gets.
 
-    def serve_below(self, find: FindBelow) -> None:
+    def serve_below(self, find: FindBelow, has: HasBelow = never) -> None:
         """Let waiting sequences ask a tier below the host for states, and note which states come to the host."""
-        self._find_below = find
+        self._find_below, self._has_below = find, has
         self._on_host = []
 
     def find_below(self, root: Root, tokens: Sequence[int]) -> StateBelow | None:

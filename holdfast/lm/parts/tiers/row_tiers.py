@@ -104,7 +104,7 @@ class RowTiers:
         """Time that reads of the disk take."""
         self._written = self._read = self._dropped = self._corrupt = self._failures = self._given_up = self._refused = 0
         self._load(shape, now)
-        pool.serve_below(self.find)
+        pool.serve_below(self.find, self.has)
 
     def _load(self, shape: LowerShape, now: float) -> None:
         """Take over the contents of the disk. If two states have one digest, the later one stays."""
@@ -161,6 +161,10 @@ class RowTiers:
     def _give_back(self, row: int) -> None:
         self._free.extend(self._places.pop(row))
         del self._names[row]
+
+    def has(self, key: RowKey) -> bool:
+        """Whether a state on the disk serves every prompt that one with this key would."""
+        return self._states.standing_in(key) >= 0
 
     def find(self, root: bytes, tokens: Sequence[int], saved: int) -> StateBelow | None:
         """The state on the disk that is worth reading for a prompt of which the memory saves `saved` tokens."""
@@ -270,7 +274,7 @@ class RowTiers:
         """Slot of a kept state that only the device has, and that was not tried; None if there is none."""
         kept = self._pool.kept
         for slot in kept.slots:
-            if slot in self._tried or kept.on_host(slot) or kept.key(slot).digest in self._by_digest:
+            if slot in self._tried or kept.on_host(slot) or self.has(kept.key(slot)):
                 continue
             if kept.size(slot) <= self._pool.shape.host_memory:
                 return slot
@@ -327,7 +331,7 @@ class RowTiers:
             return False
         key, value = kept.key(source), kept.value(source, now)
         others = any(each.key == key and each.kind == "write" for each in self._moving.values())
-        if others or self._states.standing_in(key) >= 0:
+        if others or self.has(key):
             return False
         places = self._reserve(self._pieces(key), value, now)
         if not places:

@@ -163,9 +163,19 @@ def test_the_state_that_was_idle_longest_gives_way_and_one_of_less_value_is_not_
         written(pool, tiers, numbers(40, 1000 * number), now=50.0)
     assert ask(pool, tiers, numbers(41, 1000)) is None, "the device has these"
     forget_all(pool)
-    assert ask(pool, tiers, numbers(41, 1000)) and ask(pool, tiers, numbers(41, 2000)) and not ask(
-        pool, tiers, numbers(41)
+    assert (
+        ask(pool, tiers, numbers(41, 1000))
+        and ask(pool, tiers, numbers(41, 2000))
+        and not ask(pool, tiers, numbers(41))
     )
+
+
+def test_a_state_that_the_disk_has_does_not_count_as_dropped():
+    pool, tiers = make()
+    written(pool, tiers, numbers(40))
+    keep(pool, numbers(30, 1000))
+    forget_all(pool)
+    assert pool.dropped == 30
 
 
 def test_a_state_larger_than_the_disk_or_the_host_is_not_written():

@@ -66,7 +66,10 @@ def piece_bytes(bytes_of: Callable[[int], int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateAbout:
-    """What a tier keeps with the state of a row. The bytes of the state follow it, cut into pieces of equal size."""
+    """Description that a tier keeps with the state of a row.
+
+    The bytes of the state follow it. Together they are cut into pieces of equal size.
+    """
 
     positions: int
     key: bytes
@@ -81,7 +84,7 @@ class StateAbout:
 
     @staticmethod
     def size_with(key: int) -> int:
-        """Bytes before those of a state with a key of so many bytes."""
+        """Bytes before those of a state whose key has this many bytes."""
         return -(-(ABOUT.size + key) // ALIGNMENT) * ALIGNMENT
 
     def packed(self) -> bytes:

@@ -17,6 +17,7 @@ from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.text import read_tokenizer
 from holdfast.engine.ranks.tuning import following_parts
+from holdfast.files.regular import read_bytes
 from holdfast.lm.choice import capacity_of
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
@@ -81,9 +82,8 @@ def weights_of(device: PagedDevice) -> str:
 def code_of(module: torch.nn.Module) -> str:
     """The code that computes a module of Transformers, in words: state of other code is another state."""
     kind, found = type(module), hashlib.sha256()
-    if (own := inspect.getsourcefile(kind)) is not None:  # a model's own code may be in several files of a directory
-        for file in sorted(Path(own).parent.glob("*.py")):
-            found.update(file.read_bytes())
+    for file in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")):  # it may be in several files
+        found.update(read_bytes(file))
     return f"{kind.__module__}.{kind.__qualname__} {found.hexdigest()} of Transformers {version('transformers')}"
 
 

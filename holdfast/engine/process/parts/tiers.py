@@ -121,7 +121,7 @@ class TierBuilder(PartBuilder):
 
     def is_priced(self, shape: EngineShape) -> bool:
         """Reading a row's state is compared with computing it. A host tier of blocks has its own need of a profile."""
-        return shape.rows is not None and self.site.config.eviction == "retention"
+        return shape.executor == "padded" and self.site.config.eviction == "retention"
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         self._handler = TierHandler(served.scheduler, self._threads, self.site.clock)
@@ -144,7 +144,7 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
     State of other weights or another layout is never read. Raises ValueError and OSError.
     """
     refuse_excluded([TierBuilder], site, host_tier=shape.num_host_blocks > 0)
-    if shape.rows is not None:
+    if shape.executor == "padded":
         return open_row_tiers(site, shape)
     config, device = site.config, site.blocks
     parts = device.host_parts

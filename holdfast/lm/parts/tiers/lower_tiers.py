@@ -33,7 +33,7 @@ UNKNOWN_WAIT = 5.0
 
 
 def longest_wait(seconds: float | None) -> float:
-    """Most seconds that a sequence waits for state that takes so many seconds to compute; None: not known."""
+    """Most seconds that a sequence waits for state whose computation takes `seconds`; None: not known."""
     return UNKNOWN_WAIT if seconds is None else min(max(2 * seconds, SHORTEST_WAIT), LONGEST_WAIT)
 
 

@@ -58,7 +58,7 @@ def end(tiers, jobs, outcome="done", now=0.0):
 
 
 def stored(jobs):
-    """What the disk has after these writes."""
+    """The states on the disk after these writes."""
     return [
         StoredState(job.blocks[0].digest, tuple(block.slot for block in job.blocks), job.state, -job.blocks[0].last_use)
         for job in jobs

@@ -41,8 +41,8 @@ class StateBytes:
     """Writes the numbers of a state's leaves one after another, and reads them into a copy of a template.
 
     Layout, template and length say where each leaf begins and what shape it has, so the bytes are numbers alone: those
-    of `RowBytes.of(length)`. Leaves of large elements come first, so that each leaf is aligned to its elements. Counters,
-    constants and columns before a window follow from the length, and are not written.
+    of `RowBytes.of(length)`. Leaves of large elements come first, so that each leaf is aligned to its elements.
+    Counters, constants and columns before a window follow from the length, and are not written.
 
     The work is NumPy's, in one thread. PyTorch would start a team of threads for each thread that calls it.
     """

@@ -88,7 +88,7 @@ def test_a_sequence_that_waited_for_a_row_waits_for_its_state_before_it_starts(p
     plan = one_step(scheduler, 1.5)
     assert not part.awaited
     assert any(move[1] == "load" and move[4] == 32 for move in moves_of(plan)), "cut to whole strides"
-    assert [segment[1:] for each in forwards_of(plan) for segment in each[1]][0] == (32, 40)
+    assert next(segment[1:] for each in forwards_of(plan) for segment in each[1]) == (32, 40)
     finish(scheduler, 1.5)
     assert scheduler.stats().prefix_hits_on_disk == 32
     assert scheduler.pool.kept.held_bytes == 0

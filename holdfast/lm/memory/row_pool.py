@@ -475,6 +475,12 @@ class RowPool:
         return self.shape.host_memory - self.host_used - self.kept.host_bytes - sum(self._passing.values())
 
     @property
+    def host_room(self) -> int:
+        """Bytes on the host that are free, or that states of ended sequences would give up."""
+        fixed = self.host_used + sum(self._passing.values()) + self.kept.held_bytes
+        return self.shape.host_memory - fixed
+
+    @property
     def _most(self) -> int:
         """Bytes that rows may grow to."""
         return int(self.memory * self._threshold)
@@ -707,8 +713,7 @@ class RowPool:
 
     def make_host_room(self, size: int) -> bool:
         """Give up host states of ended sequences until `size` bytes are free. Returns whether they are."""
-        fixed = self.host_used + sum(self._passing.values()) + self.kept.held_bytes
-        if size > self.shape.host_memory - fixed:
+        if size > self.host_room:
             return False
         victims = iter(self.kept.victims(self._now, on_host=True) if size > self.host_free else ())
         while size > self.host_free:

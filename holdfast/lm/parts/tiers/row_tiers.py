@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,17 +268,16 @@ class RowTiers:
     @property
     def can_flush(self) -> bool:
         """Whether a state of the device could be copied to the host now, to be written."""
-        return not self.backlog and self._next_to_copy() is not None
+        return not self.backlog and any(True for _ in self._to_copy())
 
-    def _next_to_copy(self) -> int | None:
-        """Slot of a kept state that only the device has, and that was not tried; None if there is none."""
-        kept = self._pool.kept
+    def _to_copy(self) -> Iterator[int]:
+        """Slots of the kept states that only the device has, that were not tried, and for which the host has room."""
+        kept, most = self._pool.kept, self._pool.host_room
         for slot in kept.slots:
-            if slot in self._tried or kept.on_host(slot) or self.has(kept.key(slot)):
+            if slot not in kept or kept.on_host(slot):  # a copy may have cost another state its place on the host
                 continue
-            if kept.size(slot) <= self._pool.shape.host_memory:
-                return slot
-        return None
+            if slot not in self._tried and kept.size(slot) <= most and not self.has(kept.key(slot)):
+                yield slot
 
     def flush(self, idle: bool) -> None:
         """Let the next plan copy states of the device to the host if there is nothing else to do (`idle`)."""
@@ -286,11 +285,11 @@ class RowTiers:
             return
         self._tried.intersection_update(self._pool.kept.slots)
         size = 0
-        while size < WRITE_BYTES and (source := self._next_to_copy()) is not None:
-            self._tried.add(source)
-            slot = self._pool.copy_to_host(source)
+        for source in self._to_copy():
+            slot = self._pool.copy_to_host(source) if size < WRITE_BYTES else None
             if slot is None:
                 return
+            self._tried.add(source)
             self._copies[slot] = source
             size += self._pool.kept.size(source)
 

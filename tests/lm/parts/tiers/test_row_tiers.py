@@ -158,9 +158,10 @@ def test_the_state_that_was_idle_longest_gives_way_and_one_of_less_value_is_not_
     assert ask(pool, tiers, numbers(41)) is None
     assert ask(pool, tiers, numbers(41, 1000)) and ask(pool, tiers, numbers(41, 2000))
     pool, tiers = make(places=4)
-    keep(pool, numbers(40), now=1.0)
     for number in (1, 2):
         written(pool, tiers, numbers(40, 1000 * number), now=50.0)
+    keep(pool, numbers(40), now=1.0)
+    assert flush(pool, tiers, now=51.0) == [] and pool.host_free == 200
     assert ask(pool, tiers, numbers(41, 1000)) is None, "the device has these"
     forget_all(pool)
     assert (
@@ -176,6 +177,31 @@ def test_a_state_that_the_disk_has_does_not_count_as_dropped():
     keep(pool, numbers(30, 1000))
     forget_all(pool)
     assert pool.dropped == 30
+
+
+def test_a_copy_may_take_the_place_of_another_state_on_the_host():
+    pool, tiers = make(host=50)
+    first, second = keep(pool, numbers(40)), keep(pool, numbers(40, 1000), now=1.0)
+    pool.make_host_room(40)
+    pool.kept.offload(second)
+    jobs = flush(pool, tiers, now=2.0)
+    assert [job.state.key for job in jobs] == [pool.kept.key(first).packed()] and second not in pool.kept
+    end(tiers, jobs)
+    assert pool.host_free == 50
+
+
+def test_a_pause_copies_about_as_many_bytes_as_may_be_written_at_a_time(monkeypatch):
+    monkeypatch.setattr(row_tiers, "WRITE_BYTES", 2 * PIECE)
+    pool, tiers = make(places=40, host=900)
+    for number in range(12):
+        keep(pool, numbers(40, 1000 * number))
+    seen = []
+    for number in range(60):
+        tiers.flush(idle=True)
+        seen.append(len(tiers._copies))
+        end(tiers, step(pool, tiers, number))
+    assert 0 < max(seen) <= 7 and pool.host_free == 900
+    assert tiers.stats()["disk_blocks_cached"] == 24 * PIECE and not tiers.can_flush
 
 
 def test_a_state_larger_than_the_disk_or_the_host_is_not_written():

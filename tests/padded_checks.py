@@ -193,6 +193,11 @@ class StatePlaces:
                 if slot not in self.slots or slot in self.on_host:
                     raise RuntimeError(f"{move}: the slot has no state on the device")
                 self.on_host.add(slot)
+            case "copy":
+                if move.source not in self.slots or move.source in self.on_host or slot in self.slots:
+                    raise RuntimeError(f"{move}: the source has no state on the device, or the slot has one")
+                self.slots[slot] = move.length
+                self.on_host.add(slot)
             case "load":
                 if slot not in self.slots or not 0 < move.length <= self.slots[slot]:
                     raise RuntimeError(f"{move}: the slot has {self.slots.get(slot)} positions")

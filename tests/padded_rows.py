@@ -60,7 +60,7 @@ def forwards_of(plan):
 
 def moves_of(plan):
     """The moves of a plan in short: (before, kind, row, slot, length)."""
-    return [tuple(move) for move in plan.part(RowPlan).moves]
+    return [tuple(move[:5]) for move in plan.part(RowPlan).moves]
 
 
 class FakeRows:

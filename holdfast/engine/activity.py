@@ -217,7 +217,7 @@ class StepRecorder:
         """How many states of rows these moves copy to the device and to the host."""
         into = out = 0
         for move in moves:
-            if move.kind in ("store", "offload"):
+            if move.kind in ("store", "offload", "copy"):
                 self._host_slots.add(move.slot)
                 out += 1
             elif move.kind in ("keep", "forget"):

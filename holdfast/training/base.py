@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -47,10 +47,24 @@ def digest_of_model(model: Decoder) -> str:
     It distinguishes models that differ by accident, dtype or training; it is no proof against forgery. It takes one
     pass over the weights: for 16 GB on an H200 about 10 ms of reading, and a few times that for 64-bit sums.
     """
-    found = hashlib.sha256(repr((model.decoder, str(model.spec.dtype))).encode())
-    for name, tensor in _weights(model):
+    return digest_of_tensors(repr((model.decoder, str(model.spec.dtype))), _weights(model))
+
+
+@torch.no_grad()
+def digest_of_tensors(about: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of named tensors as they are on the device, and of a text about them. See `digest_of_model`."""
+    found = hashlib.sha256(about.encode())
+    for name, tensor in tensors:
         found.update(f"{name} {tuple(tensor.shape)} {_sums(tensor)}".encode())
     return found.hexdigest()
+
+
+@torch.no_grad()
+def digest_of_module(module: torch.nn.Module, about: str) -> str:
+    """A digest of a module's parameters and buffers, and of a text about it. See `digest_of_model`."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    whole = ((f"{name} {tensor.dtype}", tensor) for name, tensor in tensors if tensor.numel())
+    return digest_of_tensors(about, whole)
 
 
 @torch.no_grad()
@@ -166,8 +180,8 @@ def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:
 
     Both are 64 bits, wrapping. `starts` are the indices of the first element, where the tensor is a part of another.
     """
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    rows = tensor.reshape(-1, tensor.shape[-1])
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
     top, left = (*starts, 0, 0)[:2] if tensor.dim() > 1 else (0, *starts, 0)[:2]
     plain = weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)
     at_once = max(1, AT_A_TIME // rows.shape[1])

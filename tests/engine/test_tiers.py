@@ -159,6 +159,25 @@ def test_another_model_finds_nothing_on_the_disk(tiny, checkpoint, tmp_path):
     engine.loop.close()
 
 
+def test_blocks_of_transformers_code_are_read_after_a_restart_by_the_same_weights_alone(tiny, tmp_path):
+    from tests.checkpoints import make
+
+    make(tmp_path / "one", "Starcoder2")
+    make(tmp_path / "two", "Starcoder2", seed=9)
+    engine = build_engine(tiny(model=str(tmp_path / "one")))
+    assert "Transformers" in engine.info.executor_reason
+    prompt = [PROMPTS[0][:50]]
+    expected, _ = answers(engine, prompt)
+    engine.handler(TierHandler).flush(engine.loop, 5)
+    engine.loop.close()
+    engine = build_engine(tiny(model=str(tmp_path / "one")))
+    assert answers(engine, prompt) == (expected, [48])
+    engine.loop.close()
+    engine = build_engine(tiny(model=str(tmp_path / "two")))
+    assert answers(engine, prompt)[1] == [0]
+    engine.loop.close()
+
+
 def test_engines_share_blocks_that_one_of_them_put_into_the_remote_tier(tiny):
     fakeredis = pytest.importorskip("fakeredis")
     server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
@@ -235,7 +254,7 @@ async def test_an_engine_process_keeps_conversations_over_its_end(tiny):
     [
         ({"host_cache_gb": 0}, "host_cache_gb is 0"),
         ({"prefix_sharing": False}, "prefix_sharing is off"),
-        ({"executor": "padded"}, "paged executor"),
+        ({"executor": "padded", "remote_cache": "redis://localhost"}, "paged executor"),
         ({"remote_cache": ""}, "remote_cache is empty"),
     ],
 )

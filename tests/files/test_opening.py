@@ -61,6 +61,8 @@ REASONS = {
     ("lm.memory.kept_rows", "self.touch"): NO_FILE,
     ("lm.memory.row_pool", "self._pool.kept.touch"): NO_FILE,
     ("lm.memory.sequence_cache", "self._pool.touch"): NO_FILE,
+    ("lm.memory.row_pool", "self.kept.touch"): NO_FILE,
+    ("lm.parts.tiers.row_tiers", "self._states.touch"): NO_FILE,
     ("lm.models.hf", "auto.from_pretrained"): CHECKED,
     ("lm.models.hf", "transformers.AutoConfig.from_pretrained"): CHECKED,
     ("lm.models.loader", "safe_open"): CHECKED,

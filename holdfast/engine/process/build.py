@@ -502,7 +502,8 @@ def make_padded_profile(
     measure = measure_padded_cost if in_full else estimate_padded_cost
     cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=device.description)
     if in_full and device.kind == "cpu":
-        cost = as_in_service(cost, replace(config, prefix_sharing=False, host_cache_gb=0.0), shape, executor)
+        alone = replace(config, prefix_sharing=False, host_cache_gb=0.0, disk_cache_dir=None, disk_cache_gb=20.0)
+        cost = as_in_service(cost, alone, replace(shape, lower=None), executor)
         executor.clear()
     return CostProfile(
         cost=cost,

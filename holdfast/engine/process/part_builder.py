@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
@@ -23,6 +23,9 @@ from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, LanguageDevice, StepPlan, StepResult
 from holdfast.loop.contracts import Clock, Observer
+
+if TYPE_CHECKING:
+    from holdfast.lm.padded.device import PaddedDevice  # it imports Transformers, which takes a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,13 @@ class Site:
         if not isinstance(self.device, PagedDevice | ManyDevice):
             raise TypeError(f"the device is a {type(self.device).__name__}, which keeps no blocks")
         return self.device
+
+    @property
+    def rows(self) -> PaddedDevice:
+        """The device, if it has padded rows. Raises TypeError for one with a paged cache."""
+        if isinstance(self.device, PagedDevice | ManyDevice):
+            raise TypeError(f"the device is a {type(self.device).__name__}, which has a paged cache")
+        return cast("PaddedDevice", self.device)
 
     @property
     def decoder(self) -> Decoder:
@@ -181,6 +191,11 @@ EXCLUSIONS = (
         "no host tier",
         "a disk or remote cache lies behind the host tier, and there is none; set host_cache_gb",
     ),
+    Exclusion(
+        "lower tiers",
+        "no kept states",
+        "disk_cache_dir is set, and no state of this model serves a later prompt: nothing would be read; leave it out",
+    ),
 )
 """Combinations that are refused, each with its reason. The first that applies is given.
 
@@ -196,6 +211,8 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no address")
     if not isinstance(device, PagedDevice | ManyDevice):
         found.add("padded rows")
+        if not site.rows.abilities.serves_others:
+            found.add("no kept states")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         found.add("no native decoder")
     return found

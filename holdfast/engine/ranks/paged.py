@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import NamedTuple
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 
@@ -13,6 +17,7 @@ from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.text import read_tokenizer
 from holdfast.engine.ranks.tuning import following_parts
+from holdfast.files.regular import read_bytes
 from holdfast.lm.choice import capacity_of
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
@@ -30,7 +35,7 @@ from holdfast.lm.parts.grammars.device import GivenGrammarDevice, GrammarDevice
 from holdfast.lm.parts.prompts.device import PromptDevice
 from holdfast.lm.parts.vectors.device import VectorDevice
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
-from holdfast.training.base import digest_of_model
+from holdfast.training.base import digest_of_model, digest_of_module
 
 LARGE_STEP = 16
 """Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
@@ -66,11 +71,20 @@ def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def weights_of(device: PagedDevice) -> str:
-    """A digest of the weights on a device, which distinguishes state of other weights. Raises ValueError."""
-    if not isinstance(device.model, Decoder):
-        name = device.model.spec.architecture
-        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
-    return digest_of_model(device.model)
+    """A digest of the weights on a device, which distinguishes state of other weights."""
+    model = device.model
+    if isinstance(model, Decoder):
+        return digest_of_model(model)
+    module = cast(TransformersModel, model).module
+    return digest_of_module(module, f"{model.spec.architecture} by {code_of(module)}")
+
+
+def code_of(module: torch.nn.Module) -> str:
+    """The code that computes a module of Transformers, in words: state of other code is another state."""
+    kind, found = type(module), hashlib.sha256()
+    for file in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")):  # it may be in several files
+        found.update(read_bytes(file))
+    return f"{kind.__module__}.{kind.__qualname__} {found.hexdigest()} of Transformers {version('transformers')}"
 
 
 def threads_of(config: EngineConfig) -> int:

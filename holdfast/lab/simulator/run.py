@@ -29,7 +29,7 @@ from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.tiers import LowerShape
+from holdfast.lm.tiers import LowerShape, piece_bytes
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
     Abilities,
@@ -176,8 +176,7 @@ def make_loop(
             profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size, config.swap_in_groups
         )
     shape = engine_shape(config, profile, host_blocks=host_blocks)
-    on_disk = config.disk_cache_dir is not None
-    if on_disk:
+    if config.disk_cache_dir is not None:
         shape = replace(shape, lower=_disk_tier(config, shape))
     cost = profile.cost
     planning = make_planning(config, shape, cost, make_policy(shape) if make_policy else None, stages=stages)
@@ -195,7 +194,8 @@ def make_loop(
         step_times, clock, host_seconds, pace, trainer, 1.0 if acceptance is None else acceptance
     )
     scheduler = compose_scheduler(planning, policy, [*parts, *standard_parts(planning)])
-    disk = SimulatedDisk(scheduler.part(TierPart), clock, shape.block_bytes, disk_rate) if on_disk else None
+    lower = shape.lower
+    disk = SimulatedDisk(scheduler.part(TierPart), clock, lower.block_bytes, disk_rate) if lower is not None else None
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
     observers = watch(scheduler, shape, clock)
     loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, refresh, observers=observers)
@@ -249,11 +249,14 @@ def nothing() -> None:
 
 def _disk_tier(config: EngineConfig, shape: EngineShape) -> LowerShape:
     """The disk tier of an engine, empty. Raises ValueError without a host tier."""
-    if not (shape.num_host_blocks and shape.block_bytes):
+    host, size = shape.num_host_blocks, shape.block_bytes
+    if shape.rows is not None:
+        host, size = shape.rows.host_memory, piece_bytes(shape.rows.bytes.of)
+    if not (host and size):
         raise ValueError(
             "disk_cache_dir is set, and the simulated engine has no host tier before it; set host_cache_gb"
         )
-    return LowerShape(shape.block_bytes, disk_blocks=config.disk_cache_bytes // shape.block_bytes)
+    return LowerShape(size, disk_blocks=config.disk_cache_bytes // size)
 
 
 def context_length(config: EngineConfig, profile: CostProfile) -> int:

@@ -1,4 +1,7 @@
-"""DiskStore: blocks of the KV cache in two files with fixed places. They survive the engine, also if it is killed."""
+"""DiskStore: blocks of the KV cache, or pieces of rows' states, in two files with fixed places.
+
+They survive the engine, also if it is killed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.files.own_directory import OwnDirectory
-from holdfast.lm.tiers import Outcome, Pieces, StoredBlock, TierBlock, checksum_of
+from holdfast.lm.tiers import (
+    ABOUT,
+    NO_STATE,
+    Outcome,
+    Pieces,
+    StateAbout,
+    StoredBlock,
+    StoredState,
+    TierBlock,
+    checksum_of,
+)
 
 FORMAT = 3
 """Version of the file format. Increase it whenever the bytes in the files change their meaning."""
@@ -120,6 +133,43 @@ class DiskStore:
             found.append(StoredBlock(slot, digest, place, max(0.0, now - used)))
         return sorted(found, key=lambda block: -block.age)
 
+    def states(self) -> tuple[list[StoredState], int]:
+        """States of rows that the directory holds, the least recently used first, and the number of damaged ones.
+
+        The pieces of a state have one digest, and their places in it as places. Reads the index and the description of
+        each state. The pieces of a state that is not whole are cleared.
+        """
+        found: dict[bytes, dict[int, StoredBlock]] = {}
+        for block in self.stored():
+            found.setdefault(block.digest, {})[block.place] = block
+        states, damaged = list[StoredState](), 0
+        for digest, pieces in found.items():
+            slots = tuple(pieces[place].slot for place in range(len(pieces)) if place in pieces)
+            try:
+                about = self._about(slots) if len(slots) == len(pieces) else NO_STATE
+                if about.pieces != len(slots) or not slots:
+                    raise ValueError(f"there are {len(slots)} of {about.pieces} pieces")
+            except (OSError, ValueError):
+                damaged += 1
+                for block in pieces.values():
+                    self.clear(block.slot)
+                continue
+            states.append(StoredState(digest, slots, about, pieces[0].age))
+        return states, damaged
+
+    def _about(self, slots: Sequence[int]) -> StateAbout:
+        """The description of the state in these places. Raises OSError, and ValueError if there is none."""
+        start = os.pread(self._blocks, min(ABOUT.size, self.block_bytes), slots[0] * self._stride)
+        pieces = -(-StateAbout.size_of(start) // self.block_bytes)
+        return StateAbout.unpacked(
+            b"".join([os.pread(self._blocks, self.block_bytes, slot * self._stride) for slot in slots[:pieces]])
+        )
+
+    def clear(self, slot: int) -> None:
+        """Empty a place, as far as the disk lets it be written."""
+        with contextlib.suppress(OSError):
+            self._clear(slot)
+
     def write(self, blocks: Sequence[TierBlock], data: Sequence[Pieces], used: Sequence[float]) -> list[Outcome]:
         """Write blocks to their places. `used` is when each was last used, in seconds of `time.time`."""
         outcomes: list[Outcome] = ["failed"] * len(blocks)
@@ -176,8 +226,7 @@ class DiskStore:
                     outcomes[at] = "done"
                     continue
                 outcomes[at] = "corrupt"
-                with contextlib.suppress(OSError):
-                    self._clear(first + number)
+                self.clear(first + number)
         return outcomes
 
     def _runs(self, blocks: Sequence[TierBlock], data: Sequence[Pieces]) -> Iterator[tuple[int, list[int]]]:

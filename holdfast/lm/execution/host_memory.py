@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.tiers import Pieces
+from holdfast.lm.tiers import Outcome, Pieces, TierJob
 
 SLAB_BYTES = 1 << 26
 """Bytes that are pinned at a time. Other calls to the driver wait meanwhile: with slabs of 256 MiB, 10% of a stream's
@@ -128,6 +128,25 @@ class HostBlocks:
 
     def __getitem__(self, block: int) -> Pieces:
         return tuple([data[block * size : (block + 1) * size] for data, size in self._parts])
+
+    def begin(self, job: TierJob) -> JobBlocks:
+        """The memory of a job (`HostBytes`)."""
+        return JobBlocks(self, job)
+
+
+class JobBlocks:
+    """The blocks of the host tier that a job reads or fills (`JobBytes`)."""
+
+    def __init__(self, host: HostBlocks, job: TierJob) -> None:
+        self._host, self._job = host, job
+
+    def pieces(self) -> list[Pieces]:
+        """The bytes of each block."""
+        return [self._host[block.host] for block in self._job.blocks]
+
+    def end(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes as they are: blocks need nothing more."""
+        return [*outcomes]
 
 
 def shared_memory(descriptor: int, size: int) -> torch.Tensor:

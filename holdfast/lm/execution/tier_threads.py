@@ -1,4 +1,4 @@
-"""TierThreads: threads that move blocks between the host tier and the lower tiers while the loop runs."""
+"""TierThreads: threads that move blocks or states of rows between the host and the lower tiers while the loop runs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from holdfast.lm.execution.disk_store import DiskStore
-from holdfast.lm.execution.host_memory import HostBlocks
 from holdfast.lm.execution.remote_store import RemoteStore
-from holdfast.lm.tiers import REMOTE_PAUSE, Outcome, TierDone, TierJob, TierName
+from holdfast.lm.tiers import REMOTE_PAUSE, HostBytes, JobBytes, Outcome, Pieces, TierDone, TierJob, TierName
 
 DISK_THREADS, REMOTE_THREADS = 4, 2
 
@@ -27,7 +27,7 @@ class TierThreads:
 
     def __init__(
         self,
-        host: HostBlocks,
+        host: HostBytes,
         disk: DiskStore | None,
         remote: RemoteStore | None,
         clock: Callable[[], float],
@@ -45,7 +45,7 @@ class TierThreads:
         """The system's time at 0 of the engine's clock. It is measured once, so that equal last uses stay equal on the
         disk."""
         self._ended: deque[TierDone] = deque()
-        self._waiting: dict[str, tuple[deque[TierJob], deque[TierJob]]] = {}
+        self._waiting: dict[str, tuple[deque[HeldJob], deque[HeldJob]]] = {}
         self._pools: dict[str, ThreadPoolExecutor] = {}
         for tier, store, threads in (("disk", disk, DISK_THREADS), ("remote", remote, REMOTE_THREADS)):
             if store is not None:
@@ -74,9 +74,10 @@ class TierThreads:
             if job.kind == "check":
                 threading.Thread(target=self._check, args=(job,), name="holdfast-check", daemon=True).start()
                 continue
+            held = HeldJob(job, NO_BYTES if job.kind in ("probe", "renew") else self._host.begin(job))
             with self._lock:
                 self._under_way += 1
-                self._waiting[job.tier][job.kind == "write"].append(job)
+                self._waiting[job.tier][job.kind == "write"].append(held)
             self._pools[job.tier].submit(self._do_next, job.tier)
 
     def take(self) -> list[TierDone]:
@@ -97,13 +98,14 @@ class TierThreads:
             return
         with self._lock:
             urgent, others = self._waiting[tier]
-            job = (urgent or others).popleft()
+            job, held = (urgent or others).popleft()
         began = time.perf_counter()
         try:
-            outcomes = self._do(job)
+            outcomes = self._do(job, held)
         except Exception:  # otherwise the sequence that needs the job would wait forever
             log.exception("holdfast: a job of the %s tier failed", tier)
             outcomes = ["failed"] * len(job.blocks)
+        outcomes = held.end(outcomes)
         if "failed" in outcomes:
             self.log_failure(job.tier, f"could not {job.kind} a block")
         if corrupt := outcomes.count("corrupt"):
@@ -147,17 +149,42 @@ class TierThreads:
         self._ended.append(TierDone(job.number, (outcome,), time.perf_counter() - began))
         self._wake()
 
-    def _do(self, job: TierJob) -> list[Outcome]:
-        host, disk, remote, blocks = self._host, self._disk, self._remote, job.blocks
+    def _do(self, job: TierJob, held: JobBytes) -> list[Outcome]:
+        disk, remote, blocks = self._disk, self._remote, job.blocks
+        used = [self._clock_began + block.last_use for block in blocks]
+        if job.kind == "probe":
+            assert remote is not None
+            return remote.probe(blocks)
+        if job.kind == "renew":
+            assert disk is not None
+            return disk.renew(blocks, used)
+        data = held.pieces()
+        if not data:
+            return ["missing"] * len(blocks)
         if job.tier == "disk":
             assert disk is not None
-            used = [self._clock_began + block.last_use for block in blocks]
-            if job.kind == "renew":
-                return disk.renew(blocks, used)
-            if job.kind == "write":
-                return disk.write(blocks, [host[block.host] for block in blocks], used)
-            return disk.read(blocks, [host[block.host] for block in blocks])
+            return disk.write(blocks, data, used) if job.kind == "write" else disk.read(blocks, data)
         assert remote is not None
-        if job.kind == "probe":
-            return remote.probe(blocks)
-        return (remote.write if job.kind == "write" else remote.read)(blocks, [host[block.host] for block in blocks])
+        return (remote.write if job.kind == "write" else remote.read)(blocks, data)
+
+
+class NoBytes:
+    """The memory of a job that needs none (`JobBytes`)."""
+
+    def pieces(self) -> Sequence[Pieces]:
+        """Empty."""
+        return ()
+
+    def end(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes as they are."""
+        return [*outcomes]
+
+
+NO_BYTES = NoBytes()
+
+
+class HeldJob(NamedTuple):
+    """A job that waits for a thread, with its memory on the host."""
+
+    job: TierJob
+    bytes: JobBytes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.lm.memory.digests import DigestCache
@@ -14,6 +16,42 @@ STRIDE = 16
 """A state that can be cut is found at prefixes whose length is a multiple of this many tokens."""
 REMEMBERED = 1 << 16
 """Number of digests of recent prompts that are remembered, about 100 bytes each."""
+DIGEST_BYTES = 32
+COUNTS = struct.Struct("<II")
+"""Head of a packed key: the number of prefixes and the number of tokens in the tail."""
+
+
+class RowKey(NamedTuple):
+    """The tokens of a state, as digests and a tail."""
+
+    prefixes: Sequence[bytes]
+    """The root, then the digest of each prefix whose length is a multiple of STRIDE."""
+    tail: array[int]
+    """The tokens after the last of these prefixes, fewer than STRIDE."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return (len(self.prefixes) - 1) * STRIDE + len(self.tail)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the last prefix's digest and the tail. It names the state."""
+        return hashlib.sha256(self.prefixes[-1] + self.tail.tobytes()).digest()
+
+    def packed(self) -> bytes:
+        """The key as bytes, for a tier that outlives the engine. Numbers are in the machine's byte order."""
+        return COUNTS.pack(len(self.prefixes), len(self.tail)) + b"".join(self.prefixes) + self.tail.tobytes()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> RowKey:
+        """The key of these bytes. Raises ValueError for bytes that `packed` did not give."""
+        prefixes, tokens = COUNTS.unpack_from(data) if len(data) >= COUNTS.size else (0, 0)
+        tail, start = array("I"), COUNTS.size + prefixes * DIGEST_BYTES
+        if not prefixes or tokens >= STRIDE or len(data) != start + tokens * tail.itemsize:
+            raise ValueError(f"{len(data)} bytes are no key of {prefixes} prefixes and {tokens} further tokens")
+        tail.frombytes(data[start:])
+        return cls([data[at : at + DIGEST_BYTES] for at in range(COUNTS.size, start, DIGEST_BYTES)], tail)
 
 
 class FoundRow(NamedTuple):
@@ -29,22 +67,21 @@ class FoundRow(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """One kept state: its tokens, as digests and a tail, and its cost."""
+    """One kept state: its tokens, and its cost."""
 
-    prefixes: list[bytes]
-    """The root, then the digest of each prefix whose length is a multiple of STRIDE."""
-    tail: array[int]
-    """The tokens after the last of these prefixes, fewer than STRIDE."""
+    key: RowKey
     size: int
     worth: float
     """Cost of computing the state again, per byte."""
     used: tuple[float, int]
     """When it was last used: time in seconds, and a number that orders equal times."""
     on_host: bool = False
+    replaced: list[bytes] = field(default_factory=list)
+    """Digests of the states that this one made useless, and of those that they had."""
 
     @property
     def length(self) -> int:
-        return (len(self.prefixes) - 1) * STRIDE + len(self.tail)
+        return self.key.length
 
 
 class KeptRows:
@@ -53,17 +90,31 @@ class KeptRows:
     A state serves a prompt that begins with all of its tokens and has at least one more. One that can be cut also
     serves a prompt that begins with some of them: its first multiple of STRIDE tokens. Each identity has a root of its
     own (`Identity.root`), so tenants share nothing. The slots are numbered by the caller, who also bounds the bytes.
+
+    The states of a disk are in an object of their own. All of them count as on the device there.
     """
 
-    def __init__(self, bytes_of: Callable[[int], int], rule: RetentionRule, *, croppable: bool) -> None:
-        """`bytes_of` is `RowBytes.of`. `rule` ranks the states when room is needed."""
+    def __init__(
+        self,
+        bytes_of: Callable[[int], int],
+        rule: RetentionRule,
+        *,
+        croppable: bool,
+        digests: DigestCache | None = None,
+    ) -> None:
+        """`bytes_of` gives a state's bytes by its length, as `RowBytes.of` does. `rule` ranks the states when room is
+        needed. `digests` is the cache of another object that is asked for the same prompts.
+        """
         self._bytes_of, self._rule, self._croppable = bytes_of, rule, croppable
         self._rows: dict[int, _Kept] = {}
         self._ends: dict[bytes, dict[int, None]] = {}
         """For each digest, the slots whose last prefix it is, in the order in which they were added."""
         self._passing: dict[bytes, dict[int, None]] = {}
         """For each digest, the slots that can be cut to its prefix. Empty unless states can be cut."""
-        self._digests = DigestCache(STRIDE, REMEMBERED)
+        self.digests = digests or DigestCache(STRIDE, REMEMBERED)
+        """Digests of recent prompts."""
+        self._held: dict[int, int] = {}
+        """Number of holds by slot."""
         self._uses = 0
         self.device_bytes = 0
         """Bytes of the states on the device."""
@@ -88,6 +139,39 @@ class KeptRows:
         """Bytes of a kept state."""
         return self._rows[slot].size
 
+    def key(self, slot: int) -> RowKey:
+        """The tokens of a kept state."""
+        return self._rows[slot].key
+
+    def last_use(self, slot: int) -> float:
+        """When a kept state was last used, in seconds."""
+        return self._rows[slot].used[0]
+
+    def replaced(self, slot: int) -> Sequence[bytes]:
+        """Digests of the states that a kept state made useless so far."""
+        return self._rows[slot].replaced
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slots of all kept states, in the order in which they were added."""
+        return tuple(self._rows)
+
+    def hold(self, slot: int) -> None:
+        """Keep a state from being a victim until `release` was called once for each hold."""
+        self._held[slot] = self._held.get(slot, 0) + 1
+
+    def release(self, slot: int) -> None:
+        """End one hold of a state. Does nothing for one that was given up meanwhile."""
+        if slot in self._held:
+            self._held[slot] -= 1
+            if not self._held[slot]:
+                del self._held[slot]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the states on the host that are held."""
+        return sum(self._rows[slot].size for slot in self._held if self._rows[slot].on_host)
+
     def positions(self, *, on_host: bool) -> int:
         """Positions of all kept states of one tier."""
         return sum(row.length for row in self._rows.values() if row.on_host == on_host)
@@ -105,7 +189,7 @@ class KeptRows:
                 row = self._rows[other]
                 if row.length < best or (row.length == best and row.on_host):
                     continue
-                if row.length < len(known) and known[count * STRIDE : row.length] == row.tail:
+                if row.length < len(known) and known[count * STRIDE : row.length] == row.key.tail:
                     slot, best = other, row.length
             if not best and count:
                 slot, best = self._last_of(self._passing.get(prefixes[count], {})), count * STRIDE
@@ -120,7 +204,7 @@ class KeptRows:
 
     def _prefixes(self, root: bytes, tokens: array[int]) -> list[bytes]:
         whole = len(tokens) // STRIDE * STRIDE
-        return [root, *self._digests.digests(root, tokens[:whole])]
+        return [root, *self.digests.digests(root, tokens[:whole])]
 
     def add(self, slot: int, root: bytes, tokens: Sequence[int], now: float) -> tuple[int, ...]:
         """Record that the slot, on the device, holds the state of these tokens. Returns the slots that became useless.
@@ -135,31 +219,47 @@ class KeptRows:
             raise ValueError("tokens is empty; a state to keep has at least one")
         known = array("I", tokens)
         prefixes = self._prefixes(root, known)
-        tail = known[(len(prefixes) - 1) * STRIDE :]
-        if (other := self._standing_in(prefixes[-1], tail)) >= 0:
+        key = RowKey(prefixes, known[(len(prefixes) - 1) * STRIDE :])
+        if (other := self.standing_in(key)) >= 0:
             self.touch(other, now)
             return (slot,)
         covered = tuple(self._covered(prefixes, known)) if self._croppable else ()
+        replaced = [digest for other in covered for digest in (self.key(other).digest, *self.replaced(other))]
         for other in covered:
             self.forget(other)
-        length, size = len(known), self._bytes_of(len(known))
+        self.put(slot, key, now)
+        self._rows[slot].replaced += replaced
+        return covered
+
+    def put(self, slot: int, key: RowKey, now: float, *, on_host: bool = False) -> None:
+        """Record that the slot holds the state of a key, last used at `now`. No other state becomes useless.
+
+        Raises RuntimeError for a slot that holds a state.
+        """
+        if slot in self._rows:
+            raise RuntimeError(f"slot {slot} keeps a state already")
+        length, size = key.length, self._bytes_of(key.length)
         # The cost grows about linearly with the position, so the middle one stands for all of them.
         cost = self._rule.cost(length // 2) * length if self._rule.eviction.by_cost else float(size)
-        self._rows[slot] = _Kept(prefixes, tail, size, cost / size, self._use(now))
+        self._rows[slot] = _Kept(key, size, cost / size, self._use(now), on_host)
         for index, digest in self._places(self._rows[slot]):
             index.setdefault(digest, {})[slot] = None
-        self.device_bytes += size
-        return covered
+        if on_host:
+            self.host_bytes += size
+        else:
+            self.device_bytes += size
 
     def _places(self, row: _Kept) -> list[tuple[dict[bytes, dict[int, None]], bytes]]:
         """Each index that lists a state, with the digest that it is listed under."""
-        passing = row.prefixes if self._croppable else []
-        return [(self._ends, row.prefixes[-1]), *((self._passing, digest) for digest in passing)]
+        prefixes = row.key.prefixes
+        passing = prefixes if self._croppable else []
+        return [(self._ends, prefixes[-1]), *((self._passing, digest) for digest in passing)]
 
-    def _standing_in(self, prefix: bytes, tail: array[int]) -> int:
-        """A slot whose state serves every prompt that one with this last prefix and tail would; -1 if there is none."""
+    def standing_in(self, key: RowKey) -> int:
+        """A slot whose state serves every prompt that one with this key would; -1 if there is none."""
+        prefix, tail = key.prefixes[-1], key.tail
         for slot in self._ends.get(prefix, ()):
-            theirs = self._rows[slot].tail
+            theirs = self._rows[slot].key.tail
             if theirs == tail or (self._croppable and not tail):
                 return slot
         return -1 if tail else self._last_of(self._passing.get(prefix, {}))
@@ -169,7 +269,7 @@ class KeptRows:
         covered = []
         for count, digest in enumerate(prefixes):
             for slot in self._ends.get(digest, ()):
-                tail, at = self._rows[slot].tail, count * STRIDE
+                tail, at = self._rows[slot].key.tail, count * STRIDE
                 if tokens[at : at + len(tail)] == tail:
                     covered.append(slot)
         return covered
@@ -194,6 +294,7 @@ class KeptRows:
     def forget(self, slot: int) -> None:
         """Remove the state of a slot, because it is given up."""
         row = self._rows.pop(slot)
+        self._held.pop(slot, None)
         if row.on_host:
             self.host_bytes -= row.size
         else:
@@ -205,13 +306,16 @@ class KeptRows:
                 del index[digest]
 
     def victims(self, now: float, *, on_host: bool) -> list[int]:
-        """The slots of one tier, the state of the lowest value first.
+        """The slots of one tier that are not held, the state of the lowest value first.
 
         The value of a state is the cost of computing it again, per byte and per second since its last use (Pensieve
         §4.3.1, with whole states in place of chunks).
         """
-        slots = [slot for slot, row in self._rows.items() if row.on_host == on_host]
-        return sorted(slots, key=lambda slot: self._rank(self._rows[slot], now))
+        held = self._held
+        slots = [slot for slot, row in self._rows.items() if row.on_host == on_host and slot not in held]
+        return sorted(slots, key=lambda slot: (self.value(slot, now), self._rows[slot].used))
 
-    def _rank(self, row: _Kept, now: float) -> tuple[float, tuple[float, int]]:
-        return row.worth / max(now - row.used[0], MIN_AGE), row.used
+    def value(self, slot: int, now: float) -> float:
+        """The value of a state (`victims`). 1 / age if the rule does not go by cost."""
+        row = self._rows[slot]
+        return row.worth / max(now - row.used[0], MIN_AGE)

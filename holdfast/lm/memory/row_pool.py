@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.host_pool import HostPool
-from holdfast.lm.memory.kept_rows import KeptRows
+from holdfast.lm.memory.kept_rows import FoundRow as FoundState
+from holdfast.lm.memory.kept_rows import KeptRows, RowKey
 from holdfast.lm.memory.protocol import SequenceState
 from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.types import BlockCopy, BlockMove, RowMove, RowMoveKind, RowShape, TierCopied
@@ -49,6 +50,44 @@ class FoundRow:
 
 
 NOTHING_FOUND = FoundRow()
+
+
+class StateBelow(NamedTuple):
+    """A state in a tier below the host that serves a prompt."""
+
+    length: int
+    """Leading tokens of the prompt that need not be computed."""
+    digest: bytes
+    """Name of the state (`RowKey.digest`)."""
+
+
+FindBelow = Callable[[bytes, Sequence[int], int], StateBelow | None]
+"""Finds a state below the host that is worth fetching for a prompt. None if there is none.
+
+Called with the root of the prompt's identity, its tokens, and how many of these the memory saves.
+"""
+
+
+HasBelow = Callable[[RowKey], bool]
+"""Whether a tier below the host has a state that serves every prompt that one with this key would."""
+
+
+def never(key: RowKey) -> bool:
+    """There is no tier below the host."""
+    return False
+
+
+def nothing_below(root: bytes, tokens: Sequence[int], saved: int) -> StateBelow | None:
+    """There is no tier below the host."""
+    return None
+
+
+class Store(NamedTuple):
+    """A state that goes to the host."""
+
+    slot: int
+    size: int
+    """Bytes on the device that are free once the state is on the host."""
 
 
 class RowState:
@@ -125,8 +164,11 @@ class RowState:
         return self._pool.find(self._root, tokens)
 
     def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
-        """Nothing: there are no blocks that another tier could have."""
-        return {}
+        """The state below the host that saves more of these tokens than the memory: its digest by the tokens saved."""
+        if self.slot >= 0 or self._root is None:
+            return {}
+        found = self._pool.find_below(self._root, tokens)
+        return {} if found is None else {found.length: found.digest}
 
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the kept state of an ended sequence as used now. A suspended state stays in any case."""
@@ -339,10 +381,11 @@ class RowPool:
         """
         self.to_completion = to_completion
         self.shape = shape
-        self.keeps = keeps and shape.abilities.keeps_state and shape.abilities.continues
+        self.keeps = keeps and shape.abilities.serves_others
         """Whether states of ended sequences stay. False if the model gives none out, or if they serve no other prompt.
         """
-        self.kept = KeptRows(shape.bytes.of, rule or RetentionRule(), croppable=shape.abilities.croppable)
+        self.rule = rule or RetentionRule()
+        self.kept = KeptRows(shape.bytes.of, self.rule, croppable=shape.abilities.croppable)
         """The states of ended sequences that others can find."""
         self._leaving: dict[int, int] = {}
         """Bytes by slot, of kept states that others cannot find yet: some of their tokens are unknown."""
@@ -383,10 +426,16 @@ class RowPool:
         self._slots: dict[int, int] = {}
         """Bytes of each slot's state on the host."""
         self._next_slot = 0
-        self._stored: list[int] = []
-        """Bytes of each store that no plan has begun yet."""
-        self._storing: deque[tuple[int, int]] = deque()
-        """Plan number and bytes of each store that is not complete."""
+        self._stored: list[Store] = []
+        """Stores that no plan has begun yet."""
+        self._storing: deque[tuple[int, Store]] = deque()
+        """Plan number of each store that is not complete."""
+        self._passing: dict[int, int] = {}
+        """Bytes by slot, of states on the host that pass through it, from or to a tier below."""
+        self._on_host: list[int] | None = None
+        """Slots whose states have come to the host since `take_on_host`; None: nobody asks."""
+        self._find_below: FindBelow = nothing_below
+        self._has_below: HasBelow = never
 
     # Sizes, in bytes.
 
@@ -417,13 +466,19 @@ class RowPool:
     @property
     def in_use(self) -> int:
         """Bytes in use, including rows that are about to leave for the host."""
-        leaving = sum(self._stored) + sum(size for _, size in self._storing)
+        leaving = sum(store.size for store in self._stored) + sum(store.size for _, store in self._storing)
         return self._batch_bytes() + self.outside + leaving + sum(self._leaving.values())
 
     @property
     def host_free(self) -> int:
         """Bytes on the host that are still free for states."""
-        return self.shape.host_memory - self.host_used - self.kept.host_bytes
+        return self.shape.host_memory - self.host_used - self.kept.host_bytes - sum(self._passing.values())
+
+    @property
+    def host_room(self) -> int:
+        """Bytes on the host that are free, or that states of ended sequences would give up."""
+        fixed = self.host_used + sum(self._passing.values()) + self.kept.held_bytes
+        return self.shape.host_memory - fixed
 
     @property
     def _most(self) -> int:
@@ -541,14 +596,21 @@ class RowPool:
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """Assign the stores recorded so far to plan `step`. Returns no block copies."""
         self._now = max(self._now, now)
-        self._storing += [(step, size) for size in self._stored]
+        self._storing += [(step, store) for store in self._stored]
         self._stored.clear()
         return ()
 
     def finish_swap_out(self, step: int) -> None:
         """Finish the stores that plan `step` and earlier plans began."""
         while self._storing and self._storing[0][0] <= step:
-            self._storing.popleft()
+            _, store = self._storing.popleft()
+            if self._on_host is not None:
+                self._on_host.append(store.slot)
+
+    @property
+    def storing(self) -> bool:
+        """Whether states are on their way to the host."""
+        return bool(self._stored or self._storing)
 
     def copied(self, copied: TierCopied) -> None:
         """Finish the stores that are complete. Loads need no note: what reads a state waits for it on the device."""
@@ -602,11 +664,11 @@ class RowPool:
 
     def store(self, state: RowState, size: int) -> int:
         """Record that a row's state of `size` bytes goes to the host. Returns its slot there."""
-        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        slot = self._new_slot()
         self._slots[slot] = size
         self.host_used += size
         self.swapped_out += state.planned
-        self._stored.append(size)
+        self._stored.append(Store(slot, size))
         self.move("store", state.row, slot, state.planned)
         return slot
 
@@ -619,15 +681,17 @@ class RowPool:
         state then serves only if they are at most half as many as it saves.
         """
         found = None if root is None or not len(self.kept) else self.kept.find(root, tokens)
-        if found is None:
-            return NOTHING_FOUND
-        if not self.shape.abilities.chunks and 2 * (len(tokens) - found.length) > found.length:
+        if found is None or not self.serves(found, tokens):
             return NOTHING_FOUND
         return FoundRow(found.length, found.slot, found.on_host)
 
+    def serves(self, found: FoundState, tokens: Sequence[int]) -> bool:
+        """Whether a state is of use for a prompt that it saves tokens of."""
+        return self.shape.abilities.chunks or 2 * (len(tokens) - found.length) <= found.length
+
     def keep(self, state: RowState) -> int:
         """Record that the state of a row stays on the device after its sequence has ended. Returns its slot."""
-        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        slot = self._new_slot()
         self._leaving[slot] = self.bytes(state.planned)
         self.move("keep", state.row, slot, state.planned)
         return slot
@@ -641,14 +705,15 @@ class RowPool:
             self.move("forget", slot=each)
 
     def give_up(self, slot: int) -> None:
-        """Give up a state that others can find."""
-        self.dropped += self.kept.length(slot)
+        """Give up a state that others can find. It counts as dropped unless a tier below the host has it."""
+        if not self._has_below(self.kept.key(slot)):
+            self.dropped += self.kept.length(slot)
         self.kept.forget(slot)
         self.move("forget", slot=slot)
 
     def make_host_room(self, size: int) -> bool:
         """Give up host states of ended sequences until `size` bytes are free. Returns whether they are."""
-        if size > self.shape.host_memory - self.host_used:
+        if size > self.host_room:
             return False
         victims = iter(self.kept.victims(self._now, on_host=True) if size > self.host_free else ())
         while size > self.host_free:
@@ -675,7 +740,7 @@ class RowPool:
             if not self.make_host_room(size):
                 continue
             kept.offload(slot)
-            self._stored.append(size)
+            self._stored.append(Store(slot, size))
             self.swapped_out += length
             self.move("offload", slot=slot, length=length)
             if resident + kept.device_bytes <= most:
@@ -686,6 +751,75 @@ class RowPool:
         self.host_used -= self._slots.pop(slot)
         if not lost:
             self.move("forget", slot=slot)
+
+    # States that a tier below the host has, or gets.
+
+    def serve_below(self, find: FindBelow, has: HasBelow = never) -> None:
+        """Let waiting sequences ask a tier below the host for states, and note which states come to the host."""
+        self._find_below, self._has_below = find, has
+        self._on_host = []
+
+    def find_below(self, root: Root, tokens: Sequence[int]) -> StateBelow | None:
+        """The state below the host that is worth fetching for these tokens. None if there is none."""
+        return self._find_below(root, tokens, self.find(root, tokens).length)
+
+    def take_on_host(self) -> list[int]:
+        """The slots whose states have come to the host since the last call. Some may have been given up meanwhile."""
+        slots = self._on_host or []
+        if self._on_host is not None:
+            self._on_host = []
+        return slots
+
+    @property
+    def news_of_host(self) -> bool:
+        """Whether `take_on_host` would return any slot."""
+        return bool(self._on_host)
+
+    def copy_to_host(self, source: int) -> int | None:
+        """Record that a copy of a kept state of the device goes to the host. Returns its slot there.
+
+        Host states of ended sequences are given up for it. Returns None if there is no room. `pass_on` frees the slot.
+        """
+        size = self.kept.size(source)
+        if not self.make_host_room(size):
+            return None
+        slot = self._new_slot()
+        self._passing[slot] = size
+        self._stored.append(Store(slot, 0))
+        self._moves.append(RowMove(-1, "copy", -1, slot, self.kept.length(source), source))
+        return slot
+
+    def pass_on(self, slot: int) -> None:
+        """Give up a copy on the host, because it is written."""
+        del self._passing[slot]
+        self.move("forget", slot=slot)
+
+    def begin_arrival(self, size: int) -> int | None:
+        """Make room on the host for a state of `size` bytes from a tier below. Returns its slot, None without room."""
+        if not self.make_host_room(size):
+            return None
+        slot = self._new_slot()
+        self._passing[slot] = size
+        return slot
+
+    def end_arrival(self, slot: int, key: RowKey, now: float) -> bool:
+        """Let others find a state that has arrived on the host. Returns False if another state serves all it would."""
+        del self._passing[slot]
+        self._now = max(self._now, now)
+        if (other := self.kept.standing_in(key)) >= 0:
+            self.kept.touch(other, now)
+            self.move("forget", slot=slot)
+            return False
+        self.kept.put(slot, key, now, on_host=True)
+        return True
+
+    def cancel_arrival(self, slot: int) -> None:
+        """Give back the room of a state that has not arrived."""
+        del self._passing[slot]
+
+    def _new_slot(self) -> int:
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        return slot
 
     # Rows that stay although their sequences have ended.
 

@@ -29,6 +29,7 @@ from holdfast.lm.padded.host_rows import HostRows
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.row_parts import RowPart
 from holdfast.lm.padded.running_rows import RunningRows
+from holdfast.lm.padded.state_bytes import StateBytes
 from holdfast.lm.padded.state_layout import StateLayout
 from holdfast.lm.types import (
     BUDGET_TILE,
@@ -49,8 +50,12 @@ CPU_STATE_BYTES = 4_000_000_000
 """Bytes for the states of all rows on a CPU, unless the config says otherwise."""
 HOST_STATE_BYTES = 32_000_000_000
 """Most bytes for states on the host, unless the config says otherwise: other processes need memory."""
+TRANSIT_BYTES = 1_000_000_000
+"""Most bytes of host memory for states on a CPU if they go to tiers below, unless the config says otherwise."""
 GRAPH_SHARE = 0.45
 """Largest share of the memory for states that captured decodes get for the batch. A row that joins uses the rest."""
+WRITTEN_LENGTHS = (5, 21)
+"""Lengths in tokens of the states that show whether a state can be written as bytes and read again."""
 CHUNKED = ("stall-free", "chunked-only")
 """Schedulers that cut prompts into chunks, if the model can compute them that way."""
 TOGETHER = ("run-to-completion", "request-level", "orca", "padded-batches")
@@ -250,6 +255,20 @@ class PaddedDevice(LanguageDevice):
         work = [each for part in self.parts for each in part.row_work(lambda: stream_for(device))]
         return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs, rules=rules, work=work)
 
+    def host_states(self) -> tuple[StateBytes, HostRows]:
+        """How states on the host are written as bytes, and where they are. For tiers below the host.
+
+        Raises ValueError for a state that cannot be written, or that is another one once it is read again, and
+        RuntimeError without memory for states on the host.
+        """
+        host, cpu = self.executor.host, torch.device("cpu")
+        if host is None:
+            raise RuntimeError("the device keeps no states on the host")
+        template, other = (self.layout.to(self.driver.run(1, tokens), cpu) for tokens in WRITTEN_LENGTHS)
+        codec = StateBytes(self.layout, template)
+        codec.check(other, WRITTEN_LENGTHS[1])
+        return codec, host
+
     def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
         """Largest number of tokens in one step; above the budget if prompts are computed whole.
 
@@ -370,7 +389,10 @@ class PaddedDevice(LanguageDevice):
         wanted, size = self.config.host_cache_gb, self.config.host_cache_bytes
         free, total = memory_of(torch.device("cpu"))
         if size is None:
-            return min(HOST_STATE_BYTES, free // 4) if self.kind == "cuda" else 0
+            if self.kind == "cuda":
+                return min(HOST_STATE_BYTES, free // 4)
+            # On a CPU both tiers are the same memory, and the host tier is only where states pass through.
+            return min(TRANSIT_BYTES, free // 4) if self.config.moves_blocks else 0
         if size > free:
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free; choose "

@@ -316,6 +316,8 @@ class PaddedExecutor:
                 if self.abilities.keeps_state:  # a model without a state has only tokens, which stay where they are
                     del self._slots[slot]
                     self._to_host(slot, state, length, step)
+            case "copy" if move.source not in self._lost_slots:
+                self._to_host(slot, self._slot(move.source)[0], move.length, step)
             case "load":
                 self._lost.pop(row, None)
                 if row in self._apart or self.rows.place(row) is not None:

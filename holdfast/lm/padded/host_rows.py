@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.lm.copy_streams import CopiesInFlight, CopyEvent, CopyInFlight, CopyStream, stream_for
+from holdfast.lm.copy_streams import CompletedCopy, CopiesInFlight, CopyEvent, CopyInFlight, CopyStream, stream_for
 from holdfast.lm.padded.state_layout import State, StateLayout
 from holdfast.lm.types import RowBytes, TierCopied
 
@@ -71,6 +72,8 @@ class HostRows:
         self._out, self._in = make(), make()
         self._slots: dict[int, _Slot] = {}
         self._copies = CopiesInFlight()
+        self._lock = threading.Lock()
+        """Held while `_slots` and `used` change: states that arrive from elsewhere are put here by other threads."""
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
@@ -100,9 +103,22 @@ class HostRows:
 
         self._out.follow()
         stored.stored = self._out.copy(work)
-        self._slots[slot] = stored
-        self.used += size
+        self._add(slot, stored)
         self._copies.outward.append(CopyInFlight(step, size, (stored.stored,), source=state))
+
+    def stored(self, slot: int) -> Sequence[State]:
+        """The state of a slot whose copy to the host is complete, on the CPU; empty if there is none."""
+        found = self._slots.get(slot)
+        return () if found is None or found.state is None else (found.state,)
+
+    def put(self, slot: int, state: State, length: int) -> None:
+        """Put a state on the host that has arrived from elsewhere into an empty slot. For any thread."""
+        self._add(slot, _Slot(length, self._row_bytes.of(length), CompletedCopy(0.0), state))
+
+    def _add(self, slot: int, stored: _Slot) -> None:
+        with self._lock:
+            self._slots[slot] = stored
+            self.used += stored.bytes
 
     def load(self, slot: int, length: int, step: int) -> LoadingState:
         """Begin to copy a slot's first `length` positions to the device, in plan `step`. The slot keeps its state.
@@ -124,8 +140,9 @@ class HostRows:
 
     def forget(self, slot: int) -> None:
         """Give up the slot's state, once copies of it are complete."""
-        if (stored := self._slots.pop(slot, None)) is not None:
-            self.used -= stored.bytes
+        with self._lock:
+            if (stored := self._slots.pop(slot, None)) is not None:
+                self.used -= stored.bytes
 
     def completed(self, step: int, *, wait: bool) -> TierCopied:
         """Copies of plans up to `step` that have completed. With `wait`, block until all begun so far have."""

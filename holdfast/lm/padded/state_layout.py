@@ -330,6 +330,14 @@ class StateLayout:
             state = _put(state, leaf.path, part)
         return state
 
+    def leaf_values(self, state: State) -> dict[Path, torch.Tensor | int]:
+        """The tensors and numbers of a state, by path; also those that no verb knows."""
+        return _leaves(state)
+
+    def counted(self, state: State, length: int) -> State:
+        """The state of one row, with the counters of this many positions. Consumes it."""
+        return self._count(state, length, 1, fresh=True)
+
     def twin(self, state: State) -> State:
         """A copy of the state's containers that shares the tensors."""
         return _twin(state)

@@ -144,6 +144,8 @@ class RowBuilder(StepBuilder):
             entry = queues.waiting.first()
             if entry is None or not allow(entry):
                 break
+            if queues.is_held_back(entry, self.now):
+                continue
             room = self.budget if decoding or newcomers else NO_LIMIT
             if not self._start(entry, most=room, at_once=True):
                 break
@@ -169,6 +171,8 @@ class RowBuilder(StepBuilder):
             entry = queues.waiting.first()
             if entry is None or not allow(entry):
                 return
+            if queues.is_held_back(entry, self.now):
+                continue
             most = self.budget if whole or (not chunks and self._prompts) else NO_LIMIT
             if not self._start(entry, most=most, at_once=True):
                 return
@@ -212,6 +216,8 @@ class RowBuilder(StepBuilder):
                 break
             if not queues.free_rows or not pool.admits_ahead(lengths[index], queues.headroom):
                 break
+            if queues.is_held_back(entry, self.now):
+                continue
             batch.start_ahead(entry, self.now)
             self.compute(entry, whole=True)
 

@@ -29,7 +29,7 @@ class Forward(NamedTuple):
     """Rows of the batch that are computed although their sequences have ended (run to completion)."""
 
 
-RowMoveKind = Literal["embed", "drop", "keep", "store", "offload", "load", "forget"]
+RowMoveKind = Literal["embed", "drop", "keep", "store", "offload", "copy", "load", "forget"]
 
 
 class RowMove(NamedTuple):
@@ -42,6 +42,7 @@ class RowMove(NamedTuple):
     - keep: the row's state goes to the slot and stays on the device. The row is empty then.
     - store: the row's state goes to the slot, on the host. The row is empty then.
     - offload: the slot's state goes from the device to the host.
+    - copy: a copy of the state of slot `source`, which is on the device and stays there, goes to the slot, on the host.
     - load: a copy of the slot's state, cut to `length` positions, becomes the row's state apart. The slot keeps its
       own.
     - forget: the slot's state is given up.
@@ -54,11 +55,13 @@ class RowMove(NamedTuple):
     """Index of the forward that it happens before. The number of forwards: after the last one."""
     kind: RowMoveKind
     row: int = -1
-    """Row of the executor; -1 for offload and forget."""
+    """Row of the executor; -1 for offload, copy and forget."""
     slot: int = -1
     """Slot; -1 for embed and drop."""
     length: int = 0
     """Positions of the state afterwards; 0 for drop and forget."""
+    source: int = -1
+    """Slot that is copied; -1 for all moves but copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,11 @@ class Abilities:
     """A state serves any longer prompt that begins with its tokens. False if an encoder reads the prompt whole."""
     keeps_state: bool = True
     """The model gives its state out. If not, a row is computed from its first token in every step, alone."""
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether the state of an ended sequence serves a later prompt."""
+        return self.keeps_state and self.continues
 
     @property
     def sentence(self) -> str:

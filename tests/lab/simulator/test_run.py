@@ -209,9 +209,21 @@ def test_a_disk_tier_returns_state_that_the_host_had_no_room_for():
     assert slow.stats.prefix_hits_on_disk < fast.stats.prefix_hits_on_disk, "what is dearer to read is computed"
 
 
-def test_a_disk_tier_needs_a_host_tier_before_it():
+def test_a_disk_tier_of_padded_rows_returns_state_that_the_host_had_no_room_for():
+    config = {"host_cache_gb": 0.0006, "executor": "padded"}
+    without, slow, fast = (
+        run(returning(8), profile=TIERED, config={**config, **more}, disk_rate=rate)
+        for more, rate in (({}, 1e9), ({"disk_cache_dir": "d"}, 1e4), ({"disk_cache_dir": "d"}, 1e9))
+    )
+    assert fast.stats.disk_bytes_written > 0 and fast.stats.prefix_hits_on_disk > 0
+    assert fast.stats.prefix_hits > without.stats.prefix_hits
+    assert slow.stats.prefix_hits_on_disk < fast.stats.prefix_hits_on_disk, "what is dearer to read is computed"
+
+
+@pytest.mark.parametrize("executor", ["auto", "padded"])
+def test_a_disk_tier_needs_a_host_tier_before_it(executor):
     with pytest.raises(ValueError, match="no host tier"):
-        run(returning(2), profile=TIERED, config={"disk_cache_dir": "d"})
+        run(returning(2), profile=TIERED, config={"disk_cache_dir": "d", "executor": executor})
 
 
 def test_a_host_tier_is_refused_if_the_profile_has_no_cache_size():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.lm.execution.disk_store import ENTRY_BYTES, LEAST_LEFT, DiskStore
-from holdfast.lm.tiers import TierBlock
+from holdfast.lm.tiers import StateAbout, TierBlock
 
 SIZE = 10_000
 IDENTITY = {"weights": "1"}
@@ -339,3 +339,84 @@ def test_a_run_whose_write_fails_leaves_all_its_places_empty(tmp_path, monkeypat
     store, stored = open_store(tmp_path)
     assert sorted(each.slot for each in stored) == [0, 4], "no entry is left of what was there before"
     store.close()
+
+
+def write_state(store, digest, slots, *, positions=9, pieces=None, age=0.0):
+    """Write a state of pieces in these places. Its description says how many it has."""
+    about = StateAbout(positions, bytes([digest]) * 20, len(slots) if pieces is None else pieces)
+    whole = about.packed().ljust(len(slots) * SIZE, bytes([digest]))
+    blocks = [TierBlock(bytes([digest]) * 32, place, slot=slot) for place, slot in enumerate(slots)]
+    data = [(memoryview(whole[at * SIZE : (at + 1) * SIZE]),) for at in range(len(slots))]
+    assert store.write(blocks, data, [time.time() - age] * len(slots)) == ["done"] * len(slots)
+    return about
+
+
+def states_in(directory):
+    store, _ = open_store(directory)
+    found = store.states()
+    store.close()
+    return found
+
+
+def test_states_survive_the_engine_with_their_places_and_what_is_kept_with_them(tmp_path):
+    store, _ = open_store(tmp_path)
+    about = write_state(store, 1, [5, 2, 9], age=70.0)
+    other = write_state(store, 2, [3])
+    store.close()
+    (first, second), damaged = states_in(tmp_path)
+    assert (first.slots, first.about, first.digest) == ((5, 2, 9), about, b"\1" * 32) and 70 <= first.age < 80
+    assert (second.slots, second.about, damaged) == ((3,), other, 0)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_state_without_all_its_pieces_is_dropped_and_counted(tmp_path, lost):
+    store, _ = open_store(tmp_path)
+    places = [5, 2, 9]
+    write_state(store, 1, places)
+    write_state(store, 2, [3])
+    write(store, 77, places[lost])
+    store.close()
+    states, damaged = states_in(tmp_path)
+    assert [state.slots for state in states] == [(3,)]
+    assert damaged == 2, "the one that lacks a piece, and the block that is no state"
+    assert states_in(tmp_path)[1] == 0, "their pieces were cleared"
+
+
+def test_a_state_whose_last_piece_was_never_written_is_dropped(tmp_path):
+    store, _ = open_store(tmp_path)
+    write_state(store, 1, [4, 5], pieces=3)
+    store.close()
+    assert states_in(tmp_path) == ([], 1)
+
+
+def test_a_state_whose_description_is_damaged_is_dropped(tmp_path):
+    store, _ = open_store(tmp_path)
+    write_state(store, 1, [4, 5])
+    store.close()
+    with (files_of(tmp_path) / "blocks").open("r+b") as file:
+        file.seek(4 * 12288 + 40)
+        file.write(b"\x7f")
+    assert states_in(tmp_path) == ([], 1)
+
+
+def test_a_description_longer_than_a_piece_is_read_whole(tmp_path):
+    store, _ = open_store(tmp_path)
+    about = StateAbout(9, random.Random(1).randbytes(2 * SIZE), 4)
+    whole = about.packed().ljust(4 * SIZE, b"x")
+    blocks = [TierBlock(b"l" * 32, place, slot=slot) for place, slot in enumerate((7, 1, 4, 3))]
+    data = [(memoryview(whole[at * SIZE : (at + 1) * SIZE]),) for at in range(4)]
+    assert store.write(blocks, data, [time.time()] * 4) == ["done"] * 4
+    store.close()
+    ((state,), damaged) = states_in(tmp_path)
+    assert (state.about, state.slots, damaged) == (about, (7, 1, 4, 3), 0)
+
+
+def test_a_file_that_was_cut_loses_the_states_beyond_its_end(tmp_path):
+    store, _ = open_store(tmp_path)
+    write_state(store, 1, [0, 1])
+    write_state(store, 2, [60, 61])
+    store.close()
+    index = files_of(tmp_path) / "index"
+    os.truncate(index, 61 * ENTRY_BYTES)
+    states, damaged = states_in(tmp_path)
+    assert [state.slots for state in states] == [(0, 1)] and damaged == 1

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from holdfast.core.types import Identity
-from holdfast.lm.memory.kept_rows import STRIDE, FoundRow, KeptRows
+from holdfast.lm.memory.kept_rows import STRIDE, FoundRow, KeptRows, RowKey
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.types import RowBytes
 
@@ -112,6 +112,66 @@ def test_without_costs_the_least_recently_used_goes_first():
     assert kept.victims(9.0, on_host=False) == [1, 0]
     kept.offload(1)
     assert kept.victims(9.0, on_host=False) == [0] and kept.victims(9.0, on_host=True) == [1]
+
+
+@pytest.mark.parametrize("length", [1, STRIDE - 1, STRIDE, 5 * STRIDE + 3])
+def test_a_key_is_read_from_its_bytes_and_finds_what_its_tokens_find(length):
+    kept, other = kept_rows(), kept_rows()
+    kept.add(3, ROOT, numbers(length), 1.0)
+    key = RowKey.unpacked(kept.key(3).packed())
+    assert (key, key.length, key.digest) == (kept.key(3), length, kept.key(3).digest)
+    other.put(8, key, 1.0, on_host=True)
+    assert other.find(ROOT, numbers(length + 1)) == FoundRow(8, length, on_host=True)
+    assert (other.device_bytes, other.host_bytes) == (0, GROWING.of(length))
+    other.forget(8)
+    assert other.host_bytes == 0 and other.find(ROOT, numbers(length + 1)) is None
+
+
+def test_bytes_that_are_no_key_are_refused():
+    kept = kept_rows()
+    kept.add(0, ROOT, numbers(20), 0.0)
+    packed = kept.key(0).packed()
+    for damaged in (b"", packed[:7], packed[:-1], packed + b"\0", bytes(8), packed[:4] + b"\x10" + packed[5:]):
+        with pytest.raises(ValueError, match="bytes are no key"):
+            RowKey.unpacked(damaged)
+
+
+def test_keys_of_other_tokens_and_other_tenants_have_other_digests():
+    kept = kept_rows()
+    prompts = [(ROOT, numbers(20)), (ROOT, numbers(19)), (ROOT, [*numbers(19), 900]), (ROOT, numbers(32))]
+    for slot, (root, tokens) in enumerate([*prompts, (OTHER, numbers(20))]):
+        kept.put(slot, key_of(root, tokens), 0.0)
+    assert len({kept.key(slot).digest for slot in range(5)}) == 5
+
+
+def key_of(root, tokens):
+    kept = kept_rows()
+    kept.add(0, root, tokens, 0.0)
+    return kept.key(0)
+
+
+def test_a_state_that_replaces_others_remembers_the_digests_of_all_of_them():
+    kept = kept_rows()
+    digests = []
+    for slot, length in enumerate((20, 40, 70)):
+        kept.add(slot, ROOT, numbers(length), 0.0)
+        digests.append(kept.key(slot).digest)
+    assert sorted(kept.replaced(2)) == sorted(digests[:2]) and kept.slots == (2,)
+
+
+def test_a_held_state_is_no_victim_until_each_hold_has_ended():
+    kept = kept_rows()
+    for slot in range(2):
+        kept.put(slot, key_of(ROOT, numbers(20, 100 * slot)), 0.0, on_host=True)
+    kept.hold(0), kept.hold(0)
+    assert kept.victims(9.0, on_host=True) == [1] and kept.held_bytes == GROWING.of(20)
+    kept.release(0)
+    assert kept.victims(9.0, on_host=True) == [1]
+    kept.release(0), kept.release(1)
+    assert kept.victims(9.0, on_host=True) == [0, 1] and kept.held_bytes == 0
+    kept.hold(1)
+    kept.forget(1)
+    assert kept.held_bytes == 0, "a state that is given up is not held"
 
 
 def test_mistakes_of_the_caller_are_refused():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.lm.memory.row_pool import RECOVERY, FoundRow, RowPool, RowState
+from holdfast.lm.memory.row_pool import RECOVERY, FoundRow, RowPool, RowState, StateBelow, nothing_below
 from holdfast.lm.types import RowBytes, RowMove
 from tests.padded_rows import ABLE, shape_of_rows
 
@@ -242,6 +242,64 @@ def test_states_are_given_up_where_rows_need_their_memory_now():
     assert pool.take_moves(0) == [RowMove(0, "forget", -1, 0)] and pool.dropped == 30
     running(pool, 2, 5)
     assert pool.take_moves(0) == [RowMove(0, "forget", -1, 1)] and pool.cached == 0
+
+
+def test_a_copy_passes_through_the_host_and_the_device_keeps_its_state():
+    pool, tokens = pool_of(host=50), list(range(40))
+    pool.serve_below(nothing_below)
+    kept_state(pool, 0, tokens).settle(tokens, 1.0)
+    assert pool.copy_to_host(0) == 1 and pool.storing
+    assert pool.take_moves(0)[-1] == RowMove(0, "copy", -1, 1, 40, 0)
+    assert (pool.host_free, pool.in_use) == (10, 0), "nothing leaves the device"
+    pool.swap_out(3, 0, 2.0)
+    assert not pool.news_of_host
+    pool.finish_swap_out(3)
+    assert pool.news_of_host and pool.take_on_host() == [1] and not pool.take_on_host() and not pool.storing
+    assert pool.copy_to_host(0) is None, "the host has no room for a second one"
+    pool.pass_on(1)
+    assert pool.host_free == 50 and pool.take_moves(0) == [RowMove(0, "forget", -1, 1)]
+    assert pool.find(ROOT, [*tokens, 7]) == FoundRow(40, 0, on_host=False)
+
+
+def test_a_state_that_arrives_is_found_on_the_host():
+    pool, tokens = pool_of(host=50), list(range(40))
+    kept_state(pool, 0, tokens).settle(tokens, 1.0)
+    key = pool.kept.key(0)
+    pool.give_up(0)
+    slot = pool.begin_arrival(40)
+    assert pool.begin_arrival(40) is None and pool.host_free == 10
+    assert pool.end_arrival(slot, key, 2.0)
+    assert pool.find(ROOT, [*tokens, 7]) == FoundRow(40, slot, on_host=True) and pool.host_free == 10
+    pool.kept.hold(slot)
+    assert pool.begin_arrival(40) is None, "a held state is not given up"
+    pool.kept.release(slot)
+    other = pool.begin_arrival(40)
+    assert other is not None and not pool.find(ROOT, [*tokens, 7]).length
+    pool.cancel_arrival(other)
+    assert pool.host_free == 50
+
+
+def test_a_state_that_arrives_after_an_equal_one_is_given_up():
+    pool, tokens = pool_of(host=100), list(range(40))
+    kept_state(pool, 0, tokens).settle(tokens, 1.0)
+    pool.take_moves(0)
+    slot = pool.begin_arrival(40)
+    assert not pool.end_arrival(slot, pool.kept.key(0), 2.0)
+    assert pool.take_moves(0) == [RowMove(0, "forget", -1, slot)] and pool.host_free == 100
+
+
+def test_a_sequence_asks_below_for_what_the_memory_does_not_save():
+    pool, tokens, asked = pool_of(host=50), list(range(40)), []
+    found = StateBelow(39, b"digest")
+    pool.serve_below(lambda root, prompt, saved: (asked.append((root, saved)), found)[1])
+    state = RowState(pool, ROOT)
+    assert state.lacking(tokens) == {39: b"digest"}
+    kept_state(pool, 0, tokens[:20]).settle(tokens[:20], 1.0)
+    state.lacking(tokens)
+    assert asked == [(ROOT, 0), (ROOT, 20)]
+    assert RowState(pool).lacking(tokens) == {}, "a sequence that shares nothing finds nothing"
+    state.slot = 5
+    assert state.lacking(tokens) == {}, "a suspended sequence has its own state"
 
 
 def test_a_state_that_a_lost_sequence_began_with_is_given_up():

@@ -146,6 +146,19 @@ def test_states_go_to_slots_on_the_device_and_the_host_and_come_back(steps):
     assert keys_of(run.rows.state) == [[30, 31, 32, 33], [0, 20, 21, 22], [0, 0, 10, 60]]
 
 
+def test_a_copy_on_the_host_and_the_state_on_the_device_outlive_each_other(steps):
+    run = steps(make_stream=LateStream)
+    run.start(1, 2)
+    run(moves=[RowMove(0, "keep", 1, slot=7, length=2)])
+    run(moves=[RowMove(0, "copy", slot=8, length=2, source=7), RowMove(0, "forget", slot=7)])
+    (state,) = run.executor.host.stored(8)
+    assert keys_of(state) == [[10, 11]]
+    run(moves=[RowMove(0, "keep", 2, slot=9, length=2)])
+    run(moves=[RowMove(0, "copy", slot=10, length=2, source=9), RowMove(0, "forget", slot=10)])
+    result = run([segment(4, 2, [50])], [Forward(1, apart=True)], [RowMove(0, "load", 4, slot=9, length=2)])
+    assert result.tokens == (51,) and run.executor.host.stored(10) == ()
+
+
 def test_results_say_which_copies_to_and_from_the_host_are_complete(steps):
     run = steps(make_stream=lambda: LateStream(patience=0))
     run.start(1)

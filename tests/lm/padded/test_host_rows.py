@@ -102,3 +102,22 @@ def test_closing_waits_for_copies_under_way_and_gives_the_memory_back():
     host.close()
     assert not any(stream.queue for stream in streams)
     assert (host.used, 1 in host) == (0, False)
+
+
+def test_a_state_that_arrives_from_elsewhere_is_loaded_like_any_other():
+    host = host_rows()
+    host.put(5, state_of(1, 2, 3), 3)
+    assert 5 in host and host.used == 12
+    assert keys_of(host.load(5, 2, step=1).take()) == [[1, 2]]
+    host.forget(5)
+    assert host.used == 0
+
+
+def test_only_a_complete_copy_is_given_to_others():
+    late = LateStream()
+    host = host_rows(stream=lambda: late)
+    host.store(3, state_of(1, 2, 3), 3, step=0)
+    assert host.stored(3) == () == host.stored(4)
+    assert host.completed(0, wait=True).swapped_out == 0
+    (state,) = host.stored(3)
+    assert keys_of(state) == [[1, 2, 3]]

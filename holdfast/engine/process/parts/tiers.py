@@ -17,7 +17,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site, refuse_excluded
 from holdfast.engine.ranks.many_device import ManyDevice
-from holdfast.engine.ranks.paged import weights_of
+from holdfast.engine.ranks.paged import code_of, weights_of
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
@@ -26,9 +26,10 @@ from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob
+from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob, piece_bytes
 from holdfast.lm.types import EngineShape, LanguageLoop
 from holdfast.loop.contracts import Clock
+from holdfast.training.base import digest_of_module
 
 log = logging.getLogger("holdfast.engine")
 
@@ -71,6 +72,10 @@ class TierHandler(Handler):
         return self._threads.busy
 
     @property
+    def ready(self) -> bool:
+        return self._part.has_news
+
+    @property
     def awaited(self) -> bool:
         return self._part.awaited
 
@@ -98,8 +103,8 @@ class TierHandler(Handler):
         self._work(loop, deadline)
         if time.monotonic() >= deadline and (lower.unwritten or lower.unflushed):
             log.warning(
-                "holdfast: %g s did not suffice to write all state to the lower tiers: %d blocks of the host%s are "
-                "left; they are computed again after a restart",
+                "holdfast: %g s did not suffice to write all state to the lower tiers: %d blocks or states of the "
+                "host%s are left; they are computed again after a restart",
                 seconds, lower.unwritten, " and more of the device" if lower.unflushed else "",
             )  # fmt: skip
 
@@ -130,6 +135,10 @@ class TierBuilder(PartBuilder):
             self._threads, shape = open_tiers(self.site, shape)
         return shape
 
+    def is_priced(self, shape: EngineShape) -> bool:
+        """Reading a row's state is compared with computing it. A host tier of blocks has its own need of a profile."""
+        return shape.executor == "padded" and self.site.config.eviction == "retention"
+
     def handlers(self, served: Served) -> Iterable[Handler]:
         self._handler = TierHandler(served.scheduler, self._threads, self.site.clock)
         return (self._handler,)
@@ -150,16 +159,16 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
 
     State of other weights or another layout is never read. Raises ValueError and OSError.
     """
-    config, device = site.config, site.blocks
     refuse_excluded([TierBuilder], site, host_tier=shape.num_host_blocks > 0)
+    if shape.executor == "padded":
+        return open_row_tiers(site, shape)
+    config, device = site.config, site.blocks
     parts = device.host_parts
     identity = {
-        "version": __version__,
+        **same_engine(shape),
         "weights": device.weights if isinstance(device, ManyDevice) else weights_of(device),
         "files": versions_of_files(site.checkpoint) if config.quantization != "none" else "",
-        "precision": shape.precision,
         "layout": layout_of(config, device, parts),
-        "byte order": sys.byteorder,
     }
     disk = remote = None
     lower = LowerShape(device.block_bytes, disk_blocks=0, stored=(), remote=isinstance(config.remote_cache, str))
@@ -167,13 +176,47 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
         remote = RemoteStore(config.remote_cache, device.block_bytes, identity)
         lower = replace(lower, remote_down=not answers_now(remote))
     if isinstance(config.disk_cache_dir, str):
-        directory = Path(config.disk_cache_dir).expanduser()
-        disk = DiskStore(directory, config.disk_cache_bytes, device.block_bytes, identity)
+        disk = open_disk(config, config.disk_cache_dir, device.block_bytes, identity)
         lower = replace(lower, disk_blocks=disk.num_blocks, stored=tuple(disk.stored()))
     threads = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
     if lower.remote_down:
         threads.log_failure("remote", "does not work")
     return threads, replace(shape, lower=lower)
+
+
+def open_row_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape]:
+    """`open_tiers` for padded rows, whose states go to a disk."""
+    from holdfast.lm.padded.row_pieces import RowPieces  # it imports Transformers, which takes a second
+
+    config, device = site.config, site.rows
+    try:
+        codec, host = device.host_states()
+    except ValueError as error:
+        raise ValueError(f"disk_cache_dir is {config.disk_cache_dir}, and {error}; leave it out") from None
+    model, size = device.model, piece_bytes(codec.size)
+    identity = {
+        **same_engine(shape),
+        "weights": digest_of_module(model.module, f"{model.architecture} by {code_of(model.module)}"),
+        "layout": f"rows of {codec.description}, up to {model.max_model_len} positions",
+    }
+    disk = open_disk(config, str(config.disk_cache_dir), size, identity)
+    states, damaged = disk.states()
+    if damaged:
+        log.warning("holdfast: %d states in %s were not whole and are dropped", damaged, config.disk_cache_dir)
+    threads = TierThreads(
+        RowPieces(host, codec, size, pinned=device.kind == "cuda"), disk, None, site.clock, site.order.wake
+    )
+    return threads, replace(shape, lower=LowerShape(size, disk_blocks=disk.num_blocks, states=tuple(states)))
+
+
+def open_disk(config: EngineConfig, directory: str, block_bytes: int, identity: dict[str, str]) -> DiskStore:
+    """The disk tier of a configuration. Raises ValueError."""
+    return DiskStore(Path(directory).expanduser(), config.disk_cache_bytes, block_bytes, identity)
+
+
+def same_engine(shape: EngineShape) -> dict[str, str]:
+    """The properties of an engine that its state depends on, besides weights and layout."""
+    return {"version": __version__, "precision": shape.precision, "byte order": sys.byteorder}
 
 
 def answers_now(remote: RemoteStore) -> bool:

@@ -32,9 +32,14 @@ UNKNOWN_WAIT = 5.0
 """Most seconds that a sequence waits if the cost of computing its blocks again is unknown."""
 
 
+def longest_wait(seconds: float | None) -> float:
+    """Most seconds that a sequence waits for state whose computation takes `seconds`; None: not known."""
+    return UNKNOWN_WAIT if seconds is None else min(max(2 * seconds, SHORTEST_WAIT), LONGEST_WAIT)
+
+
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """The blocks that a waiting sequence gets from the lower tiers."""
+    """The blocks, or the state of a row, that a waiting sequence gets from the lower tiers."""
 
     began: float
     deadline: float
@@ -46,9 +51,9 @@ class Fetch:
     queued: int = 0
     """Number of its requests that wait for room on the host."""
     held: list[int] = field(default_factory=list)
-    """Blocks of the host tier that have arrived. They are held until the sequence has started."""
+    """Blocks of the host tier that have arrived, or slots of states. They are held until the sequence has started."""
     came: dict[TierName, int] = field(default_factory=lambda: {"disk": 0, "remote": 0})
-    """Number of blocks that came, by the tier that gave them."""
+    """Number of blocks that came, by the tier that gave them; on padded rows, of positions."""
     size: dict[TierName, int] = field(default_factory=dict)
     """Bytes asked of each tier, including blocks that were asked for before and had not arrived."""
     open: bool = True
@@ -182,6 +187,16 @@ class LowerTiers:
         """Whether the device has idle blocks that the host lacks."""
         return self._pool.can_swap_out
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, because blocks of the host were filled or used."""
+        return self._host.unread_uses > 0
+
+    @property
+    def wants_step(self) -> bool:
+        """Always False: a plan with copies of blocks is made for their sake."""
+        return False
+
     def flush(self, idle: bool) -> None:
         """Let the next plan copy idle blocks down if there is nothing else to do (`idle`) and these tiers take them."""
         self._pool.flush(idle and self.can_flush)
@@ -306,9 +321,7 @@ class LowerTiers:
 
     def fetch(self, missing: Mapping[int, bytes], now: float) -> Fetch | None:
         """Begin to bring back the blocks that a sequence lacks: digests by place. None if there is nothing to bring."""
-        seconds = self.prices.computing([*missing])
-        wait = UNKNOWN_WAIT if seconds is None else min(max(2 * seconds, SHORTEST_WAIT), LONGEST_WAIT)
-        fetch = Fetch(now, now + wait)
+        fetch = Fetch(now, now + longest_wait(self.prices.computing([*missing])))
         on_disk, rest = dict[int, bytes](), dict[int, bytes]()
         for index, digest in missing.items():
             on_its_way = digest in self._arriving or self.has_on_disk(digest)

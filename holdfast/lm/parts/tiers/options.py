@@ -16,7 +16,6 @@ class TierOptions(CoreConfig):
         None,
         "directory of this engine's disk tier: what the host tier holds is kept there too, and survives a restart; "
         "needs a host tier, which auto then brings on a CPU as well",
-        executor="paged",
     )
     disk_cache_gb: float = option(20.0, "size of the disk tier in GB", positive=True)
     remote_cache: str | None = option(
@@ -40,7 +39,7 @@ class TierOptions(CoreConfig):
                 raise ValueError(f"{said} and prefix_sharing is off: nothing would be found there again; drop one")
             if self.host_cache_gb == 0:
                 raise ValueError(f"{said} and host_cache_gb is 0: it lies below the host tier; give that a size")
-            if self.scheduler in ROW_SCHEDULERS:
+            if self.scheduler in ROW_SCHEDULERS and name == "remote_cache":
                 raise ValueError(f"{said}, which is for the paged executor; drop it")
 
     @property

@@ -4,16 +4,96 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Protocol, cast
 
+from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prices import Prices
+from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers
+from holdfast.lm.parts.tiers.row_tiers import RowTiers
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartQueues
 from holdfast.lm.tiers import TierDone, TierJob, TierName
 from holdfast.lm.types import StepPlan, StepResult
 
 NOTHING: Mapping[TierName, int] = {"disk": 0, "remote": 0}
+
+
+class BelowHost(Protocol):
+    """The account of the tiers below the host: `LowerTiers` for blocks, `RowTiers` for states of rows."""
+
+    disk: HostPool | None
+    """The blocks of the disk; None if there are none."""
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether idle state of the device could be copied to the host now, and from there to these tiers."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, because the host has got state."""
+        ...
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the result of a plan is needed that has no segments."""
+        ...
+
+    @property
+    def unwritten(self) -> int:
+        """Number of blocks or states of the host that are being written to these tiers, or still to be written."""
+        ...
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether the device has idle state that the host lacks."""
+        ...
+
+    def flush(self, idle: bool) -> None:
+        """Let the next plan copy idle state down if there is nothing else to do (`idle`) and these tiers take it."""
+        ...
+
+    def renew(self) -> None:
+        """Begin to note in the disk's files when state was last used, so that a restart knows its order."""
+        ...
+
+    def fetch(self, missing: Mapping[int, bytes], now: float) -> Fetch | None:
+        """Begin to bring back what a sequence lacks (`SequenceState.lacking`). None if there is nothing to bring."""
+        ...
+
+    def end_wait(self, fetch: Fetch) -> None:
+        """Note that a sequence does not wait for the rest of a fetch."""
+        ...
+
+    def close(self, fetch: Fetch) -> None:
+        """Note that the sequence of a fetch has started or ended."""
+        ...
+
+    def begin_swap_in(self, step: int) -> None:
+        """Note that plan `step` copies blocks of the host to the device."""
+        ...
+
+    def finish_swap_in(self, step: int) -> None:
+        """Note that the copies to the device have ended, of plan `step` and of all plans before it."""
+        ...
+
+    def jobs(self, now: float) -> list[TierJob]:
+        """The jobs to begin now."""
+        ...
+
+    def done(self, ended: Iterable[TierDone], now: float) -> None:
+        """Take note of jobs that have ended."""
+        ...
+
+    def tiers(self, digests: Iterable[bytes]) -> str:
+        """The lower tiers that have the block of each digest: letters of `block_map.TIERS_BELOW`, or - for none."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Fields of `SchedulerStats`."""
+        ...
 
 
 class TierPart(Part):
@@ -28,7 +108,7 @@ class TierPart(Part):
     name = "tiers"
     waits_for = "fetching"
 
-    def __init__(self, lower: LowerTiers) -> None:
+    def __init__(self, lower: BelowHost) -> None:
         self.lower = lower
         """The contents of these tiers, and the blocks on their way."""
         self._queues: PartQueues
@@ -55,6 +135,11 @@ class TierPart(Part):
     def awaited(self) -> bool:
         """Whether a sequence waits for its blocks."""
         return bool(self._waiting)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, although no request needs them."""
+        return self.lower.has_news
 
     def attach(self, queues: PartQueues) -> None:
         self._queues = queues
@@ -113,9 +198,13 @@ class TierPart(Part):
         return ()
 
     @property
+    def wants_step(self) -> bool:
+        return self.lower.wants_step
+
+    @property
     def has_work(self) -> bool:
         """Whether the only work left is to copy idle state down, and these tiers take it."""
-        return not self._alive and self.lower.can_flush
+        return not self._alive and (self.lower.wants_step or self.lower.can_flush)
 
     def stats(self) -> Mapping[str, float]:
         return {
@@ -134,10 +223,13 @@ class TierPart(Part):
 
 
 def make_parts(planning: Planning) -> tuple[TierPart, ...]:
-    """The part of a scheduler with tiers below its host tier. Its memory has one pool of blocks."""
+    """The part of a scheduler with tiers below its host tier. Its memory has one pool of blocks, or is of rows."""
     lower, cost, size = planning.shape.lower, planning.cost, planning.config.block_size
     if lower is None:
         return ()
+    if planning.on_rows:
+        rows = cast(RowPool, planning.kind.memory)
+        return (TierPart(RowTiers(rows, lower, None if cost is None else cost.recompute, planning.now)),)
     (pool,) = planning.kind.block_pools
     again = None if cost is None else partial(cost.recompute, size)
     prices = Prices(again, block_size=size, block_bytes=lower.block_bytes)

@@ -135,9 +135,9 @@ REFUSALS = (
     Refusal(("encoder-decoder", "pp"), T5),
     Refusal(("padded", "tp"), "tp is 2, and executor is padded: padded rows run on one device; drop one"),
     Refusal(("padded", "pp"), "pp is 2, and executor is padded: padded rows run on one device; drop one"),
-    Refusal(("padded", "disk"), f"disk_cache_dir is /var/cache/holdfast, {ON_ROWS}"),
     Refusal(
-        ("encoder-decoder", "disk"), f"{T5}; padded rows cannot run it with disk_cache_dir /var/cache/holdfast"
+        ("encoder-decoder", "disk"),
+        "disk_cache_dir is set, and no state of this model serves a later prompt: nothing would be read; leave it out",
     ),
     Refusal(("padded", "remote"), f"remote_cache is redis://cache:6379/0, {ON_ROWS}"),
     Refusal(

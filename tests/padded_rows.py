@@ -30,6 +30,7 @@ def create_row_scheduler(
     headroom=0.0,
     eos=(),
     prefill_ahead=0,
+    parts=(),
     **options,
 ):
     policy = policy or StallFree(64)
@@ -38,7 +39,7 @@ def create_row_scheduler(
     return Scheduler(
         policy,
         RowKind(pool, longest=max_model_len, prefill_ahead=prefill_ahead),
-        (PenaltyPart(every_step=True),),
+        (PenaltyPart(every_step=True), *parts),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         vocab_size=1 << 20,

@@ -176,8 +176,6 @@ REFUSALS = (
         "float32, fp8 weights",
         starts="A weight has one format. The engine starts, and rounds the layers' 4 bits again, to 8.",
     ),
-    Refusal(("padded", "tenants"), f"max_tenant_sequences is 2, {ON_ROWS}"),
-    Refusal(("encoder-decoder", "tenants"), f"{T5}; padded rows cannot run it with max_tenant_sequences 2"),
 )  # fmt: skip
 
 REFUSED = {frozenset(refusal.pair): refusal for refusal in REFUSALS}

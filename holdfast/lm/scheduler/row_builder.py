@@ -188,9 +188,11 @@ class RowBuilder(StepBuilder):
         """Start these waiting sequences in this step; their prompts are computed apart.
 
         The caller has seen that the step `takes` them, and that memory holds them. Where it does not, the first that
-        finds no room waits, and so do those after it.
+        finds no room waits, and so do those after it. One that a part holds back starts later.
         """
         for entry in entries:
+            if self._queues.is_held_back(entry, self.now):
+                continue
             if not self._start(entry, most=self.budget, at_once=True):
                 return
             self.compute(entry)

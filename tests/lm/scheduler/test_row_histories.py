@@ -19,6 +19,7 @@ from holdfast.core.cost import PaddedCost
 from holdfast.core.types import ALONE, Identity, Request, SamplingParams, UserBatch
 from holdfast.lab.row_schedulers import PATIENCE
 from holdfast.lm.choice import capacity_of, make_policy
+from holdfast.lm.parts.tenants.planner import TenantPart
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.types import RowBytes, RowPlan, idle_tokens
@@ -58,6 +59,8 @@ class RowHistory:
             settled=random.Random(-seed).choice((0, 0, 16, 4 * MAX_MODEL_LEN, 1000)),
         )
         self.name = name
+        self.limit = random.Random(seed + 1).choice((None, None, 1, 2))
+        """Most rows of one tenant; None: any number."""
         self.scheduler = create_row_scheduler(
             self.policy(name),
             shape=self.shape,
@@ -68,6 +71,7 @@ class RowHistory:
             eos=(EOS,),
             order=self.order,
             prefill_ahead=self.ahead,
+            parts=() if self.limit is None else (TenantPart(self.limit),),
         )
         rate = choose.choice((0.02, 0.1)) if losing else 0.0
         self.device = FakeRows(
@@ -134,6 +138,10 @@ class RowHistory:
         while len(self.plans) < depth:
             plan = self.scheduler.schedule(self.steps + self.waited)
             check_rows(self.scheduler)
+            if self.limit is not None:
+                queues = self.scheduler.queues
+                rows = Counter(each.sequence.request.identity.tenant for each in (*queues.running, *queues.prefilled))
+                assert max(rows.values(), default=0) <= self.limit
             if plan is None:
                 break
             assert plan.segments

@@ -16,5 +16,4 @@ class TenantOptions(CoreConfig):
         "maximum number of sequences of one tenant (API key) that run at once; its others wait, and hold up no other "
         "tenant's; default: max_sequences",
         between=(1, 4096),
-        executor="paged",
     )

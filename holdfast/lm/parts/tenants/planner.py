@@ -64,8 +64,6 @@ def tenant_of(entry: Entry) -> str:
 
 
 def make_parts(planning: Planning) -> tuple[TenantPart, ...]:
-    """The part of a scheduler whose configuration limits tenants. Raises ValueError for padded rows."""
+    """The part of a scheduler whose configuration limits tenants."""
     most = planning.config.part(TenantOptions).max_tenant_sequences
-    if most is not None and planning.on_rows:
-        raise ValueError(f"max_tenant_sequences is {most}, and the model runs on padded rows, which have no such limit")
     return () if most is None else (TenantPart(most),)

@@ -10,7 +10,7 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tenants.planner import TenantPart
 from holdfast.lm.scheduler.queue_report import REASONS, report_queues
 from holdfast.loop.loop import Loop
-from tests.lm.test_choice import ROWS, SHAPE
+from tests.lm.test_choice import SHAPE
 from tests.scheduling import FakeDevice, answer, create_scheduler, run_alone
 
 A, B = "a", "b"
@@ -111,10 +111,6 @@ def test_the_configuration_asks_for_the_limit():
         make_scheduler(EngineConfig(), SHAPE, None).part(TenantPart)
 
 
-def test_a_limit_is_refused_where_it_has_no_effect():
+def test_a_limit_of_no_sequence_is_refused():
     with pytest.raises(ValueError, match="max_tenant_sequences is 0; it must lie between 1 and 4096"):
         EngineConfig(max_tenant_sequences=0)
-    with pytest.raises(ValueError, match="max_tenant_sequences is 1, which is for the paged executor"):
-        EngineConfig(max_tenant_sequences=1, executor="padded")
-    with pytest.raises(ValueError, match="max_tenant_sequences is 1, and the model runs on padded rows"):
-        make_scheduler(EngineConfig(max_tenant_sequences=1, max_sequences=64), ROWS, None)

@@ -60,6 +60,10 @@ class Log(Handler, Observer[StepPlan, StepResult]):
         shared = (plan for plan in self.plans if {*names} <= {segment.sequence_id for segment in plan})
         return [sum(segment.length for segment in plan) for plan in shared]
 
+    def first_step(self, name: str) -> int:
+        """Number of the first step that computed for a request."""
+        return next(at for at, plan in enumerate(self.plans) if any(each.sequence_id == name for each in plan))
+
 
 class LogBuilder(PartBuilder):
     """Builds the log."""

@@ -88,6 +88,8 @@ def check_host(seen: Seen) -> None:
         check_tokens(seen, ("priorities",))
         return
     lower = sum(seen.grown("talk", f"prefix_hits_on_{tier}") for tier in ("disk", "remote"))
+    if seen.features >= {"tuning", "disk", "remote"}:
+        lower = 0  # training takes the device's blocks meanwhile, so all state may have gone below the host
     assert seen.grown("talk", "prefix_hits_on_host") - lower >= BLOCK
 
 
@@ -172,8 +174,8 @@ def check_priorities(seen: Seen) -> None:
 
 @effect("tenants")
 def check_tenants(seen: Seen) -> None:
-    """The third request of one tenant waits for a row that is free; the other tenant's does not."""
+    """The third request of one tenant waits; the other tenant's, which came later, starts and ends before it."""
     ended, log = seen.bench.ended, seen.bench.log
     assert not log.lengths("first-0", "first-1", "first-2")
-    assert log.lengths("first-0", "second")
+    assert log.first_step("second") < log.first_step("first-2")
     assert ended.index("second") < ended.index("first-2")

@@ -24,6 +24,8 @@ from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Pla
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPEATED = replace(GREEDY, max_tokens=40, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
 """Answers of three tokens, which repeat themselves, so that guesses come true."""
+STREAMS = 5
+"""Most streams in which a long prompt comes."""
 RULE = r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){2}'
 RULED = replace(GREEDY, max_tokens=90, ignore_eos=False, grammar=Grammar("regex", RULE))
 
@@ -180,12 +182,19 @@ class Work:
         )  # fmt: skip
 
     def stream(self) -> None:
-        """A long prompt comes while an answer is streamed."""
+        """A long prompt comes while an answer is streamed.
+
+        If a tier answers so slowly that the stream ends meanwhile, another prompt comes in another stream.
+        """
         bench = self.bench
-        bench.submit("stream", self.asked(600, 12, replace(GREEDY, max_tokens=100)))
-        bench.until(lambda: bool(bench.tokens["stream"]))
-        bench.run({"long": self.asked(601, 120, replace(GREEDY, max_tokens=2))})
-        bench.until(lambda: "stream" in bench.ended)
+        for attempt in range(STREAMS):
+            stream, prompt = f"stream-{attempt}", f"long-{attempt}"
+            bench.submit(stream, self.asked(600 + 2 * attempt, 12, replace(GREEDY, max_tokens=100)))
+            bench.until(lambda stream=stream: bool(bench.tokens[stream]))
+            bench.run({prompt: self.asked(601 + 2 * attempt, 120, replace(GREEDY, max_tokens=2))})
+            bench.until(lambda stream=stream: stream in bench.ended)
+            if len(bench.log.lengths(stream, prompt)) > 2:
+                break
 
     def begin_job(self) -> JobStart:
         """A tuning job, which goes on during all other work."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.files.regular import open_file
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.gguf_config import Metadata, config_of
 from holdfast.lm.models.gguf_weights import GGUF_FILE, parts_of, read_gguf
@@ -37,7 +38,7 @@ def digest_of(paths: list[Path]) -> str:
     for path in paths:
         size = path.stat().st_size
         found.update(str(size).encode())
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for part in range(SAMPLES):
                 file.seek(size * part // SAMPLES)
                 found.update(file.read(SAMPLE_BYTES))

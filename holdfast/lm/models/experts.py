@@ -153,17 +153,19 @@ def read_experts(
         both = filled(name, *parts, range(2 * own.start, 2 * own.stop))
         return both[..., ::2], both[..., 1::2]
 
+    def of_expert(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One expert's rows of gate, of up, and of down, from fused tensors."""
+        one, all_hidden = range(expert, expert + 1), range(hidden)
+        if names.fused == "rows":
+            gate, up = (filled(names.gate_up[0], one, part, all_hidden)[0] for part in (own, of_up))
+            return gate, up, filled(names.down, one, all_hidden, own)[0]
+        gate, up = (half[0].t() for half in halves(names.gate_up[0], one, all_hidden))
+        return gate, up, filled(names.down, one, own, all_hidden)[0].t()
+
     if names.fused:
         for expert in range(count):
-            one = range(expert, expert + 1)
-            if names.fused == "rows":
-                both = [filled(names.gate_up[0], one, part, range(hidden))[0] for part in (own, of_up)]
-                torch.cat(both, out=gate_up[expert])
-                down[expert] = filled(names.down, one, range(hidden), own)[0]
-                continue
-            gate, up = halves(names.gate_up[0], one, range(hidden))
-            torch.cat((gate[0].t(), up[0].t()), out=gate_up[expert])
-            down[expert] = filled(names.down, one, own, range(hidden))[0].t()
+            gate, up, down[expert] = of_expert(expert)
+            torch.cat((gate, up), out=gate_up[expert])
         if experts.biased:
             biases["gate_up_bias"] = torch.cat(halves(names.gate_up[0] + "_bias"), 1)
             biases["down_bias"] = filled(names.down + "_bias") if shard.index == 0 else None

@@ -239,10 +239,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
         from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
-        names the conversation that this is a turn of, for a router among several engines. `batch` is the one
-        that the request is sent in. Leaving the iterator before
-        its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can
-        never be served, QueueFull, and EngineDead, even while it runs.
+        names the conversation that this is a turn of, for a router among several engines. `batch` is the batch that the
+        request is sent in. Leaving the iterator before its last Delta (aclose, cancellation) aborts the request.
+
+        Raises RequestRefused at once for a request that can never be served, QueueFull, and EngineDead, even while it
+        runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)

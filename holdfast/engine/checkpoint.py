@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.config import BUILTIN_MODEL
-from holdfast.engine import gguf, hub
+from holdfast.engine import hub
+from holdfast.engine.gguf import described
+from holdfast.files.cache import cache_directory
+from holdfast.files.gguf import gguf_of, name_of
 from holdfast.files.regular import check_regular_below, create_file, open_file
 from holdfast.lm.config import EngineConfig
 
@@ -81,8 +84,8 @@ class Checkpoint:
             return cls(model, hub.snapshot(model, revision, weights=weights, code=code))
         if revision is not None:
             raise ValueError(f"revision is {revision}, which is for a model of the hub, and {model!r} is here; drop it")
-        if (file := gguf.gguf_of(directory)) is not None:
-            return cls(gguf.name_of(file), gguf.described(file))
+        if (file := gguf_of(directory)) is not None:
+            return cls(name_of(file), described(file))
         if not (directory / "config.json").is_file():
             there = "has no config.json" if directory.is_dir() else "is not a directory"
             what = there if directory.exists() else "does not exist"
@@ -165,7 +168,7 @@ def tokenizer_file(directory: Path) -> Path:
         raise NoTokenizer(f"{directory} has no tokenizer.json and no other tokenizer file")
     state = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sources]
     key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdfast" / "tokenizers"
+    cache = cache_directory() / "tokenizers"
     converted = cache / f"{key}.json"
     if not converted.is_file():
         cache.mkdir(parents=True, exist_ok=True)

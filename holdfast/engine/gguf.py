@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from holdfast.files.cache import gguf_cache
+from holdfast.files.gguf import parts_of
+
 SECONDS = 300
 """Most seconds that reading a file's metadata may take."""
-LATER_PART = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
-
-
-def gguf_of(place: Path) -> Path | None:
-    """The GGUF file that a path names; of a directory without config.json, the one that it holds. None: there is none.
-
-    Raises ValueError for a directory that holds several models.
-    """
-    if place.suffix == ".gguf" and place.is_file():
-        return place
-    if not place.is_dir() or (place / "config.json").is_file():
-        return None
-    found = sorted(path for path in place.glob("*.gguf") if not LATER_PART.fullmatch(path.name))
-    if len(found) > 1:
-        raise ValueError(f"{place} holds {len(found)} models in GGUF; name one, such as {found[0]}")
-    return found[0] if found else None
-
-
-def name_of(path: Path) -> str:
-    """The name of the model in a GGUF file: the file's, without its ending and the number of its part."""
-    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
 
 
 def described(path: Path) -> Path:
     """A directory with config.json and the tokenizer's files of a GGUF file. It is made once and kept in the cache.
 
-    A process of its own reads the file. Raises ValueError with the reason if it cannot.
+    A process of its own reads the file. Raises ValueError with the reason if it cannot. If any part of the model has
+    changed, it is another directory.
     """
-    stat = path.stat()
-    key = hashlib.sha256(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdfast" / "gguf"
+    state = [(str(part), (stat := part.stat()).st_size, stat.st_mtime_ns) for part in parts_of(path)]
+    key, cache = hashlib.sha256(json.dumps(state).encode()).hexdigest(), gguf_cache()
     kept = cache / key
     if kept.is_dir():
         return kept

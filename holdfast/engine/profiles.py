@@ -21,6 +21,7 @@ from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
 from holdfast.core.cost import CostModel, LinkCost, PaddedCost
 from holdfast.core.layout import Layout
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
+from holdfast.files.cache import cache_directory
 from holdfast.files.regular import open_regular
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowShape, precision_of
@@ -251,5 +252,4 @@ def cached_cell_profile_path(app: str, device: str) -> Path:
 def _cached(name: str, state: object) -> Path:
     digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "holdfast" / "profiles" / f"{name}-{digest}.json"
+    return cache_directory() / "profiles" / f"{name}-{digest}.json"

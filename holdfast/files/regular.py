@@ -110,6 +110,15 @@ def read_text(path: str | Path) -> str:
     return read_bytes(path).decode()
 
 
+def samples_of(path: str | Path, count: int, size: int) -> Iterator[bytes]:
+    """Yield up to `size` bytes from each of `count` places spread over a regular file. Raises OSError."""
+    with open_file(path) as file:
+        total = os.fstat(file.fileno()).st_size
+        for part in range(count):
+            file.seek(total * part // count)
+            yield file.read(size)
+
+
 def check_regular_below(directory: Path) -> None:
     """Raises OSError if a directory holds anything but regular files, directories, and links to them.
 

@@ -147,7 +147,17 @@ def test_of_several_gguf_files_one_must_be_named(gguf_model):
     (gguf_model.parent / "b-00002-of-00002.gguf").touch()
     with pytest.raises(ValueError, match=r"holds 2 models in GGUF; name one, such as .*b-00001-of-00002\.gguf"):
         Checkpoint.find(str(gguf_model.parent))
-    assert gguf.name_of(gguf_model.parent / "b-00001-of-00002.gguf") == "b"
+
+
+def test_a_model_of_which_a_later_part_was_replaced_is_read_again(gguf_model, monkeypatch):
+    described = []
+    monkeypatch.setattr(gguf, "_describe", lambda path, directory: described.append(path))
+    parts = [gguf_model.with_name(f"b-{number:05}-of-00002.gguf") for number in (1, 2)]
+    for part in parts:
+        part.touch()
+    first = Checkpoint.find(str(parts[0]))
+    parts[1].write_bytes(b"other")
+    assert Checkpoint.find(str(parts[0])).directory != first.directory and len(described) == 2
 
 
 def test_another_host_gets_the_path_of_a_gguf_file(gguf_model):

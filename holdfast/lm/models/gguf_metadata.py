@@ -13,19 +13,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.files.regular import open_file
+from holdfast.files.gguf import parts_of
+from holdfast.files.regular import samples_of
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.gguf_config import Metadata, config_of
-from holdfast.lm.models.gguf_weights import GGUF_FILE, parts_of, read_gguf
+from holdfast.lm.models.gguf_weights import GGUF_FILE, read_gguf
 
 SAMPLES = 64
 """Number of places of a file that its digest reads."""
 SAMPLE_BYTES = 4096
 
 
-def metadata_of(path: Path) -> Metadata:
-    """The metadata of a GGUF file."""
-    readers = [read_gguf(part) for part in parts_of(path)]
+def metadata_of(parts: list[Path]) -> Metadata:
+    """The metadata of a model, from its GGUF files. The first one has the keys."""
+    readers = [read_gguf(part) for part in parts]
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     fields = {key: field.contents() for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
@@ -36,20 +37,17 @@ def digest_of(paths: list[Path]) -> str:
     """A digest of samples of files. Models with other weights have another digest."""
     found = hashlib.sha256()
     for path in paths:
-        size = path.stat().st_size
-        found.update(str(size).encode())
-        with open_file(path) as file:
-            for part in range(SAMPLES):
-                file.seek(size * part // SAMPLES)
-                found.update(file.read(SAMPLE_BYTES))
+        found.update(str(path.stat().st_size).encode())
+        for sample in samples_of(path, SAMPLES, SAMPLE_BYTES):
+            found.update(sample)
     return found.hexdigest()
 
 
 def write(path: Path, directory: Path) -> None:
     """Write config.json and the tokenizer's files. Raises UnsupportedCheckpoint."""
-    path = parts_of(path)[0]
-    metadata = metadata_of(path)
-    config = config_of(metadata) | {"gguf": {"digest": digest_of(parts_of(path))}}
+    parts = parts_of(path)
+    path, metadata = parts[0], metadata_of(parts)
+    config = config_of(metadata) | {"gguf": {"digest": digest_of(parts)}}
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     (directory / GGUF_FILE).write_text(json.dumps({"file": str(path)}))
     if "tokenizer.ggml.tokens" in metadata.fields:

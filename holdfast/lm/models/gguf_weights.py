@@ -21,7 +21,6 @@ UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.w
 """Tensors whose numbers are in config.json."""
 PERMUTED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)\.weight$")
-SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def read_gguf(path: Path) -> Any:
@@ -37,19 +36,6 @@ def read_gguf(path: Path) -> Any:
         raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # a cut or hostile header raises many kinds
         raise DamagedCheckpoint(f"{path.name} cannot be read as GGUF: {type(error).__name__}: {error}") from None
-
-
-def parts_of(path: Path) -> list[Path]:
-    """All files of a model, of which this is one. Raises DamagedCheckpoint naming a missing one."""
-    found = SPLIT.fullmatch(path.name)
-    if found is None:
-        return [path]
-    stem, _, count = found.groups()
-    parts = [path.with_name(f"{stem}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
-    for part in parts:
-        if not part.is_file():
-            raise DamagedCheckpoint(f"{path.name} is one of {int(count)} files, and {part.name} is missing")
-    return parts
 
 
 class GgufFile:

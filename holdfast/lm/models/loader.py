@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from holdfast.core.config import QuantizationName
 from holdfast.core.layout import Layout
+from holdfast.files.cache import gguf_cache
+from holdfast.files.gguf import parts_of
 from holdfast.files.regular import name_of_regular, open_file
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
@@ -31,7 +33,7 @@ from holdfast.lm.models.base import (
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, parts_of
+from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
@@ -419,8 +421,15 @@ class QuantizedWeights(StoredWeights):
 
 
 def is_gguf(directory: Path) -> bool:
-    """Whether the weights of a checkpoint are in a GGUF file elsewhere (`gguf_metadata.write`)."""
-    return (directory / GGUF_FILE).is_file()
+    """Whether the weights of a checkpoint are in a GGUF file elsewhere (`gguf_metadata.write`).
+
+    Raises UnsupportedCheckpoint for a directory that Holdfast has not made: it may not name files outside of it.
+    """
+    if not (directory / GGUF_FILE).is_file():
+        return False
+    if directory.resolve().parent != gguf_cache().resolve():
+        raise UnsupportedCheckpoint(f"{directory} holds {GGUF_FILE}, which only Holdfast's own cache may; remove it")
+    return True
 
 
 def files_of(directory: Path) -> list[Path]:

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from holdfast.core.layout import Layout
+from holdfast.files.cache import gguf_cache
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.gguf_blocks import FORMATS, dequantized
 from holdfast.lm.models.gguf_config import Metadata, config_of
 from holdfast.lm.models.gguf_metadata import write
-from holdfast.lm.models.gguf_weights import parts_of
 from holdfast.lm.models.loader import load
 from tests.checkpoints import make
 from tests.gguf_files import write_gguf
@@ -85,8 +85,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, list[
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, and an empty cache."""
     torch.set_num_threads(1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def as_gguf(tmp_path: Path, name: str, **options: Any) -> tuple[Any, Path]:
@@ -98,8 +100,8 @@ def as_gguf(tmp_path: Path, name: str, **options: Any) -> tuple[Any, Path]:
 
 
 def described(path: Path) -> Path:
-    directory = path.parent / f"of {path.name}"
-    directory.mkdir()
+    directory = gguf_cache() / path.name
+    directory.mkdir(parents=True)
     write(path, directory)
     return directory
 
@@ -188,18 +190,6 @@ def test_the_tokenizer_and_the_template_are_those_of_the_file(tmp_path: Path) ->
     assert load(directory, device="cpu").spec.eos_token_ids == (tokenizer.token_to_id("</s>"),)
 
 
-def test_a_model_of_several_files_needs_all_of_them(tmp_path: Path) -> None:
-    first = tmp_path / "a-00001-of-00002.gguf"
-    first.touch()
-    with pytest.raises(DamagedCheckpoint, match=r"one of 2 files, and a-00002-of-00002\.gguf is missing"):
-        parts_of(first)
-    (tmp_path / "a-00002-of-00002.gguf").touch()
-    assert [path.name for path in parts_of(tmp_path / "a-00002-of-00002.gguf")] == [
-        "a-00001-of-00002.gguf",
-        "a-00002-of-00002.gguf",
-    ]
-
-
 def test_what_the_model_does_not_use_and_what_it_lacks_is_named(tmp_path: Path) -> None:
     make(tmp_path / "plain", "Llama")
     path = tmp_path / "plain" / "model.safetensors"
@@ -262,3 +252,13 @@ def test_blocks_of_any_bytes_have_the_numbers_of_the_format_s_own_package(kind: 
     torch.testing.assert_close(found[finite], expected[finite], rtol=1e-6, atol=0)
     with pytest.raises(DamagedCheckpoint, match=f"a row of {kind} has"):
         dequantized(blocks[..., :-1], format_of, torch.device(device))
+
+
+def test_a_checkpoint_from_elsewhere_may_not_name_a_gguf_file(tmp_path: Path) -> None:
+    _, directory = as_gguf(tmp_path, "llama")
+    moved = tmp_path / "downloaded"
+    directory.rename(moved)
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"holds gguf\.json, which only Holdfast's own cache may"
+    ):
+        load(moved, device="cpu")

@@ -15,7 +15,7 @@ from holdfast.engine.process.chunk_wire import Terms
 from holdfast.engine.process.handler import Handler, Refusal, no_answer
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site, excluded
 from holdfast.engine.process.parts.tiers import layout_of
-from holdfast.files.regular import open_file, read_bytes
+from holdfast.files.regular import read_bytes, samples_of
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.memory.block_pool import BlockPool
@@ -143,10 +143,7 @@ def digest_of_files(config: EngineConfig, checkpoint: Checkpoint) -> str:
     found.update(read_bytes(checkpoint.directory / "config.json"))
     for path in sorted(checkpoint.directory.iterdir()):
         if path.suffix in (".safetensors", ".bin", ".pt", ".pth") and config.load_format != "random":
-            size = path.stat().st_size
-            found.update(f"{path.name} {size}".encode())
-            with open_file(path) as file:
-                for part in range(SAMPLES):
-                    file.seek(size * part // SAMPLES)
-                    found.update(file.read(SAMPLE_BYTES))
+            found.update(f"{path.name} {path.stat().st_size}".encode())
+            for sample in samples_of(path, SAMPLES, SAMPLE_BYTES):
+                found.update(sample)
     return found.hexdigest()

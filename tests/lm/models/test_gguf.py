@@ -258,7 +258,5 @@ def test_a_checkpoint_from_elsewhere_may_not_name_a_gguf_file(tmp_path: Path) ->
     _, directory = as_gguf(tmp_path, "llama")
     moved = tmp_path / "downloaded"
     directory.rename(moved)
-    with pytest.raises(
-        UnsupportedCheckpoint, match=r"holds gguf\.json, which only Holdfast's own cache may"
-    ):
+    with pytest.raises(UnsupportedCheckpoint, match=r"holds gguf\.json, which only Holdfast's own cache may"):
         load(moved, device="cpu")

@@ -18,8 +18,8 @@ class TuningShare:
 
     Chats have a target that says how slow they may be. A batch has none: each second of training is one that it loses.
     So training takes what chats leave of the target, but of a batch's time only this share. Training earns the share
-    while the batch has work, and pays the measured time of each slice. It may begin a slice while it owes nothing, so
-    one slice may be longer than what was earned; then the next one waits.
+    while both the batch and a job have work, and pays the measured time of each slice. It may begin a slice while it
+    owes nothing, so one slice may be longer than what was earned; then the next one waits.
     """
 
     def __init__(self, part: TuningPart, share: float = TuningOptions.tuning_share) -> None:
@@ -32,6 +32,8 @@ class TuningShare:
         """Seconds that training has earned and not paid; below 0 after a slice that was longer."""
         self._has_batch = False
         """Whether a batch had work when the last step was planned."""
+        self._has_job = False
+        """Whether training had work then."""
         self._planned_at = self._trained = 0.0
         """When the last step was planned, and the measured seconds of training until then."""
 
@@ -39,10 +41,11 @@ class TuningShare:
         """Take note of the time since the last step. To be called once a step, before anything else of this class."""
         trained = self._part.seconds
         if self._has_batch:
-            earned = self._earned + self.share * (step.now - self._planned_at)
+            earned = self._earned + self.share * (step.now - self._planned_at) * self._has_job
             self._earned = min(self.share * WINDOW_SECONDS, earned) - (trained - self._trained)
         entries = chain(reversed(step.running), step.swapping_in, step.waiting)
         self._has_batch = any(entry.sequence.request.priority >= BATCH_CLASS for entry in entries)
+        self._has_job = self._part.tuner.has_work
         self._planned_at, self._trained = step.now, trained
 
     @property

@@ -21,7 +21,7 @@ reach their stream.
 LAUNCH_SHARE = 0.75
 """Largest share of the target that the host spends on launching a slice. It needs the rest for the step."""
 IDLE_SECONDS = 0.010
-"""Most seconds of a slice while nothing runs."""
+"""Most seconds of the slices in flight while nothing runs, unless a single unit is longer."""
 BUSY_SECONDS = 1.0
 """Seconds without training after a stream's request had to wait, while most rows are taken."""
 WATCHED = 8
@@ -38,8 +38,8 @@ class TrainingSlices(Policy):
     `share` of the time. Batch requests then leave a unit its room in the step, because together with streams they would
     fill each step up to the target. A step without streams has no target, and its slice gets all of it.
 
-    While nothing runs, a step holds a slice of at most IDLE_SECONDS, and nothing is planned past it, so that a new
-    prompt waits for one slice only.
+    While nothing runs, slices are half of IDLE_SECONDS long, and two are in flight: the host launches one while the
+    device computes the other. So a new prompt waits for IDLE_SECONDS, or for one unit if that is longer.
     """
 
     def __init__(
@@ -89,12 +89,14 @@ class TrainingSlices(Policy):
             return
         idle = not step.num_tokens
         late = (self.progress or tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
-        if ((self._must_yield(step) or not self.share.allows) and not late) or (idle and step.in_flight):
+        if ((self._must_yield(step) or not self.share.allows) and not late) or (
+            idle and step.in_flight and step.running
+        ):
             return
         streams = any(entry.sequence.request.priority < BATCH_CLASS for entry in chain(step.running, step.swapping_in))
         left = self.target * (1 - RESERVE) - (seconds if streams else 0.0)
-        room = min(self.target, IDLE_SECONDS) if idle else left / self._stages
-        if self.part.train(room, at_least_one=late or (idle and not step.running)):
+        room = self._idle_room if idle else left / self._stages
+        if self.part.train(room, at_least_one=late or (idle and not (step.running or step.in_flight))):
             self._trained_at = step.now
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -106,6 +108,12 @@ class TrainingSlices(Policy):
                 self._corrections[prompts].update(result.seconds / seconds)
                 if not prompts:
                     self.part.tuner.observe_step(result.seconds / seconds)
+
+    @property
+    def _idle_room(self) -> float:
+        """Most seconds of the next slice while nothing runs: half of what may be in flight, or what is left of it."""
+        most = min(self.target, IDLE_SECONDS)
+        return min(most / 2, most - self.part.tuner.expected_seconds)
 
     def _must_yield(self, step: StepBuilder) -> bool:
         """Whether a stream's request waits, or lacks a part of its prompt, or waited lately on a busy engine.

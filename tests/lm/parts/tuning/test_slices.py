@@ -13,6 +13,7 @@ from holdfast.lm.parts.tuning.share import WINDOW_SECONDS
 from holdfast.lm.parts.tuning.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, WATCHED, TrainingSlices
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.values import TrainingPlan
+from holdfast.lm.scheduler.entries import AWAITED
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from tests.scheduling import create_scheduler
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
@@ -54,18 +55,50 @@ def slices(engine):
     ]
 
 
-def test_slices_of_an_idle_engine_follow_each_other_unit_by_unit_one_at_a_time():
-    engine = an_engine()
-    engine.steps_in_flight = 2
-    engine.run(40)
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_slices_of_an_idle_engine_follow_each_other_and_hold_a_prompt_up_for_ten_milliseconds(in_flight):
+    engine = an_engine(tuning=cost_model(slope=0.00003, base=0.001))
+    engine.steps_in_flight = in_flight
+    engine.run(200)
     found = slices(engine)
-    assert len(found) > 30
+    assert len(found) > 150
     at = 0
     for each in found:
         assert each.first == at
         at = each.stop % 10  # units of a micro-batch: two layers, a chunk of the head, and the optimizer
-        assert engine.slice_seconds(each) <= IDLE_SECONDS or each.stop == each.first + 1
-    assert len({time for time, _ in engine.plans[1:]}) == len(engine.plans) - 1, "nothing is planned past a slice"
+    waits = waits_of_prompts(engine)
+    assert max(waits) <= IDLE_SECONDS + 1e-9
+    assert sum(wait > IDLE_SECONDS / 2 for wait in waits) > 60 or in_flight == 1, "two are in flight most of the time"
+
+
+def waits_of_prompts(engine):
+    """How long a prompt would wait that came when each slice had just been planned, in seconds."""
+    end, waits = 0.0, []
+    for planned, plan in engine.plans:
+        slice_ = plan.part(TrainingPlan).slice
+        end = max(end, planned) + (engine.slice_seconds(slice_) if slice_ else 0.0)
+        waits.append(end - planned)
+    return waits
+
+
+def test_no_slice_delays_a_stream_that_waits_for_the_result_of_its_step():
+    engine = an_engine(ceiling=8)
+    engine.steps_in_flight = 2
+    engine.add(a_request("r", prompt=60))
+    engine.run(4)
+    (entry,) = engine.scheduler.entries.values()
+    assert engine.in_flight and not engine.tuner.in_flight, "its prompt is computed, without slices"
+    entry.decoding, entry.next_step = True, AWAITED  # as in a decode with drafts
+    assert engine.scheduler.schedule(engine.now) is None
+
+
+def test_nothing_is_planned_past_a_unit_that_is_long():
+    engine = an_engine(tuning=cost_model(slope=0.001))
+    engine.steps_in_flight = 2
+    engine.run(40)
+    longest = max(engine.slice_seconds(each) for each in slices(engine))
+    assert all(each.stop == each.first + 1 for each in slices(engine)) and longest > IDLE_SECONDS
+    assert max(waits_of_prompts(engine)) <= longest + 1e-9
 
 
 def test_a_step_of_decodes_is_filled_up_to_the_target():
@@ -238,6 +271,23 @@ def test_a_share_that_could_not_run_is_taken_later_but_no_more_than_thirty_secon
     while engine.now < began + 20:
         engine.run(1)
     assert shares(engine, began)[1] * 20 == pytest.approx(0.1 * (WINDOW_SECONDS + 20), rel=0.05)
+
+
+def test_no_share_is_saved_up_while_there_is_no_job():
+    engine = an_engine(share=0.1, max_sequences=4)
+    engine.tuner.remove("job")
+    for number in range(400):
+        engine.add(a_request(str(number), arrival=0.0, priority=BATCH_CLASS, tokens=100))
+    engine.run(3)
+    assert not engine.tuner.has_work
+    engine.now += 1000.0
+    engine.run(3)
+    engine.open("next job", make_steps([16] * 64, name="next job", micro_batch=32, epochs=1000), blocks_of(2))
+    began = engine.now
+    while engine.now < began + 5:
+        engine.run(1)
+    assert engine.scheduler.stats().waiting, "the batch has work until the end"
+    assert 0.08 < shares(engine, began)[1] < 0.11
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])

@@ -18,7 +18,7 @@ class TuningShare:
 
     Chats have a target that says how slow they may be. A batch has none: each second of training is one that it loses.
     So training takes what chats leave of the target, but of a batch's time only this share. Training earns the share
-    while both the batch and a job have work, and pays the measured time of each slice. It may begin a slice while it
+    while the batch has work and there is a job, and pays the measured time of each slice. It may begin a slice while it
     owes nothing, so one slice may be longer than what was earned; then the next one waits.
     """
 
@@ -33,7 +33,7 @@ class TuningShare:
         self._has_batch = False
         """Whether a batch had work when the last step was planned."""
         self._has_job = False
-        """Whether training had work then."""
+        """Whether there was a job to run then."""
         self._planned_at = self._trained = 0.0
         """When the last step was planned, and the measured seconds of training until then."""
 
@@ -45,7 +45,7 @@ class TuningShare:
             self._earned = min(self.share * WINDOW_SECONDS, earned) - (trained - self._trained)
         entries = chain(reversed(step.running), step.swapping_in, step.waiting)
         self._has_batch = any(entry.sequence.request.priority >= BATCH_CLASS for entry in entries)
-        self._has_job = self._part.tuner.has_work
+        self._has_job = self._part.tuner.runs
         self._planned_at, self._trained = step.now, trained
 
     @property

@@ -29,6 +29,7 @@ from holdfast.engine.process.parts.moves import MoveBuilder
 from holdfast.engine.process.parts.neighbours import NeighbourBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
+from holdfast.engine.process.parts.states import StateBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
@@ -86,6 +87,7 @@ PARTS: tuple[type[PartBuilder], ...] = (
     GrammarBuilder,
     AdapterBuilder,
     TuningBuilder,
+    StateBuilder,
     TierBuilder,
     MoveBuilder,
     TraceBuilder,

@@ -191,8 +191,10 @@ class Decoder:
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
             )
-            places = dict(index=index, cache=index - states, window=windows[index], rotation=int(local[index]))
-            mixers.append(kind(ops, weights, spec, **places))
+            rotation, window = int(local[index]), windows[index]
+            mixers.append(
+                kind(ops, weights, spec, index=index, cache=index - states, window=window, rotation=rotation)
+            )
         return tuple(mixers)
 
     @property

@@ -55,7 +55,9 @@ def hybrid(config: Mapping[str, Any], fields: Mapping[str, Any], *, grouped: boo
     names: WeightNames = fields["names"]
     qkv = (QUERY, *names.fields["qkv"][1:], GATE)
     stored = (2 * heads * dim, hidden), (heads, 2, dim)
-    attention = {name: Part("self_attn.q_proj.weight", *stored, at=(1, at, at + 1)) for at, name in enumerate((QUERY, GATE))}
+    attention = {
+        name: Part("self_attn.q_proj.weight", *stored, at=(1, at, at + 1)) for at, name in enumerate((QUERY, GATE))
+    }
     conv = {CONV: Part("linear_attn.conv1d.weight", (delta.channels, 1, delta.width))}
     inputs = grouped_inputs(delta, hidden) if grouped else separate_inputs(delta, hidden)
     names = replace(

@@ -101,7 +101,8 @@ def load(
             )
         if spec.delta is not None:
             raise UnsupportedCheckpoint(
-                f"quantization is fp8, which recurrent layers do not have, and {spec.architecture} has some: leave it out"
+                f"quantization is fp8, which recurrent layers do not have, and {spec.architecture} has some: leave it "
+                "out"
             )
     shard = shard_of(spec, layout, rank)
     length = limited(max_model_len, spec.most_positions if max_model_len else spec.plain_positions)

@@ -117,9 +117,9 @@ class DeltaMixer(Mixer):
         recurrence, metadata = recurrent.recurrence, recurrent.metadata
         heads, dim = delta.value_heads, delta.value_dim
         projected = self._ops.linear(normed, weights.inputs)
-        mixed, gate, rate, time = projected.split([delta.channels, delta.values, heads, heads], dim=-1)
+        mixed, gate, rate, time = torch.split(projected, [delta.channels, delta.values, heads, heads], dim=-1)
         mixed = recurrence.convolve(mixed, weights.conv, None, conv_state, metadata, activation="silu")
-        query, key, value = mixed.split([delta.keys, delta.keys, delta.values], dim=-1)
+        query, key, value = torch.split(mixed, [delta.keys, delta.keys, delta.values], dim=-1)
         found = recurrence.gated_delta(
             query.unflatten(-1, (delta.key_heads, delta.key_dim)),
             key.unflatten(-1, (delta.key_heads, delta.key_dim)),

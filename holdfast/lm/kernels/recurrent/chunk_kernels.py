@@ -94,9 +94,7 @@ def prepare_kernel(
         write = k_factor * r
     read = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between * q_factor[:, None] * write[None, :]
     place = token * HEADS + head
-    tl.store(
-        weights + place[:, None] * CHUNK + row[None, :], read.to(weights.dtype.element_ty), mask=real[:, None]
-    )
+    tl.store(weights + place[:, None] * CHUNK + row[None, :], read.to(weights.dtype.element_ty), mask=real[:, None])
     tl.store(read_factor + place, since * q_factor, mask=real)
     tl.store(write_factor + place, until * write, mask=real)
     tl.store(total_factor + tl.program_id(1).to(tl.int64) * HEADS + head, tl.exp(total.to(tl.float32)))

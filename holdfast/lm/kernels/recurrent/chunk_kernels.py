@@ -118,7 +118,8 @@ def prepare_kernel(
 
 @triton.jit
 def scan_kernel(
-    query, key, value, skip, state, segments, weights, solution, query_factor, key_factor, write_factor, total_factor, out,
+    query, key, value, skip, state, segments,
+    weights, solution, query_factor, key_factor, write_factor, total_factor, out,
     query_stride, query_stride_head, key_stride, key_stride_head, value_stride, value_stride_head,
     state_stride, state_stride_head, state_stride_key, state_stride_value, out_stride, out_stride_head,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,

@@ -20,6 +20,8 @@ from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists, WorkListsBuild
 MAX_KEY_DIM = 256
 """Largest key dimension whose state fits the registers of one program."""
 LEVELS = CHUNK.bit_length() - 1
+OTHER_BYTES = 12 << 10
+"""Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def __init__(self, device: torch.device) -> None:
         self.lists = WorkListsBuilder(device)
         self._side_stream = SideStream(device)
+        on_gpu = device.type == "cuda"
+        self._shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if on_gpu else 0
 
     def make_metadata(self, segments: Segments) -> WorkLists:
         return self.lists.build(segments)
@@ -254,10 +258,12 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         return Launch(block=min(32, padded(inputs.value.shape[2])), num_warps=2)
 
     def scan_launch(self, inputs: Inputs) -> Launch:
-        """Launch settings of `scan_kernel`: chunks that fit shared memory, with the next one on its way."""
-        exact = inputs.key.dtype == torch.float32
-        block = min(16 if exact else 32, padded(inputs.value.shape[2]))
-        return Launch(block=block, num_warps=8 if exact else 4, num_stages=1 if exact else 2)
+        """Launch settings of `scan_kernel`: the next chunk is on its way, if shared memory has room for two."""
+        if inputs.key.dtype == torch.float32:
+            return Launch(block=16, num_warps=8)
+        block = min(32, padded(inputs.value.shape[2]))
+        chunk = CHUNK * (2 * padded(inputs.key.shape[2]) + 2 * CHUNK + block) * inputs.key.element_size()
+        return Launch(block=block, num_warps=4, num_stages=2 if 2 * chunk + OTHER_BYTES <= self._shared_bytes else 1)
 
 
 def padded(size: int) -> int:

@@ -77,20 +77,18 @@ def test_equal_keys_without_decay_do_not_overflow(device: str) -> None:
 
 
 def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> None:
-    case = DeltaCase.random(scattered([1, CHUNK + 3]), key_heads=2, heads=4)
-    fused = torch.cat([case.query, case.key, case.value], 1)
-    query, key, value = fused.split([2, 2, 4], 1)
-    gates = torch.cat([case.log_decay, case.beta], 1)
-    log_decay, beta = gates.split([4, 4], 1)
-    case = replace(case, query=query, key=key, value=value, log_decay=log_decay, beta=beta)
-    assert_close(*on_device(case, device))
+    case, backend = on_device(DeltaCase.random(scattered([1, CHUNK + 3]), key_heads=2, heads=4), device)
+    assert isinstance(case, DeltaCase)
+    query, key, value = torch.cat([case.query, case.key, case.value], 1).split([2, 2, 4], 1)
+    log_decay, beta = torch.cat([case.log_decay, case.beta], 1).split([4, 4], 1)
+    views = replace(case, query=query, key=key, value=value, log_decay=log_decay, beta=beta)
+    assert not any(view.is_contiguous() for view in (query, key, value, log_decay, beta))
+    assert_close(views, backend)
 
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("room", [(12, 400), (12, None)])
-def test_reserved_metadata_serves_one_batch_after_another(
-    kind: Any, room: tuple[int, int | None], device: str
-) -> None:
+def test_reserved_metadata_serves_one_batch_after_another(kind: Any, room: tuple[int, int | None], device: str) -> None:
     metadata = None
     for lengths in ([1, 20, 3], [1] * 12, [CHUNK + 30, 1]):
         case, backend = on_device(kind.random(scattered(lengths)), device)
@@ -173,7 +171,7 @@ def test_compiled_kernels_stay_within_the_precision_of_the_type(
 @pytest.mark.parametrize("least", [0.0, -1e-4, -30.0])
 def test_long_prompts_stay_exact_compiled(least: float) -> None:
     case = DeltaCase.random(scattered([4096, 1, 4000]), key_heads=2, heads=4, key_dim=128, value_dim=128, least=least)
-    case.key[: 2048] = case.key[0]
+    case.key[:2048] = case.key[0]
     found, backend = on_device(narrow(case, torch.bfloat16), "cuda")
     expected, states = found.expected()
     out = found.run(backend)
@@ -193,9 +191,7 @@ def test_random_batches_compiled() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize(("room", "tokens"), [((16, None), 16), ((16, 512), 512)])
-def test_a_captured_graph_serves_one_batch_after_another(
-    kind: Any, room: tuple[int, int | None], tokens: int
-) -> None:
+def test_a_captured_graph_serves_one_batch_after_another(kind: Any, room: tuple[int, int | None], tokens: int) -> None:
     """Replays read the batch from the same memory; padding to the captured number of tokens is random numbers."""
     padded, backend = on_device(kind.random(scattered([tokens])), "cuda")
     padded = replace(padded, state=torch.cat([padded.state] * 6))

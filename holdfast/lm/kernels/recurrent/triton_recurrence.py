@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 import torch
 import triton
+from triton.runtime import driver
 
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.launch import SideStream
@@ -86,7 +87,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What `prepare_kernel` hands to `scan_kernel`; see there."""
+    """Results of `prepare_kernel` that `scan_kernel` reads. The names are those of the kernels' arguments."""
 
     weights: torch.Tensor
     solution: torch.Tensor
@@ -112,7 +113,7 @@ class Scratch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of it, in the order of the kernels' arguments."""
+        """All tensors, in the order of the kernels' arguments."""
         factors = (self.query_factor, self.key_factor, self.write_factor, self.total_factor)
         return self.weights, self.solution, *factors
 
@@ -127,8 +128,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def __init__(self, device: torch.device) -> None:
         self.lists = WorkListsBuilder(device)
         self._side_stream = SideStream(device)
-        on_gpu = device.type == "cuda"
-        self._shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if on_gpu else 0
+        self._shared_bytes = shared_bytes(device)
 
     def make_metadata(self, segments: Segments) -> WorkLists:
         return self.lists.build(segments)
@@ -268,4 +268,12 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
 
 def padded(size: int) -> int:
     """The number of elements of a kernel's block that holds `size` of them: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on the device. A CPU has none."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -23,58 +23,65 @@ def unit_lower_inverse(below, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISIO
     numbers. No power of `below` is formed: with similar keys it would be huge.
     """
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
-        row_block, column_block = row >> level, column >> level
-        link = tl.where(((row_block ^ column_block) == 1) & (row > column), below, 0.0)
-        if level == 0:
-            inverse -= link
-        else:
-            linked = tl.dot(link, inverse, input_precision=PRECISION)
-            inverse -= tl.dot(inverse, linked, input_precision=PRECISION)
+    apart = tl.where(row > column, row ^ column, 0)
+    inverse = tl.where(row == column, 1.0, tl.where(apart == 1, -below, 0.0))
+    for level in range(1, LEVELS):
+        link = tl.where((apart >> level) == 1, below, 0.0)
+        linked = tl.dot(link, inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, linked, input_precision=PRECISION)
     return inverse
 
 
 @triton.jit
+def decays_between(sums, row):
+    """The decay [C, C] from each token (second axis) to each later one or itself. It is 0 to earlier ones."""
+    apart = (sums[:, None] - sums[None, :]).to(tl.float32)
+    return tl.exp(tl.where(row[:, None] >= row[None, :], apart, float("-inf")))
+
+
+@triton.jit
+def inverse_norm(vectors, eps):
+    """One over the root of each vector's sum of squares plus eps, [C] of [C, D]."""
+    wide = vectors.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + eps)
+
+
+@triton.jit
 def prepare_kernel(
-    query, key, value, log_decay, rate, chunks, weights, key_sums, written, read_factor, write_factor, total_factor,
-    query_stride, query_stride_head, key_stride, key_stride_head, value_stride, value_stride_head,
-    decay_stride, rate_stride, scale, eps,
-    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    DELTA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    query, key, log_decay, rate, chunks, weights, solution, query_factor, key_factor, write_factor, total_factor,
+    query_stride, query_stride_head, key_stride, key_stride_head, decay_stride, rate_stride, scale, eps,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of `WorkLists.chunks` for one head. Program (head, chunk). Arguments are `step_kernel`'s, and:
 
     weights [T, H, CHUNK]: how much each token reads of what the chunk's tokens write.
-    read_factor [T, H]: factor on what the query reads of the state before the chunk.
+    query_factor [T, H]: factor on what the query reads of the state before the chunk.
     write_factor [T, H]: factor on what the token adds to the state after the chunk.
     total_factor [chunks, H]: decay of the state over the chunk.
-    With DELTA, a token writes `written` [T, H, Dv] less `key_sums` [T, H, Dk] times the state before the chunk: the WY
-    form of Yang et al., 2024, Gated Delta Networks, §3.3. Otherwise it writes its value, and these are not used.
+    With DELTA, a token writes the sum over the chunk of `solution` [T, H, CHUNK] times (value less `key_factor` [T, H]
+    times what the key reads of the state before the chunk): Yang et al., 2024, Gated Delta Networks, §3.3. Otherwise
+    it writes its value.
     """
-    head = tl.program_id(0).to(tl.int64)
     record = chunks + tl.program_id(1) * 4
     length = tl.load(record + 1)
     if length == 0:
         return
-    before = tl.load(record + 3)
+    head = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, CHUNK)
+    before = tl.load(record + 3)
     real = before + row < length
     token = tl.load(record).to(tl.int64) + before + row
     r = tl.load(rate + token * rate_stride + head, mask=real, other=0.0).to(tl.float32)
     decay = tl.load(log_decay + token * decay_stride + head, mask=real, other=0.0).to(tl.float32)
     if not DELTA:
         decay *= r
-
     # Sums are in float64, because a small difference of two large sums counts.
     sums = tl.cumsum(tl.maximum(decay, LEAST_LOG_DECAY).to(tl.float64), 0)
     total = tl.min(sums, 0)
     since = tl.exp(sums.to(tl.float32))
     until = tl.exp((total - sums).to(tl.float32))
-    apart = (sums[:, None] - sums[None, :]).to(tl.float32)
-    # A token reads what it writes itself and what earlier ones wrote, so no exponent is above 0.
-    between = tl.exp(tl.where(row[:, None] >= row[None, :], apart, float("-inf")))
 
     dim = tl.arange(0, BLOCK_K)
     held = real[:, None] & (dim < KEY_DIM)[None, :]
@@ -86,41 +93,33 @@ def prepare_kernel(
     q_factor = tl.full([CHUNK], scale, tl.float32)
     k_factor = tl.full([CHUNK], 1.0, tl.float32)
     if NORMALIZE:
-        wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
-        q_factor *= tl.rsqrt(tl.sum(wide_q * wide_q, 1) + eps)
-        k_factor *= tl.rsqrt(tl.sum(wide_k * wide_k, 1) + eps)
-    write = k_factor
+        q_factor *= inverse_norm(q, eps)
+        k_factor *= inverse_norm(k, eps)
+    written = k_factor
     if not DELTA:
-        write = k_factor * r
-    read = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between * q_factor[:, None] * write[None, :]
-    place = token * HEADS + head
-    tl.store(weights + place[:, None] * CHUNK + row[None, :], read.to(weights.dtype.element_ty), mask=real[:, None])
-    tl.store(read_factor + place, since * q_factor, mask=real)
-    tl.store(write_factor + place, until * write, mask=real)
-    tl.store(total_factor + tl.program_id(1).to(tl.int64) * HEADS + head, tl.exp(total.to(tl.float32)))
+        written = k_factor * r
 
+    place = token * HEADS + head
+    square = place[:, None] * CHUNK + row[None, :]
+    found = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    found *= decays_between(sums, row) * q_factor[:, None] * written[None, :]
+    tl.store(weights + square, found.to(weights.dtype.element_ty), mask=real[:, None])
+    tl.store(query_factor + place, since * q_factor, mask=real)
+    tl.store(write_factor + place, until * written, mask=real)
+    tl.store(total_factor + tl.program_id(1).to(tl.int64) * HEADS + head, tl.exp(total.to(tl.float32)))
     if DELTA:
-        same = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between
-        same *= (r * k_factor)[:, None] * k_factor[None, :]
+        tl.store(key_factor + place, since * k_factor, mask=real)
+        same = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        same *= decays_between(sums, row) * (r * k_factor)[:, None] * k_factor[None, :]
         below = tl.where(row[:, None] > row[None, :], same, 0.0)
-        solve = unit_lower_inverse(below, CHUNK, LEVELS, INVERSE_PRECISION).to(k.dtype)
-        decayed = (k.to(tl.float32) * (r * since * k_factor)[:, None]).to(k.dtype)
-        found = tl.dot(solve, decayed, input_precision=PRECISION)
-        sums_at = key_sums + place[:, None] * KEY_DIM + dim[None, :]
-        tl.store(sums_at, found.to(key_sums.dtype.element_ty), mask=held)
-        column = tl.arange(0, BLOCK_V)
-        in_value = real[:, None] & (column < VALUE_DIM)[None, :]
-        value_at = value + (token * value_stride + head * value_stride_head)[:, None] + column[None, :]
-        v = tl.load(value_at, mask=in_value, other=0.0)
-        v = (v.to(tl.float32) * r[:, None]).to(k.dtype)
-        found = tl.dot(solve, v, input_precision=PRECISION)
-        written_at = written + place[:, None] * VALUE_DIM + column[None, :]
-        tl.store(written_at, found.to(written.dtype.element_ty), mask=in_value)
+        inverse = unit_lower_inverse(below, CHUNK, LEVELS, INVERSE_PRECISION)
+        tl.store(solution + square, (inverse * r[None, :]).to(solution.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
 def scan_kernel(
-    query, key, value, skip, state, segments, weights, key_sums, written, read_factor, write_factor, total_factor, out,
+    query, key, value, skip, state, segments,
+    weights, solution, query_factor, key_factor, write_factor, total_factor, out,
     query_stride, query_stride_head, key_stride, key_stride_head, value_stride, value_stride_head,
     state_stride, state_stride_head, state_stride_key, state_stride_value, out_stride, out_stride_head,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -129,7 +128,7 @@ def scan_kernel(
 ):  # fmt: skip
     """One segment of `WorkLists.many` for one head. Program (part of the value, head, record).
 
-    Arguments are `prepare_kernel`'s and `step_kernel`'s.
+    Arguments are `step_kernel`'s and `prepare_kernel`'s.
     """
     head = tl.program_id(1).to(tl.int64)
     record = segments + tl.program_id(2) * 4
@@ -155,31 +154,29 @@ def scan_kernel(
         real = before + row < length
         token = first + before + row
         place = token * HEADS + head
-        of_key = real[:, None] & in_key[None, :]
-        of_value = real[:, None] & in_value[None, :]
-        q = tl.load(query + token[:, None] * query_stride + dim[None, :], mask=of_key, other=0.0)
-        k = tl.load(key + token[:, None] * key_stride + dim[None, :], mask=of_key, other=0.0)
-        w = tl.load(weights + place[:, None] * CHUNK + row[None, :], mask=real[:, None], other=0.0)
-        before_factor = tl.load(read_factor + place, mask=real, other=0.0)
-        after_factor = tl.load(write_factor + place, mask=real, other=0.0)
+        held_key = real[:, None] & in_key[None, :]
+        held_value = real[:, None] & in_value[None, :]
+        q = tl.load(query + token[:, None] * query_stride + dim[None, :], mask=held_key, other=0.0)
+        k = tl.load(key + token[:, None] * key_stride + dim[None, :], mask=held_key, other=0.0)
+        value_at = value + token[:, None] * value_stride + column[None, :]
+        added = tl.load(value_at, mask=held_value, other=0.0)
+        weight = tl.load(weights + place[:, None] * CHUNK + row[None, :], mask=real[:, None], other=0.0)
         total = tl.load(total_factor + (chunk + before // CHUNK) * HEADS + head)
+        of_query = tl.load(query_factor + place, mask=real, other=0.0)
+        of_write = tl.load(write_factor + place, mask=real, other=0.0)
         narrow = sums.to(k.dtype)
         if DELTA:
-            sums_at = key_sums + place[:, None] * KEY_DIM + dim[None, :]
-            through = tl.load(sums_at, mask=of_key, other=0.0)
-            added_at = written + place[:, None] * VALUE_DIM + column[None, :]
-            added = tl.load(added_at, mask=of_value, other=0.0).to(tl.float32)
-            added -= tl.dot(through, narrow, input_precision=PRECISION)
-        else:
-            value_at = value + token[:, None] * value_stride + column[None, :]
-            added = tl.load(value_at, mask=of_value, other=0.0).to(tl.float32)
-        found = tl.dot(q, narrow, input_precision=PRECISION) * before_factor[:, None]
-        found = tl.dot(w, added.to(k.dtype), found, input_precision=PRECISION)
+            share = tl.load(solution + place[:, None] * CHUNK + row[None, :], mask=real[:, None], other=0.0)
+            of_key = tl.load(key_factor + place, mask=real, other=0.0)
+            missing = added.to(tl.float32) - tl.dot(k, narrow, input_precision=PRECISION) * of_key[:, None]
+            added = tl.dot(share, missing.to(k.dtype), input_precision=PRECISION)
+        found = tl.dot(q, narrow, input_precision=PRECISION) * of_query[:, None]
+        found = tl.dot(weight, added.to(k.dtype), found, input_precision=PRECISION)
         if skip is not None:
             found += tl.load(skip + head).to(tl.float32) * added
         out_at = out + token[:, None] * out_stride + column[None, :]
-        tl.store(out_at, found.to(out.dtype.element_ty), mask=of_value)
-        kept = (added * after_factor[:, None]).to(k.dtype)
+        tl.store(out_at, found.to(out.dtype.element_ty), mask=held_value)
+        kept = (added * of_write[:, None]).to(k.dtype)
         sums = tl.dot(tl.trans(k), kept, sums * total, input_precision=PRECISION)
     # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()

@@ -27,8 +27,8 @@ class Recurrence(ABC, Generic[Metadata]):
     The tokens of a step are those of its segments, one segment after the other, as decodes and long segments in any
     order. Tokens after the last segment are padding: they change no state, and their results are undefined.
 
-    Inputs are float32, bfloat16 or float16 and may be strided views whose last dimension is contiguous. Arithmetic is in
-    float32, and a result has the dtype of its input.
+    Inputs are float32, bfloat16 or float16 and may be strided views whose last dimension is contiguous. Sums and states
+    are in float32, and a result has the dtype of its input.
     """
 
     @abstractmethod

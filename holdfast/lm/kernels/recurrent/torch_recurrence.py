@@ -36,7 +36,7 @@ class Round:
         return self.tokens.shape[1]
 
     def pieces(self, slot_bytes: int) -> Iterator[Round]:
-        """The same chunks, as many at a time as have states of PIECE_BYTES."""
+        """The chunks in pieces, each of as many chunks as have states of PIECE_BYTES."""
         size = max(1, PIECE_BYTES // slot_bytes)
         for first in range(0, len(self.slots), size):
             part = slice(first, first + size)
@@ -242,10 +242,10 @@ def delta_step(
     """
     heads = value.shape[1]
     state *= log_decay.exp()[..., None]
-    read_key, read_query = (grouped(torch.cat([key, query], 2), heads) @ state).split(1, 2)
-    written = beta * (value - read_key)
+    read = grouped(torch.cat([key, query], 2), heads) @ state
+    written = beta * (value - read[:, :, :1])
     add_products(state, grouped(key, heads).transpose(2, 3), written)
-    return read_query + grouped((query * key).sum(-1, keepdim=True), heads) * written
+    return read[:, :, 1:] + grouped((query * key).sum(-1, keepdim=True), heads) * written
 
 
 def delta_chunk(
@@ -259,8 +259,8 @@ def delta_chunk(
     """C tokens of the gated delta rule for each of B segments (Yang et al., 2024, Gated Delta Networks, §3.3).
 
     query and key are [B, Hk, C, Dk], value [B, Hv, C, Dv], log_decay [B, Hv, C], beta [B, Hv, C, 1]. The result is
-    [B, Hv, C, Dv]. state [B, Hv, Dk, Dv] is updated. What a token writes is beta * (value - what the state and the
-    chunk's earlier tokens hold for its key), a unit lower triangular system.
+    [B, Hv, C, Dv]. state [B, Hv, Dk, Dv] is updated. Each token writes beta * (value - held) for its key, where `held`
+    is read from the state and from the writes of the chunk's earlier tokens: a unit lower triangular system.
     """
     heads = value.shape[1]
     since, between, until = decays(log_decay)
@@ -305,7 +305,7 @@ def read_and_write(
     until: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """What the queries of a chunk read, [B, Hv, C, Dv]; the state becomes the one after the chunk."""
+    """Results of a chunk's queries, [B, Hv, C, Dv]. The state becomes the one after the chunk."""
     heads = written.shape[1]
     weights = grouped(query @ key.transpose(2, 3), heads) * between
     found = since * (grouped(query, heads) @ state) + weights @ written

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import triton
+from triton.runtime import driver
 
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.launch import SideStream
@@ -20,6 +21,8 @@ from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists, WorkListsBuild
 MAX_KEY_DIM = 256
 """Largest key dimension whose state fits the registers of one program."""
 LEVELS = CHUNK.bit_length() - 1
+OTHER_BYTES = 12 << 10
+"""Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +74,25 @@ class Inputs:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes that kernels are compiled for. Raises ValueError for a key dimension out of range."""
+        """Sizes that all kernels are compiled for. Raises ValueError for a key dimension out of range."""
         key_dim = self.key.shape[2]
         if key_dim > MAX_KEY_DIM:
             raise ValueError(f"the keys of a recurrent layer have {key_dim} dimensions; at most {MAX_KEY_DIM} fit")
         return dict(
             GROUP_SIZE=self.heads // self.key.shape[1],
             KEY_DIM=key_dim,
-            VALUE_DIM=self.value.shape[2],
             BLOCK_K=padded(key_dim),
         )
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What `prepare_kernel` hands to `scan_kernel`; see there."""
+    """Results of `prepare_kernel` that `scan_kernel` reads. The names are those of the kernels' arguments."""
 
     weights: torch.Tensor
-    key_sums: torch.Tensor
-    written: torch.Tensor
-    read_factor: torch.Tensor
+    solution: torch.Tensor
+    query_factor: torch.Tensor
+    key_factor: torch.Tensor
     write_factor: torch.Tensor
     total_factor: torch.Tensor
 
@@ -99,21 +101,21 @@ class Scratch:
         """Memory for these inputs and number of chunks; empty if there is no chunk."""
         key, rows = inputs.key, (len(inputs.value) if chunks else 0, inputs.heads)
         used = rows if inputs.delta else (0, 0)
+        factors = partial(key.new_empty, dtype=torch.float32)
         return cls(
             weights=key.new_empty(*rows, CHUNK),
-            key_sums=key.new_empty(*used, key.shape[2]),
-            written=key.new_empty(*used, inputs.value.shape[2]),
-            read_factor=key.new_empty(rows, dtype=torch.float32),
-            write_factor=key.new_empty(rows, dtype=torch.float32),
-            total_factor=key.new_empty((chunks, inputs.heads), dtype=torch.float32),
+            solution=key.new_empty(*used, CHUNK),
+            query_factor=factors(rows),
+            key_factor=factors(used),
+            write_factor=factors(rows),
+            total_factor=factors((chunks, inputs.heads)),
         )
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of it, in the order of the kernels' arguments."""
-        return (
-            self.weights, self.key_sums, self.written, self.read_factor, self.write_factor, self.total_factor,
-        )  # fmt: skip
+        """All tensors, in the order of the kernels' arguments."""
+        factors = (self.query_factor, self.key_factor, self.write_factor, self.total_factor)
+        return self.weights, self.solution, *factors
 
 
 class TritonRecurrence(CapturableRecurrence[WorkLists]):
@@ -126,6 +128,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def __init__(self, device: torch.device) -> None:
         self.lists = WorkListsBuilder(device)
         self._side_stream = SideStream(device)
+        self._shared_bytes = shared_bytes(device)
 
     def make_metadata(self, segments: Segments) -> WorkLists:
         return self.lists.build(segments)
@@ -226,26 +229,28 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         step_kernel[(triton.cdiv(inputs.value.shape[2], launch.block), inputs.heads, len(work))](
             inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.rate, inputs.skip, inputs.state, work,
             inputs.out, *inputs.input_strides, *inputs.rate_strides, *inputs.state_strides, *inputs.out.stride()[:2],
-            inputs.scale, NORM_EPS, **inputs.sizes, BLOCK_V=launch.block, DELTA=inputs.delta,
-            NORMALIZE=inputs.normalize, num_warps=launch.num_warps,
+            inputs.scale, NORM_EPS, **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
+            DELTA=inputs.delta, NORMALIZE=inputs.normalize, num_warps=launch.num_warps,
         )  # fmt: skip
 
     def _scan(self, inputs: Inputs, metadata: WorkLists, scratch: Scratch) -> None:
         """Launch long segments: all their chunks, then the chunks of each in order."""
-        exact = inputs.key.dtype == torch.float32
-        precision = "ieee" if exact else "tf32"
-        common = dict(**inputs.sizes, HEADS=inputs.heads, CHUNK=CHUNK, DELTA=inputs.delta, PRECISION=precision)
-        prepare_kernel[(inputs.heads, len(metadata.chunks))](
-            inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.rate, metadata.chunks, *scratch.tensors,
-            *inputs.input_strides, *inputs.rate_strides, inputs.scale, NORM_EPS, **common, LEVELS=LEVELS,
-            BLOCK_V=padded(inputs.value.shape[2]), NORMALIZE=inputs.normalize,
+        query, key, value, chunks = inputs.query, inputs.key, inputs.value, metadata.chunks
+        query_strides, key_strides, value_strides = (each.stride()[:2] for each in (query, key, value))
+        exact = key.dtype == torch.float32
+        common = dict(
+            **inputs.sizes, HEADS=inputs.heads, CHUNK=CHUNK, DELTA=inputs.delta, PRECISION="ieee" if exact else "tf32"
+        )
+        prepare_kernel[(inputs.heads, len(chunks))](
+            query, key, inputs.log_decay, inputs.rate, chunks, *scratch.tensors, *query_strides, *key_strides,
+            *inputs.rate_strides, inputs.scale, NORM_EPS, **common, LEVELS=LEVELS, NORMALIZE=inputs.normalize,
             INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8 if exact else 4,
         )  # fmt: skip
         launch = self.scan_launch(inputs)
-        scan_kernel[(triton.cdiv(inputs.value.shape[2], launch.block), inputs.heads, len(metadata.many))](
-            inputs.query, inputs.key, inputs.value, inputs.skip, inputs.state, metadata.many, *scratch.tensors,
-            inputs.out, *inputs.input_strides, *inputs.state_strides, *inputs.out.stride()[:2], **common,
-            BLOCK_V=launch.block, STAGES=launch.num_stages, num_warps=launch.num_warps,
+        scan_kernel[(triton.cdiv(value.shape[2], launch.block), inputs.heads, len(metadata.many))](
+            query, key, value, inputs.skip, inputs.state, metadata.many, *scratch.tensors, inputs.out,
+            *query_strides, *key_strides, *value_strides, *inputs.state_strides, *inputs.out.stride()[:2], **common,
+            VALUE_DIM=value.shape[2], BLOCK_V=launch.block, STAGES=launch.num_stages, num_warps=launch.num_warps,
         )  # fmt: skip
 
     def step_launch(self, inputs: Inputs) -> Launch:
@@ -253,12 +258,22 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         return Launch(block=min(32, padded(inputs.value.shape[2])), num_warps=2)
 
     def scan_launch(self, inputs: Inputs) -> Launch:
-        """Launch settings of `scan_kernel`: chunks that fit shared memory, with the next one on its way."""
-        exact = inputs.key.dtype == torch.float32
-        block = min(16 if exact else 32, padded(inputs.value.shape[2]))
-        return Launch(block=block, num_warps=8 if exact else 4, num_stages=1 if exact else 2)
+        """Launch settings of `scan_kernel`: the next chunk is on its way, if shared memory has room for two."""
+        if inputs.key.dtype == torch.float32:
+            return Launch(block=16, num_warps=8)
+        block = min(32, padded(inputs.value.shape[2]))
+        chunk = CHUNK * (2 * padded(inputs.key.shape[2]) + 2 * CHUNK + block) * inputs.key.element_size()
+        return Launch(block=block, num_warps=4, num_stages=2 if 2 * chunk + OTHER_BYTES <= self._shared_bytes else 1)
 
 
 def padded(size: int) -> int:
     """The number of elements of a kernel's block that holds `size` of them: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on the device. A CPU has none."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -77,13 +77,13 @@ def test_equal_keys_without_decay_do_not_overflow(device: str) -> None:
 
 
 def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> None:
-    case = DeltaCase.random(scattered([1, CHUNK + 3]), key_heads=2, heads=4)
-    fused = torch.cat([case.query, case.key, case.value], 1)
-    query, key, value = fused.split([2, 2, 4], 1)
-    gates = torch.cat([case.log_decay, case.beta], 1)
-    log_decay, beta = gates.split([4, 4], 1)
-    case = replace(case, query=query, key=key, value=value, log_decay=log_decay, beta=beta)
-    assert_close(*on_device(case, device))
+    case, backend = on_device(DeltaCase.random(scattered([1, CHUNK + 3]), key_heads=2, heads=4), device)
+    assert isinstance(case, DeltaCase)
+    query, key, value = torch.cat([case.query, case.key, case.value], 1).split([2, 2, 4], 1)
+    log_decay, beta = torch.cat([case.log_decay, case.beta], 1).split([4, 4], 1)
+    views = replace(case, query=query, key=key, value=value, log_decay=log_decay, beta=beta)
+    assert not any(view.is_contiguous() for view in (query, key, value, log_decay, beta))
+    assert_close(views, backend)
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -12,6 +12,7 @@ from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types.plan import StepPlan
 from holdfast.lm.types.result import StepResult
 from holdfast.lm.types.rows import RowShape
+from holdfast.lm.types.states import StateShape
 from holdfast.lm.types.stats import SchedulerStats
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
@@ -115,6 +116,8 @@ class EngineShape:
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
     """Sizes of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""
+    states: StateShape | None = None
+    """Sizes of the recurrent states of a hybrid model on the paged executor; None for a model without any."""
 
     def __post_init__(self) -> None:
         if (self.rows is not None) != (self.executor == "padded"):

@@ -1,0 +1,283 @@
+"""StatePool: the snapshots of recurrent states, the slots that hold them, and the copies that the next plan does."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
+from holdfast.lm.types import BlockMove, StateCopy, StatePlan, StateShape
+
+NO_SLOT = -1
+"""Stands for no slot. As the source of a start it stands for the state before the first token."""
+
+
+class StateKey(NamedTuple):
+    """The tokens that a state has seen."""
+
+    length: int
+    """Number of these tokens."""
+    parent: bytes
+    """Digest of the last full block before the tail; the root of the identity if there is none."""
+    tail: array[int]
+    """The tokens after the last full block; fewer than a block has."""
+    tail_digest: bytes
+    """Digest under which the KV block of the tail is cached; empty without a tail."""
+
+    @classmethod
+    def of(cls, root: bytes, digests: Sequence[bytes], tokens: Sequence[int], length: int, size: int) -> StateKey:
+        """The key of the first `length` tokens. `digests` are those of their full blocks of `size` tokens, or more."""
+        full = length // size
+        parent = digests[full - 1] if full else root
+        tail = array("I", tokens[full * size : length])
+        return cls(length, parent, tail, block_digests(parent, tail, size)[0] if tail else b"")
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The state after some tokens, kept for sequences that begin with them. Only its pool changes it."""
+
+    key: StateKey
+    previous: Snapshot | None
+    """The snapshot from which the state was computed. None: it was computed from the first token on."""
+    slot: int = NO_SLOT
+    """Slot on the device; NO_SLOT if it has none."""
+    used: Use = (0.0, 0)
+    """When it was last used."""
+    pins: int = 0
+    """Number of copies of the next plan that read or write its slots."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the state has seen."""
+        return self.key.length
+
+
+NOTHING_KEPT = Snapshot(StateKey(0, b"", array("I"), b""), None)
+"""The state before the first token. It needs no slot."""
+
+
+class StatePool:
+    """The snapshots on the device: which tokens each stands for, and which is given up first. Pure.
+
+    The slots below `rows` hold the states of running sequences, one for each row of the plans. The slots above hold
+    snapshots: free + kept + used = total, where used ones are read or written by the next plan.
+
+    A sequence that ends leaves its state in the slot of its row. `save` notes that the next plan copies it to a
+    snapshot, before anything else. So the state is right even if the plan gives the row to another sequence. A
+    snapshot that is noted can be found at once, as starts come after saves in a plan.
+
+    A snapshot is of use only with the KV blocks of all its tokens, which `pool` holds. A last block that is not full
+    is cached under a digest of its own (`StateKey.tail_digest`).
+    """
+
+    def __init__(self, shape: StateShape, rows: int, pool: BlockPool, rule: RetentionRule) -> None:
+        """`rows` is the number of rows of the plans. `rule` ranks the snapshots when a slot is needed.
+
+        Raises ValueError for fewer than one row, and without snapshots.
+        """
+        if rows < 1 or shape.snapshots < 1:
+            raise ValueError(f"{rows} rows and {shape.snapshots} snapshots of states; each must be at least 1")
+        self.total = shape.snapshots
+        self._pool = pool
+        self._rule = rule
+        self._free = list(range(rows + shape.snapshots - 1, rows - 1, -1))
+        self._kept: dict[bytes, list[Snapshot]] = {}
+        """The snapshots by the parent of their keys."""
+        self._saves: list[tuple[int, Snapshot]] = []
+        """Rows that the next plan saves, with the snapshots."""
+        self._later: list[tuple[int, Snapshot]] = []
+        """Rows that the plan after the next one saves, with snapshots that have no slot yet."""
+        self._starts: dict[int, Snapshot] = {}
+        """Snapshots with which the next plan fills rows, by row."""
+        self._tails: dict[int, BlockMove] = {}
+        """Copies of tails that the next plan does, by row. The pool counts an owner more for each source."""
+        self._uses = 0
+        self.saved = 0
+        """Number of snapshots made so far."""
+        self.dropped = 0
+        """Number of snapshots given up so far."""
+        self.hits = 0
+        """Number of sequences that began with a snapshot so far."""
+        self.tokens_found = 0
+        """Number of tokens that these sequences did not have to compute."""
+
+    @property
+    def snapshots(self) -> Iterable[Snapshot]:
+        """All snapshots that can be found."""
+        return [snapshot for snapshots in self._kept.values() for snapshot in snapshots]
+
+    @property
+    def free(self) -> int:
+        """Number of slots for snapshots that hold none."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Number of snapshots on the device that the next plan reads or writes."""
+        return sum(snapshot.pins > 0 and snapshot.slot != NO_SLOT for snapshot in self.snapshots)
+
+    @property
+    def kept(self) -> int:
+        """Number of snapshots on the device that no copy of the next plan needs."""
+        return self.total - self.free - self.used
+
+    def stats(self) -> Mapping[str, int]:
+        """The fields of SchedulerStats that say how full the slots are, and what they were good for."""
+        return {
+            "snapshots_total": self.total,
+            "snapshots_used": self.used,
+            "snapshots_kept": self.kept,
+            "snapshots_saved": self.saved,
+            "snapshots_dropped": self.dropped,
+            "snapshot_hits": self.hits,
+            "snapshot_tokens": self.tokens_found,
+        }
+
+    @property
+    def tails(self) -> list[int]:
+        """The KV blocks that have an owner more until the next plan has copied them."""
+        return [move.source for move in self._tails.values()]
+
+    def find(self, root: bytes, digests: Sequence[bytes], tokens: Sequence[int]) -> Snapshot:
+        """The longest snapshot of a prefix of these tokens; NOTHING_KEPT if there is none.
+
+        `digests` are those of the leading full blocks whose KV is kept. The last token never counts: it must be
+        computed to give logits.
+        """
+        for count in range(len(digests), -1, -1):
+            here = self._kept.get(digests[count - 1] if count else root, ())
+            serving = [snapshot for snapshot in here if self._serves(snapshot.key, tokens)]
+            if serving:
+                return max(serving, key=lambda snapshot: snapshot.length)
+        return NOTHING_KEPT
+
+    def _serves(self, key: StateKey, tokens: Sequence[int]) -> bool:
+        """Whether the tail of a key is that of these tokens, and its block is kept."""
+        tail = array("I", tokens[key.length - len(key.tail) : key.length])
+        return key.length < len(tokens) and tail == key.tail and (not tail or self._has(key.tail_digest))
+
+    def _has(self, digest: bytes) -> bool:
+        """Whether a tier has the KV block of this digest."""
+        pool = self._pool
+        return pool.find_all((digest,)) != [None] or pool.find_on_host(digest) is not None
+
+    def touch(self, snapshot: Snapshot, now: float) -> None:
+        """Count a snapshot as used now."""
+        self._uses += 1
+        snapshot.used = now, self._uses
+
+    def save(self, row: int, snapshot: Snapshot, now: float) -> bool:
+        """Have the next plan save the state of a row, as the plans made so far leave it.
+
+        A snapshot of the same tokens counts as used instead. Returns whether there is one of these tokens now: there is
+        none if the next plan needs all slots.
+        """
+        key = snapshot.key
+        same = [other for other in self._kept.get(key.parent, ()) if other.key.tail == key.tail]
+        for other in same:
+            self.touch(other, now)
+        if same or not self._find_room(now):
+            return bool(same)
+        snapshot.slot = self._free.pop()
+        snapshot.pins += 1
+        self.touch(snapshot, now)
+        self._kept.setdefault(key.parent, []).append(snapshot)
+        self._saves.append((row, snapshot))
+        self.saved += 1
+        return True
+
+    def save_after(self, row: int, snapshot: Snapshot) -> None:
+        """Have the plan after the next one save the state of a row, as the next one leaves it."""
+        self._later.append((row, snapshot))
+
+    def start(self, row: int, snapshot: Snapshot) -> None:
+        """Have the next plan fill a row with a snapshot. Other sequences may start with it, too."""
+        self._starts[row] = snapshot
+        if snapshot is not NOTHING_KEPT:
+            snapshot.pins += 1
+            self.hits += 1
+            self.tokens_found += snapshot.length
+
+    def copy_tail(self, row: int, move: BlockMove) -> None:
+        """Have the next plan copy a KV block for the sequence that starts in a row.
+
+        The caller has added an owner to the source (`BlockPool.share`), which the pool removes after the copy.
+        """
+        self._tails[row] = move
+
+    def begins(self, row: int) -> bool:
+        """Whether the next plan is the first that fills the row for its sequence."""
+        return row in self._starts
+
+    def cancel(self, row: int, now: float) -> None:
+        """Do not fill the row: its sequence has ended before a plan was made."""
+        self._unpin(self._starts.pop(row))
+        if row in self._tails:
+            self._pool.free([self._tails.pop(row).source], now)
+
+    def plan(self, now: float) -> tuple[StatePlan, ...]:
+        """The copies of the plan that is being made, none or one value. They count as done from now on."""
+        plan = StatePlan(
+            saves=tuple([StateCopy(row, snapshot.slot) for row, snapshot in self._saves]),
+            starts=tuple([StateCopy(snapshot.slot, row) for row, snapshot in self._starts.items()]),
+            tails=tuple(self._tails.values()),
+        )
+        for snapshot in (*(snapshot for _, snapshot in self._saves), *self._starts.values()):
+            self._unpin(snapshot)
+        for move in self._tails.values():
+            self._pool.free([move.source], now)
+        self._saves, self._starts, self._tails = [], {}, {}
+        later, self._later = self._later, []
+        for row, snapshot in later:
+            self.save(row, snapshot, now)
+        return (plan,) if plan.computes else ()
+
+    def _unpin(self, snapshot: Snapshot) -> None:
+        if snapshot is not NOTHING_KEPT:
+            snapshot.pins -= 1
+
+    def _find_room(self, now: float) -> bool:
+        """Make a slot free, if need be by giving up the snapshot of the lowest value. Returns whether one is free."""
+        if not self._free:
+            victims = [snapshot for snapshot in self.snapshots if not snapshot.pins]
+            if victims:
+                self.drop(min(victims, key=lambda snapshot: (self.value(snapshot, now), snapshot.used)))
+        return bool(self._free)
+
+    def value(self, snapshot: Snapshot, now: float) -> float:
+        """Cost of computing the state again from the snapshot before it, per second since its last use.
+
+        That is the retention value of Pensieve §4.3.1. A rule that does not go by cost gives 1 / age. The value is 0
+        for a snapshot whose KV blocks are not kept.
+        """
+        key, rule, cost = snapshot.key, self._rule, 1.0
+        full = key.length - len(key.tail)
+        if (full and not self._has(key.parent)) or (key.tail and not self._has(key.tail_digest)):
+            return 0.0
+        if rule.eviction.by_cost:
+            first = self._length_before(snapshot)
+            cost = rule.cost((first + key.length) // 2) * (key.length - first)
+        return cost / max(now - snapshot.used[0], MIN_AGE)
+
+    def _length_before(self, snapshot: Snapshot) -> int:
+        """Length of the snapshot from which this one could be computed again."""
+        while snapshot.previous is not None and snapshot.previous.slot == NO_SLOT:
+            snapshot.previous = snapshot.previous.previous
+        return 0 if snapshot.previous is None else snapshot.previous.length
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot that the next plan does not need. The KV block of its tail goes first from now on."""
+        here = self._kept[snapshot.key.parent]
+        here.remove(snapshot)
+        if not here:
+            del self._kept[snapshot.key.parent]
+        self._free.append(snapshot.slot)
+        snapshot.slot = NO_SLOT
+        self.dropped += 1
+        if snapshot.key.tail:
+            self._pool.give_way([snapshot.key.tail_digest])

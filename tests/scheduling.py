@@ -56,7 +56,8 @@ def create_scheduler(
     kind = PagedKind(pool, by_layer=by_layer)
     if snapshots:
         shape = StateShape(snapshots=snapshots, host_snapshots=host_snapshots, slot_bytes=1 << 20)
-        kind = HybridKind(pool, StatePool(shape, max_sequences, pool, rule), by_layer=by_layer, forks=forks)
+        states = StatePool(shape, max_sequences, pool, rule, low_water=low_water)
+        kind = HybridKind(pool, states, by_layer=by_layer, forks=forks)
     if lower is not None:
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]

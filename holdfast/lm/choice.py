@@ -204,7 +204,7 @@ def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, po
     if shape.states is None:
         return PagedKind(make_pool(config, shape, cost, rule), by_layer=by_layer)
     pool = make_pool(config, shape, cost, rule.from_the_end())
-    states = StatePool(shape.states, config.max_sequences, pool, rule)
+    states = StatePool(shape.states, config.max_sequences, pool, rule, low_water=config.swap_threshold)
     return HybridKind(pool, states, by_layer=by_layer, forks=not isinstance(policy, FixedBudget) or policy.chunks)
 
 

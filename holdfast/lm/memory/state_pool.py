@@ -1,4 +1,4 @@
-"""StatePool: the snapshots of recurrent states, the slots that hold them, and the copies that the next plan does."""
+"""StatePool: the snapshots of recurrent states in both tiers, and the copies of states that the next plan does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
-from holdfast.lm.types import BlockMove, StateCopy, StatePlan, StateShape
+from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, StateCopy, StatePlan, StateShape
 
 NO_SLOT = -1
 """Stands for no slot. As the source of a start it stands for the state before the first token."""
@@ -46,6 +46,8 @@ class Snapshot:
     """The snapshot from which the state was computed. None: it was computed from the first token on."""
     slot: int = NO_SLOT
     """Slot on the device; NO_SLOT if it has none."""
+    host: int = NO_SLOT
+    """Slot on the host; NO_SLOT if it has none."""
     used: Use = (0.0, 0)
     """When it was last used."""
     pins: int = 0
@@ -56,13 +58,23 @@ class Snapshot:
         """Number of tokens that the state has seen."""
         return self.key.length
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether only the host has it."""
+        return self.host != NO_SLOT and self.slot == NO_SLOT
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a tier has it."""
+        return self.slot != NO_SLOT or self.host != NO_SLOT
+
 
 NOTHING_KEPT = Snapshot(StateKey(0, b"", array("I"), b""), None)
 """The state before the first token. It needs no slot."""
 
 
 class StatePool:
-    """The snapshots on the device: which tokens each stands for, and which is given up first. Pure.
+    """The snapshots of both tiers: which tokens each stands for, and which is given up first. Pure.
 
     The slots below `rows` hold the states of running sequences, one for each row of the plans. The slots above hold
     snapshots: free + kept + used = total, where used ones are read or written by the next plan.
@@ -73,19 +85,31 @@ class StatePool:
 
     A snapshot is of use only with the KV blocks of all its tokens, which `pool` holds. A last block that is not full
     is cached under a digest of its own (`StateKey.tail_digest`).
+
+    With slots on the host, a snapshot leaves the device in two steps. Ahead of need, when few slots are free, a plan
+    copies the snapshots of the lowest value to the host. Their slots on the device are given up first when a slot is
+    needed. A sequence that starts with a snapshot of the host has it copied to its row.
     """
 
-    def __init__(self, shape: StateShape, rows: int, pool: BlockPool, rule: RetentionRule) -> None:
+    def __init__(
+        self, shape: StateShape, rows: int, pool: BlockPool, rule: RetentionRule, *, low_water: float = 0.25
+    ) -> None:
         """`rows` is the number of rows of the plans. `rule` ranks the snapshots when a slot is needed.
+
+        Copies to the host begin when the share of slots on the device that can be had at once falls below `low_water`.
 
         Raises ValueError for fewer than one row, and without snapshots.
         """
         if rows < 1 or shape.snapshots < 1:
             raise ValueError(f"{rows} rows and {shape.snapshots} snapshots of states; each must be at least 1")
         self.total = shape.snapshots
+        self.host_total = shape.host_snapshots
+        self._copies_ahead = max(1, COPIES_AHEAD_BYTES // shape.slot_bytes)
+        self._least_ready = max(1, int(shape.snapshots * low_water))
         self._pool = pool
         self._rule = rule
         self._free = list(range(rows + shape.snapshots - 1, rows - 1, -1))
+        self._host_free = list(range(shape.host_snapshots - 1, -1, -1))
         self._kept: dict[bytes, list[Snapshot]] = {}
         """The snapshots by the parent of their keys."""
         self._saves: list[tuple[int, Snapshot]] = []
@@ -96,11 +120,17 @@ class StatePool:
         """Snapshots with which the next plan fills rows, by row."""
         self._tails: dict[int, BlockMove] = {}
         """Copies of tails that the next plan does, by row. The pool counts an owner more for each source."""
+        self._may_swap_out = False
+        """Whether the last plan may have left snapshots to copy to the host."""
         self._uses = 0
         self.saved = 0
         """Number of snapshots made so far."""
         self.dropped = 0
-        """Number of snapshots given up so far."""
+        """Number of snapshots that no tier has any more."""
+        self.swapped_out = 0
+        """Number of snapshots copied to the host so far."""
+        self.swapped_in = 0
+        """Number of sequences so far whose state came from the host."""
         self.hits = 0
         """Number of sequences that began with a snapshot so far."""
         self.tokens_found = 0
@@ -119,7 +149,8 @@ class StatePool:
     @property
     def used(self) -> int:
         """Number of snapshots on the device that the next plan reads or writes."""
-        return sum(snapshot.pins > 0 and snapshot.slot != NO_SLOT for snapshot in self.snapshots)
+        needed = {*self._starts.values(), *(snapshot for _, snapshot in self._saves)}
+        return sum(snapshot.slot != NO_SLOT for snapshot in needed)
 
     @property
     def kept(self) -> int:
@@ -134,6 +165,10 @@ class StatePool:
             "snapshots_kept": self.kept,
             "snapshots_saved": self.saved,
             "snapshots_dropped": self.dropped,
+            "snapshots_swapped_out": self.swapped_out,
+            "snapshots_swapped_in": self.swapped_in,
+            "host_snapshots_total": self.host_total,
+            "host_snapshots_kept": self.host_total - len(self._host_free),
             "snapshot_hits": self.hits,
             "snapshot_tokens": self.tokens_found,
         }
@@ -189,6 +224,7 @@ class StatePool:
         self._kept.setdefault(key.parent, []).append(snapshot)
         self._saves.append((row, snapshot))
         self.saved += 1
+        self._may_swap_out = self.host_total > 0
         return True
 
     def save_after(self, row: int, snapshot: Snapshot) -> None:
@@ -222,11 +258,16 @@ class StatePool:
 
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
+        if not (self._saves or self._starts or self._later or self._may_swap_out):
+            return ()
         plan = StatePlan(
             saves=tuple([StateCopy(row, snapshot.slot) for row, snapshot in self._saves]),
-            starts=tuple([StateCopy(snapshot.slot, row) for row, snapshot in self._starts.items()]),
+            starts=tuple([StateCopy(each.slot, row) for row, each in self._starts.items() if not each.is_on_host]),
             tails=tuple(self._tails.values()),
+            swap_out=self._swap_out(now),
+            swap_in=tuple([StateCopy(each.host, row) for row, each in self._starts.items() if each.is_on_host]),
         )
+        self.swapped_in += len(plan.swap_in)
         for snapshot in (*(snapshot for _, snapshot in self._saves), *self._starts.values()):
             self._unpin(snapshot)
         for move in self._tails.values():
@@ -242,12 +283,54 @@ class StatePool:
             snapshot.pins -= 1
 
     def _find_room(self, now: float) -> bool:
-        """Make a slot free, if need be by giving up the snapshot of the lowest value. Returns whether one is free."""
+        """Make a slot free, if need be that of the snapshot of the lowest value. Returns whether one is free.
+
+        Snapshots that the host has, too, give up their slots first.
+        """
         if not self._free:
-            victims = [snapshot for snapshot in self.snapshots if not snapshot.pins]
+            victims = [each for each in self.snapshots if each.slot != NO_SLOT and not each.pins]
             if victims:
-                self.drop(min(victims, key=lambda snapshot: (self.value(snapshot, now), snapshot.used)))
+                self._leave_device(min(victims, key=lambda each: (each.host == NO_SLOT, *self._rank(each, now))))
         return bool(self._free)
+
+    def _swap_out(self, now: float) -> tuple[StateCopy, ...]:
+        """Copy snapshots to the host, the lowest value first, if too few slots can be had at once."""
+        if not self._may_swap_out:
+            return ()
+        idle = [each for each in self.snapshots if each.slot != NO_SLOT and not each.pins]
+        alone = [each for each in idle if each.host == NO_SLOT]
+        short = self._least_ready - (len(self._free) + len(idle) - len(alone))
+        copied: list[Snapshot] = []
+        for snapshot in sorted(alone, key=lambda each: self._rank(each, now))[: max(0, min(short, self._copies_ahead))]:
+            if self._find_room_on_host(snapshot, now):
+                snapshot.host = self._host_free.pop()
+                snapshot.pins += 1  # the next one must not take its slot
+                copied.append(snapshot)
+        for snapshot in copied:
+            self._unpin(snapshot)
+        self.swapped_out += len(copied)
+        self._may_swap_out = bool(copied or self._saves or self._starts)
+        return tuple([StateCopy(snapshot.slot, snapshot.host) for snapshot in copied])
+
+    def _find_room_on_host(self, snapshot: Snapshot, now: float) -> bool:
+        """Make a slot of the host free for a snapshot, if it holds anything that is needed there less.
+
+        A copy of a snapshot that leaves the device later than this one goes first: nothing is lost with it. Next comes
+        the snapshot of the lowest value that only the host has, if this one is worth more.
+        """
+        if not self._host_free:
+            rank = self._rank(snapshot, now)
+            on_host = [each for each in self.snapshots if each.host != NO_SLOT and not each.pins]
+            ranked = sorted(on_host, key=lambda each: self._rank(each, now))
+            later = [each for each in reversed(ranked) if each.slot != NO_SLOT and self._rank(each, now) > rank]
+            alone = [each for each in ranked if each.slot == NO_SLOT and self._rank(each, now) < rank]
+            for victim in (*later, *alone)[:1]:
+                self._leave_host(victim)
+        return bool(self._host_free)
+
+    def _rank(self, snapshot: Snapshot, now: float) -> tuple[float, Use]:
+        """The lowest goes first."""
+        return self.value(snapshot, now), snapshot.used
 
     def value(self, snapshot: Snapshot, now: float) -> float:
         """Cost of computing the state again from the snapshot before it, per second since its last use.
@@ -266,18 +349,30 @@ class StatePool:
 
     def _length_before(self, snapshot: Snapshot) -> int:
         """Length of the snapshot from which this one could be computed again."""
-        while snapshot.previous is not None and snapshot.previous.slot == NO_SLOT:
+        while snapshot.previous is not None and not snapshot.previous.is_kept:
             snapshot.previous = snapshot.previous.previous
         return 0 if snapshot.previous is None else snapshot.previous.length
 
-    def drop(self, snapshot: Snapshot) -> None:
-        """Give up a snapshot that the next plan does not need. The KV block of its tail goes first from now on."""
+    def _leave_device(self, snapshot: Snapshot) -> None:
+        """Free the slot on the device of a snapshot that the next plan does not need."""
+        self._free.append(snapshot.slot)
+        snapshot.slot = NO_SLOT
+        self._forget(snapshot)
+
+    def _leave_host(self, snapshot: Snapshot) -> None:
+        """Free the slot on the host of a snapshot that the next plan does not need."""
+        self._host_free.append(snapshot.host)
+        snapshot.host = NO_SLOT
+        self._forget(snapshot)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot if no tier has it. The KV block of its tail then goes first."""
+        if snapshot.is_kept:
+            return
         here = self._kept[snapshot.key.parent]
         here.remove(snapshot)
         if not here:
             del self._kept[snapshot.key.parent]
-        self._free.append(snapshot.slot)
-        snapshot.slot = NO_SLOT
         self.dropped += 1
         if snapshot.key.tail:
             self._pool.give_way([snapshot.key.tail_digest])

@@ -75,7 +75,13 @@ class SchedulerStats:
     snapshots_saved: int = 0
     """Snapshots made so far."""
     snapshots_dropped: int = 0
-    """Snapshots given up so far."""
+    """Snapshots that no tier has any more."""
+    snapshots_swapped_out: int = 0
+    snapshots_swapped_in: int = 0
+    host_snapshots_total: int = 0
+    """Slots for snapshots on the host."""
+    host_snapshots_kept: int = 0
+    """Number of these slots that hold a snapshot."""
     snapshot_hits: int = 0
     """Starts of sequences from a snapshot so far."""
     snapshot_tokens: int = 0

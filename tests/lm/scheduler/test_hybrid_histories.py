@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.lm.types import SchedulerStats
 from tests.hybrid import HybridDevice, check_hybrid
 from tests.lm.scheduler.test_histories import STEPS, History, check
 
@@ -25,13 +26,20 @@ class HybridHistory(History):
         self.steps_in_flight = self.random.choice((1, 2, 2, self.steps_in_flight))
         self.talkative = self.random.choice((0.8, 0.95))
         self.device = HybridDevice(
-            self.blocks, self.block_size, self.max_sequences + self.snapshots, self.host_blocks, 0, self.random
+            self.blocks,
+            self.block_size,
+            self.max_sequences + self.snapshots,
+            self.host_blocks,
+            self.host_snapshots,
+            self.random,
         )
 
     def more_settings(self):
         self.snapshots = self.random.choice((1, 3, 8, 30))
+        self.host_snapshots = self.random.choice((0, 1, 5, 30))
         whole = not self.any_order and not getattr(self.policy_class(), "chunks", True)
-        return {"snapshots": self.snapshots, "forks": not whole and self.random.random() < 0.7}
+        sizes = {"snapshots": self.snapshots, "host_snapshots": self.host_snapshots}
+        return {**sizes, "forks": not whole and self.random.random() < 0.7}
 
     def policy(self, name):
         self.chosen = super().policy(name)
@@ -62,7 +70,7 @@ def seen_in(seed, name):
     history = play(seed, name)
     check(history)
     stats = history.scheduler.stats()
-    names = ("snapshot_hits", "snapshot_tokens", "snapshots_saved", "snapshots_dropped")
+    names = [name for name in SchedulerStats.__dataclass_fields__ if "snapshot" in name and "total" not in name]
     return history.seen + Counter({name: getattr(stats, name) for name in names}, tails=history.device.tails)
 
 

@@ -10,6 +10,8 @@ from holdfast.lm.memory.sequence_cache import Found, SequenceCache
 from holdfast.lm.memory.state_pool import NOTHING_KEPT, Snapshot, StateKey, StatePool
 from holdfast.lm.types import BlockCopy, BlockMove
 
+LONG = 1024
+"""Tokens of a prompt that lack state, from which on the state at its last block boundary is worth a free slot."""
 NO_ROW = -1
 """The row of a sequence that waits."""
 
@@ -60,10 +62,11 @@ class HybridCache:
 
     When the sequence ends or must wait, its state is saved at the last position that a plan computes, if all tokens
     before it are known. Kept KV blocks beyond the snapshot show that another sequence has computed this prefix before.
-    With `forks` the prefill ends a segment where they end, and saves the state there for the next such sequence.
+    With `forks` the prefill ends a segment where they end, and saves the state there for the next such sequence. It
+    does the same at the last block boundary of a long prompt while slots are free, for another answer to this prompt.
     """
 
-    __slots__ = ("_cache", "_fork", "_forks", "_pool", "_root", "_row", "_source", "_states", "_tail")
+    __slots__ = ("_cache", "_fork", "_forks", "_is_shared", "_pool", "_root", "_row", "_source", "_states", "_tail")
 
     def __init__(self, pool: BlockPool, states: StatePool, root: bytes | None, *, forks: bool) -> None:
         """`root` starts the chain of digests (`Identity.root`). None: the sequence keeps and finds nothing."""
@@ -77,6 +80,8 @@ class HybridCache:
         """The snapshot before which nothing of the sequence needs to be computed again."""
         self._fork = 0
         """Position at which the state is saved while the prompt is computed; 0: none."""
+        self._is_shared = False
+        """Whether another sequence has computed the prefix that ends there."""
         self._tail: tuple[BlockMove, ...] = ()
         """The copy of the snapshot's last KV block, until the sequence has a row."""
 
@@ -119,7 +124,7 @@ class HybridCache:
         self._cache.plan(start, stop)
         if self._root is not None and stop == self._fork:
             key = StateKey.of(self._root, self.digests, (), stop, self._pool.block_size)
-            self._source = Snapshot(key, self._source)
+            self._source = Snapshot(key, self._source, shared=self._is_shared)
             self._states.save_after(self._row, self._source)
 
     def rollback(self, length: int) -> None:
@@ -187,12 +192,21 @@ class HybridCache:
         self._tail = tuple([BlockMove(source, cache.blocks[index]) for index, source in found.tail.items()])
         copies += pool.fill([(cache.blocks[index], digest) for index, digest in found.tail_on_host.items()])
         self._source = found.snapshot
-        self._fork = found.known if self._forks and found.known > found.snapshot.length else 0
+        self._fork = self._choose_fork(found, length) if self._forks else 0
+        self._is_shared = self._fork == found.known
         if found.snapshot.length > cache.planned:
             cache.plan(cache.planned, found.snapshot.length)
         if found.snapshot is not NOTHING_KEPT:
             self._states.touch(found.snapshot, now)
         return copies
+
+    def _choose_fork(self, found: FoundState, length: int) -> int:
+        """The position at which to save the state of a prompt of this length while it is computed; 0: none."""
+        if found.known > found.snapshot.length:
+            return found.known
+        size = self._pool.block_size
+        is_long = length - found.snapshot.length >= LONG and self._states.free > 0
+        return (length - 1) // size * size if is_long else 0
 
     def occupy(self, row: int) -> None:
         """Have the next plan fill this row with the state that the sequence starts from."""

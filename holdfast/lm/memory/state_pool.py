@@ -42,8 +42,8 @@ class Snapshot:
     """The state after some tokens, kept for sequences that begin with them. Only its pool changes it."""
 
     key: StateKey
-    previous: Snapshot | None
-    """The snapshot from which the state was computed. None: it was computed from the first token on."""
+    previous: Snapshot
+    """The snapshot from which the state was computed; NOTHING_KEPT if it was computed from the first token on."""
     slot: int = NO_SLOT
     """Slot on the device; NO_SLOT if it has none."""
     host: int = NO_SLOT
@@ -52,6 +52,12 @@ class Snapshot:
     """When it was last used."""
     pins: int = 0
     """Number of copies of the next plan that read or write its slots."""
+    shared: bool = False
+    """Whether it stands for a prefix that several sequences have had."""
+    starts: int = 0
+    """Number of sequences that began with it."""
+    is_continued: bool = False
+    """Whether a snapshot was made of a sequence that began with it, or that went on after it."""
 
     @property
     def length(self) -> int:
@@ -64,13 +70,26 @@ class Snapshot:
         return self.host != NO_SLOT and self.slot == NO_SLOT
 
     @property
+    def is_passed(self) -> bool:
+        """Whether its conversation has gone on, and no other sequence has begun with it."""
+        return self.is_continued and self.starts < 2 and not self.shared
+
+    @property
     def is_kept(self) -> bool:
         """Whether a tier has it."""
         return self.slot != NO_SLOT or self.host != NO_SLOT
 
 
-NOTHING_KEPT = Snapshot(StateKey(0, b"", array("I"), b""), None)
-"""The state before the first token. It needs no slot."""
+class NothingKept(Snapshot):
+    """The state before the first token. It needs no slot, and each state can be computed from it."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(StateKey(0, b"", array("I"), b""), self)
+
+
+NOTHING_KEPT = NothingKept()
 
 
 class StatePool:
@@ -221,6 +240,8 @@ class StatePool:
         snapshot.slot = self._free.pop()
         snapshot.pins += 1
         self.touch(snapshot, now)
+        if self._length_before(snapshot):
+            snapshot.previous.is_continued = True
         self._kept.setdefault(key.parent, []).append(snapshot)
         self._saves.append((row, snapshot))
         self.saved += 1
@@ -236,6 +257,7 @@ class StatePool:
         self._starts[row] = snapshot
         if snapshot is not NOTHING_KEPT:
             snapshot.pins += 1
+            snapshot.starts += 1
             self.hits += 1
             self.tokens_found += snapshot.length
 
@@ -328,9 +350,14 @@ class StatePool:
                 self._leave_host(victim)
         return bool(self._host_free)
 
-    def _rank(self, snapshot: Snapshot, now: float) -> tuple[float, Use]:
-        """The lowest goes first."""
-        return self.value(snapshot, now), snapshot.used
+    def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
+        """The snapshot of the lowest rank goes first.
+
+        Those of no use go before all others, and then those that their conversations have left behind: the next turn
+        needs the latest one.
+        """
+        value = self.value(snapshot, now)
+        return value > 0 and not snapshot.is_passed, value, snapshot.used
 
     def value(self, snapshot: Snapshot, now: float) -> float:
         """Cost of computing the state again from the snapshot before it, per second since its last use.
@@ -349,9 +376,9 @@ class StatePool:
 
     def _length_before(self, snapshot: Snapshot) -> int:
         """Length of the snapshot from which this one could be computed again."""
-        while snapshot.previous is not None and not snapshot.previous.is_kept:
+        while snapshot.previous.length and not snapshot.previous.is_kept:
             snapshot.previous = snapshot.previous.previous
-        return 0 if snapshot.previous is None else snapshot.previous.length
+        return snapshot.previous.length
 
     def _leave_device(self, snapshot: Snapshot) -> None:
         """Free the slot on the device of a snapshot that the next plan does not need."""

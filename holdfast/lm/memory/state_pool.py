@@ -89,7 +89,7 @@ class NothingKept(Snapshot):
         super().__init__(StateKey(0, b"", array("I"), b""), self)
 
 
-NOTHING_KEPT = NothingKept()
+NOTHING_KEPT: Snapshot = NothingKept()
 
 
 class StatePool:

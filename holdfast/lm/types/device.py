@@ -123,11 +123,15 @@ class EngineShape:
     rows: RowShape | None = None
     """Sizes of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""
     states: StateShape | None = None
-    """Sizes of the recurrent states of a hybrid model on the paged executor; None for a model without any."""
+    """Sizes of the recurrent states of a hybrid model; None for a model without any. Raises ValueError with `rows`."""
 
     def __post_init__(self) -> None:
         if (self.rows is not None) != (self.executor == "padded"):
             raise ValueError(f"executor is {self.executor} and rows are {self.rows}; give rows for the padded one only")
+        if self.rows is not None and self.states is not None:
+            raise ValueError(
+                f"states are {self.states} on the padded executor, whose rows hold all state; give one only"
+            )
 
     def cache_positions(self, block_size: int) -> int | None:
         """Positions that the paged cache holds in blocks of this size; None for padded rows."""

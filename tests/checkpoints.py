@@ -41,7 +41,12 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 """Sizes of recurrent layers, and a layer with attention."""
-MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40}
+MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
 
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "Llama": {},

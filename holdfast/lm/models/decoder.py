@@ -192,9 +192,7 @@ class Decoder:
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
             )
             rotation, window = int(local[index]), windows[index]
-            mixers.append(
-                kind(ops, weights, spec, index=index, cache=index - states, window=window, rotation=rotation)
-            )
+            mixers.append(kind(ops, weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
         return tuple(mixers)
 
     @property

@@ -362,7 +362,8 @@ def choose_device(
     """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
 
     `refusal` is a known reason why it cannot be paged; empty: none is known. With the other `ranks` it is on all their
-    devices. Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the executor does not read, and MemoryError.
+    devices. Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the
+    executor does not read, and MemoryError.
     """
     if isinstance(ranks, Ranks):
         return make_many_device(config, ranks, stages, more)

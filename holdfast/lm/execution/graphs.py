@@ -258,8 +258,8 @@ class StepGraphs:
         In a group of devices, run them inside its `alone`.
         """
         sizes = self.sizes
-        bodies = [partial(self._rehearsal, self._body, *body) for body in sizes.bodies()]
-        return bodies + [partial(self._rehearsal, self._decode, size) for size in sizes.decodes]
+        bodies: list[Callable[[], None]] = [partial(self._rehearsal, self._body, *body) for body in sizes.bodies()]
+        return [*bodies, *(partial(self._rehearsal, self._decode, size) for size in sizes.decodes)]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
         """Upload a step and start its graphs. Returns its inputs and logits [R, own_vocab_size].

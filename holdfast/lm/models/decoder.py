@@ -181,18 +181,18 @@ class Decoder:
 
     def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:
         """The mixer of each layer, for its window and its kind of rotation."""
-        spec, ops, mixers, states = self.decoder, self._ops, list[Mixer](), 0
+        spec, mixers, states = self.decoder, list[Mixer](), 0
         kind = GatedAttentionMixer if spec.attention_gate else AttentionMixer
         for index, layer in enumerate(self.layers):
             if spec.delta is not None and spec.recurrent[self.shard.layers[index]]:
-                mixers.append(DeltaMixer(ops, _delta_weights(layer), spec.delta, state=states, eps=spec.rms_eps))
+                mixers.append(DeltaMixer(_delta_weights(layer), spec.delta, state=states, eps=spec.rms_eps))
                 states += 1
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
             )
             rotation, window = int(local[index]), windows[index]
-            mixers.append(kind(ops, weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
+            mixers.append(kind(weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
         return tuple(mixers)
 
     @property
@@ -369,7 +369,7 @@ class Decoder:
         normed = ops.norm(stream, self.layers[0].input_norm)
         adapters = step.adapters
         for index, mixer in enumerate(self._mixers):
-            attended = mixer.mix(normed, step, rotations)
+            attended = mixer.mix(ops, normed, step, rotations)
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
         if not self.shard.last:

@@ -20,10 +20,10 @@ class Mixer(ABC):
     """The first half of one layer, up to the projection that adds its result to the stream."""
 
     @abstractmethod
-    def mix(self, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         """The input [T, width] of that projection, from the normed stream. Writes the layer's cache or states.
 
-        `rotations` are those of the step's positions, by kind of layer.
+        `ops` are the decoder's. `rotations` are those of the step's positions, by kind of layer.
         """
 
 
@@ -43,7 +43,6 @@ class AttentionMixer(Mixer):
 
     def __init__(
         self,
-        ops: LayerOps,
         weights: AttentionWeights,
         spec: DecoderSpec,
         *,
@@ -56,25 +55,27 @@ class AttentionMixer(Mixer):
 
         `rotation` is the layer's kind of rotation.
         """
-        self._ops, self._weights = ops, weights
+        self._weights = weights
         self._index, self._cache, self._window, self._rotation = index, cache, window, rotation
         self._scale, self._softcap = spec.scale, spec.softcap
 
-    def mix(self, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        return self._attended(self._projected(normed, step), step, rotations)
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        return self._attended(ops, self._projected(ops, normed, step), step, rotations)
 
-    def _projected(self, normed: Normed, step: StepInput) -> torch.Tensor:
+    def _projected(self, ops: LayerOps, normed: Normed, step: StepInput) -> torch.Tensor:
         """The product with `AttentionWeights.qkv`, and what adapters change of it."""
-        ops, weights, adapters = self._ops, self._weights, step.adapters
+        weights, adapters = self._weights, step.adapters
         if adapters is None:
             return ops.linear(normed, weights.qkv, weights.bias)
         stack = adapters.layers[self._index].qkv
         return adapted(ops, ops.computed(normed), weights.qkv, weights.bias, stack, adapters, adapters.tokens)
 
-    def _attended(self, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+    def _attended(
+        self, ops: LayerOps, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]
+    ) -> torch.Tensor:
         """The result [T, H D] of attention, whose keys and values are written to the cache first."""
         weights, cache = self._weights, self._cache
-        query = self._ops.rotate_and_write(
+        query = ops.rotate_and_write(
             qkv, rotations[self._rotation], weights.q_norm, weights.k_norm, step.caches[cache], step.slot_mapping
         )
         return step.attend(
@@ -85,11 +86,11 @@ class AttentionMixer(Mixer):
 class GatedAttentionMixer(AttentionMixer):
     """Attention whose heads have output gates (Qiu et al., 2025, Gated Attention for Large Language Models, §2)."""
 
-    def mix(self, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        shape, projected = self._ops.shape, self._projected(normed, step)
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        shape, projected = ops.shape, self._projected(ops, normed, step)
         gates = shape.num_heads * shape.head_dim
         qkv, gate = projected[:, :-gates], projected[:, -gates:]
-        return self._attended(qkv, step, rotations).mul_(gate.sigmoid())
+        return self._attended(ops, qkv, step, rotations).mul_(gate.sigmoid())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,24 +107,24 @@ class DeltaWeights:
 class DeltaMixer(Mixer):
     """A gated delta net (Yang et al., 2024, Gated Delta Networks, §3.3), as Qwen3-Next and Qwen3.5 have it."""
 
-    def __init__(self, ops: LayerOps, weights: DeltaWeights, delta: DeltaSpec, *, state: int, eps: float) -> None:
+    def __init__(self, weights: DeltaWeights, delta: DeltaSpec, *, state: int, eps: float) -> None:
         """`state` is the layer's number among those with a state. `eps` is added under the root of the norm."""
-        self._ops, self._weights, self._delta, self._state, self._eps = ops, weights, delta, state, eps
+        self._weights, self._delta, self._state, self._eps = weights, delta, state, eps
 
-    def mix(self, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         weights, delta, recurrent = self._weights, self._delta, step.recurrent
         assert recurrent is not None
         conv_state, state = recurrent.states[self._state]
         recurrence, metadata = recurrent.recurrence, recurrent.metadata
         heads, dim = delta.value_heads, delta.value_dim
-        projected = self._ops.linear(normed, weights.inputs)
+        projected = ops.linear(normed, weights.inputs)
         mixed, gate, rate, time = torch.split(projected, [delta.channels, delta.values, heads, heads], dim=-1)
         mixed = recurrence.convolve(mixed, weights.conv, None, conv_state, metadata, activation="silu")
         query, key, value = torch.split(mixed, [delta.keys, delta.keys, delta.values], dim=-1)
         found = recurrence.gated_delta(
-            query.unflatten(-1, (delta.key_heads, delta.key_dim)),
-            key.unflatten(-1, (delta.key_heads, delta.key_dim)),
-            value.unflatten(-1, (heads, dim)),
+            query.view(len(query), delta.key_heads, delta.key_dim),
+            key.view(len(key), delta.key_heads, delta.key_dim),
+            value.view(len(value), heads, dim),
             functional.softplus(time.float() + weights.bias) * weights.decay,
             rate.sigmoid(),
             state,

@@ -18,7 +18,7 @@ import torch
 from holdfast.core.layout import Layout
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs
+from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs, StepMetadata
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.paged import PagedAttention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
@@ -361,7 +361,8 @@ def test_graphs_of_stages_give_the_logits_of_the_whole_model(checkpoint: Path, m
     """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch."""
 
     def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
-        metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        attention = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        metadata = StepMetadata(attention, None)
         return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -436,7 +437,8 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
     monkeypatch.setattr("holdfast.lm.kernels.lora.groups.FEW_TOKENS", few)
 
     def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
-        metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        attention = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        metadata = StepMetadata(attention, None)
         return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

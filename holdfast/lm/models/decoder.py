@@ -508,4 +508,4 @@ def _delta_weights(layer: LayerWeights) -> DeltaWeights:
     """The weights of a recurrent layer's mixer."""
     conv, decay, bias, gain = layer.delta_conv, layer.delta_decay, layer.delta_bias, layer.delta_gain
     assert conv is not None and decay is not None and bias is not None and gain is not None
-    return DeltaWeights(inputs=layer.qkv, conv=conv, decay=decay.exp().neg_(), bias=bias, gain=gain)
+    return DeltaWeights(inputs=layer.qkv, conv=conv.contiguous(), decay=decay.exp().neg_(), bias=bias, gain=gain)

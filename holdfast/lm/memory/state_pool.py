@@ -353,7 +353,7 @@ class StatePool:
     def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
         """The snapshot of the lowest rank goes first.
 
-        Those of no use go before all others, and then those that their conversations have left behind: the next turn
+        Those of no use go before all others, and then those that their conversations have gone on from: the next turn
         needs the latest one.
         """
         value = self.value(snapshot, now)

@@ -4,6 +4,7 @@ import pytest
 
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.hybrid_cache import LONG, HybridCache
 from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.memory.state_pool import StatePool
@@ -116,6 +117,23 @@ def test_a_snapshot_serves_only_tokens_that_begin_with_all_of_its_own_and_have_o
     assert memory.found([99, *range(1, 11)]) == 0
 
 
+def test_a_snapshot_of_less_than_a_block_is_found():
+    memory = Memory()
+    memory.end(range(3))
+    assert memory.found(range(4)) == 3
+
+
+def test_a_snapshot_with_a_hole_before_it_is_not_found():
+    memory = Memory(blocks=4)
+    memory.end(range(8))
+    memory.end(range(12))
+    assert memory.found(range(13)) == 12
+    memory.pool.give_way(block_digests(ROOT, range(4), SIZE))
+    taken = memory.pool.allocate(2, memory.now)  # one free block, and the first of the sequence
+    memory.pool.free(taken, memory.now)
+    assert memory.found(range(13)) == 0
+
+
 def test_another_tenant_finds_no_snapshot():
     memory = Memory()
     memory.end(range(10))
@@ -188,9 +206,11 @@ def test_a_sequence_that_ends_before_a_plan_fills_its_row_saves_nothing():
 
 
 def test_a_sequence_that_computed_nothing_since_its_snapshot_saves_nothing():
-    memory = Memory()
+    memory = Memory(snapshots=1)
     memory.end(range(10))
     cache, _ = memory.start(range(12), row=1)
+    memory.plan()
+    memory.end(range(100, 110))
     memory.plan()
     cache.end(range(12), memory.now)
     assert memory.plan() == StatePlan()

@@ -191,12 +191,12 @@ def test_snapshots_that_the_next_plan_needs_are_not_given_up():
 
 def test_the_kv_block_of_a_dropped_tail_goes_first():
     states = States(snapshots=1)
-    dropped = states.save([*range(6)])
-    states.save(OTHER)
-    assert not dropped.is_kept
-    states.blocks.allocate(states.blocks.available - 1, states.now)
-    assert states.blocks.find_all((dropped.key.tail_digest, states.key(OTHER).parent))[0] is None
-    assert states.blocks.find_all((states.key(OTHER).parent,)) != [None]
+    dropped, other = states.save([*range(6)]), states.snapshot(OTHER)
+    states.blocks.touch(states.blocks.find_all((dropped.key.tail_digest,)), (), states.now + 1)
+    states.pool.save(0, other, states.now + 2)
+    states.blocks.allocate(states.blocks.available - 1, states.now + 2)
+    tail, last = states.blocks.find_all((dropped.key.tail_digest, other.key.parent))
+    assert tail is None and last is not None
 
 
 def test_few_ready_slots_have_the_snapshot_of_the_lowest_value_copied_to_the_host():

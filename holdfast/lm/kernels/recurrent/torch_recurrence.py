@@ -16,6 +16,8 @@ WIDTHS = (1, 16, 64)
 """Tokens that a chunk is padded to. Longer segments are cut into chunks of the last width."""
 PIECE_BYTES = 1 << 22
 """States are copied out of their slots for as many segments at a time as fit in the cache of a CPU."""
+CONVOLVED_BYTES = 1 << 19
+"""Sums of a convolution are computed for as many tokens at a time as fit in the cache of one core."""
 LEAST_LOG_DECAY = -1000.0
 """Float32's exp is 0 here already. Lower numbers are raised to this one, so that sums of them stay accurate."""
 
@@ -108,18 +110,20 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
         inputs[metadata.start[:, None] + before] = state[metadata.slots].transpose(1, 2).float()
         state[metadata.slots] = inputs[metadata.stop[:, None] + before].transpose(1, 2).to(state.dtype)
 
-        columns = weight.float().unbind(1)
-        length = max(0, len(inputs) - kept)
-        sums = inputs[:length] * columns[0]
-        for offset in range(1, kept + 1):
-            sums.addcmul_(inputs[offset : offset + length], columns[offset])
-        found = sums[place]
-        if bias is not None:
-            found += bias.float()
-        if activation == "silu":
-            torch.nn.functional.silu(found, inplace=True)
+        columns = weight.float().t().contiguous()
+        added = None if bias is None else bias.float()
         out = x.new_empty(x.shape)
-        out[:tokens] = found.to(x.dtype)
+        rows = max(1, CONVOLVED_BYTES // (4 * x.shape[1]))
+        for first in range(0, tokens, rows):
+            oldest = place[first : first + rows]
+            sums = inputs.index_select(0, oldest).mul_(columns[0])
+            for offset in range(1, kept + 1):
+                sums.addcmul_(inputs.index_select(0, oldest + offset), columns[offset])
+            if added is not None:
+                sums += added
+            if activation == "silu":
+                torch.nn.functional.silu(sums, inplace=True)
+            out[first : first + len(oldest)] = sums
         return out
 
     def gated_delta(

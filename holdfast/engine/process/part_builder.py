@@ -183,12 +183,12 @@ EXCLUSIONS = (
         "no native decoder",
         "tuning needs a native decoder over a paged cache, and this model has none; leave it out",
     ),
+    Exclusion("tuning", "recurrent layers", "a model with recurrent layers cannot be tuned; leave tuning out"),
     Exclusion(
         "adapters",
         "recurrent layers",
         "adapters of a model with recurrent layers run on padded rows: set executor to padded, or leave it out",
     ),
-    Exclusion("tuning", "recurrent layers", "a model with recurrent layers cannot be tuned; leave tuning out"),
     Exclusion(
         "lower tiers",
         "recurrent layers",

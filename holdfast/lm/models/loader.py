@@ -94,15 +94,15 @@ def load(
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     if quantization == "fp8":
         check_fp8(device)
-        if spec.experts is not None:
-            raise UnsupportedCheckpoint(
-                f"quantization is fp8, which experts do not have, and {spec.architecture} is a mixture of experts: "
-                "leave it out"
-            )
         if spec.delta is not None:
             raise UnsupportedCheckpoint(
                 f"quantization is fp8, which recurrent layers do not have, and {spec.architecture} has some: leave it "
                 "out"
+            )
+        if spec.experts is not None:
+            raise UnsupportedCheckpoint(
+                f"quantization is fp8, which experts do not have, and {spec.architecture} is a mixture of experts: "
+                "leave it out"
             )
     shard = shard_of(spec, layout, rank)
     length = limited(max_model_len, spec.most_positions if max_model_len else spec.plain_positions)

@@ -124,7 +124,7 @@ class GraphSizes:
 
 
 class StepMetadata(NamedTuple):
-    """What the layers of a captured step read of its segments."""
+    """The metadata from which the layers of a captured step know its segments."""
 
     attention: Any
     recurrent: RecurrentStep | None

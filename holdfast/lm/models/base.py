@@ -126,7 +126,7 @@ LayerState = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStep:
-    """What recurrent layers need to compute one packed batch."""
+    """The input of recurrent layers for one packed batch, besides the stream."""
 
     recurrence: Recurrence[Any]
     metadata: Any  # from `recurrence.make_metadata` for this batch

@@ -135,6 +135,8 @@ class StatePool:
         """Rows that the next plan saves, with the snapshots."""
         self._later: list[tuple[int, Snapshot]] = []
         """Rows that the plan after the next one saves, with snapshots that have no slot yet."""
+        self._coming: dict[bytes, str] = {}
+        """What `coming` returns."""
         self._starts: dict[int, Snapshot] = {}
         """Snapshots with which the next plan fills rows, by row."""
         self._tails: dict[int, BlockMove] = {}
@@ -248,6 +250,19 @@ class StatePool:
         self._may_swap_out = self.host_total > 0
         return True
 
+    def announce(self, snapshot: Snapshot, name: str) -> None:
+        """Say that the sequence with this id will save this state on the way (`save_after`)."""
+        self._coming[snapshot.key.parent] = name
+
+    def withdraw(self, snapshot: Snapshot) -> None:
+        """Say that an announced state does not come, because its sequence stops. Does nothing once it has come."""
+        self._coming.pop(snapshot.key.parent, None)
+
+    @property
+    def coming(self) -> Mapping[bytes, str]:
+        """Ids of the sequences that will save a state on the way, by the digest of the last block before it."""
+        return self._coming
+
     def save_after(self, row: int, snapshot: Snapshot) -> None:
         """Have the plan after the next one save the state of a row, as the next one leaves it."""
         self._later.append((row, snapshot))
@@ -298,6 +313,7 @@ class StatePool:
         later, self._later = self._later, []
         for row, snapshot in later:
             self.save(row, snapshot, now)
+            self.withdraw(snapshot)
         return (plan,) if plan.computes else ()
 
     def _unpin(self, snapshot: Snapshot) -> None:
@@ -353,8 +369,8 @@ class StatePool:
     def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
         """The snapshot of the lowest rank goes first.
 
-        Those of no use go before all others, and then those that their conversations have gone on from: the next turn
-        needs the latest one.
+        Snapshots of no use go before all others. Next come the ones that their conversations have gone on from, as
+        the next turn needs the latest.
         """
         value = self.value(snapshot, now)
         return value > 0 and not snapshot.is_passed, value, snapshot.used

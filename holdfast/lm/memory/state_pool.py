@@ -136,7 +136,7 @@ class StatePool:
         self._later: list[tuple[int, Snapshot]] = []
         """Rows that the plan after the next one saves, with snapshots that have no slot yet."""
         self._coming: dict[bytes, str] = {}
-        """What `coming` returns."""
+        """The mapping that `coming` returns."""
         self._starts: dict[int, Snapshot] = {}
         """Snapshots with which the next plan fills rows, by row."""
         self._tails: dict[int, BlockMove] = {}

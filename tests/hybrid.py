@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from holdfast.lm.memory.state_pool import NO_SLOT
+from holdfast.lm.memory.snapshots import NO_SLOT
 from holdfast.lm.types import StatePlan
 from tests.invariants import check_pool
 from tests.scheduling import FakeDevice

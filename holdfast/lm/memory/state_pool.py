@@ -4,92 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
+from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
 from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, StateCopy, StatePlan, StateShape
-
-NO_SLOT = -1
-"""Stands for no slot. As the source of a start it stands for the state before the first token."""
-
-
-class StateKey(NamedTuple):
-    """The tokens that a state has seen."""
-
-    length: int
-    """Number of these tokens."""
-    parent: bytes
-    """Digest of the last full block before the tail; the root of the identity if there is none."""
-    tail: array[int]
-    """The tokens after the last full block; fewer than a block has."""
-    tail_digest: bytes
-    """Digest under which the KV block of the tail is cached; empty without a tail."""
-
-    @classmethod
-    def of(cls, root: bytes, digests: Sequence[bytes], tokens: Sequence[int], length: int, size: int) -> StateKey:
-        """The key of the first `length` tokens. `digests` are those of their full blocks of `size` tokens, or more."""
-        full = length // size
-        parent = digests[full - 1] if full else root
-        tail = array("I", tokens[full * size : length])
-        return cls(length, parent, tail, block_digests(parent, tail, size)[0] if tail else b"")
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """The state after some tokens, kept for sequences that begin with them. Only its pool changes it."""
-
-    key: StateKey
-    previous: Snapshot
-    """The snapshot from which the state was computed; NOTHING_KEPT if it was computed from the first token on."""
-    slot: int = NO_SLOT
-    """Slot on the device; NO_SLOT if it has none."""
-    host: int = NO_SLOT
-    """Slot on the host; NO_SLOT if it has none."""
-    used: Use = (0.0, 0)
-    """When it was last used."""
-    pins: int = 0
-    """Number of copies of the next plan that read or write its slots."""
-    shared: bool = False
-    """Whether it stands for a prefix that several sequences have had."""
-    starts: int = 0
-    """Number of sequences that began with it."""
-    is_continued: bool = False
-    """Whether a snapshot was made of a sequence that began with it, or that went on after it."""
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that the state has seen."""
-        return self.key.length
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether only the host has it."""
-        return self.host != NO_SLOT and self.slot == NO_SLOT
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether its conversation has gone on, and no other sequence has begun with it."""
-        return self.is_continued and self.starts < 2 and not self.shared
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a tier has it."""
-        return self.slot != NO_SLOT or self.host != NO_SLOT
-
-
-class NothingKept(Snapshot):
-    """The state before the first token. It needs no slot, and each state can be computed from it."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(StateKey(0, b"", array("I"), b""), self)
-
-
-NOTHING_KEPT: Snapshot = NothingKept()
 
 
 class StatePool:
@@ -135,6 +54,8 @@ class StatePool:
         """Rows that the next plan saves, with the snapshots."""
         self._later: list[tuple[int, Snapshot]] = []
         """Rows that the plan after the next one saves, with snapshots that have no slot yet."""
+        self._coming: dict[bytes, str] = {}
+        """The mapping that `coming` returns."""
         self._starts: dict[int, Snapshot] = {}
         """Snapshots with which the next plan fills rows, by row."""
         self._tails: dict[int, BlockMove] = {}
@@ -248,6 +169,19 @@ class StatePool:
         self._may_swap_out = self.host_total > 0
         return True
 
+    def announce(self, snapshot: Snapshot, name: str) -> None:
+        """Say that the sequence with this id will save this state on the way (`save_after`)."""
+        self._coming[snapshot.key.parent] = name
+
+    def withdraw(self, snapshot: Snapshot) -> None:
+        """Say that an announced state does not come, because its sequence stops. Does nothing once it has come."""
+        self._coming.pop(snapshot.key.parent, None)
+
+    @property
+    def coming(self) -> Mapping[bytes, str]:
+        """Ids of the sequences that will save a state on the way, by the digest of the last block before it."""
+        return self._coming
+
     def save_after(self, row: int, snapshot: Snapshot) -> None:
         """Have the plan after the next one save the state of a row, as the next one leaves it."""
         self._later.append((row, snapshot))
@@ -298,6 +232,7 @@ class StatePool:
         later, self._later = self._later, []
         for row, snapshot in later:
             self.save(row, snapshot, now)
+            self.withdraw(snapshot)
         return (plan,) if plan.computes else ()
 
     def _unpin(self, snapshot: Snapshot) -> None:
@@ -353,8 +288,8 @@ class StatePool:
     def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
         """The snapshot of the lowest rank goes first.
 
-        Those of no use go before all others, and then those that their conversations have gone on from: the next turn
-        needs the latest one.
+        Snapshots of no use go before all others. Next come the ones that their conversations have gone on from, as
+        the next turn needs the latest.
         """
         value = self.value(snapshot, now)
         return value > 0 and not snapshot.is_passed, value, snapshot.used

@@ -6,7 +6,8 @@ from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
-from holdfast.lm.memory.state_pool import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey, StatePool
+from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.types import COPIES_AHEAD_BYTES, StateCopy, StateShape
 from tests.hybrid import check_states
 

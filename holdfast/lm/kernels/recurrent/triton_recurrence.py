@@ -164,7 +164,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         self._both(
             metadata,
             few=lambda: launch(metadata.few, block_t=1, block_c=256, tile=0),
-            many=lambda: launch(metadata.chunks, block_t=16, block_c=128, tile=self.chunk),
+            many=lambda: launch(metadata.chunks, block_t=16, block_c=64, tile=self.chunk),
         )
         return out
 
@@ -266,7 +266,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def scan_launch(self, inputs: Inputs) -> Launch:
         """Launch settings of `scan_kernel`: the next chunk is on its way, if shared memory has room for two."""
         if inputs.key.dtype == torch.float32:
-            return Launch(block=16, num_warps=4)
+            return Launch(block=16, num_warps=8)
         block = min(32, padded(inputs.value.shape[2]))
         numbers = self.chunk * (2 * padded(inputs.key.shape[2]) + 2 * self.chunk + block)
         fits = 2 * numbers * inputs.key.element_size() + OTHER_BYTES <= self._shared_bytes

@@ -16,11 +16,10 @@ from holdfast.lm.kernels.recurrent.chunk_kernels import prepare_kernel, scan_ker
 from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
 from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, CapturableRecurrence
 from holdfast.lm.kernels.recurrent.step_kernel import step_kernel
-from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists, WorkListsBuilder
+from holdfast.lm.kernels.recurrent.tiles import WorkLists, WorkListsBuilder
 
 MAX_KEY_DIM = 256
 """Largest key dimension whose state fits the registers of one program."""
-LEVELS = CHUNK.bit_length() - 1
 OTHER_BYTES = 12 << 10
 """Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
@@ -97,14 +96,14 @@ class Scratch:
     total_factor: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: Inputs, chunks: int) -> Scratch:
-        """Memory for these inputs and number of chunks; empty if there is no chunk."""
+    def of(cls, inputs: Inputs, chunks: int, chunk: int) -> Scratch:
+        """Memory for these inputs and this number of chunks of `chunk` tokens; empty if there is no chunk."""
         key, rows = inputs.key, (len(inputs.value) if chunks else 0, inputs.heads)
         used = rows if inputs.delta else (0, 0)
         factors = partial(key.new_empty, dtype=torch.float32)
         return cls(
-            weights=key.new_empty(*rows, CHUNK),
-            solution=key.new_empty(*used, CHUNK),
+            weights=key.new_empty(*rows, chunk),
+            solution=key.new_empty(*used, chunk),
             query_factor=factors(rows),
             key_factor=factors(used),
             write_factor=factors(rows),
@@ -125,8 +124,10 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     float16 are on tensor cores, with sums in float32; float32 is computed exactly (no TF32).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.lists = WorkListsBuilder(device)
+    def __init__(self, device: torch.device, *, chunk: int) -> None:
+        """`chunk` counts the tokens of a chunk, a power of two from 16 on; see `tiles` for good ones."""
+        self.chunk = chunk
+        self.lists = WorkListsBuilder(device, chunk)
         self._side_stream = SideStream(device)
         self._shared_bytes = shared_bytes(device)
 
@@ -163,7 +164,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         self._both(
             metadata,
             few=lambda: launch(metadata.few, block_t=1, block_c=256, tile=0),
-            many=lambda: launch(metadata.chunks, block_t=CHUNK // 4, block_c=128, tile=CHUNK),
+            many=lambda: launch(metadata.chunks, block_t=16, block_c=64, tile=self.chunk),
         )
         return out
 
@@ -203,7 +204,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def _recur(self, inputs: Inputs, metadata: WorkLists) -> torch.Tensor:
         """Launch both kinds of work; returns `inputs.out`."""
         # Memory freed before `join` could be reused while the side stream still writes it.
-        scratch = Scratch.of(inputs, len(metadata.chunks))
+        scratch = Scratch.of(inputs, len(metadata.chunks), self.chunk)
         self._both(
             metadata,
             few=lambda: self._step(inputs, metadata.few),
@@ -239,11 +240,16 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         query_strides, key_strides, value_strides = (each.stride()[:2] for each in (query, key, value))
         exact = key.dtype == torch.float32
         common = dict(
-            **inputs.sizes, HEADS=inputs.heads, CHUNK=CHUNK, DELTA=inputs.delta, PRECISION="ieee" if exact else "tf32"
+            **inputs.sizes,
+            HEADS=inputs.heads,
+            CHUNK=self.chunk,
+            DELTA=inputs.delta,
+            PRECISION="ieee" if exact else "tf32",
         )
         prepare_kernel[(inputs.heads, len(chunks))](
             query, key, inputs.log_decay, inputs.rate, chunks, *scratch.tensors, *query_strides, *key_strides,
-            *inputs.rate_strides, inputs.scale, NORM_EPS, **common, LEVELS=LEVELS, NORMALIZE=inputs.normalize,
+            *inputs.rate_strides, inputs.scale, NORM_EPS, **common,
+            LEVELS=self.chunk.bit_length() - 1, NORMALIZE=inputs.normalize,
             INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8 if exact else 4,
         )  # fmt: skip
         launch = self.scan_launch(inputs)
@@ -262,8 +268,9 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         if inputs.key.dtype == torch.float32:
             return Launch(block=16, num_warps=8)
         block = min(32, padded(inputs.value.shape[2]))
-        chunk = CHUNK * (2 * padded(inputs.key.shape[2]) + 2 * CHUNK + block) * inputs.key.element_size()
-        return Launch(block=block, num_warps=4, num_stages=2 if 2 * chunk + OTHER_BYTES <= self._shared_bytes else 1)
+        numbers = self.chunk * (2 * padded(inputs.key.shape[2]) + 2 * self.chunk + block)
+        fits = 2 * numbers * inputs.key.element_size() + OTHER_BYTES <= self._shared_bytes
+        return Launch(block=block, num_warps=4, num_stages=2 if fits else 1)
 
 
 def padded(size: int) -> int:

@@ -7,6 +7,7 @@ from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.parts.grammars.planner import GrammarPart
 from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.parts.prompts.planner import PromptPart
@@ -14,10 +15,11 @@ from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.parts.vectors.planner import VectorPart
+from holdfast.lm.scheduler.hybrid import HybridKind
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import PENDING, StepPlan, StepResult, TierCopied
+from holdfast.lm.types import PENDING, StateShape, StepPlan, StepResult, TierCopied
 
 EOS = 0
 VOCABULARY = 50
@@ -43,16 +45,25 @@ def create_scheduler(
     lower=None,
     parts=(),
     by_layer=False,
+    snapshots=0,
+    host_snapshots=0,
+    forks=True,
     **options,
 ):
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
-    pool = BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water)
+    kept = rule.from_the_end() if snapshots else rule
+    pool = BlockPool(blocks, block_size, rule=kept, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water)
+    kind = PagedKind(pool, by_layer=by_layer)
+    if snapshots:
+        shape = StateShape(snapshots=snapshots, host_snapshots=host_snapshots, slot_bytes=1 << 20)
+        states = StatePool(shape, max_sequences, pool, rule, low_water=low_water)
+        kind = HybridKind(pool, states, by_layer=by_layer, forks=forks)
     if lower is not None:
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     return Scheduler(
         policy or StallFree(budget),
-        PagedKind(pool, by_layer=by_layer),
+        kind,
         (*parts, PromptPart(), VectorPart(), PenaltyPart(), GrammarPart()),
         max_sequences=max_sequences,
         max_model_len=max_model_len,

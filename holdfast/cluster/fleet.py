@@ -37,6 +37,7 @@ GAUGES = frozenset({
     "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
     "disk_blocks_total", "disk_blocks_cached", "remote_down", "chunk_rate",
+    "snapshots_total", "snapshots_used", "snapshots_kept", "host_snapshots_total", "host_snapshots_kept",
 })  # fmt: skip
 """Fields of SchedulerStats that describe the current state. All other fields count from an engine's start."""
 WIDEST = frozenset({"rows_wide", "adapters_known"})

@@ -13,9 +13,11 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.hybrid import HybridKind
 from holdfast.lm.scheduler.kind import MemoryKind
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.paged import PagedKind
@@ -198,11 +200,21 @@ def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, po
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
         )
         return RowKind(rows, longest=shape.max_model_len, prefill_ahead=config.states_ahead)
+    by_layer = config.swap_in == "by-layer"
+    if shape.states is None:
+        return PagedKind(make_pool(config, shape, cost, rule), by_layer=by_layer)
+    pool = make_pool(config, shape, cost, rule.from_the_end())
+    states = StatePool(shape.states, config.max_sequences, pool, rule, low_water=config.swap_threshold)
+    return HybridKind(pool, states, by_layer=by_layer, forks=not isinstance(policy, FixedBudget) or policy.chunks)
+
+
+def make_pool(config: CoreConfig, shape: EngineShape, cost: CostModel | None, rule: RetentionRule) -> BlockPool:
+    """The pool of blocks of an engine of this shape. `rule` orders its idle blocks."""
     prices = None
     if shape.block_bytes and shape.num_host_blocks and cost is not None:
         again = partial(cost.recompute, config.block_size)
         prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
-    pool = BlockPool(
+    return BlockPool(
         shape.num_blocks,
         config.block_size,
         rule=rule,
@@ -213,7 +225,6 @@ def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, po
         copies_for_others=shape.copies_for_others,
         prices=prices,
     )
-    return PagedKind(pool, by_layer=config.swap_in == "by-layer")
 
 
 def make_planning(

@@ -72,6 +72,17 @@ STATS = {
     "idle_tokens": ("counter", "idle_tokens", "Tokens computed on padded rows that belong to no request"),
     "rows_wide": ("gauge", "row_width", "Positions of the longest padded row"),
     "rows_prefilled": ("gauge", "rows_prefilled", "Prompts computed before a place among the padded rows is free"),
+    "snapshots_total": ("gauge", "snapshots", "Slots on the device for snapshots of recurrent states"),
+    "snapshots_used": ("gauge", "snapshots_used", "Snapshots that the next step reads or writes"),
+    "snapshots_kept": ("gauge", "snapshots_kept", "Other snapshots on the device"),
+    "host_snapshots_total": ("gauge", "host_snapshots", "Slots on the host for snapshots of recurrent states"),
+    "host_snapshots_kept": ("gauge", "host_snapshots_kept", "Snapshots on the host"),
+    "snapshots_saved": ("counter", "snapshots_saved", "Snapshots made"),
+    "snapshots_dropped": ("counter", "snapshots_dropped", "Snapshots dropped from both tiers"),
+    "snapshots_swapped_out": ("counter", "snapshots_swapped_out", "Snapshots copied to the host"),
+    "snapshots_swapped_in": ("counter", "snapshots_swapped_in", "Snapshots copied from the host"),
+    "snapshot_hits": ("counter", "snapshot_hits", "Starts of requests from a snapshot"),
+    "snapshot_tokens": ("counter", "snapshot_tokens_hit", "Tokens that these requests did not compute"),
     "shrinks": ("counter", "shrinks", "Times that the device ran out of memory for padded rows"),
 }  # fmt: skip
 """Kind, name and help of the metric for each field of SchedulerStats."""

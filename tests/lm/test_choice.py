@@ -20,10 +20,10 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.types import EngineShape, RowPlan
+from holdfast.lm.types import EngineShape, RowPlan, StateShape
 from tests.lm.scheduler.test_latency_target import COST
 from tests.padded_rows import ABLE, shape_of_rows
-from tests.scheduling import create_requests, create_scheduler
+from tests.scheduling import answer, create_requests, create_scheduler
 
 CHUNKED, RESERVING = ("stall-free", "chunked-only"), ("request-level", "orca")
 
@@ -241,3 +241,28 @@ def test_each_further_stage_has_one_more_step_in_flight(given, stages, steps):
 def test_padded_rows_run_on_one_stage():
     with pytest.raises(ValueError, match="a pipeline has 2 stages"):
         make_scheduler(padded(), ROWS, None, stages=2)
+
+
+HYBRID = replace(SHAPE, states=StateShape(snapshots=3, host_snapshots=2, slot_bytes=1))
+
+
+def test_a_model_with_recurrent_states_gets_a_memory_of_blocks_and_snapshots():
+    stats = make_scheduler(EngineConfig(model="m", max_sequences=4), HYBRID, None).stats()
+    assert (stats.blocks_total, stats.snapshots_total, stats.host_snapshots_total) == (64, 3, 2)
+    assert make_scheduler(EngineConfig(model="m", max_sequences=4), SHAPE, None).stats().snapshots_total == 0
+
+
+@pytest.mark.parametrize(("scheduler", "first"), [("stall-free", 16), ("hybrid-only", 20)])
+def test_prompts_are_cut_at_a_known_prefix_only_by_policies_that_cut_prompts(scheduler, first):
+    made = make_scheduler(EngineConfig(model="m", max_sequences=4, scheduler=scheduler), HYBRID, None)
+    requests = create_requests((*range(16), 1), (*range(16), 2, 2, 2), max_tokens=1)
+    for request in requests:
+        made.add(request)
+        plan = made.schedule(0.0)
+        made.update(plan, answer(plan), 0.0)
+    assert plan.segments[0].stop == min(first, 19)
+
+
+def test_states_do_not_go_with_padded_rows():
+    with pytest.raises(ValueError, match=r"StateShape.*padded executor"):
+        replace(HYBRID, executor="padded", rows=shape_of_rows(ABLE))

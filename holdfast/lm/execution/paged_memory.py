@@ -9,7 +9,7 @@ from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.base import LayerCache
+from holdfast.lm.models.base import NO_STATES, LayerCache, StateMemory
 
 Layers = tuple[LayerCache, ...]
 """Key cache and value cache of each layer."""
@@ -29,3 +29,5 @@ class PagedMemory:
     transfers: Transfers | None = None
     host_cache: KVCache | None = None
     """The blocks of the host tier, each in one piece; None without a host tier."""
+    states: StateMemory = NO_STATES
+    """The states of recurrent layers."""

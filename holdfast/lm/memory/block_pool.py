@@ -297,14 +297,14 @@ class BlockPool:
 
     def admits(self, found: Found, length: int, reserved: int) -> bool:
         """Whether a sequence of `length` positions, with `found` cached, can start and leave `reserved` blocks."""
-        kept = found.shared
-        fresh = self.blocks_for(length) - len(kept)
+        kept = (*found.shared, *found.copied)
+        fresh = self.blocks_for(length) - len(found.shared)
         return fresh + self.pinned_by(kept) <= self.available - reserved and self.fits(fresh, kept)
 
     def needed(self, found: Found, length: int) -> int:
         """Available blocks that starting a sequence of `length` positions takes: new ones, and cached ones it pins."""
-        kept = found.shared
-        return self.blocks_for(length) - len(kept) + self.pinned_by(kept)
+        kept = (*found.shared, *found.copied)
+        return self.blocks_for(length) - len(found.shared) + self.pinned_by(kept)
 
     def freed_by(self, victim: SequenceState[Any], after: Collection[SequenceState[Any]]) -> int:
         """Number of blocks that preempting `victim` makes available, if it shares none. `after` does not matter."""
@@ -409,6 +409,21 @@ class BlockPool:
             copies.append(BlockCopy(source, block))
         if self.host is not None:
             self.host.mark_in_use(fresh)
+        self.swapped_in += len(copies)
+        return tuple(copies)
+
+    def fill(self, blocks: Iterable[tuple[int, bytes]]) -> tuple[BlockCopy, ...]:
+        """Copies from the host to owned blocks that are not cached, each with the digest of its contents.
+
+        The sequence writes more to these blocks, so no other can share them. Raises RuntimeError for a digest that the
+        host does not have.
+        """
+        copies = list[BlockCopy]()
+        for block, digest in blocks:
+            source = self.find_on_host(digest)
+            if source is None:
+                raise RuntimeError(f"block {block} is to be filled from the host, which does not have its contents")
+            copies.append(BlockCopy(source, block))
         self.swapped_in += len(copies)
         return tuple(copies)
 

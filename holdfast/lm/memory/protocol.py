@@ -34,8 +34,17 @@ class Found(Sized, Protocol):
         ...
 
     @property
+    def copied(self) -> Collection[int]:
+        """Further blocks on the device of which the sequence gets copies. They must stay until it has them."""
+        ...
+
+    @property
     def host(self) -> Sized:
         """The found blocks that only the host has."""
+        ...
+
+    def positions(self, block_size: int) -> int:
+        """Number of positions that need not be computed, with blocks of `block_size` positions."""
         ...
 
 
@@ -51,10 +60,16 @@ class SequenceState(Protocol[FoundT]):
 
     planned: int
     """Positions [0, planned) are resident, or a plan already made computes them."""
-    capacity: int
-    """Number of positions that the sequence has room for."""
-    next_full: int
-    """`cache_blocks` has nothing to do while fewer tokens than this are known."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of positions that the sequence has room for."""
+        ...
+
+    @property
+    def next_full(self) -> int:
+        """`cache_blocks` has nothing to do while fewer tokens than this are known."""
+        ...
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -70,7 +85,10 @@ class SequenceState(Protocol[FoundT]):
         ...
 
     def missing(self, length: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of [0, length) that are not resident and that no plan computes yet, in ascending order."""
+        """The ranges of [0, length) that are not resident and that no plan computes yet, in ascending order.
+
+        A state that is to be kept at a position leaves out what comes after it until a plan has computed that position.
+        """
         ...
 
     def plan(self, start: int, stop: int) -> None:
@@ -123,8 +141,10 @@ class SequenceState(Protocol[FoundT]):
         """
         ...
 
-    def suspend(self, now: float) -> bool:
-        """Give up the room, because the sequence must wait. It finds as much of its state again as stays (`match`).
+    def suspend(self, tokens: Sequence[int], now: float) -> bool:
+        """Give up the room, because the sequence must wait with these known tokens.
+
+        It finds as much of its state again as stays (`match`).
 
         Returns whether that state is on the host, or goes there.
         """

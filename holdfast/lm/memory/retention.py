@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import repeat
 from typing import NamedTuple
@@ -69,6 +69,13 @@ class RetentionRule:
         """The rule that a configuration names. Its chunk size is rounded up to whole blocks."""
         chunk_blocks = -(-config.chunk_size // config.block_size)
         return cls(EVICTIONS[config.eviction], cost, chunk_blocks, config.block_size)
+
+    def from_the_end(self) -> RetentionRule:
+        """This rule where a block is of no use without all blocks before it.
+
+        Then age alone decides which conversation goes first, and its last chunk goes first.
+        """
+        return replace(self, eviction=replace(self.eviction, by_cost=False, trailing_first=True))
 
     def cost_class(self, index: int) -> int:
         """Cost class of the chunk that holds block `index` of a sequence.

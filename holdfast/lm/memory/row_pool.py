@@ -44,6 +44,15 @@ class FoundRow:
         return ()
 
     @property
+    def copied(self) -> Collection[int]:
+        """Empty, too."""
+        return ()
+
+    def positions(self, block_size: int) -> int:
+        """Number of positions that need not be computed."""
+        return self.length
+
+    @property
     def host(self) -> Sized:
         """The positions that come from the host. A `RowMove` brings them, not block copies."""
         return range(self.length if self.on_host else 0)
@@ -296,7 +305,7 @@ class RowState:
         self._forget_slot()
         self.planned = 0
 
-    def suspend(self, now: float) -> bool:
+    def suspend(self, tokens: Sequence[int], now: float) -> bool:
         """Give up the row. Its state goes to the host if there is room, and is computed again later if not.
 
         Returns whether it went to the host.

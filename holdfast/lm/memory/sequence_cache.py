@@ -30,6 +30,20 @@ class Found:
         """The blocks on the device."""
         return self.device.values()
 
+    @property
+    def copied(self) -> Collection[int]:
+        """Empty: the sequence shares all blocks on the device."""
+        return ()
+
+    def positions(self, block_size: int) -> int:
+        """Number of positions that need not be computed."""
+        return len(self) * block_size
+
+    def first(self, count: int) -> Found:
+        """The blocks among these whose index is below `count`."""
+        device = {index: block for index, block in self.device.items() if index < count}
+        return Found(device, {index: digest for index, digest in self.host.items() if index < count})
+
 
 class SequenceCache:
     """The block table of one sequence, the positions still to be computed, and the digests of its blocks.
@@ -110,10 +124,8 @@ class SequenceCache:
         """
         found, pool = Found(), self._pool
         if self._root is not None:
-            count = usable_blocks(len(tokens), pool.block_size)
-            self._hash(count, tokens)
-            digests = self._digests if len(self._digests) == count else self._digests[:count]
-            blocks = pool.find_all(digests)
+            digests = self.usable_digests(tokens)
+            count, blocks = len(digests), pool.find_all(digests)
             on_device = [block for block in blocks if block is not None]
             if len(on_device) == count:
                 found.device.update(enumerate(on_device))
@@ -130,13 +142,20 @@ class SequenceCache:
                     return Found(found.device, {index: digests[index] for index in worth})
         return found
 
+    def usable_digests(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        """The digests of the full blocks whose state can be used. The last token never counts.
+
+        The sequence must share blocks.
+        """
+        count = usable_blocks(len(tokens), self._pool.block_size)
+        self._hash(count, tokens)
+        return self._digests if len(self._digests) == count else self._digests[:count]
+
     def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
         """The digests of all full blocks that are cached in neither tier, by place. The last token never counts."""
         if self._root is None:
             return {}
-        pool, count = self._pool, (len(tokens) - 1) // self._pool.block_size
-        self._hash(count, tokens)
-        digests = self._digests[:count]
+        pool, digests = self._pool, self.usable_digests(tokens)
         found = pool.find_all(digests)
         return {
             index: digest
@@ -219,7 +238,7 @@ class SequenceCache:
             self.free(now)
         return True
 
-    def suspend(self, now: float) -> bool:
+    def suspend(self, tokens: Sequence[int], now: float) -> bool:
         """Free all blocks, because the sequence must wait. Its full blocks become idle.
 
         With a host tier they are copied there (Pensieve §4.3.5), and copied back when the sequence starts again. Blocks

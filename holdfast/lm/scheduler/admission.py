@@ -46,7 +46,7 @@ class Admission:
         if sequence.in_flight or (pool.available <= reserved and not pool.lent):
             return False
         found: Found = entry.cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
-        if sequence.length - len(found) * pool.block_size > most:
+        if sequence.length - found.positions(pool.block_size) > most:
             return False
         if found.host and self._swap_in and len(self._swap_in) + len(found.host) > pool.max_copies:
             return False  # copies run one after the other: a step begins no more than one sequence needs

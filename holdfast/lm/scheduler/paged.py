@@ -13,7 +13,7 @@ from holdfast.lm.scheduler.part import Decode, Part
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.results import Submitted
-from holdfast.lm.types import StepResult
+from holdfast.lm.types import PartPlan, StepResult
 
 ROUNDING = 1e-9
 """A step's share of the decodes is full when less than this part of it is left."""
@@ -22,12 +22,24 @@ ROUNDING = 1e-9
 class PagedBuilder(StepBuilder):
     """A plan over paged blocks: decodes and chunks of prompts are computed together, packed, whatever their rows."""
 
-    __slots__ = ("_after_sampling", "_by_layer", "_preemption")
+    __slots__ = ("_after_sampling", "_by_layer", "_preemption", "_states")
 
-    def __init__(self, queues: Queues, number: int, now: float, *, by_layer: bool = False) -> None:
-        """`by_layer`: the step that starts a sequence waits for its copies from the host, whatever else it computes."""
+    def __init__(
+        self,
+        queues: Queues,
+        number: int,
+        now: float,
+        *,
+        by_layer: bool = False,
+        states: Callable[[], Sequence[PartPlan]] = tuple,
+    ) -> None:
+        """`by_layer`: the step that starts a sequence waits for its copies from the host, whatever else it computes.
+
+        `states` makes the part plans of state that is not in blocks, once the rest of the plan is made.
+        """
         super().__init__(queues, number, now)
         self._by_layer = by_layer
+        self._states = states
         self._after_sampling = number + queues.stages
         """`Entry.next_step` of a sequence for which this step samples one token.
 
@@ -35,6 +47,9 @@ class PagedBuilder(StepBuilder):
         device.
         """
         self._preemption = Preemption(queues, number, now, self._writes, self._preempted)
+
+    def _state_plans(self) -> Sequence[PartPlan]:
+        return self._states()
 
     def displace(self) -> None:
         self._preemption.displace(self.budget, self.due)

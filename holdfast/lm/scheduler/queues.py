@@ -136,7 +136,7 @@ class Queues:
         self.recovered += sum(stop - start for start, stop in cache.missing(sequence.length)[:-1])
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
-            sequence.cached_tokens = len(found) * self.pool.block_size
+            sequence.cached_tokens = found.positions(self.pool.block_size)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
             self.order.started(entry)
@@ -200,7 +200,7 @@ class Queues:
         (`SequenceState.suspend`); the rest is computed again.
         """
         self._vacate(entry)
-        self.suspensions += entry.cache.suspend(now)
+        self.suspensions += entry.cache.suspend(entry.sequence.tokens, now)
         self._wait_again(entry)
 
     def lose(self, entry: Entry) -> None:

@@ -46,6 +46,7 @@ from holdfast.lm.types.rows import (
 )
 from holdfast.lm.types.sampling import SAMPLING_COLUMNS, History, Sampling, Shaping
 from holdfast.lm.types.sequence import Sequence
+from holdfast.lm.types.states import StateCopy, StatePlan, StateShape
 from holdfast.lm.types.stats import SchedulerStats
 
 __all__ = [
@@ -87,6 +88,9 @@ __all__ = [
     "Segment",
     "Sequence",
     "Shaping",
+    "StateCopy",
+    "StatePlan",
+    "StateShape",
     "StepPlan",
     "StepResult",
     "TableWrite",

@@ -12,6 +12,7 @@ from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types.plan import StepPlan
 from holdfast.lm.types.result import StepResult
 from holdfast.lm.types.rows import RowShape
+from holdfast.lm.types.states import StateShape
 from holdfast.lm.types.stats import SchedulerStats
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
@@ -36,6 +37,12 @@ class MemoryMeasurement:
     """Bytes available for the host tier."""
     adapters: int = 0
     """Bytes of the slots of adapters."""
+    rows: int = 0
+    """Bytes of the recurrent states of running sequences."""
+    snapshots: int = 0
+    """Number of snapshots of recurrent states on the device, besides `cache`."""
+    host_snapshots: int = 0
+    """Number of such snapshots on the host, besides `host_cache`."""
 
     @property
     def num_blocks(self) -> int:
@@ -115,10 +122,16 @@ class EngineShape:
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
     """Sizes of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""
+    states: StateShape | None = None
+    """Sizes of the recurrent states of a hybrid model; None for a model without any. Raises ValueError with `rows`."""
 
     def __post_init__(self) -> None:
         if (self.rows is not None) != (self.executor == "padded"):
             raise ValueError(f"executor is {self.executor} and rows are {self.rows}; give rows for the padded one only")
+        if self.rows is not None and self.states is not None:
+            raise ValueError(
+                f"states are {self.states} on the padded executor, whose rows hold all state; give one only"
+            )
 
     def cache_positions(self, block_size: int) -> int | None:
         """Positions that the paged cache holds in blocks of this size; None for padded rows."""

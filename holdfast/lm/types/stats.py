@@ -66,6 +66,26 @@ class SchedulerStats:
     """Guessed tokens that steps have verified."""
     drafts_accepted: int = 0
     """Number of these tokens that the model would have drawn itself."""
+    snapshots_total: int = 0
+    """Slots for snapshots of recurrent states on the device. This field and those below are for hybrid models."""
+    snapshots_used: int = 0
+    """Number of these slots that the next step reads or writes. free + kept + used = total."""
+    snapshots_kept: int = 0
+    """Number of other slots that hold a snapshot."""
+    snapshots_saved: int = 0
+    """Snapshots made so far."""
+    snapshots_dropped: int = 0
+    """Snapshots that no tier has any more."""
+    snapshots_swapped_out: int = 0
+    snapshots_swapped_in: int = 0
+    host_snapshots_total: int = 0
+    """Slots for snapshots on the host."""
+    host_snapshots_kept: int = 0
+    """Number of these slots that hold a snapshot."""
+    snapshot_hits: int = 0
+    """Starts of sequences from a snapshot so far."""
+    snapshot_tokens: int = 0
+    """Tokens that these sequences did not have to compute."""
     prefix_hits_on_disk: int = 0
     """Number of `prefix_hits` that came from the disk for their request."""
     prefix_hits_on_remote: int = 0

@@ -96,7 +96,7 @@ def test_a_batch_of_longest_lengths_is_held_if_all_rows_fit_at_the_longest():
 def test_a_suspended_state_goes_to_the_host_and_comes_back():
     pool = pool_of(host=20)
     state = running(pool, 3, 12)
-    assert state.suspend(0.0)
+    assert state.suspend((), 0.0)
     assert (pool.used, pool.host_used) == (0, 12)
     found = state.match([1] * 13)
     assert len(found) == 12
@@ -116,7 +116,7 @@ def test_a_suspended_state_goes_to_the_host_and_comes_back():
 def test_a_suspended_state_is_computed_again_where_the_host_has_no_room():
     pool = pool_of(host=11)
     state = running(pool, 0, 12)
-    assert not state.suspend(0.0)
+    assert not state.suspend((), 0.0)
     assert (state.planned, len(state.match([1] * 13)), pool.dropped) == (0, 0, 12)
     assert pool.take_moves(0) == [RowMove(0, "drop", 0)]
 
@@ -125,7 +125,7 @@ def test_a_state_on_its_way_to_the_host_counts_against_admission_until_the_copy_
     pool = pool_of(100, host=100)
     running(pool, 0, 9)
     victim = running(pool, 1, 9)
-    victim.suspend(0.0)
+    victim.suspend((), 0.0)
     assert pool.available == 100 - 10 - 9
     pool.swap_out(4, 1, 0.0)
     pool.finish_swap_out(3)

@@ -1,0 +1,340 @@
+"""StatePool: the snapshots of recurrent states in both tiers, and the copies of states that the next plan does."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
+from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
+from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, StateCopy, StatePlan, StateShape
+
+
+class StatePool:
+    """The snapshots of both tiers: which tokens each stands for, and which is given up first. Pure.
+
+    The slots below `rows` hold the states of running sequences, one for each row of the plans. The slots above hold
+    snapshots: free + kept + used = total, where used ones are read or written by the next plan.
+
+    A sequence that ends leaves its state in the slot of its row. `save` notes that the next plan copies it to a
+    snapshot, before anything else. So the state is right even if the plan gives the row to another sequence. A
+    snapshot that is noted can be found at once, as starts come after saves in a plan.
+
+    A snapshot is of use only with the KV blocks of all its tokens, which `pool` holds. A last block that is not full
+    is cached under a digest of its own (`StateKey.tail_digest`).
+
+    With slots on the host, a snapshot leaves the device in two steps. Ahead of need, when few slots are free, a plan
+    copies the snapshots of the lowest value to the host. Their slots on the device are given up first when a slot is
+    needed. A sequence that starts with a snapshot of the host has it copied to its row.
+    """
+
+    def __init__(
+        self, shape: StateShape, rows: int, pool: BlockPool, rule: RetentionRule, *, low_water: float = 0.25
+    ) -> None:
+        """`rows` is the number of rows of the plans. `rule` ranks the snapshots when a slot is needed.
+
+        Copies to the host begin when the share of slots on the device that can be had at once falls below `low_water`.
+
+        Raises ValueError for fewer than one row, and without snapshots.
+        """
+        if rows < 1 or shape.snapshots < 1:
+            raise ValueError(f"{rows} rows and {shape.snapshots} snapshots of states; each must be at least 1")
+        self.total = shape.snapshots
+        self.host_total = shape.host_snapshots
+        self._copies_ahead = max(1, COPIES_AHEAD_BYTES // shape.slot_bytes)
+        self._least_ready = max(1, int(shape.snapshots * low_water))
+        self._pool = pool
+        self._rule = rule
+        self._free = list(range(rows + shape.snapshots - 1, rows - 1, -1))
+        self._host_free = list(range(shape.host_snapshots - 1, -1, -1))
+        self._kept: dict[bytes, list[Snapshot]] = {}
+        """The snapshots by the parent of their keys."""
+        self._saves: list[tuple[int, Snapshot]] = []
+        """Rows that the next plan saves, with the snapshots."""
+        self._later: list[tuple[int, Snapshot]] = []
+        """Rows that the plan after the next one saves, with snapshots that have no slot yet."""
+        self._coming: dict[bytes, str] = {}
+        """The mapping that `coming` returns."""
+        self._starts: dict[int, Snapshot] = {}
+        """Snapshots with which the next plan fills rows, by row."""
+        self._tails: dict[int, BlockMove] = {}
+        """Copies of tails that the next plan does, by row. The pool counts an owner more for each source."""
+        self._may_swap_out = False
+        """Whether the last plan may have left snapshots to copy to the host."""
+        self._uses = 0
+        self.saved = 0
+        """Number of snapshots made so far."""
+        self.dropped = 0
+        """Number of snapshots that no tier has any more."""
+        self.swapped_out = 0
+        """Number of snapshots copied to the host so far."""
+        self.swapped_in = 0
+        """Number of sequences so far whose state came from the host."""
+        self.hits = 0
+        """Number of sequences that began with a snapshot so far."""
+        self.tokens_found = 0
+        """Number of tokens that these sequences did not have to compute."""
+
+    @property
+    def snapshots(self) -> Iterable[Snapshot]:
+        """All snapshots that can be found."""
+        return [snapshot for snapshots in self._kept.values() for snapshot in snapshots]
+
+    @property
+    def free(self) -> int:
+        """Number of slots for snapshots that hold none."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Number of snapshots on the device that the next plan reads or writes."""
+        needed = {*self._starts.values(), *(snapshot for _, snapshot in self._saves)}
+        return sum(snapshot.slot != NO_SLOT for snapshot in needed)
+
+    @property
+    def kept(self) -> int:
+        """Number of snapshots on the device that no copy of the next plan needs."""
+        return self.total - self.free - self.used
+
+    def stats(self) -> Mapping[str, int]:
+        """The fields of SchedulerStats that say how full the slots are, and what they were good for."""
+        return {
+            "snapshots_total": self.total,
+            "snapshots_used": self.used,
+            "snapshots_kept": self.kept,
+            "snapshots_saved": self.saved,
+            "snapshots_dropped": self.dropped,
+            "snapshots_swapped_out": self.swapped_out,
+            "snapshots_swapped_in": self.swapped_in,
+            "host_snapshots_total": self.host_total,
+            "host_snapshots_kept": self.host_total - len(self._host_free),
+            "snapshot_hits": self.hits,
+            "snapshot_tokens": self.tokens_found,
+        }
+
+    @property
+    def tails(self) -> list[int]:
+        """The KV blocks that have an owner more until the next plan has copied them."""
+        return [move.source for move in self._tails.values()]
+
+    def find(self, root: bytes, digests: Sequence[bytes], tokens: Sequence[int]) -> Snapshot:
+        """The longest snapshot of a prefix of these tokens; NOTHING_KEPT if there is none.
+
+        `digests` are those of the leading full blocks whose KV is kept. The last token never counts: it must be
+        computed to give logits.
+        """
+        for count in range(len(digests), -1, -1):
+            here = self._kept.get(digests[count - 1] if count else root, ())
+            serving = [snapshot for snapshot in here if self._serves(snapshot.key, tokens)]
+            if serving:
+                return max(serving, key=lambda snapshot: snapshot.length)
+        return NOTHING_KEPT
+
+    def _serves(self, key: StateKey, tokens: Sequence[int]) -> bool:
+        """Whether the tail of a key is that of these tokens, and its block is kept."""
+        tail = array("I", tokens[key.length - len(key.tail) : key.length])
+        return key.length < len(tokens) and tail == key.tail and (not tail or self._has(key.tail_digest))
+
+    def _has(self, digest: bytes) -> bool:
+        """Whether a tier has the KV block of this digest."""
+        pool = self._pool
+        return pool.find_all((digest,)) != [None] or pool.find_on_host(digest) is not None
+
+    def touch(self, snapshot: Snapshot, now: float) -> None:
+        """Count a snapshot as used now."""
+        self._uses += 1
+        snapshot.used = now, self._uses
+
+    def save(self, row: int, snapshot: Snapshot, now: float) -> bool:
+        """Have the next plan save the state of a row, as the plans made so far leave it.
+
+        A snapshot of the same tokens counts as used instead. Returns whether there is one of these tokens now: there is
+        none if the next plan needs all slots.
+        """
+        key = snapshot.key
+        same = [other for other in self._kept.get(key.parent, ()) if other.key.tail == key.tail]
+        for other in same:
+            self.touch(other, now)
+        if same or not self._find_room(now):
+            return bool(same)
+        snapshot.slot = self._free.pop()
+        snapshot.pins += 1
+        self.touch(snapshot, now)
+        if self._length_before(snapshot):
+            snapshot.previous.is_continued = True
+        self._kept.setdefault(key.parent, []).append(snapshot)
+        self._saves.append((row, snapshot))
+        self.saved += 1
+        self._may_swap_out = self.host_total > 0
+        return True
+
+    def announce(self, snapshot: Snapshot, name: str) -> None:
+        """Say that the sequence with this id will save this state on the way (`save_after`)."""
+        self._coming[snapshot.key.parent] = name
+
+    def withdraw(self, snapshot: Snapshot) -> None:
+        """Say that an announced state does not come, because its sequence stops. Does nothing once it has come."""
+        self._coming.pop(snapshot.key.parent, None)
+
+    @property
+    def coming(self) -> Mapping[bytes, str]:
+        """Ids of the sequences that will save a state on the way, by the digest of the last block before it."""
+        return self._coming
+
+    def save_after(self, row: int, snapshot: Snapshot) -> None:
+        """Have the plan after the next one save the state of a row, as the next one leaves it."""
+        self._later.append((row, snapshot))
+
+    def start(self, row: int, snapshot: Snapshot) -> None:
+        """Have the next plan fill a row with a snapshot. Other sequences may start with it, too."""
+        self._starts[row] = snapshot
+        if snapshot is not NOTHING_KEPT:
+            snapshot.pins += 1
+            snapshot.starts += 1
+            self.hits += 1
+            self.tokens_found += snapshot.length
+
+    def copy_tail(self, row: int, move: BlockMove) -> None:
+        """Have the next plan copy a KV block for the sequence that starts in a row.
+
+        The caller has added an owner to the source (`BlockPool.share`), which the pool removes after the copy.
+        """
+        self._tails[row] = move
+
+    def begins(self, row: int) -> bool:
+        """Whether the next plan is the first that fills the row for its sequence."""
+        return row in self._starts
+
+    def cancel(self, row: int, now: float) -> None:
+        """Do not fill the row: its sequence has ended before a plan was made."""
+        self._unpin(self._starts.pop(row))
+        if row in self._tails:
+            self._pool.free([self._tails.pop(row).source], now)
+
+    def plan(self, now: float) -> tuple[StatePlan, ...]:
+        """The copies of the plan that is being made, none or one value. They count as done from now on."""
+        if not (self._saves or self._starts or self._later or self._may_swap_out):
+            return ()
+        plan = StatePlan(
+            saves=tuple([StateCopy(row, snapshot.slot) for row, snapshot in self._saves]),
+            starts=tuple([StateCopy(each.slot, row) for row, each in self._starts.items() if not each.is_on_host]),
+            tails=tuple(self._tails.values()),
+            swap_out=self._swap_out(now),
+            swap_in=tuple([StateCopy(each.host, row) for row, each in self._starts.items() if each.is_on_host]),
+        )
+        self.swapped_in += len(plan.swap_in)
+        for snapshot in (*(snapshot for _, snapshot in self._saves), *self._starts.values()):
+            self._unpin(snapshot)
+        for move in self._tails.values():
+            self._pool.free([move.source], now)
+        self._saves, self._starts, self._tails = [], {}, {}
+        later, self._later = self._later, []
+        for row, snapshot in later:
+            self.save(row, snapshot, now)
+            self.withdraw(snapshot)
+        return (plan,) if plan.computes else ()
+
+    def _unpin(self, snapshot: Snapshot) -> None:
+        if snapshot is not NOTHING_KEPT:
+            snapshot.pins -= 1
+
+    def _find_room(self, now: float) -> bool:
+        """Make a slot free, if need be that of the snapshot of the lowest value. Returns whether one is free.
+
+        Snapshots that the host has, too, give up their slots first.
+        """
+        if not self._free:
+            victims = [each for each in self.snapshots if each.slot != NO_SLOT and not each.pins]
+            if victims:
+                self._leave_device(min(victims, key=lambda each: (each.host == NO_SLOT, *self._rank(each, now))))
+        return bool(self._free)
+
+    def _swap_out(self, now: float) -> tuple[StateCopy, ...]:
+        """Copy snapshots to the host, the lowest value first, if too few slots can be had at once."""
+        if not self._may_swap_out:
+            return ()
+        idle = [each for each in self.snapshots if each.slot != NO_SLOT and not each.pins]
+        alone = [each for each in idle if each.host == NO_SLOT]
+        short = self._least_ready - (len(self._free) + len(idle) - len(alone))
+        copied: list[Snapshot] = []
+        for snapshot in sorted(alone, key=lambda each: self._rank(each, now))[: max(0, min(short, self._copies_ahead))]:
+            if self._find_room_on_host(snapshot, now):
+                snapshot.host = self._host_free.pop()
+                snapshot.pins += 1  # the next one must not take its slot
+                copied.append(snapshot)
+        for snapshot in copied:
+            self._unpin(snapshot)
+        self.swapped_out += len(copied)
+        self._may_swap_out = bool(copied or self._saves or self._starts)
+        return tuple([StateCopy(snapshot.slot, snapshot.host) for snapshot in copied])
+
+    def _find_room_on_host(self, snapshot: Snapshot, now: float) -> bool:
+        """Make a slot of the host free for a snapshot, if it holds anything that is needed there less.
+
+        A copy of a snapshot that leaves the device later than this one goes first: nothing is lost with it. Next comes
+        the snapshot of the lowest value that only the host has, if this one is worth more.
+        """
+        if not self._host_free:
+            rank = self._rank(snapshot, now)
+            on_host = [each for each in self.snapshots if each.host != NO_SLOT and not each.pins]
+            ranked = sorted(on_host, key=lambda each: self._rank(each, now))
+            later = [each for each in reversed(ranked) if each.slot != NO_SLOT and self._rank(each, now) > rank]
+            alone = [each for each in ranked if each.slot == NO_SLOT and self._rank(each, now) < rank]
+            for victim in (*later, *alone)[:1]:
+                self._leave_host(victim)
+        return bool(self._host_free)
+
+    def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
+        """The snapshot of the lowest rank goes first.
+
+        Snapshots of no use go before all others. Next come the ones that their conversations have gone on from, as
+        the next turn needs the latest.
+        """
+        value = self.value(snapshot, now)
+        return value > 0 and not snapshot.is_passed, value, snapshot.used
+
+    def value(self, snapshot: Snapshot, now: float) -> float:
+        """Cost of computing the state again from the snapshot before it, per second since its last use.
+
+        That is the retention value of Pensieve §4.3.1. A rule that does not go by cost gives 1 / age. The value is 0
+        for a snapshot whose KV blocks are not kept.
+        """
+        key, rule, cost = snapshot.key, self._rule, 1.0
+        full = key.length - len(key.tail)
+        if (full and not self._has(key.parent)) or (key.tail and not self._has(key.tail_digest)):
+            return 0.0
+        if rule.eviction.by_cost:
+            first = self._length_before(snapshot)
+            cost = rule.cost((first + key.length) // 2) * (key.length - first)
+        return cost / max(now - snapshot.used[0], MIN_AGE)
+
+    def _length_before(self, snapshot: Snapshot) -> int:
+        """Length of the snapshot from which this one could be computed again."""
+        while snapshot.previous.length and not snapshot.previous.is_kept:
+            snapshot.previous = snapshot.previous.previous
+        return snapshot.previous.length
+
+    def _leave_device(self, snapshot: Snapshot) -> None:
+        """Free the slot on the device of a snapshot that the next plan does not need."""
+        self._free.append(snapshot.slot)
+        snapshot.slot = NO_SLOT
+        self._forget(snapshot)
+
+    def _leave_host(self, snapshot: Snapshot) -> None:
+        """Free the slot on the host of a snapshot that the next plan does not need."""
+        self._host_free.append(snapshot.host)
+        snapshot.host = NO_SLOT
+        self._forget(snapshot)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot if no tier has it. The KV block of its tail then goes first."""
+        if snapshot.is_kept:
+            return
+        here = self._kept[snapshot.key.parent]
+        here.remove(snapshot)
+        if not here:
+            del self._kept[snapshot.key.parent]
+        self.dropped += 1
+        if snapshot.key.tail:
+            self._pool.give_way([snapshot.key.tail_digest])

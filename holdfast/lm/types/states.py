@@ -1,0 +1,57 @@
+"""Recurrent states: the values that they add to a plan, and their sizes for planning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.lm.types.plan import BlockMove, PartPlan
+
+
+class StateCopy(NamedTuple):
+    """The recurrent states of all layers of one sequence, copied from one slot to another."""
+
+    source: int
+    """Slot to read. In `StatePlan.starts`, -1 stands for the state before the first token, which is all zeros."""
+    target: int
+    """Slot to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan(PartPlan):
+    """The copies of recurrent states that a plan does, in the order of the fields, before its segments run.
+
+    Slot r below the number of rows is the state of the sequence in row r: segments read it and leave the new state in
+    it. Slots above hold snapshots, which only copies write.
+    """
+
+    saves: tuple[StateCopy, ...] = ()
+    """Copies from rows to snapshots: states as the plans before this one leave them."""
+    swap_in: tuple[StateCopy, ...] = ()
+    """Copies from slots on the host to rows, for sequences that begin with this plan."""
+    starts: tuple[StateCopy, ...] = ()
+    """Copies from snapshots to the rows of other sequences that begin with this plan."""
+    tails: tuple[BlockMove, ...] = ()
+    """Copies of KV blocks that are full only in part, for the same sequences: each gets a block of its own.
+
+    No copy from the host that this plan begins writes to their sources.
+    """
+    swap_out: tuple[StateCopy, ...] = ()
+    """Copies from snapshots on the device to slots on the host. Each is complete before the next plan runs."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether the device has copies to do."""
+        return bool(self.saves or self.starts or self.tails or self.swap_out or self.swap_in)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """The sizes of recurrent states that planning needs."""
+
+    snapshots: int
+    """Number of slots for snapshots on the device. They come after the slots of the rows."""
+    host_snapshots: int = 0
+    """Number of slots for snapshots on the host."""
+    slot_bytes: int
+    """Bytes of a slot: the states of all layers of one sequence."""

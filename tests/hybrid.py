@@ -1,0 +1,88 @@
+"""Shared by tests of hybrid models: a device that knows the tokens of each state, and checks of the snapshots."""
+
+from collections import Counter
+
+from holdfast.lm.memory.snapshots import NO_SLOT
+from holdfast.lm.types import StatePlan
+from tests.invariants import check_pool
+from tests.scheduling import FakeDevice
+
+
+class HybridDevice(FakeDevice):
+    """A `FakeDevice` with recurrent states: each slot holds the tokens that its state has seen, in order.
+
+    A slot holds None until it is written. The copies of a plan run in order before its segments, and those to and from
+    the host are complete when they have run. A segment may only begin with the state of all tokens before it.
+    """
+
+    def __init__(self, num_blocks, block_size, slots, host_blocks=0, host_slots=0, choose=None):
+        super().__init__(num_blocks, block_size, host_blocks, choose)
+        self.seen = [None] * slots
+        self.seen_on_host = [None] * host_slots
+        self.tails = 0
+        """Blocks copied because they are full only in part."""
+
+    def _move_blocks(self, plan):
+        super()._move_blocks(plan)
+        states = plan.part(StatePlan)
+        for copies in (states.saves, states.starts, states.swap_out, states.swap_in):
+            targets = [target for _, target in copies]
+            assert len(set(targets)) == len(targets), "two copies write to one slot"
+        self._copy(states.saves, self.seen, self.seen)
+        self._copy(states.swap_in, self.seen_on_host, self.seen)
+        self._copy(states.starts, self.seen, self.seen)
+        self._copy_tails(states.tails, plan)
+        self._copy(states.swap_out, self.seen, self.seen_on_host)
+        assert len({segment.row for segment in plan.segments}) == len(plan.segments), "a row has two segments"
+
+    @staticmethod
+    def _copy(copies, source, target):
+        for copy in copies:
+            seen = () if copy.source == NO_SLOT else source[copy.source]
+            assert seen is not None, f"slot {copy.source} is read, but nothing is there"
+            target[copy.target] = seen
+
+    def _copy_tails(self, tails, plan):
+        arriving = {target for _, target in plan.copies.swap_in}
+        for source, target in tails:
+            assert not {source, target} & arriving and source != target
+            assert self._untouched(source) and self._untouched(target)
+            size = self.block_size
+            self.slots[target * size : (target + 1) * size] = self._contents(source)
+            self.tails += 1
+
+    def _write(self, segment, states):
+        stream = tuple(self.streams[segment.sequence_id])
+        assert self.seen[segment.row] == stream[: segment.start], f"{segment} begins with the state of other tokens"
+        self.seen[segment.row] = stream[: segment.stop]
+        return super()._write(segment, states)
+
+
+def check_hybrid(scheduler):
+    """Raise RuntimeError unless every block and every slot for snapshots is in one state, and each owner is known."""
+    states = scheduler._kind.states
+    tables = [entry.cache.blocks for entry in scheduler._entries.values()]
+    check_pool(scheduler.pool, [*tables, *([block] for block in states.tails)])
+    check_states(states)
+
+
+def check_states(states):
+    """Raise RuntimeError unless free + kept + used = total, and the copies to come are those that pin snapshots."""
+    snapshots = [snapshot for snapshot in states.snapshots if snapshot.slot != NO_SLOT]
+    rows = min(states._free + [snapshot.slot for snapshot in snapshots])
+    slots = sorted([*states._free, *(snapshot.slot for snapshot in snapshots)])
+    on_host = sorted([*states._host_free, *(each.host for each in states.snapshots if each.host != NO_SLOT)])
+    if on_host != list(range(states.host_total)) or not all(each.is_kept for each in states.snapshots):
+        raise RuntimeError(f"slots of the host are lost or hold two snapshots: {on_host}")
+    if slots != list(range(rows, rows + states.total)):
+        raise RuntimeError(f"slots are lost or hold two snapshots: {slots}")
+    if states.free + states.kept + states.used != states.total:
+        raise RuntimeError("free + kept + used is not the total")
+    pins = Counter(snapshot for _, snapshot in states._saves) + Counter(
+        snapshot for snapshot in states._starts.values() if snapshot.length
+    )
+    if any(snapshot.pins != pins[snapshot] for snapshot in states.snapshots) or not {*pins} <= {*states.snapshots}:
+        raise RuntimeError("a snapshot is pinned without a copy to come, or a copy needs one that is not pinned")
+    keys = [(snapshot.key.parent, tuple(snapshot.key.tail)) for snapshot in states.snapshots]
+    if len(set(keys)) != len(keys):
+        raise RuntimeError("two snapshots are of the same tokens")

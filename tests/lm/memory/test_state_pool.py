@@ -1,0 +1,268 @@
+"""StatePool: slots for snapshots, which snapshot goes first, and copies between the tiers."""
+
+import pytest
+
+from holdfast.core.types import Identity
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
+from holdfast.lm.memory.state_pool import StatePool
+from holdfast.lm.types import COPIES_AHEAD_BYTES, StateCopy, StateShape
+from tests.hybrid import check_states
+
+ROOT = Identity("model").root()
+SIZE = 4
+ROWS = 2
+
+
+def cost(position):
+    return 1.0 + position
+
+
+class States:
+    """States whose KV blocks are all kept, unless a test drops them."""
+
+    def __init__(self, snapshots=3, host=0, slot_bytes=1, eviction="retention", low_water=0.25):
+        rule = RetentionRule(EVICTIONS[eviction], cost=cost, chunk_blocks=1, block_size=SIZE)
+        self.blocks = BlockPool(64, SIZE, rule=rule.from_the_end())
+        shape = StateShape(snapshots=snapshots, host_snapshots=host, slot_bytes=slot_bytes)
+        self.pool = StatePool(shape, ROWS, self.blocks, rule, low_water=low_water)
+        self.now = 0.0
+
+    def key(self, tokens):
+        return StateKey.of(
+            ROOT, block_digests(ROOT, tokens[: len(tokens) // SIZE * SIZE], SIZE), tokens, len(tokens), SIZE
+        )
+
+    def snapshot(self, tokens, previous=NOTHING_KEPT, **options):
+        """A snapshot of these tokens whose last KV block is kept."""
+        key = self.key(tokens)
+        digest = key.tail_digest or key.parent
+        if self.blocks.find_all((digest,)) == [None]:
+            (block,) = self.blocks.allocate(1, self.now)
+            self.blocks.cache_block(block, digest, len(tokens) // SIZE)
+            self.blocks.free([block], self.now)
+        return Snapshot(key, previous, **options)
+
+    def save(self, tokens, previous=NOTHING_KEPT, row=0, **options):
+        """The snapshot, which a plan has saved."""
+        self.now += 1
+        snapshot = self.snapshot(tokens, previous, **options)
+        assert self.pool.save(row, snapshot, self.now)
+        self.plan()
+        return snapshot
+
+    def plan(self):
+        plans = self.pool.plan(self.now)
+        check_states(self.pool)
+        return plans
+
+    def kept(self, *snapshots):
+        return [snapshot.is_kept for snapshot in snapshots]
+
+
+TURN = list(range(4))
+OTHER, THIRD, FOURTH = ([number] * 4 for number in (10, 20, 30))
+
+
+def test_a_saved_state_can_be_found_at_once_and_is_copied_before_the_rows_are_filled():
+    states = States()
+    states.pool.save(0, snapshot := states.snapshot(TURN), 1.0)
+    assert states.pool.find(ROOT, [snapshot.key.parent], [*TURN, 4]) is snapshot
+    states.pool.start(0, snapshot)
+    (plan,) = states.plan()
+    assert (plan.saves, plan.starts) == ((StateCopy(0, snapshot.slot),), (StateCopy(snapshot.slot, 0),))
+    assert list(plan.__dataclass_fields__).index("saves") < list(plan.__dataclass_fields__).index("starts")
+    assert states.plan() == ()
+
+
+def test_slots_for_snapshots_come_after_those_of_the_rows():
+    states = States(snapshots=2)
+    assert sorted(states.save(tokens).slot for tokens in (TURN, OTHER)) == [ROWS, ROWS + 1]
+
+
+def test_free_kept_and_used_slots_are_all_slots():
+    states = States()
+    pool = states.pool
+    assert (pool.free, pool.kept, pool.used) == (3, 0, 0)
+    pool.save(0, states.snapshot(TURN), 1.0)
+    assert (pool.free, pool.kept, pool.used) == (2, 0, 1)
+    states.plan()
+    assert (pool.free, pool.kept, pool.used) == (2, 1, 0)
+    assert pool.stats()["snapshots_kept"] == 1 and pool.stats()["snapshots_saved"] == 1
+
+
+def test_a_state_that_is_kept_already_is_not_saved_again():
+    states = States(snapshots=2)
+    first, other = states.save(TURN), states.save(OTHER)
+    assert states.pool.save(1, states.snapshot(TURN), 5.0) and states.plan() == ()
+    states.save(THIRD)
+    assert states.kept(first, other) == [True, False], "the first counts as used"
+
+
+def test_the_snapshot_that_is_cheapest_to_compute_again_goes_first():
+    states = States(snapshots=2)
+    long, short = states.save([*range(40)]), states.save(OTHER)
+    states.save(THIRD)
+    assert states.kept(long, short) == [True, False]
+
+
+def test_the_cost_of_a_snapshot_begins_at_the_one_before_it():
+    states = States(snapshots=3)
+    first = states.save([*range(40)], shared=True)
+    after = states.save([*range(44)], first)
+    other = states.save([100 + each for each in range(20)])
+    states.save(FOURTH)
+    assert states.kept(first, after, other) == [True, False, True]
+
+
+def test_a_snapshot_whose_predecessor_is_dropped_costs_all_tokens_since_the_one_before_that():
+    states = States(snapshots=3)
+    first = states.save([*range(20)])
+    after = states.save([*range(24)], first)
+    before = states.pool.value(after, states.now + 10)
+    states.save(OTHER)
+    states.save(THIRD)
+    assert states.kept(first, after) == [False, True]
+    assert (before, states.pool.value(after, states.now + 8)) == (cost(22) * 4 / 10, cost(12) * 24 / 10)
+
+
+def test_the_longest_unused_goes_first_among_equal_costs():
+    states = States(snapshots=2)
+    first, other = states.save(TURN), states.save(OTHER)
+    states.pool.touch(first, states.now + 1)
+    states.now += 1
+    states.save(THIRD)
+    assert states.kept(first, other) == [True, False]
+
+
+def test_age_alone_decides_if_the_rule_says_so():
+    states = States(snapshots=2, eviction="lru")
+    long, short = states.save([*range(40)]), states.save(OTHER)
+    states.save(THIRD)
+    assert states.kept(long, short) == [False, True]
+
+
+def test_a_snapshot_without_its_kv_blocks_goes_before_all_others():
+    states = States(snapshots=2)
+    long, short = states.save([*range(40)]), states.save(OTHER)
+    (block,) = states.blocks.find_all((long.key.parent,))
+    states.blocks.give_way([long.key.parent])
+    taken = states.blocks.allocate(63, states.now)
+    assert block in taken
+    states.blocks.free(taken, states.now)
+    assert states.pool.value(long, states.now) == 0
+    states.save(THIRD)
+    assert states.kept(long, short) == [False, True]
+
+
+def test_a_snapshot_that_its_conversation_has_left_behind_goes_before_the_latest():
+    states = States(snapshots=3)
+    other = states.save(OTHER)
+    first = states.save([*range(40)])
+    latest = states.save([*range(44)], first)
+    states.save(THIRD)
+    assert states.kept(other, first, latest) == [True, False, True]
+
+
+@pytest.mark.parametrize("reason", ["a prefix of several", "two starts"])
+def test_a_snapshot_that_serves_several_sequences_stays_although_one_has_gone_on(reason):
+    states = States(snapshots=3)
+    other = states.save(OTHER)
+    first = states.save([*range(40)], shared=reason == "a prefix of several")
+    for row in range(2 * (reason == "two starts")):
+        states.pool.start(row, first)
+        states.plan()
+    states.save([*range(80)], first)
+    states.save(THIRD)
+    assert states.kept(other, first) == [False, True]
+
+
+def test_snapshots_that_the_next_plan_needs_are_not_given_up():
+    states = States(snapshots=2)
+    first = states.save(TURN)
+    states.pool.start(1, first)
+    assert states.pool.save(0, states.snapshot(OTHER), 2.0)
+    third = states.snapshot(THIRD)
+    assert not states.pool.save(0, third, 3.0) and not third.is_kept
+    states.plan()
+    assert states.pool.save(0, third, 4.0)
+
+
+def test_the_kv_block_of_a_dropped_tail_goes_first():
+    states = States(snapshots=1)
+    dropped, other = states.save([*range(6)]), states.snapshot(OTHER)
+    states.blocks.touch(states.blocks.find_all((dropped.key.tail_digest,)), (), states.now + 1)
+    states.pool.save(0, other, states.now + 2)
+    states.blocks.allocate(states.blocks.available - 1, states.now + 2)
+    tail, last = states.blocks.find_all((dropped.key.tail_digest, other.key.parent))
+    assert tail is None and last is not None
+
+
+def test_few_ready_slots_have_the_snapshot_of_the_lowest_value_copied_to_the_host():
+    states = States(snapshots=2, host=2, low_water=0.5)
+    first = states.save(TURN)
+    assert first.host == NO_SLOT, "half of the slots are free"
+    second = states.save(OTHER)
+    states.plan()
+    assert (first.host, second.host) == (0, NO_SLOT), "one of two slots can be had at once again"
+
+
+def test_a_snapshot_leaves_the_device_by_way_of_the_host():
+    states = States(snapshots=1, host=2)
+    first = states.save(TURN)
+    (plan,) = states.plan()
+    assert plan.swap_out == (StateCopy(first.slot, first.host),)
+    assert states.plan() == (), "it is copied once"
+    states.save(OTHER)
+    assert first.is_on_host and states.pool.stats()["snapshots_dropped"] == 0
+    states.pool.start(1, first)
+    (plan,) = states.plan()
+    assert plan.swap_in == (StateCopy(first.host, 1),) and plan.starts == ()
+
+
+def test_snapshots_on_the_host_too_give_up_their_slots_first():
+    states = States(snapshots=3, host=1)
+    first = states.save(TURN)
+    costly = states.save([*range(100, 140)])
+    states.save(OTHER)
+    states.plan()
+    assert [each.host for each in (first, costly)] == [0, NO_SLOT]
+    states.pool.touch(first, states.now + 100)
+    states.now += 100
+    states.save(THIRD)
+    assert first.is_on_host and costly.slot != NO_SLOT
+
+
+def test_a_full_host_gives_up_the_lowest_value_and_copies_stop():
+    states = States(snapshots=1, host=1)
+    short = states.save(TURN)
+    states.plan()
+    long = states.save([*range(100, 140)])
+    (plan,) = states.plan()
+    assert plan.swap_out == (StateCopy(long.slot, 0),) and states.kept(short, long) == [False, True]
+    again = states.save(OTHER)
+    states.now += 100
+    assert states.plan() == () and states.kept(long, again) == [True, True], "the host keeps what is worth more"
+
+
+def test_copies_to_the_host_do_not_push_each_other_out_for_ever():
+    states = States(snapshots=4, host=1, low_water=1.0)
+    for number in range(4):
+        states.save([number] * 4)
+    assert sum(bool(states.plan()) for _ in range(20)) <= 2
+
+
+def test_a_plan_copies_no_more_than_its_share_of_bytes():
+    states = States(snapshots=4, host=4, slot_bytes=COPIES_AHEAD_BYTES // 2, low_water=1.0)
+    for number in range(4):
+        states.pool.save(0, states.snapshot([number] * 4), 1.0)
+    states.plan()
+    assert [len(plan.swap_out) for _ in range(2) for plan in states.plan()] == [2, 2]
+
+
+def test_no_rows_or_no_snapshots_are_refused():
+    for rows, snapshots in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match=f"{rows} rows and {snapshots} snapshots"):
+            StatePool(StateShape(snapshots=snapshots, slot_bytes=1), rows, BlockPool(4, SIZE), RetentionRule())

@@ -33,6 +33,13 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon-7b": ("FalconForCausalLM", "falcon-rotary", {}),
     "falcon-rw": ("FalconForCausalLM", "falcon-rotary", dict(multi_query=False, parallel_attn=False, bias=True)),
     "gpt2": ("GPT2LMHeadModel", "gpt2", {}),
+    "stablelm": ("StableLmForCausalLM", "stablelm", dict(use_qkv_bias=True)),
+    "stablelm-12b": (
+        "StableLmForCausalLM",
+        "stablelm",
+        dict(num_key_value_heads=2, qk_layernorm=True, use_parallel_residual=True),
+    ),
+    "nemotron": ("NemotronForCausalLM", "nemotron", dict(attention_bias=True, mlp_bias=True)),
     "mixtral": ("MixtralForCausalLM", "mixtral", {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", "qwen3-moe", dict(mlp_only_layers=[0], intermediate_size=96)),
     "gpt-oss": ("GptOssForCausalLM", "gpt-oss", {}),

@@ -50,7 +50,8 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "Olmo2": {},
     "Falcon": {"head_dim": ..., "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     "SmolLM3": {"layer_types": ["full_attention", "full_attention"]},
-    "StableLm": {},
+    "StableLm": {"head_dim": ...},
+    "Nemotron": {},
     "Bloom": {},
     "DeepseekV3": {
         "head_dim": 8,
@@ -83,7 +84,7 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
     ).eval()
     with torch.no_grad():
         for key, parameter in module.named_parameters():
-            if key.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")):
+            if key.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")) or ".norms." in key:
                 parameter.normal_(0.5, 0.5)  # a default of 0 or 1 would not tell whether it is used
     module.save_pretrained(directory, max_shard_size=shard)
     return module
@@ -392,6 +393,6 @@ def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **di
         for name, parameter in module.named_parameters():
             if name.endswith("bias") and "dt" not in name:
                 parameter.normal_(0.0, 0.1)  # wider ones drown what the tokens say
-            elif name.endswith(("norm.weight", "layernorm.weight")):
+            elif name.endswith(("norm.weight", "layernorm.weight")) or ".norms." in name:
                 parameter.normal_(1.0, 0.3)
     return module

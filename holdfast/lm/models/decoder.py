@@ -36,7 +36,7 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None = None  # [hidden]: norm of what attention adds to the stream
     mlp_out_norm: torch.Tensor | None = None  # [hidden]: norm of what the MLP adds to the stream
     end_norm: torch.Tensor | None = None  # like input_norm: the norm of the stream at the end of the layer
-    q_norm: torch.Tensor | None = None  # [D]; over whole heads together [H D]
+    q_norm: torch.Tensor | None = None  # [D]; over whole heads together, or for each head, [H D]
     k_norm: torch.Tensor | None = None  # [D]; [Hkv D]
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
@@ -190,6 +190,7 @@ class Decoder:
             layer_norm=own.layer_norm,
             gated=own.gated,
             qk_norm_whole=own.qk_norm_whole,
+            qk_layer_norm=own.qk_layer_norm,
             kv_copies=self.shard.copies(self.decoder.num_kv_heads),
         )
         ops, local = layer_ops_for(shape, self.group), own.local_rope
@@ -224,15 +225,17 @@ class Decoder:
         return LayerWeights(**weights)
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
-        """The weight of a norm.
+        """The weight of a norm: its factors, and after them the bias of a layer norm.
 
-        With an offset it stays in float32, because 1 + w keeps fewer digits of w than w does.
+        With an offset, which the bias lacks, it stays in float32: 1 + w keeps fewer digits of w than w does.
         """
         if not self.decoder.norm_offset:
             return self._fused(names, pieces)
-        whole = torch.empty(pieces[0].shape, device=self._device, dtype=torch.promote_types(self._dtype, torch.float32))
-        self._fill(names, pieces, (whole,))
-        whole += self.decoder.norm_offset
+        rows = [piece.shape[0] for piece in pieces]
+        whole = torch.empty(sum(rows), device=self._device, dtype=torch.promote_types(self._dtype, torch.float32))
+        parts = torch.split(whole, rows)
+        self._fill(names, pieces, parts)
+        parts[0].add_(self.decoder.norm_offset)
         self._bytes += whole.nbytes
         return whole
 
@@ -279,6 +282,8 @@ class Decoder:
 
     def _fill(self, names: tuple[str, ...], pieces: tuple[Piece, ...], parts: Sequence[torch.Tensor]) -> None:
         for name, piece, part in zip(names, pieces, parts, strict=True):
+            if not len(part):  # another device's head
+                continue
             self._source.fill(name, piece, part)
             if self._pairs is not None and name.endswith(self._paired):
                 heads = torch.arange(0, len(part), len(self._pairs))[:, None]

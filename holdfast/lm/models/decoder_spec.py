@@ -53,7 +53,7 @@ class DecoderSpec:
     layer_norm: bool = False
     """Whether norms are layer norms with a bias. Otherwise they are RMS norms."""
     norm_offset: float = 0.0
-    """Number added to the stored weights of all norms."""
+    """Number added to the stored weights of all norms, and not to their biases."""
     norms_stream: bool = False
     """Whether each half of a layer norms the stream itself (Transformer, §3.1), not only the next half's input."""
     parallel: bool = False
@@ -62,6 +62,8 @@ class DecoderSpec:
     """Whether the MLP has a gate: activation(gate) * up. Otherwise it is activation(up)."""
     qk_norm_whole: bool = False
     """Whether queries and keys are normed over all heads together instead of within each head."""
+    qk_layer_norm: bool = False
+    """Whether the norm of queries and keys is a layer norm without a bias, with factors of each head's own."""
     embedding_scale: float = 1.0
     """The factor on embeddings, rounded to their dtype."""
     embedding_width: int = 0
@@ -210,7 +212,8 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     }
     if spec.qk_norm:
         widths = (q, kv) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
-        shapes |= {"q_norm": ((widths[0],),), "k_norm": ((widths[1],),)}
+        counts = (spec.num_heads, spec.num_kv_heads) if spec.qk_layer_norm else (1, 1)
+        shapes |= {"q_norm": ((widths[0],),) * counts[0], "k_norm": ((widths[1],),) * counts[1]}
     if spec.qkv_bias:
         shapes["qkv_bias"] = ((q,), (kv,), (kv,))
     if spec.o_bias:

@@ -10,7 +10,7 @@ from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
 from holdfast.lm.models.experts import gpt_oss_experts, mixtral_experts, qwen3_moe_experts, qwen3_vl_moe_experts
-from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
+from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.rope import rope_of
 from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder
 
@@ -209,6 +209,63 @@ def phi3(config: Mapping[str, Any]) -> DecoderSpec:
     return DecoderSpec(**fields, windows=(config.get("sliding_window"),) * fields["num_layers"])
 
 
+LAYER_NORMS = {"input_norm": norm("input_layernorm"), "post_norm": norm("post_attention_layernorm")}
+"""The tensor names of a Llama's two norms, if they are layer norms."""
+
+
+def stablelm(config: Mapping[str, Any]) -> DecoderSpec:
+    """StableLM: layer norms, and a share of each head rotated. StableLM 2 12B has a norm for each head, too."""
+    config = {"partial_rotary_factor": 0.25, **config, "head_dim": None}
+    fields = shared(config, partial=True, num_key_value_heads=32, max_position_embeddings=4096)
+    hidden, heads = fields["hidden_size"], fields["num_heads"]
+    if hidden % heads:
+        raise UnsupportedCheckpoint(f"hidden_size is {hidden}; it must be a multiple of the {heads} attention heads")
+    parallel = bool(config.get("use_parallel_residual", False))
+    norms = ("input_norm",) if parallel else ("input_norm", "post_norm")
+    by_head = {
+        f"{short}_norm": tuple(f"self_attn.{short}_layernorm.norms.{head}.weight" for head in range(fields[count]))
+        for short, count in (("q", "num_heads"), ("k", "num_kv_heads"))
+    }
+    fields |= {
+        "names": replace(NAMES, fields={**NAMES.fields, **LAYER_NORMS, **by_head}),
+        "rms_eps": float(config.get("layer_norm_eps", 1e-5)),
+    }
+    normed = bool(config.get("qk_layernorm", False))
+    return DecoderSpec(
+        **fields,
+        layer_norm=True,
+        norms=norms,
+        parallel=parallel,
+        qkv_bias=bool(config.get("use_qkv_bias", False)),
+        qk_norm=normed,
+        qk_layer_norm=normed,
+    )
+
+
+def nemotron(config: Mapping[str, Any]) -> DecoderSpec:
+    """Nemotron: layer norms of weight 1 + w, an MLP of squared ReLU without a gate, half of each head rotated."""
+    config = {"hidden_act": "relu2", "partial_rotary_factor": 0.5, **config}
+    fields = shared(config, partial=True, max_position_embeddings=4096, initializer_range=0.0134)
+    fields |= {
+        "names": replace(NAMES, fields={**NAMES.fields, **LAYER_NORMS, **UP_ALONE}),
+        "rms_eps": float(config.get("norm_eps", 1e-5)),
+    }
+    biased = bool(config.get("attention_bias", False))
+    return DecoderSpec(
+        **fields,
+        layer_norm=True,
+        norm_offset=1.0,
+        gated=False,
+        qkv_bias=biased,
+        o_bias=biased,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+UP_ALONE = {"gate_up": ("mlp.up_proj.weight",), "gate_up_bias": ("mlp.up_proj.bias",)}
+"""The tensor names of the first layer of an MLP without a gate."""
+
+
 def olmo2(config: Mapping[str, Any]) -> DecoderSpec:
     """OLMo 2: each half's output is normed before it is added, and queries and keys over all heads together."""
     fields = shared(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
@@ -296,6 +353,8 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Qwen3ForCausalLM": qwen3,
     "Phi3ForCausalLM": phi3,
     "Olmo2ForCausalLM": olmo2,
+    "StableLmForCausalLM": stablelm,
+    "NemotronForCausalLM": nemotron,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "OPTForCausalLM": opt,
@@ -319,6 +378,8 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "qwen3_vl_text": qwen3_vl,
     "qwen3_vl_moe_text": qwen3_vl_moe,
     "phi3": phi3,
+    "stablelm": stablelm,
+    "nemotron": nemotron,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gpt_oss": gpt_oss,

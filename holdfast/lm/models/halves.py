@@ -198,6 +198,7 @@ class Halves:
             layer_norm=spec.layer_norm,
             gated=spec.gated,
             qk_norm_whole=spec.qk_norm_whole,
+            qk_layer_norm=spec.qk_layer_norm,
             kv_copies=model.shard.copies(model.decoder.num_kv_heads),
         )
         self._ops = training_ops_for(shape, self._group)
@@ -571,7 +572,8 @@ class Halves:
         # The operation writes to a cache. Here the cache has blocks of one token, and each token has its own block.
         weights = self.model.layers[layer]
         key, value = (qkv.new_empty(len(qkv), 1, self._spec.num_kv_heads, self._spec.head_dim) for _ in range(2))
-        if self._spec.qk_norm_whole:  # norms over all heads write to what they read, and the backward needs that
+        if self._spec.qk_norm_whole or self._spec.qk_layer_norm:
+            # These norms write to what they read, and the backward needs that.
             qkv = qkv.clone()
         query = self._ops.layers.rotate_and_write(
             qkv, self._rotation(layer, tokens), weights.q_norm, weights.k_norm, (key, value), tokens.slots

@@ -44,6 +44,8 @@ FAMILIES = (
     "Gemma3Text",
     "Phi3",
     "Olmo2",
+    "StableLm",
+    "Nemotron",
     "Falcon",
     "Qwen3Moe",
 )

@@ -52,6 +52,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {}),  # norms before and after, caps
     "gemma3": ("Gemma3Text", dict(layer_types=LAYER_TYPES)),  # rotations by layer
     "phi3": ("Phi3", {}),  # two parts of one tensor
+    "stablelm": ("StableLm", dict(use_qkv_bias=True)),  # layer norms with a gate, and a share of each head rotated
+    "stablelm-12b": ("StableLm", dict(qk_layernorm=True, use_parallel_residual=True)),  # a norm for each head
+    "nemotron": ("Nemotron", dict(attention_bias=True, mlp_bias=True)),  # layer norms of 1 + w, squared ReLU
     "olmo2": ("Olmo2", dict(attention_bias=True)),  # norms after, and of queries and keys over all heads
 }
 LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3": Layout(pp=3), "2x2": Layout(2, 2)}

@@ -52,6 +52,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4, rope_parameters=YARN)),
     "olmo2-tied": ("Olmo2", dict(tie_word_embeddings=True)),
+    "stablelm-odd": (
+        "StableLm",
+        dict(
+            hidden_size=48,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            use_qkv_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+        ),
+    ),
+    "stablelm-12b": ("StableLm", dict(qk_layernorm=True, use_parallel_residual=True, num_key_value_heads=1)),
+    "stablelm-normed": (
+        "StableLm",
+        dict(qk_layernorm=True, use_qkv_bias=True, rope_parameters={"rope_type": "default", "rope_theta": 1e3}),
+    ),
+    "nemotron-odd": (
+        "Nemotron",
+        dict(
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            head_dim=24,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            partial_rotary_factor=0.75,
+        ),
+    ),
+    "nemotron-linear": (
+        "Nemotron",
+        dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 1.0}),
+    ),
+    "nemotron-dynamic": ("Nemotron", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
     "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
     "llama-dynamic": ("Llama", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
     "llama-llama3": (

@@ -55,6 +55,27 @@ def test_qwen3_norms_heads_of_128() -> None:
     assert layer_shapes(spec)["q_norm"] == ((128,),)
 
 
+def test_stablelm_rotates_a_quarter_of_each_head_and_norms_by_layer_norms() -> None:
+    spec = spec_of("StableLmForCausalLM")
+    assert spec.layer_norm and spec.gated and not (spec.qkv_bias or spec.qk_norm or spec.parallel)
+    assert (spec.rope.rotated(16), spec.rms_eps) == (4, 1e-5)
+    assert layer_shapes(spec)["post_norm"] == ((64,), (64,))
+    larger = spec_of("StableLmForCausalLM", qk_layernorm=True, use_parallel_residual=True)
+    assert layer_shapes(larger)["q_norm"] == ((16,),) * 4 and layer_shapes(larger)["k_norm"] == ((16,),) * 2
+    assert larger.names.fields["k_norm"][1] == "self_attn.k_layernorm.norms.1.weight"
+    assert larger.norms == ("input_norm",)
+    with pytest.raises(UnsupportedCheckpoint, match="hidden_size is 66; it must be a multiple of the 4 attention"):
+        spec_of("StableLmForCausalLM", hidden_size=66)
+
+
+def test_nemotron_has_squared_relu_without_a_gate_and_norms_of_1_plus_w() -> None:
+    spec = spec_of("NemotronForCausalLM", norm_eps=1e-3)
+    assert (spec.activation, spec.gated, spec.norm_offset, spec.rms_eps) == ("relu2", False, 1.0, 1e-3)
+    assert spec.rope.rotated(16) == 8
+    assert layer_shapes(spec)["gate_up"] == ((96, 64),)
+    assert spec_of("NemotronForCausalLM", partial_rotary_factor=0.25).rope.rotated(16) == 4
+
+
 def test_mistral_windows_all_layers_or_none() -> None:
     assert spec_of("MistralForCausalLM").windows == (4096, 4096, 4096)
     assert spec_of("MistralForCausalLM", sliding_window=None).windows == (None, None, None)

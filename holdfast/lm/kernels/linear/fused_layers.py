@@ -273,9 +273,7 @@ class FusedLayerOps(LayerOps):
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         shape = self.shape
-        if shape.qk_norm_whole and q_norm is not None and k_norm is not None:
-            self._norm_whole(qkv, q_norm, k_norm)
-            q_norm = k_norm = None
+        q_norm, k_norm = self._norm_written(qkv, q_norm, k_norm)
         tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
         query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         key_cache, value_cache = caches

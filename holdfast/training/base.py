@@ -136,7 +136,8 @@ def _places(model: Decoder) -> dict[str, _Place]:
             if isinstance(value, torch.Tensor):
                 rows = torch.split(value, [piece.shape[0] for piece in pieces])
                 for part, (piece, tensor) in enumerate(zip(pieces, rows, strict=True)):
-                    if not before or before[field.name][part] != piece:
+                    held = len(tensor) > 0  # a norm of another device's head has no numbers here
+                    if held and (not before or before[field.name][part] != piece):
                         starts = [each.start for each in piece.own]
                         starts[0] += row
                         one, other = _sums(tensor, *starts)

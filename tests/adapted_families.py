@@ -41,6 +41,7 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "nemotron": ("NemotronForCausalLM", "nemotron", dict(attention_bias=True, mlp_bias=True)),
     "mixtral": ("MixtralForCausalLM", "mixtral", {}),
+    "phimoe": ("PhimoeForCausalLM", "phimoe", dict(attention_bias=True, lm_head_bias=True, router_jitter_noise=0.1)),
     "qwen3-moe": ("Qwen3MoeForCausalLM", "qwen3-moe", dict(mlp_only_layers=[0], intermediate_size=96)),
     "gpt-oss": ("GptOssForCausalLM", "gpt-oss", {}),
 }

@@ -43,6 +43,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "Gemma3Text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
     "GptOss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4},
+    "Phimoe": {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.1},
     "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "Starcoder2": {"sliding_window": None},

@@ -121,6 +121,10 @@ class Decoder:
         self.positions = self._whole(names.positions, rows, hidden) if rows else None
         self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item()
         self.lm_head = self._lm_head(tokens)
+        biased = decoder.head_bias and shard.last
+        self.lm_head_bias = (
+            self._fused((names.head_bias,), (Piece(tokens.whole[:1], tokens.own[:1]),)) if biased else None
+        )
         del self._source
         self._first_token = tokens.own[0].start
         # A window at least as long as the longest sequence hides nothing.
@@ -305,7 +309,7 @@ class Decoder:
         """Logits [R, own_vocab_size] of rows of `hidden`."""
         if self.project_out is not None:
             hidden = self._ops.linear(hidden, self.project_out)
-        logits = self._ops.linear(hidden, self.lm_head)
+        logits = self._ops.linear(hidden, self.lm_head, self.lm_head_bias)
         if (cap := self.decoder.logit_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits

@@ -48,6 +48,8 @@ class DecoderSpec:
     """The standard deviation of random weights."""
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     """The norms of a layer, as fields of LayerWeights."""
+    head_bias: bool = False
+    """Whether the LM head has a bias."""
     final_norm: bool = True
     """Whether there is a norm before the LM head."""
     layer_norm: bool = False
@@ -185,6 +187,11 @@ class WeightNames:
     """Beginnings of tensor names that are not the decoder's, such as a vision tower's."""
 
     @property
+    def head_bias(self) -> str:
+        """The bias of the LM head."""
+        return self.lm_head.removesuffix("weight") + "bias"
+
+    @property
     def norm_bias(self) -> str:
         """The bias of the last norm, if it is a layer norm."""
         return self.norm.removesuffix("weight") + "bias"
@@ -254,7 +261,7 @@ def layer_elements(spec: DecoderSpec, layer: int) -> int:
     if experts is None or not experts.sparse[layer]:
         return sum(map(elements_of, shapes.values()))
     attention = sum(elements_of(parts) for field, parts in shapes.items() if field not in MLP_FIELDS)
-    return attention + 3 * experts.rule.top_k * spec.hidden_size * experts.intermediate_size
+    return attention + 3 * experts.rule.per_token * spec.hidden_size * experts.intermediate_size
 
 
 def elements_of(shapes: tuple[Shape, ...]) -> int:

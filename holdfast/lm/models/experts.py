@@ -46,6 +46,21 @@ def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
     )
 
 
+def phimoe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts in every layer, two of which a token chooses by SparseMixer."""
+    chosen = _size(config, "num_experts_per_tok", 2)
+    if chosen != 2:
+        raise UnsupportedCheckpoint(f"num_experts_per_tok is {chosen}; SparseMixer chooses 2 experts")
+    return _spec(
+        config,
+        names=MIXTRAL,
+        count=_size(config, "num_local_experts", 16),
+        inner=_size(config, "intermediate_size"),
+        sparse=(True,) * num_layers,
+        rule=ExpertRule(top_k=2, normalized=False, jitter=float(config.get("router_jitter_noise", 0.01))),
+    )
+
+
 def qwen3_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
     """Experts in every `decoder_sparse_step`-th layer except `mlp_only_layers`; shares may be normalized."""
     step, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()

@@ -9,7 +9,13 @@ from typing import Any
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
-from holdfast.lm.models.experts import gpt_oss_experts, mixtral_experts, qwen3_moe_experts, qwen3_vl_moe_experts
+from holdfast.lm.models.experts import (
+    gpt_oss_experts,
+    mixtral_experts,
+    phimoe_experts,
+    qwen3_moe_experts,
+    qwen3_vl_moe_experts,
+)
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.rope import rope_of
 from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder
@@ -266,6 +272,38 @@ UP_ALONE = {"gate_up": ("mlp.up_proj.weight",), "gate_up_bias": ("mlp.up_proj.bi
 """The tensor names of the first layer of an MLP without a gate."""
 
 
+def phimoe(config: Mapping[str, Any]) -> DecoderSpec:
+    """Phi-3.5-MoE: layer norms, biases, and two experts of each token, chosen by SparseMixer."""
+    defaults: dict[str, Any] = dict(num_key_value_heads=8, max_position_embeddings=131_072, rms_norm_eps=1e-5)
+    fields = shared(config, rope_theta=1e6, **defaults)
+    fields["names"] = replace(NAMES, fields={**NAMES.fields, **LAYER_NORMS})
+    if fields["rope"].kind != "default":
+        fields["rope"] = replace(fields["rope"], amplitude=mscale_of(config))
+    biased = bool(config.get("attention_bias", False))
+    return DecoderSpec(
+        **fields,
+        windows=(config.get("sliding_window"),) * fields["num_layers"],
+        layer_norm=True,
+        qkv_bias=biased,
+        o_bias=biased,
+        head_bias=bool(config.get("lm_head_bias", False)),
+        experts=phimoe_experts(config, fields["num_layers"]),
+    )
+
+
+def mscale_of(config: Mapping[str, Any]) -> float:
+    """The factor on cosine and sine of a Phi-3.5-MoE whose rotation is scaled."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    short, long = (given.get(f"{kind}_mscale") for kind in ("short", "long"))
+    if not isinstance(short, int | float) or not isinstance(long, int | float):
+        raise UnsupportedCheckpoint("the rotation is scaled; it needs short_mscale and long_mscale, two numbers")
+    if short != long:
+        raise NotNative(
+            f"short_mscale is {short:g} and long_mscale is {long:g}; all sequences have one factor here, of any length"
+        )
+    return float(short)
+
+
 def olmo2(config: Mapping[str, Any]) -> DecoderSpec:
     """OLMo 2: each half's output is normed before it is added, and queries and keys over all heads together."""
     fields = shared(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
@@ -361,6 +399,7 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "FalconForCausalLM": falcon,
     "GPT2LMHeadModel": gpt2,
     "MixtralForCausalLM": mixtral,
+    "PhimoeForCausalLM": phimoe,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "GptOssForCausalLM": gpt_oss,
 }
@@ -370,6 +409,7 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "phimoe": phimoe,
     "qwen2": qwen2,
     "qwen2_vl_text": qwen2_vl,
     "qwen2_5_vl_text": qwen2_vl,

@@ -418,6 +418,8 @@ class Halves:
         head, norm, narrow, cap = self.model.lm_head, self.model.norm, self.model.project_out, self._spec.logit_softcap
         normed = self._norm(stream, norm)
         logits = (normed if narrow is None else normed @ narrow.t()) @ head.t()
+        if self.model.lm_head_bias is not None:
+            logits += self.model.lm_head_bias
         slope = None
         if cap is not None:
             logits.div_(cap).tanh_()

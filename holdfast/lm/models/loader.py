@@ -353,6 +353,8 @@ def stored_names(spec: DecoderSpec) -> set[str]:
     names = spec.names
     used = {names.embedding, names.norm, names.lm_head}  # a checkpoint may hold a copy of a tied head
     used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
+    if spec.head_bias:
+        used.add(names.head_bias)
     fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
     attention = [name for field in layer_shapes(spec) if field not in MLP_FIELDS for name in names.fields[field]]
     sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse

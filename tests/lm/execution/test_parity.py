@@ -41,6 +41,7 @@ FAMILIES = (
     "GptOss",
     "OPT",
     "Mixtral",
+    "Phimoe",
     "Gemma3Text",
     "Phi3",
     "Olmo2",

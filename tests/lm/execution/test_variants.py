@@ -85,6 +85,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 1.0}),
     ),
     "nemotron-dynamic": ("Nemotron", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
+    "phimoe-plain": ("Phimoe", dict(attention_bias=False, lm_head_bias=False, tie_word_embeddings=True)),
+    "phimoe-longrope": (
+        "Phimoe",
+        dict(
+            sliding_window=12,
+            num_local_experts=7,
+            rope_parameters=LONGROPE
+            | {"original_max_position_embeddings": 128, "short_mscale": 1.25, "long_mscale": 1.25},
+        ),
+    ),
+    "phimoe-odd": ("Phimoe", dict(num_attention_heads=5, num_key_value_heads=5, head_dim=24, router_jitter_noise=0.0)),
     "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
     "llama-dynamic": ("Llama", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
     "llama-llama3": (

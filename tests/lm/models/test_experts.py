@@ -96,6 +96,9 @@ def test_families_read_their_own_keys() -> None:
     assert qwen is not None
     assert (qwen.count, qwen.intermediate_size, qwen.rule) == (128, 768, ExpertRule(top_k=8, normalized=False))
     assert qwen.sparse == (False, True, False, False)
+    phi = spec_of("PhimoeForCausalLM", router_jitter_noise=0.02)
+    assert phi.experts is not None and not phi.head_bias
+    assert (phi.experts.count, phi.experts.rule) == (16, ExpertRule(top_k=2, normalized=False, jitter=0.02))
     oss = spec_of("GptOssForCausalLM", sliding_window=7)
     assert oss.experts is not None and oss.sinks and oss.qkv_bias and oss.o_bias
     assert oss.windows == (7, None, 7, None) and oss.head_dim == 64
@@ -107,6 +110,11 @@ def test_a_stage_is_weighed_by_the_weights_that_a_token_reads() -> None:
     dense, sparse = layer_elements(spec, 0), layer_elements(spec, 1)
     assert dense - 3 * 64 * 96 == sparse - 3 * 3 * 64 * 32
     assert layer_elements(replace(spec, experts=None), 1) == dense
+
+
+def test_sparsemixer_chooses_two_experts() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="num_experts_per_tok is 3; SparseMixer chooses 2"):
+        spec_of("PhimoeForCausalLM", num_experts_per_tok=3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.text_decoders import WITH_IMAGES
@@ -74,6 +74,17 @@ def test_nemotron_has_squared_relu_without_a_gate_and_norms_of_1_plus_w() -> Non
     assert spec.rope.rotated(16) == 8
     assert layer_shapes(spec)["gate_up"] == ((96, 64),)
     assert spec_of("NemotronForCausalLM", partial_rotary_factor=0.25).rope.rotated(16) == 4
+
+
+def test_phimoe_has_one_factor_of_its_scaled_rotation_for_all_lengths() -> None:
+    factors = dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=32)
+    scaling = dict(rope_type="longrope", **factors)
+    spec = spec_of("PhimoeForCausalLM", rope_scaling=scaling | dict(short_mscale=1.25, long_mscale=1.25))
+    assert (spec.rope.amplitude, spec.rope.theta, spec.plain_positions) == (1.25, 1e6, 32)
+    with pytest.raises(NotNative, match=r"short_mscale is 1.25 and long_mscale is 1.5"):
+        spec_of("PhimoeForCausalLM", rope_scaling=scaling | dict(short_mscale=1.25, long_mscale=1.5))
+    with pytest.raises(UnsupportedCheckpoint, match="it needs short_mscale and long_mscale"):
+        spec_of("PhimoeForCausalLM", rope_scaling=scaling | dict(short_mscale=1.25))
 
 
 def test_mistral_windows_all_layers_or_none() -> None:

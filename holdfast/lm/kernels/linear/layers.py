@@ -299,11 +299,15 @@ class LayerOps:
 
         With a group, the experts are this device's part of each, but the router is whole.
         """
-        added = apply_experts(self.computed(x), experts)
-        if self.group is not None:
+        added = self._experts_output(x, experts)
+        if self.group is not None and not self.shape.layer_norm:
             return self.group.add_norm(stream, added[None], None, norm, self.shape.eps)
-        stream += added
+        stream += added if self.group is None else self.group.all_reduce(added)
         return self.norm(stream, norm)
+
+    def _experts_output(self, x: Normed, experts: Experts) -> torch.Tensor:
+        """The weighted sum [T, hidden] of the outputs of the experts for x, or this device's part of it."""
+        return apply_experts(self.computed(x), experts)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine of the angles of positions [T] int64, computed in float32, for all layers of a step."""

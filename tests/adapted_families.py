@@ -43,6 +43,11 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", "mixtral", {}),
     "phimoe": ("PhimoeForCausalLM", "phimoe", dict(attention_bias=True, lm_head_bias=True, router_jitter_noise=0.1)),
     "qwen3-moe": ("Qwen3MoeForCausalLM", "qwen3-moe", dict(mlp_only_layers=[0], intermediate_size=96)),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "llama4-chunked",
+        dict(attention_bias=True, floor_scale=4, no_rope_layers=[1, 0], intermediate_size=96, moe_layers=[0]),
+    ),
     "gpt-oss": ("GptOssForCausalLM", "gpt-oss", {}),
 }
 """For each case, its architecture, one of `checkpoints.FAMILIES`, and how it differs from that one."""

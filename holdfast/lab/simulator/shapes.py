@@ -13,7 +13,7 @@ BYTES = 2
 NATIVE = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "opt", "gpt2", "falcon",
     "stablelm", "nemotron", "mixtral", "phimoe", "qwen3_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl",
-    "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
+    "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "llama4_text",
 )  # fmt: skip
 """Values of `model_type` of text decoders that are native in the engine. FP8 weights need one."""
 

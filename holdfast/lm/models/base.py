@@ -118,6 +118,7 @@ class StepInput:
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -131,6 +132,7 @@ class StepInput:
             self.metadata,
             scale=scale,
             window=window,
+            chunked=chunked,
             softcap=softcap,
             sinks=sinks,
         )

@@ -132,7 +132,7 @@ class Decoder:
             None if window is None or window >= max_model_len else window
             for window in own.windows or (None,) * own.num_layers
         )
-        self._local = tuple(decoder.local_rope is not None and window is not None for window in own.windows)
+        self._local = own.other_layers
         self._ops, self._local_ops = self._layer_ops(own, max_model_len)
         if device.type == "cpu":
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
@@ -177,7 +177,7 @@ class Decoder:
         return self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
 
     def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
-        """The operations of layers without a window and of layers with one, which may have their own RoPE."""
+        """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""
 
         def frequencies(rope: Rope) -> torch.Tensor:
             return rope.inverse_frequencies(own.head_dim, max_model_len).to(self._device)
@@ -197,7 +197,7 @@ class Decoder:
             qk_layer_norm=own.qk_layer_norm,
             kv_copies=self.shard.copies(self.decoder.num_kv_heads),
         )
-        ops, local = layer_ops_for(shape, self.group), own.local_rope
+        ops, local = layer_ops_for(shape, self.group), own.other_rope
         if local is None:
             return ops, ops
         shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
@@ -212,6 +212,8 @@ class Decoder:
             )
             weights |= {"experts": experts, "gate_up": self._none, "down": self._none.t()}
             self._bytes += experts.nbytes
+        if self.decoder.unit_qk_norm and not self.decoder.other_layers[index]:
+            weights |= dict.fromkeys(("q_norm", "k_norm"), self._empty(self.decoder.head_dim).fill_(1.0))
         for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
             if field.endswith("_norm"):
@@ -324,6 +326,7 @@ class Decoder:
         rotations = [ops.rotation(step.positions)]
         if self._local_ops is not ops:
             rotations.append(self._local_ops.rotation(step.positions))
+        temperatures = None if spec.temperature is None else self.temperatures(step.positions)
         stream = self.embedded(step.ids, step.positions) if step.stream is None else step.stream
         normed = ops.norm(stream, self.layers[0].input_norm)
         adapters = step.adapters
@@ -333,12 +336,19 @@ class Decoder:
             else:
                 stack = adapters.layers[index].qkv
                 qkv = self._adapted(ops.computed(normed), layer.qkv, layer.qkv_bias, stack, adapters, adapters.tokens)
-            rotation = rotations[self._local[index]] if self._local else rotations[0]
             query = ops.rotate_and_write(
-                qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
+                qkv, rotations[self._local[index]], layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
+            if temperatures is not None and self._local[index]:
+                query = query * temperatures
             attended = step.attend(
-                index, query, scale=spec.scale, window=window, softcap=spec.softcap, sinks=layer.sinks
+                index,
+                query,
+                scale=spec.scale,
+                window=window,
+                chunked=spec.chunked,
+                softcap=spec.softcap,
+                sinks=layer.sinks,
             ).flatten(1)
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
@@ -348,6 +358,13 @@ class Decoder:
         if step.sample_at is None:
             return stream, attended
         return stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
+
+    def temperatures(self, positions: torch.Tensor) -> torch.Tensor:
+        """The factors on queries at these positions [T], in layers without rotation: [T, 1, 1]. See the spec."""
+        assert self.decoder.temperature is not None
+        growth, steps = self.decoder.temperature
+        factors = 1.0 + growth * torch.log1p(torch.floor((positions.float() + 1.0) / steps))
+        return factors.to(self._dtype)[:, None, None]
 
     def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
         """Logits [R, own_vocab_size]: computes the rest of the last layer, and the LM head."""

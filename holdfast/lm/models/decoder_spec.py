@@ -8,7 +8,7 @@ from math import prod
 from typing import Literal
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
-from holdfast.lm.models.rope import Rope
+from holdfast.lm.models.rope import UNROTATED, Rope
 
 Shape = tuple[int, ...]
 
@@ -40,6 +40,8 @@ class DecoderSpec:
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
     """For each layer, the number of positions that a query sees, including its own. None, or an empty tuple: all."""
+    chunked: bool = False
+    """Whether `windows` are chunks: a query sees the positions from the last multiple of the number on (Llama 4)."""
     sinks: bool = False
     """Whether each head has a logit without a value (GPT-OSS)."""
     experts: ExpertSpec | None = None
@@ -76,12 +78,37 @@ class DecoderSpec:
     """The row of position 0 in that table."""
     local_rope: Rope | None = None
     """The rotation of layers with a window; None: they use `rope`, like all others."""
+    unrotated: tuple[bool, ...] = ()
+    """For each layer, whether it has no rotation; an empty tuple: all layers have one."""
+    unit_qk_norm: bool = False
+    """Whether the queries and keys of rotated layers have a norm without weights within each head (Llama 4).
+
+    It comes before the rotation, which changes no length, so a norm after the rotation is the same.
+    """
+    temperature: tuple[float, int] | None = None
+    """The constants (a, n) by which queries of layers without rotation grow with their position p; None: they do not.
+
+    The factor is 1 + a ln(1 + floor((p + 1) / n)) (Scalable-Softmax, arXiv 2501.19399, §2, in steps of n positions).
+    """
     softcap: float | None = None
     """The cap on attention scores: a score becomes cap * tanh(score / cap)."""
     logit_softcap: float | None = None
     """The cap on logits: a logit becomes cap * tanh(logit / cap)."""
     query_scale: float | None = None
     """The factor on attention scores; None: head_dim ** -0.5."""
+
+    @property
+    def other_rope(self) -> Rope | None:
+        """The rotation of `other_layers`, if some layers have another one than `rope`."""
+        return UNROTATED if any(self.unrotated) else self.local_rope
+
+    @property
+    def other_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has `other_rope`."""
+        if any(self.unrotated):
+            return self.unrotated
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(self.local_rope is not None and window is not None for window in windows)
 
     @property
     def scale(self) -> float:
@@ -129,6 +156,7 @@ class ExpertSpec:
     """The experts of a decoder, and how its checkpoint holds them."""
 
     count: int
+    """Number of experts that the router chooses from."""
     intermediate_size: int
     """Width of one expert's MLP."""
     sparse: tuple[bool, ...]
@@ -149,11 +177,14 @@ class ExpertNames:
     """
 
     router: str
+    """The router's name, without `.weight`."""
     gate_up: tuple[str, ...]
     down: str
     fused: Literal["", "alternating", "halves", "rows"] = ""
     """Whether the columns of a fused gate_up alternate between gate and up, or all of gate's columns or rows come
     first."""
+    shared: tuple[str, ...] = ()
+    """The names of gate, up and down of the shared expert, if there is one. It is as wide as the others."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +272,7 @@ def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {names.router + ".weight": (count, hidden)}
     if experts.biased:
         shapes[names.router + ".bias"] = (count,)
+    shapes |= dict(zip(names.shared, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=False))
     if names.fused:
         gate_up, down = (hidden, 2 * inner), (inner, hidden)
         if names.fused == "rows":

@@ -11,6 +11,7 @@ from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
 from holdfast.lm.models.experts import (
     gpt_oss_experts,
+    llama4_experts,
     mixtral_experts,
     phimoe_experts,
     qwen3_moe_experts,
@@ -181,6 +182,58 @@ def gpt_oss(config: Mapping[str, Any]) -> DecoderSpec:
         sinks=True,
         experts=gpt_oss_experts(config, count),
     )
+
+
+def llama4(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Llama 4: chunks of attention in rotated layers, and experts in some layers or all."""
+    defaults: dict[str, Any] = dict(max_position_embeddings=131_072, rms_norm_eps=1e-5, rope_theta=5e5)
+    config = {**defaults, "intermediate_size": 8192, "num_key_value_heads": 8, "head_dim": 128, **config}
+    fields = shared(config)
+    count = fields["num_layers"]
+    experts = llama4_experts(config, count)
+    every = int(config.get("no_rope_layer_interval", 4))
+    rotated = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(count)]
+    if len(rotated) < count:
+        raise UnsupportedCheckpoint(f"no_rope_layers lists {len(rotated)} layers of {count}")
+    unrotated = tuple(not turns for turns in rotated[:count])
+    normed, biased = bool(config.get("use_qk_norm", True)), bool(config.get("attention_bias", False))
+    rope, grows = fields["rope"], bool(config.get("attn_temperature_tuning", True))
+    fields |= {
+        "names": replace(NAMES, fields={**NAMES.fields, **FEED_FORWARD}),
+        "intermediate_size": int(config.get("intermediate_size_mlp", 16_384)),
+        # A norm after the rotation undoes its factor.
+        "rope": replace(rope, interleaved=True, amplitude=1.0 if normed else rope.amplitude),
+    }
+    return DecoderSpec(
+        **fields,
+        windows=chunks_of(config, unrotated),
+        chunked=True,
+        unrotated=unrotated,
+        unit_qk_norm=normed,
+        temperature=(float(config.get("attn_scale", 0.1)), int(config.get("floor_scale", 8192))) if grows else None,
+        qkv_bias=biased,
+        o_bias=biased,
+        experts=experts,
+    )
+
+
+FEED_FORWARD = {
+    "gate_up": ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
+    "down": ("feed_forward.down_proj.weight",),
+}
+"""The tensor names of a Llama 4's MLP in layers without experts."""
+
+
+def chunks_of(config: Mapping[str, Any], unrotated: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The size of a chunk of attention in each layer of a Llama 4: in the rotated ones, unless layer_types says."""
+    size, kinds = config.get("attention_chunk_size", 8192), config.get("layer_types")
+    if kinds is None:
+        return tuple(None if still else size for still in unrotated)
+    if unknown := set(kinds) - {"full_attention", "chunked_attention"}:
+        raise UnsupportedCheckpoint(f"layer type {min(unknown)!r} is not supported")
+    if len(kinds) != len(unrotated):
+        raise UnsupportedCheckpoint(f"layer_types lists {len(kinds)} layers of {len(unrotated)}")
+    return tuple(size if kind == "chunked_attention" else None for kind in kinds)
 
 
 def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
@@ -402,6 +455,7 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "PhimoeForCausalLM": phimoe,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "GptOssForCausalLM": gpt_oss,
+    "Llama4ForCausalLM": llama4,
 }
 """For each architecture, the function that reads its config.json."""
 
@@ -423,6 +477,7 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gpt_oss": gpt_oss,
+    "llama4_text": llama4,
 }
 """For each model_type of a text_config, the function that reads it."""
 

@@ -65,6 +65,7 @@ class Shard:
             # If all layers have experts, this size is unused, and tp need not divide it.
             intermediate_size=spec.intermediate_size // self.tp,
             windows=spec.windows[self.layers.start : self.layers.stop],
+            unrotated=spec.unrotated[self.layers.start : self.layers.stop],
         )
 
 

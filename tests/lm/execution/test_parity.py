@@ -42,6 +42,7 @@ FAMILIES = (
     "OPT",
     "Mixtral",
     "Phimoe",
+    "Llama4Text",
     "Gemma3Text",
     "Phi3",
     "Olmo2",

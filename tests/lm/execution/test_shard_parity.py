@@ -56,9 +56,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-12b": ("StableLm", dict(qk_layernorm=True, use_parallel_residual=True)),  # a norm for each head
     "nemotron": ("Nemotron", dict(attention_bias=True, mlp_bias=True)),  # layer norms of 1 + w, squared ReLU
     "phimoe": ("Phimoe", {}),  # experts after a layer norm, and an LM head with a bias
+    "llama4": ("Llama4Text", dict(num_hidden_layers=4)),  # chunks, unrotated layers, a shared expert
     "olmo2": ("Olmo2", dict(attention_bias=True)),  # norms after, and of queries and keys over all heads
 }
-WITH_EXPERTS = ("phimoe",)
+WITH_EXPERTS = ("phimoe", "llama4")
 LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3": Layout(pp=3), "2x2": Layout(2, 2)}
 
 

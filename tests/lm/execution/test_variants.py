@@ -96,6 +96,28 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "phimoe-odd": ("Phimoe", dict(num_attention_heads=5, num_key_value_heads=5, head_dim=24, router_jitter_noise=0.0)),
+    "llama4-all-experts": (
+        "Llama4Text",
+        dict(interleave_moe_layer_step=1, num_experts_per_tok=3, num_local_experts=5, attn_temperature_tuning=False),
+    ),
+    "llama4-odd": (
+        "Llama4Text",
+        dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=10,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            use_qk_norm=False,
+            moe_layers=[2],
+            no_rope_layers=[0, 1, 0, 1],
+            rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 32},
+        ),
+    ),
+    "llama4-whole": (
+        "Llama4Text",
+        dict(attention_chunk_size=None, floor_scale=3, attn_scale=0.5, rope_parameters=YARN),
+    ),
     "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
     "llama-dynamic": ("Llama", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
     "llama-llama3": (

@@ -87,6 +87,31 @@ def test_phimoe_has_one_factor_of_its_scaled_rotation_for_all_lengths() -> None:
         spec_of("PhimoeForCausalLM", rope_scaling=scaling | dict(short_mscale=1.25))
 
 
+def test_llama4_has_chunks_in_rotated_layers_and_experts_in_those_listed() -> None:
+    spec = spec_of("Llama4ForCausalLM", num_hidden_layers=8, interleave_moe_layer_step=2)
+    assert spec.chunked and spec.windows == (8192, 8192, 8192, None) * 2
+    assert spec.unrotated == (False, False, False, True) * 2 == spec.other_layers
+    assert spec.rope.interleaved and spec.other_rope is not None and spec.other_rope.kind == "none"
+    assert (spec.temperature, spec.intermediate_size, spec.head_dim) == ((0.1, 8192), 16_384, 128)
+    assert spec.experts is not None and spec.experts.sparse == (False, True) * 4
+    assert spec.experts.intermediate_size == 96 and spec.experts.rule.per_token == 2
+
+
+def test_llama4_configs_may_list_its_layers() -> None:
+    kinds = ["full_attention", "chunked_attention", "full_attention"]
+    lists = dict(no_rope_layers=[0, 1, 1], moe_layers=[0], layer_types=kinds, attention_chunk_size=7)
+    spec = spec_of("Llama4ForCausalLM", **lists, attn_temperature_tuning=False, use_qk_norm=False)
+    assert spec.windows == (None, 7, None) and spec.unrotated == (True, False, False)
+    assert spec.temperature is None and not spec.unit_qk_norm
+    assert spec.experts is not None and spec.experts.sparse == (True, False, False)
+    with pytest.raises(UnsupportedCheckpoint, match="layer type 'sliding_attention' is not supported"):
+        spec_of("Llama4ForCausalLM", layer_types=["sliding_attention"] * 3)
+    with pytest.raises(UnsupportedCheckpoint, match="layer_types lists 2 layers of 3"):
+        spec_of("Llama4ForCausalLM", layer_types=kinds[:2])
+    with pytest.raises(UnsupportedCheckpoint, match="no_rope_layers lists 2 layers of 3"):
+        spec_of("Llama4ForCausalLM", no_rope_layers=[1, 0])
+
+
 def test_mistral_windows_all_layers_or_none() -> None:
     assert spec_of("MistralForCausalLM").windows == (4096, 4096, 4096)
     assert spec_of("MistralForCausalLM", sliding_window=None).windows == (None, None, None)
@@ -137,8 +162,8 @@ OWN_NAMES: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_missing_config_fields_have_the_defaults_of_transformers(architecture: str) -> None:
-    known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    kind = {name: kind for kind, name in known.items()}[architecture]
+    known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind = {name: kind for names in known for kind, name in names.items()}[architecture]
     given: dict[str, Any] = OWN_NAMES.get(architecture, PLAIN)
     if architecture in WITH_IMAGES:
         kind = "gemma3" if architecture.startswith("Gemma3") else kind

@@ -363,7 +363,7 @@ class LayerOps:
     def _norm_heads(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         """Norm each head of queries and keys of qkv [T, (H + 2 Hkv) D] in place, as `qk_layer_norm` says."""
         factors = torch.cat((q_norm, k_norm)).view(-1, self.shape.head_dim)
-        heads = qkv[:, : factors.numel()].unflatten(1, factors.shape)
+        heads = qkv[:, : factors.numel()].view(-1, *factors.shape)
         normed = functional.layer_norm(heads, factors.shape[1:], eps=self.shape.eps)
         heads.copy_(normed.mul_(factors))
 

@@ -56,7 +56,8 @@ def experts_backward(
             back_shares[own] = (wide(back_out) * wide(out)).sum(-1)
         gradient.index_add_(0, tokens, wide(back_given))
     back_shares = summed(back_shares.view_as(shares))
-    back_logits = _shares_backward(*(each[:, : rule.top_k] for each in (back_shares, shares, chosen)), x, experts)
+    routed = slice(0, rule.top_k)
+    back_logits = _shares_backward(back_shares[:, routed], shares[:, routed], chosen[:, routed], x, experts)
     return summed(gradient.to(x.dtype)).add_(back_logits.to(x.dtype) @ experts.router)
 
 

@@ -110,7 +110,7 @@ class TrainingOps:
             return
         factors = torch.cat((q_norm, k_norm)).view(-1, self.shape.head_dim)
         columns = slice(0, factors.numel())
-        back, raw = (part[:, columns].unflatten(1, factors.shape) for part in (gradient, qkv))
+        back, raw = (part[:, columns].view(-1, *factors.shape) for part in (gradient, qkv))
         back.copy_(self._layer_norm_backward(back, raw, factors))
 
     def whole_norms_backward(

@@ -41,6 +41,8 @@ from holdfast.lm.models.text_decoders import text_config
 
 JSON_LIMIT = 64 << 20
 """The largest JSON file that is read, in bytes. The index of a large mixture of experts has 10 MB."""
+PUBLISHED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+"""Names in published configs of architectures that Transformers calls by another name."""
 ONE_RANK = Layout()
 ROWS_AT_A_TIME = 1024
 """Number of rows that are read or drawn together, which bounds the memory for them."""
@@ -164,11 +166,11 @@ def checked_architecture(config: Mapping[str, Any]) -> str:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The one architecture that config.json names."""
+    """The one architecture that config.json names, by the name that Transformers gives it."""
     names = config.get("architectures") or []
     if len(names) != 1:
         raise UnsupportedCheckpoint(f"config.json must name one architecture; it names {len(names)}")
-    return str(names[0])
+    return PUBLISHED.get(str(names[0]), str(names[0]))
 
 
 def refuse_quantized(config: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ def test_variants_of_qwen3_moe_give_the_logits_of_transformers(tmp_path: Path, c
     [
         ("Mixtral", dict(sliding_window=8, num_experts_per_tok=3)),
         ("GptOss", dict(swiglu_limit=0.5, swiglu_alpha=1.2)),
+        ("Phimoe", dict(router_jitter_noise=0.3, num_local_experts=9)),
+        ("Llama4Text", dict(floor_scale=3, attn_scale=0.9, moe_layers=[0, 3])),
+        ("Llama4Text", dict(floor_scale=1, attention_chunk_size=5, num_experts_per_tok=2, hidden_act="silu")),
         ("GptOss", dict(layer_types=["full_attention", "sliding_attention"], attention_bias=False)),
     ],
 )
@@ -74,6 +78,15 @@ def test_variants_of_other_families_do_too(tmp_path: Path, family: str, changes:
     module = make(tmp_path, family, **changes)
     model = load(tmp_path, device="cpu")
     assert isinstance(model, Decoder)
+    assert difference(model, module) < 1e-5
+
+
+def test_phimoe_is_known_by_the_name_that_it_was_published_with(tmp_path: Path) -> None:
+    module = make(tmp_path, "Phimoe")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["PhiMoEForCausalLM"]}))
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder) and model.spec.architecture == "PhiMoEForCausalLM"
     assert difference(model, module) < 1e-5
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -123,9 +121,23 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
-        options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
-        options["chunked"] = chunked and window is not None
-        attend = partial(self._attend, query, key_cache, value_cache, block_tables, out, **options)
+
+        def attend(tiles: DeviceTiles, partials: tuple[torch.Tensor, torch.Tensor]) -> None:
+            self._attend(
+                query,
+                key_cache,
+                value_cache,
+                block_tables,
+                out,
+                tiles,
+                partials,
+                scale=scale,
+                window=window,
+                chunked=chunked and window is not None,
+                softcap=softcap,
+                sinks=sinks,
+            )
+
         # Allocate for both kinds before either runs. Memory freed in between could be reused while the side stream
         # still writes it.
         kinds = [(tiles, self._partials(query, tiles)) for tiles in metadata]

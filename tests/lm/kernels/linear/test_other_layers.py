@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, apply_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps
 from tests.lm.kernels.linear.test_layers import EPS, assert_near, doubled, drawn, shape_of
@@ -150,3 +152,23 @@ def test_pairs_of_frequency_zero_stay_and_norms_may_be_over_all_heads_or_each_he
     assert_near(found, turned(query))
     assert_near(caches[0, 0, :tokens], turned(key))
     assert torch.equal(caches[1, 0, :tokens].double(), value.view(tokens, kv_heads, dim))
+
+
+@KINDS
+@TOKENS
+def test_experts_are_added_before_a_layer_norm(kind: type[LayerOps], tokens: int, device: str) -> None:
+    dtype = torch.float16
+    experts = Experts(
+        rule=ExpertRule(top_k=2, normalized=False, jitter=0.1),
+        router=drawn(5, 64, device=device, dtype=dtype),
+        gate_up=drawn(5, 64, 64, device=device, dtype=dtype, spread=0.125),
+        down=drawn(5, 64, 32, device=device, dtype=dtype, spread=0.2),
+    )
+    stream, norm = drawn(tokens, 64, device=device, dtype=dtype), drawn(128, device=device, dtype=dtype)
+    x = drawn(tokens, 64, device=device, dtype=dtype)
+    router, gate_up, down = doubled(experts.router, experts.gate_up, experts.down)
+    wide = replace(experts, router=router, gate_up=gate_up, down=down)
+    exact = stream.double() + apply_experts(x.double(), wide)
+    found = kind(shape_of(device, dtype, layer_norm=True)).add_experts_norm(stream, x, experts, norm)
+    assert_near(stream, exact)
+    assert_near(found, functional.layer_norm(exact, (64,), *norm.double().chunk(2), EPS))

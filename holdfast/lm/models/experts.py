@@ -59,13 +59,16 @@ def phimoe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
     chosen = _size(config, "num_experts_per_tok", 2)
     if chosen != 2:
         raise UnsupportedCheckpoint(f"num_experts_per_tok is {chosen}; SparseMixer chooses 2 experts")
+    jitter = float(config.get("router_jitter_noise", 0.01))
+    if jitter < 0:
+        raise UnsupportedCheckpoint(f"router_jitter_noise is {jitter:g}; it must be at least 0")
     return _spec(
         config,
         names=MIXTRAL,
         count=_size(config, "num_local_experts", 16),
         inner=_size(config, "intermediate_size"),
         sparse=(True,) * num_layers,
-        rule=ExpertRule(top_k=2, normalized=False, jitter=float(config.get("router_jitter_noise", 0.01))),
+        rule=ExpertRule(top_k=2, normalized=False, jitter=jitter),
     )
 
 
@@ -108,7 +111,7 @@ def gpt_oss_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
 
 def llama4_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
     """Experts in the listed layers or in every `interleave_moe_layer_step`-th, all of which a shared expert joins."""
-    step, listed = _size(config, "interleave_moe_layer_step", 1), config.get("moe_layers")
+    step, listed = at_least_one(config, "interleave_moe_layer_step", 1), config.get("moe_layers")
     sparse = range(step - 1, num_layers, step) if listed is None else listed
     return _spec(
         config,
@@ -149,6 +152,14 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if value is None:
         raise UnsupportedCheckpoint(f"config.json has no {key!r}")
     return int(value)
+
+
+def at_least_one(config: Mapping[str, Any], key: str, default: int) -> int:
+    """A size of the config. Raises UnsupportedCheckpoint naming it if it is below 1."""
+    value = _size(config, key, default)
+    if value < 1:
+        raise UnsupportedCheckpoint(f"{key} is {value}; it must be at least 1")
+    return value
 
 
 class Source(Protocol):

@@ -10,6 +10,7 @@ from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
 from holdfast.lm.models.experts import (
+    at_least_one,
     gpt_oss_experts,
     llama4_experts,
     mixtral_experts,
@@ -191,7 +192,7 @@ def llama4(config: Mapping[str, Any]) -> DecoderSpec:
     fields = shared(config)
     count = fields["num_layers"]
     experts = llama4_experts(config, count)
-    every = int(config.get("no_rope_layer_interval", 4))
+    every, steps = at_least_one(config, "no_rope_layer_interval", 4), at_least_one(config, "floor_scale", 8192)
     rotated = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(count)]
     if len(rotated) < count:
         raise UnsupportedCheckpoint(f"no_rope_layers lists {len(rotated)} layers of {count}")
@@ -210,7 +211,7 @@ def llama4(config: Mapping[str, Any]) -> DecoderSpec:
         chunked=True,
         unrotated=unrotated,
         unit_qk_norm=normed,
-        temperature=(float(config.get("attn_scale", 0.1)), int(config.get("floor_scale", 8192))) if grows else None,
+        temperature=(float(config.get("attn_scale", 0.1)), steps) if grows else None,
         qkv_bias=biased,
         o_bias=biased,
         experts=experts,
@@ -227,6 +228,8 @@ FEED_FORWARD = {
 def chunks_of(config: Mapping[str, Any], unrotated: tuple[bool, ...]) -> tuple[int | None, ...]:
     """The size of a chunk of attention in each layer of a Llama 4: in the rotated ones, unless layer_types says."""
     size, kinds = config.get("attention_chunk_size", 8192), config.get("layer_types")
+    if size is not None:
+        size = at_least_one(config, "attention_chunk_size", 8192)
     if kinds is None:
         return tuple(None if still else size for still in unrotated)
     if unknown := set(kinds) - {"full_attention", "chunked_attention"}:

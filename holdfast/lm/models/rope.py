@@ -52,7 +52,7 @@ class Rope:
         if rotated == dim and not self.interleaved:
             return None
         whole, still = torch.arange(rotated), torch.arange(rotated, dim).chunk(2)
-        turned = whole.view(-1, 2).unbind(1) if self.interleaved else whole.chunk(2)
+        turned = (whole[::2], whole[1::2]) if self.interleaved else whole.chunk(2)
         return torch.cat((turned[0], still[0], turned[1], still[1]))
 
     def inverse_frequencies(self, dim: int, length: int = 0) -> torch.Tensor:

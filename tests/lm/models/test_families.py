@@ -110,6 +110,9 @@ def test_llama4_configs_may_list_its_layers() -> None:
         spec_of("Llama4ForCausalLM", layer_types=kinds[:2])
     with pytest.raises(UnsupportedCheckpoint, match="no_rope_layers lists 2 layers of 3"):
         spec_of("Llama4ForCausalLM", no_rope_layers=[1, 0])
+    for key in ("attention_chunk_size", "floor_scale", "no_rope_layer_interval", "interleave_moe_layer_step"):
+        with pytest.raises(UnsupportedCheckpoint, match=f"{key} is 0; it must be at least 1"):
+            spec_of("Llama4ForCausalLM", **{key: 0})
 
 
 def test_mistral_windows_all_layers_or_none() -> None:

@@ -126,7 +126,7 @@ def test_a_stage_is_weighed_by_the_weights_that_a_token_reads() -> None:
 
 
 def test_sparsemixer_chooses_two_experts_with_a_tolerance_of_at_least_0() -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="router_jitter_noise is -0.1; it must be at least 0"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"router_jitter_noise is -0\.1; it must be at least 0"):
         spec_of("PhimoeForCausalLM", router_jitter_noise=-0.1)
     with pytest.raises(UnsupportedCheckpoint, match="num_experts_per_tok is 3; SparseMixer chooses 2"):
         spec_of("PhimoeForCausalLM", num_experts_per_tok=3)

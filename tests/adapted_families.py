@@ -33,8 +33,21 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon-7b": ("FalconForCausalLM", "falcon-rotary", {}),
     "falcon-rw": ("FalconForCausalLM", "falcon-rotary", dict(multi_query=False, parallel_attn=False, bias=True)),
     "gpt2": ("GPT2LMHeadModel", "gpt2", {}),
+    "stablelm": ("StableLmForCausalLM", "stablelm", dict(use_qkv_bias=True)),
+    "stablelm-12b": (
+        "StableLmForCausalLM",
+        "stablelm",
+        dict(num_key_value_heads=2, qk_layernorm=True, use_parallel_residual=True),
+    ),
+    "nemotron": ("NemotronForCausalLM", "nemotron", dict(attention_bias=True, mlp_bias=True)),
     "mixtral": ("MixtralForCausalLM", "mixtral", {}),
+    "phimoe": ("PhimoeForCausalLM", "phimoe", dict(attention_bias=True, lm_head_bias=True, router_jitter_noise=0.1)),
     "qwen3-moe": ("Qwen3MoeForCausalLM", "qwen3-moe", dict(mlp_only_layers=[0], intermediate_size=96)),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "llama4-chunked",
+        dict(attention_bias=True, floor_scale=4, no_rope_layers=[1, 0], intermediate_size=96, moe_layers=[0]),
+    ),
     "gpt-oss": ("GptOssForCausalLM", "gpt-oss", {}),
 }
 """For each case, its architecture, one of `checkpoints.FAMILIES`, and how it differs from that one."""

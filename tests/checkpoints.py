@@ -58,17 +58,28 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "Gemma3Text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
     "GptOss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4},
+    "Phimoe": {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.1},
     "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
     "Qwen3Next": DELTA | MIXTURE | {"norm_topk_prob": True},
     "Qwen3_5Text": DELTA,
     "Qwen3_5MoeText": DELTA | MIXTURE,
+    "Llama4Text": {
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 12,
+        "floor_scale": 8,
+    },
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "Starcoder2": {"sliding_window": None},
     "Phi3": {"sliding_window": 12},
     "Olmo2": {},
     "Falcon": {"head_dim": ..., "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     "SmolLM3": {"layer_types": ["full_attention", "full_attention"]},
-    "StableLm": {},
+    "StableLm": {"head_dim": ...},
+    "Nemotron": {},
     "Bloom": {},
     "DeepseekV3": {
         "head_dim": 8,
@@ -101,7 +112,7 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
     ).eval()
     with torch.no_grad():
         for key, parameter in module.named_parameters():
-            if key.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")):
+            if key.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")) or ".norms." in key:
                 parameter.normal_(0.5, 0.5)  # a default of 0 or 1 would not tell whether it is used
     module.save_pretrained(directory, max_shard_size=shard)
     return module
@@ -410,6 +421,6 @@ def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **di
         for name, parameter in module.named_parameters():
             if name.endswith("bias") and "dt" not in name:
                 parameter.normal_(0.0, 0.1)  # wider ones drown what the tokens say
-            elif name.endswith(("norm.weight", "layernorm.weight")):
+            elif name.endswith(("norm.weight", "layernorm.weight")) or ".norms." in name:
                 parameter.normal_(1.0, 0.3)
     return module

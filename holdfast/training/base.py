@@ -30,7 +30,7 @@ def training_shape(decoder: DecoderSpec) -> TrainingShape:
     shapes = layer_shapes(decoder)
     mlp = elements_of(shapes["gate_up"]) + elements_of(shapes["down"])
     if (experts := decoder.experts) is not None:
-        chosen = 3 * experts.rule.top_k * decoder.hidden_size * experts.intermediate_size
+        chosen = 3 * experts.rule.per_token * decoder.hidden_size * experts.intermediate_size
         mlp = sum(chosen if sparse else mlp for sparse in experts.sparse) // decoder.num_layers
     return TrainingShape(
         num_layers=decoder.num_layers,
@@ -102,6 +102,9 @@ def _places(model: Decoder) -> dict[str, _Place]:
     tokens = shard.vocabulary(spec.vocab_size)
     shape: tuple[int, ...] = (spec.vocab_size, spec.embedding_size)
     found["embedding"] = _Place(shape, _sums(model.embedding, tokens.start) if shard.first else (0, 0))
+    if spec.head_bias:
+        own_bias = model.lm_head_bias
+        found["lm_head_bias"] = _Place(shape[:1], (0, 0) if own_bias is None else _sums(own_bias, tokens.start))
     leads = shard.first and shard.index == 0
     if model.norm.numel():
         found["norm"] = _Place(tuple(model.norm.shape), _sums(model.norm) if leads else (0, 0))
@@ -136,7 +139,8 @@ def _places(model: Decoder) -> dict[str, _Place]:
             if isinstance(value, torch.Tensor):
                 rows = torch.split(value, [piece.shape[0] for piece in pieces])
                 for part, (piece, tensor) in enumerate(zip(pieces, rows, strict=True)):
-                    if not before or before[field.name][part] != piece:
+                    held = len(tensor) > 0  # a norm of another device's head has no numbers here
+                    if held and (not before or before[field.name][part] != piece):
                         starts = [each.start for each in piece.own]
                         starts[0] += row
                         one, other = _sums(tensor, *starts)
@@ -152,7 +156,7 @@ def _wrapped(number: int) -> int:
 
 
 def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in ("embedding", "norm", "lm_head", "project_in", "project_out", "positions"):
+    for name in ("embedding", "norm", "lm_head", "lm_head_bias", "project_in", "project_out", "positions"):
         value = getattr(model, name)
         if value is not None and value.numel():
             yield name, value

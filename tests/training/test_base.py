@@ -37,9 +37,10 @@ def test_equal_models_have_one_digest_and_any_changed_or_moved_weight_another(tm
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2)], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "stablelm"])
 def test_ranks_that_share_a_model_find_the_digest_of_the_whole(tmp_path: Path, layout: Layout, family: str) -> None:
-    _, model = native(family, tmp_path / "base", num_attention_heads=4, num_key_value_heads=2)
+    options = dict(qk_layernorm=True) if family == "stablelm" else {}  # a norm for each head
+    _, model = native(family, tmp_path / "base", num_attention_heads=4, num_key_value_heads=2, **options)
     links = []
 
     def work(rank: Rank) -> str:

@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "falcon-new": ("qkv", "o", "up", "down"),
     "mixtral": ("q", "k", "v", "o"),
     "olmo2": ("q", "k", "v", "o", "gate", "up", "down"),
+    "nemotron": ("q", "k", "v", "o", "up", "down"),
 }
 """Families and the modules that they are tuned in."""
 How = Callable[[Trainer, str], list[float]]

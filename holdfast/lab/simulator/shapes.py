@@ -12,8 +12,8 @@ BYTES = 2
 """Bytes of a 16-bit number."""
 NATIVE = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "opt", "gpt2", "falcon",
-    "mixtral", "qwen3_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text",
-    "qwen3_vl_moe_text",
+    "stablelm", "nemotron", "mixtral", "phimoe", "qwen3_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl",
+    "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "llama4_text",
 )  # fmt: skip
 """Values of `model_type` of text decoders that are native in the engine. FP8 weights need one."""
 
@@ -147,5 +147,5 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
-UNGATED = ("opt", "falcon", "gpt2", "gpt_neox", "gptj", "bloom", "phi", "gpt_bigcode", "starcoder2")
+UNGATED = ("opt", "falcon", "gpt2", "gpt_neox", "gptj", "bloom", "phi", "gpt_bigcode", "starcoder2", "nemotron")
 """Values of `model_type` whose feed-forward part has two matrices."""

@@ -193,6 +193,7 @@ class StepInput:
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -206,6 +207,7 @@ class StepInput:
             self.metadata,
             scale=scale,
             window=window,
+            chunked=chunked,
             softcap=softcap,
             sinks=sinks,
         )

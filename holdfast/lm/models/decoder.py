@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from holdfast.lm.models.mixers import (
     DeltaWeights,
     GatedAttentionMixer,
     Mixer,
+    TemperedAttentionMixer,
     adapted,
     delta_state,
 )
@@ -50,7 +51,7 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None = None  # [hidden]: norm of what attention adds to the stream
     mlp_out_norm: torch.Tensor | None = None  # [hidden]: norm of what the MLP adds to the stream
     end_norm: torch.Tensor | None = None  # like input_norm: the norm of the stream at the end of the layer
-    q_norm: torch.Tensor | None = None  # [D]; over whole heads together [H D]
+    q_norm: torch.Tensor | None = None  # [D]; over whole heads together, or for each head, [H D]
     k_norm: torch.Tensor | None = None  # [D]; [Hkv D]
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
@@ -146,6 +147,10 @@ class Decoder:
         self.positions = self._whole(names.positions, rows, hidden) if rows else None
         self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item()
         self.lm_head = self._lm_head(tokens)
+        biased = decoder.head_bias and shard.last
+        self.lm_head_bias = (
+            self._fused((names.head_bias,), (Piece(tokens.whole[:1], tokens.own[:1]),)) if biased else None
+        )
         del self._source
         self._first_token = tokens.own[0].start
         # A window at least as long as the longest sequence hides nothing.
@@ -153,9 +158,8 @@ class Decoder:
             None if window is None or window >= max_model_len else window
             for window in own.windows or (None,) * own.num_layers
         )
-        local = tuple(decoder.local_rope is not None and window is not None for window in own.windows)
         self._ops, self._local_ops = self._layer_ops(own, max_model_len)
-        self._mixers = self._make_mixers(windows, local or (False,) * own.num_layers)
+        self._mixers = self._make_mixers(windows, own.other_layers)
         if device.type == "cpu":
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
             self._bytes += self._ops.pack((*weights, self.lm_head))
@@ -191,8 +195,11 @@ class Decoder:
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
             )
+            make: Callable[..., AttentionMixer] = kind
+            if spec.temperature is not None and local[index]:
+                make = partial(TemperedAttentionMixer, temperature=spec.temperature)
             rotation, window = int(local[index]), windows[index]
-            mixers.append(kind(weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
+            mixers.append(make(weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
         return tuple(mixers)
 
     @property
@@ -217,7 +224,7 @@ class Decoder:
         return self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
 
     def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
-        """The operations of layers without a window and of layers with one, which may have their own RoPE."""
+        """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""
 
         def frequencies(rope: Rope) -> torch.Tensor:
             return rope.inverse_frequencies(own.head_dim, max_model_len).to(self._device)
@@ -234,9 +241,10 @@ class Decoder:
             layer_norm=own.layer_norm,
             gated=own.gated,
             qk_norm_whole=own.qk_norm_whole,
+            qk_layer_norm=own.qk_layer_norm,
             kv_copies=self.shard.copies(self.decoder.num_kv_heads),
         )
-        ops, local = layer_ops_for(shape, self.group), own.local_rope
+        ops, local = layer_ops_for(shape, self.group), own.other_rope
         if local is None:
             return ops, ops
         shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
@@ -251,6 +259,8 @@ class Decoder:
             )
             weights |= {"experts": experts, "gate_up": self._none, "down": self._none.t()}
             self._bytes += experts.nbytes
+        if self.decoder.unit_qk_norm and not self.decoder.other_layers[index]:
+            weights |= dict.fromkeys(("q_norm", "k_norm"), self._empty(self.decoder.head_dim).fill_(1.0))
         for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
             place = PLACES.get(field, field)
@@ -271,18 +281,22 @@ class Decoder:
         return LayerWeights(**weights)
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
-        """The weight of a norm.
+        """The weight of a norm: its factors, and after them the bias of a layer norm.
 
-        With an offset it stays in float32, because 1 + w keeps fewer digits of w than w does.
+        With an offset, which the bias lacks, it stays in float32: 1 + w keeps fewer digits of w than w does.
         """
         if not self.decoder.norm_offset:
             return self._fused(names, pieces)
-        return self._precise(names, pieces).add_(self.decoder.norm_offset)
+        whole = self._precise(names, pieces)
+        whole[: pieces[0].shape[0]] += self.decoder.norm_offset
+        return whole
 
     def _precise(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
-        """A small tensor in float32, or in the dtype of the weights if that is wider."""
-        whole = torch.empty(pieces[0].shape, device=self._device, dtype=torch.promote_types(self._dtype, torch.float32))
-        self._fill(names, pieces, (whole,))
+        """A small tensor with the rows of all parts, in float32, or in the dtype of the weights if that is wider."""
+        rows = [piece.shape[0] for piece in pieces]
+        shape = (sum(rows), *pieces[0].shape[1:])
+        whole = torch.empty(shape, device=self._device, dtype=torch.promote_types(self._dtype, torch.float32))
+        self._fill(names, pieces, torch.split(whole, rows))
         self._bytes += whole.nbytes
         return whole
 
@@ -329,6 +343,8 @@ class Decoder:
 
     def _fill(self, names: tuple[str, ...], pieces: tuple[Piece, ...], parts: Sequence[torch.Tensor]) -> None:
         for name, piece, part in zip(names, pieces, parts, strict=True):
+            if not len(part):  # another device's head
+                continue
             self._source.fill(name, piece, part)
             if self._pairs is not None and name.endswith(self._paired):
                 heads = torch.arange(0, len(part), len(self._pairs))[:, None]
@@ -350,7 +366,7 @@ class Decoder:
         """Logits [R, own_vocab_size] of rows of `hidden`."""
         if self.project_out is not None:
             hidden = self._ops.linear(hidden, self.project_out)
-        logits = self._ops.linear(hidden, self.lm_head)
+        logits = self._ops.linear(hidden, self.lm_head, self.lm_head_bias)
         if (cap := self.decoder.logit_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits

@@ -8,7 +8,7 @@ from math import prod
 from typing import Literal
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
-from holdfast.lm.models.rope import Rope
+from holdfast.lm.models.rope import UNROTATED, Rope
 
 Shape = tuple[int, ...]
 
@@ -40,6 +40,8 @@ class DecoderSpec:
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
     """For each layer, the number of positions that a query sees, including its own. None, or an empty tuple: all."""
+    chunked: bool = False
+    """Whether `windows` are chunks: a query sees the positions from the last multiple of the number on (Llama 4)."""
     sinks: bool = False
     """Whether each head has a logit without a value (GPT-OSS)."""
     experts: ExpertSpec | None = None
@@ -48,12 +50,14 @@ class DecoderSpec:
     """The standard deviation of random weights."""
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     """The norms of a layer, as fields of LayerWeights."""
+    head_bias: bool = False
+    """Whether the LM head has a bias."""
     final_norm: bool = True
     """Whether there is a norm before the LM head."""
     layer_norm: bool = False
     """Whether norms are layer norms with a bias. Otherwise they are RMS norms."""
     norm_offset: float = 0.0
-    """Number added to the stored weights of all norms."""
+    """Number added to the stored weights of all norms, and not to their biases."""
     norms_stream: bool = False
     """Whether each half of a layer norms the stream itself (Transformer, §3.1), not only the next half's input."""
     parallel: bool = False
@@ -62,6 +66,8 @@ class DecoderSpec:
     """Whether the MLP has a gate: activation(gate) * up. Otherwise it is activation(up)."""
     qk_norm_whole: bool = False
     """Whether queries and keys are normed over all heads together instead of within each head."""
+    qk_layer_norm: bool = False
+    """Whether the norm of queries and keys is a layer norm without a bias, with factors of each head's own."""
     embedding_scale: float = 1.0
     """The factor on embeddings, rounded to their dtype."""
     embedding_width: int = 0
@@ -72,6 +78,18 @@ class DecoderSpec:
     """The row of position 0 in that table."""
     local_rope: Rope | None = None
     """The rotation of layers with a window; None: they use `rope`, like all others."""
+    unrotated: tuple[bool, ...] = ()
+    """For each layer, whether it has no rotation; an empty tuple: all layers have one."""
+    unit_qk_norm: bool = False
+    """Whether the queries and keys of rotated layers have a norm without weights within each head (Llama 4).
+
+    It comes before the rotation, which changes no length, so a norm after the rotation is the same.
+    """
+    temperature: tuple[float, int] | None = None
+    """The constants (a, n) by which queries of layers without rotation grow with their position p; None: they do not.
+
+    The factor is 1 + a ln(1 + floor((p + 1) / n)) (Scalable-Softmax, arXiv 2501.19399, §2, in steps of n positions).
+    """
     softcap: float | None = None
     """The cap on attention scores: a score becomes cap * tanh(score / cap)."""
     logit_softcap: float | None = None
@@ -87,6 +105,19 @@ class DecoderSpec:
     def recurrent(self) -> tuple[bool, ...]:
         """For each layer, whether it is recurrent. Others have attention, and keep keys and values."""
         return (False,) * self.num_layers if self.delta is None else self.delta.layers
+
+    @property
+    def other_rope(self) -> Rope | None:
+        """The rotation of `other_layers`, if some layers have another one than `rope`."""
+        return UNROTATED if any(self.unrotated) else self.local_rope
+
+    @property
+    def other_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has `other_rope`."""
+        if any(self.unrotated):
+            return self.unrotated
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(self.local_rope is not None and window is not None for window in windows)
 
     @property
     def scale(self) -> float:
@@ -181,6 +212,7 @@ class ExpertSpec:
     """The experts of a decoder, and how its checkpoint holds them."""
 
     count: int
+    """Number of experts that the router chooses from."""
     intermediate_size: int
     """Width of one expert's MLP."""
     sparse: tuple[bool, ...]
@@ -203,11 +235,14 @@ class ExpertNames:
     """
 
     router: str
+    """The router's name, without `.weight`."""
     gate_up: tuple[str, ...]
     down: str
     fused: Literal["", "alternating", "halves", "rows"] = ""
     """Whether the columns of a fused gate_up alternate between gate and up, or all of gate's columns or rows come
     first."""
+    shared: tuple[str, ...] = ()
+    """The names of gate, up and down of the shared expert, if there is one. It is as wide as the others."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +274,11 @@ class WeightNames:
     """Other names of the LM head."""
     others: tuple[str, ...] = ()
     """Beginnings of tensor names that are not the decoder's, such as a vision tower's."""
+
+    @property
+    def head_bias(self) -> str:
+        """The bias of the LM head."""
+        return self.lm_head.removesuffix("weight") + "bias"
 
     @property
     def norm_bias(self) -> str:
@@ -274,7 +314,8 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     }
     if spec.qk_norm:
         widths = (q, kv) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
-        shapes |= {"q_norm": ((widths[0],),), "k_norm": ((widths[1],),)}
+        counts = (spec.num_heads, spec.num_kv_heads) if spec.qk_layer_norm else (1, 1)
+        shapes |= {"q_norm": ((widths[0],),) * counts[0], "k_norm": ((widths[1],),) * counts[1]}
     if spec.qkv_bias:
         shapes["qkv_bias"] = ((q,), (kv,), (kv,))
     if spec.o_bias:
@@ -309,6 +350,7 @@ def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {names.router + ".weight": (count, hidden)}
     if experts.biased:
         shapes[names.router + ".bias"] = (count,)
+    shapes |= dict(zip(names.shared, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=False))
     if names.fused:
         gate_up, down = (hidden, 2 * inner), (inner, hidden)
         if names.fused == "rows":
@@ -328,7 +370,7 @@ def layer_elements(spec: DecoderSpec, layer: int) -> int:
     experts, found = spec.experts, sum(map(elements_of, shapes_of_layer(spec, layer).values()))
     if experts is None or not experts.sparse[layer]:
         return found
-    return found + 3 * experts.rule.top_k * spec.hidden_size * experts.intermediate_size
+    return found + 3 * experts.rule.per_token * spec.hidden_size * experts.intermediate_size
 
 
 def elements_of(shapes: tuple[Shape, ...]) -> int:

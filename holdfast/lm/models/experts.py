@@ -31,6 +31,14 @@ QWEN3_VL_MOE = ExpertNames(
     router="mlp.gate", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj", fused="halves"
 )
 
+LLAMA4 = ExpertNames(
+    router="feed_forward.router",
+    gate_up=("feed_forward.experts.gate_up_proj",),
+    down="feed_forward.experts.down_proj",
+    fused="halves",
+    shared=tuple(f"feed_forward.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),
+)
+
 MOST_CHOSEN = 32
 """Largest number of experts that a token may choose. Kernels unroll their loops over them."""
 
@@ -44,6 +52,24 @@ def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
         inner=_size(config, "intermediate_size"),
         sparse=(True,) * num_layers,
         rule=ExpertRule(top_k=_size(config, "num_experts_per_tok", 2)),
+    )
+
+
+def phimoe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts in every layer, two of which a token chooses by SparseMixer."""
+    chosen = _size(config, "num_experts_per_tok", 2)
+    if chosen != 2:
+        raise UnsupportedCheckpoint(f"num_experts_per_tok is {chosen}; SparseMixer chooses 2 experts")
+    jitter = float(config.get("router_jitter_noise", 0.01))
+    if jitter < 0:
+        raise UnsupportedCheckpoint(f"router_jitter_noise is {jitter:g}; it must be at least 0")
+    return _spec(
+        config,
+        names=MIXTRAL,
+        count=_size(config, "num_local_experts", 16),
+        inner=_size(config, "intermediate_size"),
+        sparse=(True,) * num_layers,
+        rule=ExpertRule(top_k=2, normalized=False, jitter=jitter),
     )
 
 
@@ -111,6 +137,22 @@ def gpt_oss_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
     )
 
 
+def llama4_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts in the listed layers or in every `interleave_moe_layer_step`-th, all of which a shared expert joins."""
+    step, listed = at_least_one(config, "interleave_moe_layer_step", 1), config.get("moe_layers")
+    sparse = range(step - 1, num_layers, step) if listed is None else listed
+    return _spec(
+        config,
+        names=LLAMA4,
+        count=_size(config, "num_local_experts", 16),
+        inner=_size(config, "intermediate_size"),
+        sparse=tuple(layer in sparse for layer in range(num_layers)),
+        rule=ExpertRule(
+            top_k=_size(config, "num_experts_per_tok", 1), normalized=False, scales_input=True, shared=True
+        ),
+    )
+
+
 def _spec(
     config: Mapping[str, Any],
     *,
@@ -138,6 +180,14 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if value is None:
         raise UnsupportedCheckpoint(f"config.json has no {key!r}")
     return int(value)
+
+
+def at_least_one(config: Mapping[str, Any], key: str, default: int) -> int:
+    """A size of the config. Raises UnsupportedCheckpoint naming it if it is below 1."""
+    value = _size(config, key, default)
+    if value < 1:
+        raise UnsupportedCheckpoint(f"{key} is {value}; it must be at least 1")
+    return value
 
 
 class Source(Protocol):
@@ -172,7 +222,8 @@ def read_experts(
         return into
 
     biases: dict[str, torch.Tensor | None] = {}
-    gate_up, down = empty(count, 2 * len(own), hidden), empty(count, hidden, len(own))
+    every = count + experts.rule.shared
+    gate_up, down = empty(every, 2 * len(own), hidden), empty(every, hidden, len(own))
 
     def halves(name: str, *parts: range) -> tuple[torch.Tensor, torch.Tensor]:
         """The columns of gate and those of up, of a fused tensor that is cut to the ranges `parts` before them."""
@@ -190,6 +241,12 @@ def read_experts(
         gate, up = (half[0].t() for half in halves(names.gate_up[0], one, all_hidden))
         return gate, up, filled(names.down, one, own, all_hidden)[0].t()
 
+    def fill(expert: int, gate: str, up: str, of_down: str) -> None:
+        """Read an expert whose tensors are its own."""
+        for name, rows in zip((gate, up), torch.split(gate_up[expert], len(own)), strict=True):
+            source.fill(prefix + name, Piece((inner, hidden), (own, range(hidden))), rows)
+        source.fill(prefix + of_down, Piece((hidden, inner), (range(hidden), own)), down[expert])
+
     if names.fused:
         for expert in range(count):
             gate, up, down[expert] = of_expert(expert)
@@ -199,10 +256,9 @@ def read_experts(
             biases["down_bias"] = filled(names.down + "_bias") if shard.index == 0 else None
     else:
         for expert in range(count):
-            for name, rows in zip(names.gate_up, torch.split(gate_up[expert], len(own)), strict=True):
-                source.fill(prefix + name.format(expert), Piece((inner, hidden), (own, range(hidden))), rows)
-            piece = Piece((hidden, inner), (range(hidden), own))
-            source.fill(prefix + names.down.format(expert), piece, down[expert])
+            fill(expert, *(name.format(expert) for name in (*names.gate_up, names.down)))
+    if names.shared:
+        fill(count, *names.shared)
     if experts.biased:
         biases["router_bias"] = filled(names.router + ".bias")
     return Experts(rule=experts.rule, router=filled(names.router + ".weight"), gate_up=gate_up, down=down, **biases)

@@ -11,14 +11,17 @@ from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
 from holdfast.lm.models.delta_layers import DEFAULTS, hybrid
 from holdfast.lm.models.experts import (
+    at_least_one,
     gpt_oss_experts,
+    llama4_experts,
     mixtral_experts,
+    phimoe_experts,
     qwen3_5_moe_experts,
     qwen3_moe_experts,
     qwen3_next_experts,
     qwen3_vl_moe_experts,
 )
-from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
+from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.rope import rope_of
 from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder, without_sections
 
@@ -205,6 +208,60 @@ def gpt_oss(config: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
+def llama4(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Llama 4: chunks of attention in rotated layers, and experts in some layers or all."""
+    defaults: dict[str, Any] = dict(max_position_embeddings=131_072, rms_norm_eps=1e-5, rope_theta=5e5)
+    config = {**defaults, "intermediate_size": 8192, "num_key_value_heads": 8, "head_dim": 128, **config}
+    fields = shared(config)
+    count = fields["num_layers"]
+    experts = llama4_experts(config, count)
+    every, steps = at_least_one(config, "no_rope_layer_interval", 4), at_least_one(config, "floor_scale", 8192)
+    rotated = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(count)]
+    if len(rotated) < count:
+        raise UnsupportedCheckpoint(f"no_rope_layers lists {len(rotated)} layers of {count}")
+    unrotated = tuple(not turns for turns in rotated[:count])
+    normed, biased = bool(config.get("use_qk_norm", True)), bool(config.get("attention_bias", False))
+    rope, grows = fields["rope"], bool(config.get("attn_temperature_tuning", True))
+    fields |= {
+        "names": replace(NAMES, fields={**NAMES.fields, **FEED_FORWARD}),
+        "intermediate_size": int(config.get("intermediate_size_mlp", 16_384)),
+        # A norm after the rotation undoes its factor.
+        "rope": replace(rope, interleaved=True, amplitude=1.0 if normed else rope.amplitude),
+    }
+    return DecoderSpec(
+        **fields,
+        windows=chunks_of(config, unrotated),
+        chunked=True,
+        unrotated=unrotated,
+        unit_qk_norm=normed,
+        temperature=(float(config.get("attn_scale", 0.1)), steps) if grows else None,
+        qkv_bias=biased,
+        o_bias=biased,
+        experts=experts,
+    )
+
+
+FEED_FORWARD = {
+    "gate_up": ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"),
+    "down": ("feed_forward.down_proj.weight",),
+}
+"""The tensor names of a Llama 4's MLP in layers without experts."""
+
+
+def chunks_of(config: Mapping[str, Any], unrotated: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The size of a chunk of attention in each layer of a Llama 4: in the rotated ones, unless layer_types says."""
+    size, kinds = config.get("attention_chunk_size", 8192), config.get("layer_types")
+    if size is not None:
+        size = at_least_one(config, "attention_chunk_size", 8192)
+    if kinds is None:
+        return tuple(None if still else size for still in unrotated)
+    if unknown := set(kinds) - {"full_attention", "chunked_attention"}:
+        raise UnsupportedCheckpoint(f"layer type {min(unknown)!r} is not supported")
+    if len(kinds) != len(unrotated):
+        raise UnsupportedCheckpoint(f"layer_types lists {len(kinds)} layers of {len(unrotated)}")
+    return tuple(size if kind == "chunked_attention" else None for kind in kinds)
+
+
 def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer, from `layer_types`, or from `max_window_layers` in older configs."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
@@ -235,6 +292,95 @@ def phi3(config: Mapping[str, Any]) -> DecoderSpec:
     }
     fields["names"] = replace(NAMES, parts=stored)
     return DecoderSpec(**fields, windows=(config.get("sliding_window"),) * fields["num_layers"])
+
+
+LAYER_NORMS = {"input_norm": norm("input_layernorm"), "post_norm": norm("post_attention_layernorm")}
+"""The tensor names of a Llama's two norms, if they are layer norms."""
+
+
+def stablelm(config: Mapping[str, Any]) -> DecoderSpec:
+    """StableLM: layer norms, and a share of each head rotated. StableLM 2 12B has a norm for each head, too."""
+    config = {"partial_rotary_factor": 0.25, **config, "head_dim": None}
+    fields = shared(config, partial=True, num_key_value_heads=32, max_position_embeddings=4096)
+    hidden, heads = fields["hidden_size"], fields["num_heads"]
+    if hidden % heads:
+        raise UnsupportedCheckpoint(f"hidden_size is {hidden}; it must be a multiple of the {heads} attention heads")
+    parallel = bool(config.get("use_parallel_residual", False))
+    norms = ("input_norm",) if parallel else ("input_norm", "post_norm")
+    by_head = {
+        f"{short}_norm": tuple(f"self_attn.{short}_layernorm.norms.{head}.weight" for head in range(fields[count]))
+        for short, count in (("q", "num_heads"), ("k", "num_kv_heads"))
+    }
+    fields |= {
+        "names": replace(NAMES, fields={**NAMES.fields, **LAYER_NORMS, **by_head}),
+        "rms_eps": float(config.get("layer_norm_eps", 1e-5)),
+    }
+    normed = bool(config.get("qk_layernorm", False))
+    return DecoderSpec(
+        **fields,
+        layer_norm=True,
+        norms=norms,
+        parallel=parallel,
+        qkv_bias=bool(config.get("use_qkv_bias", False)),
+        qk_norm=normed,
+        qk_layer_norm=normed,
+    )
+
+
+def nemotron(config: Mapping[str, Any]) -> DecoderSpec:
+    """Nemotron: layer norms of weight 1 + w, an MLP of squared ReLU without a gate, half of each head rotated."""
+    config = {"hidden_act": "relu2", "partial_rotary_factor": 0.5, **config}
+    fields = shared(config, partial=True, max_position_embeddings=4096, initializer_range=0.0134)
+    fields |= {
+        "names": replace(NAMES, fields={**NAMES.fields, **LAYER_NORMS, **UP_ALONE}),
+        "rms_eps": float(config.get("norm_eps", 1e-5)),
+    }
+    biased = bool(config.get("attention_bias", False))
+    return DecoderSpec(
+        **fields,
+        layer_norm=True,
+        norm_offset=1.0,
+        gated=False,
+        qkv_bias=biased,
+        o_bias=biased,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
+
+
+UP_ALONE = {"gate_up": ("mlp.up_proj.weight",), "gate_up_bias": ("mlp.up_proj.bias",)}
+"""The tensor names of the first layer of an MLP without a gate."""
+
+
+def phimoe(config: Mapping[str, Any]) -> DecoderSpec:
+    """Phi-3.5-MoE: layer norms, biases, and two experts of each token, chosen by SparseMixer."""
+    defaults: dict[str, Any] = dict(num_key_value_heads=8, max_position_embeddings=131_072, rms_norm_eps=1e-5)
+    fields = shared(config, rope_theta=1e6, **defaults)
+    fields["names"] = replace(NAMES, fields={**NAMES.fields, **LAYER_NORMS})
+    if fields["rope"].kind != "default":
+        fields["rope"] = replace(fields["rope"], amplitude=mscale_of(config))
+    biased = bool(config.get("attention_bias", False))
+    return DecoderSpec(
+        **fields,
+        windows=(config.get("sliding_window"),) * fields["num_layers"],
+        layer_norm=True,
+        qkv_bias=biased,
+        o_bias=biased,
+        head_bias=bool(config.get("lm_head_bias", False)),
+        experts=phimoe_experts(config, fields["num_layers"]),
+    )
+
+
+def mscale_of(config: Mapping[str, Any]) -> float:
+    """The factor on cosine and sine of a Phi-3.5-MoE whose rotation is scaled."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    short, long = (given.get(f"{kind}_mscale") for kind in ("short", "long"))
+    if not isinstance(short, int | float) or not isinstance(long, int | float):
+        raise UnsupportedCheckpoint("the rotation is scaled; it needs short_mscale and long_mscale, two numbers")
+    if short != long:
+        raise NotNative(
+            f"short_mscale is {short:g} and long_mscale is {long:g}; all sequences have one factor here, of any length"
+        )
+    return float(short)
 
 
 def olmo2(config: Mapping[str, Any]) -> DecoderSpec:
@@ -324,17 +470,21 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Qwen3ForCausalLM": qwen3,
     "Phi3ForCausalLM": phi3,
     "Olmo2ForCausalLM": olmo2,
+    "StableLmForCausalLM": stablelm,
+    "NemotronForCausalLM": nemotron,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "OPTForCausalLM": opt,
     "FalconForCausalLM": falcon,
     "GPT2LMHeadModel": gpt2,
     "MixtralForCausalLM": mixtral,
+    "PhimoeForCausalLM": phimoe,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "GptOssForCausalLM": gpt_oss,
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Llama4ForCausalLM": llama4,
 }
 """For each architecture, the function that reads its config.json."""
 
@@ -342,6 +492,7 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "phimoe": phimoe,
     "qwen2": qwen2,
     "qwen2_vl_text": qwen2_vl,
     "qwen2_5_vl_text": qwen2_vl,
@@ -350,11 +501,14 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "qwen3_vl_text": qwen3_vl,
     "qwen3_vl_moe_text": qwen3_vl_moe,
     "phi3": phi3,
+    "stablelm": stablelm,
+    "nemotron": nemotron,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gpt_oss": gpt_oss,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
+    "llama4_text": llama4,
 }
 """For each model_type of a text_config, the function that reads it."""
 

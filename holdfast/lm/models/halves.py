@@ -45,6 +45,7 @@ from holdfast.lm.models.adapted import AdaptedModules, adapted_modules
 from holdfast.lm.models.adapters import INPUTS_SPLIT, row_squares
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.mixers import temperatures
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import module_pieces
 
@@ -159,9 +160,13 @@ class PackedTokens:
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     packing: Packing
+    chunks: Packing
+    """The packing where each chunk of a sequence is one of its own, for layers that see no earlier chunk."""
+    temperatures: torch.Tensor | None  # [T, 1, 1]
+    """The factors on queries of layers without rotation."""
     rotation: Rotation
     local_rotation: Rotation
-    """The rotation of layers with a window; mostly the same as `rotation`."""
+    """The rotation of the spec's `other_layers`; mostly the same as `rotation`."""
     slots: torch.Tensor  # [T] int64: each token's own number
 
     @property
@@ -198,10 +203,12 @@ class Halves:
             layer_norm=spec.layer_norm,
             gated=spec.gated,
             qk_norm_whole=spec.qk_norm_whole,
+            qk_layer_norm=spec.qk_layer_norm,
             kv_copies=model.shard.copies(model.decoder.num_kv_heads),
         )
         self._ops = training_ops_for(shape, self._group)
-        self._local_layers, local = self._ops.layers, spec.local_rope
+        self._local_layers, local = self._ops.layers, spec.other_rope
+        self._local = spec.other_layers
         if local is not None:
             shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
             self._local_layers = layer_ops_for(shape, self._group)
@@ -261,7 +268,13 @@ class Halves:
         if self._local_layers is not self._ops.layers:
             local = self._local_layers.rotation(positions)
         slots = torch.arange(len(ids), device=device)
-        return PackedTokens(ids, positions, Packing.of(lengths, device), rotation, local, slots)
+        packing = chunks = Packing.of(lengths, device)
+        sizes = {window for window in self._windows if window is not None} if self._spec.chunked else set()
+        if sizes:
+            chunks = Packing.of(cut(lengths, min(sizes)), device)
+        constants = self._spec.temperature
+        factors = None if constants is None else temperatures(constants, positions, self.model.spec.dtype)
+        return PackedTokens(ids, positions, packing, chunks, factors, rotation, local, slots)
 
     def kept_shapes(self, half: str, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype, by name, of the tensors that `half` ("attention" or "mlp") keeps for this many tokens.
@@ -351,9 +364,11 @@ class Halves:
         qkv = self._rotated(layer, kept["qkv"], tokens)
         back_qkv = self.attention.backward(
             back.view_as(attended), qkv, attended, kept["log_sums"],
-            tokens.packing, self._spec.scale, self._windows[layer],
+            *self._seen(layer, tokens),
         )  # fmt: skip
         del back, qkv
+        if tokens.temperatures is not None and self._local[layer]:
+            back_qkv[0].mul_(tokens.temperatures)
         together = self._ops.rotate_backward(
             *back_qkv, kept["qkv"], self._rotation(layer, tokens), weights.q_norm, weights.k_norm
         )  # fmt: skip
@@ -417,6 +432,8 @@ class Halves:
         head, norm, narrow, cap = self.model.lm_head, self.model.norm, self.model.project_out, self._spec.logit_softcap
         normed = self._norm(stream, norm)
         logits = (normed if narrow is None else normed @ narrow.t()) @ head.t()
+        if self.model.lm_head_bias is not None:
+            logits += self.model.lm_head_bias
         slope = None
         if cap is not None:
             logits.div_(cap).tanh_()
@@ -444,7 +461,7 @@ class Halves:
         low, weight, gain = self._low("qkv", adapter, kept), self._dense(weights.qkv), self._gain("qkv", layer, adapter)
         qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, low, kept.get("qkv"), gain=gain)
         out, log_sums = self.attention.forward(
-            self._rotated(layer, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer], weights.sinks
+            self._rotated(layer, qkv, tokens), *self._seen(layer, tokens), weights.sinks
         )
         _put(kept, "attended", out)
         _put(kept, "log_sums", log_sums)
@@ -559,7 +576,14 @@ class Halves:
         return self._ops.layers.norm(x, weight)
 
     def _rotation(self, layer: int, tokens: PackedTokens) -> Rotation:
-        return tokens.rotation if self._windows[layer] is None else tokens.local_rotation
+        return tokens.local_rotation if self._local[layer] else tokens.rotation
+
+    def _seen(self, layer: int, tokens: PackedTokens) -> tuple[Packing, float, int | None]:
+        """The packing, the scale and the window of a layer's attention."""
+        window = self._windows[layer]
+        if window is not None and self._spec.chunked:
+            return tokens.chunks, self._spec.scale, None
+        return tokens.packing, self._spec.scale, window
 
     def _rotated(
         self, layer: int, qkv: torch.Tensor, tokens: PackedTokens
@@ -571,11 +595,14 @@ class Halves:
         # The operation writes to a cache. Here the cache has blocks of one token, and each token has its own block.
         weights = self.model.layers[layer]
         key, value = (qkv.new_empty(len(qkv), 1, self._spec.num_kv_heads, self._spec.head_dim) for _ in range(2))
-        if self._spec.qk_norm_whole:  # norms over all heads write to what they read, and the backward needs that
+        if self._spec.qk_norm_whole or self._spec.qk_layer_norm:
+            # These norms write to what they read, and the backward needs that.
             qkv = qkv.clone()
         query = self._ops.layers.rotate_and_write(
             qkv, self._rotation(layer, tokens), weights.q_norm, weights.k_norm, (key, value), tokens.slots
         )
+        if tokens.temperatures is not None and self._local[layer]:
+            query = query * tokens.temperatures
         return query, key[:, 0], value[:, 0]
 
     def _shrink(self, x: torch.Tensor, field: str, adapter: LayerAdapter, kept: Kept) -> None:
@@ -731,6 +758,11 @@ class Halves:
             columns = self._columns[name]
             grad.copy_(products[columns] / norms[columns])
         return (wide(gradient) * self._gain_of(adapter[field], norms)).to(gradient.dtype)
+
+
+def cut(lengths: Sequence[int], most: int) -> tuple[int, ...]:
+    """Lengths of sequences that are cut after every `most` tokens."""
+    return tuple(min(most, length - start) for length in lengths for start in range(0, length, most))
 
 
 def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapter, field: str) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, Part, WeightNames
-from holdfast.lm.models.rope import Rope, rope_of
-
-UNROTATED = Rope(1.0, "none")
+from holdfast.lm.models.rope import UNROTATED, rope_of
 
 
 def sizes(config: Mapping[str, Any], **keys: str) -> dict[str, Any]:

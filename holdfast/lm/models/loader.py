@@ -42,6 +42,8 @@ from holdfast.lm.models.text_decoders import text_config
 
 JSON_LIMIT = 64 << 20
 """The largest JSON file that is read, in bytes. The index of a large mixture of experts has 10 MB."""
+PUBLISHED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+"""Names in published configs of architectures that Transformers calls by another name."""
 ONE_RANK = Layout()
 ROWS_AT_A_TIME = 1024
 """Number of rows that are read or drawn together, which bounds the memory for them."""
@@ -171,11 +173,11 @@ def checked_architecture(config: Mapping[str, Any]) -> str:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The one architecture that config.json names."""
+    """The one architecture that config.json names, by the name that Transformers gives it."""
     names = config.get("architectures") or []
     if len(names) != 1:
         raise UnsupportedCheckpoint(f"config.json must name one architecture; it names {len(names)}")
-    return str(names[0])
+    return PUBLISHED.get(str(names[0]), str(names[0]))
 
 
 def refuse_quantized(config: Mapping[str, Any]) -> None:
@@ -360,6 +362,8 @@ def stored_names(spec: DecoderSpec) -> set[str]:
     names = spec.names
     used = {names.embedding, names.norm, names.lm_head}  # a checkpoint may hold a copy of a tied head
     used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
+    if spec.head_bias:
+        used.add(names.head_bias)
     sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse
     experts = expert_shapes(spec)
     for layer in range(spec.num_layers):

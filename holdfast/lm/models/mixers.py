@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -57,7 +58,7 @@ class AttentionMixer(Mixer):
         """
         self._weights = weights
         self._index, self._cache, self._window, self._rotation = index, cache, window, rotation
-        self._scale, self._softcap = spec.scale, spec.softcap
+        self._scale, self._softcap, self._chunked = spec.scale, spec.softcap, spec.chunked
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         return self._attended(ops, self._projected(ops, normed, step), step, rotations)
@@ -79,8 +80,29 @@ class AttentionMixer(Mixer):
             qkv, rotations[self._rotation], weights.q_norm, weights.k_norm, step.caches[cache], step.slot_mapping
         )
         return step.attend(
-            cache, query, scale=self._scale, window=self._window, softcap=self._softcap, sinks=weights.sinks
+            cache,
+            self._tempered(query, step.positions),
+            scale=self._scale,
+            window=self._window,
+            chunked=self._chunked,
+            softcap=self._softcap,
+            sinks=weights.sinks,
         ).flatten(1)
+
+    def _tempered(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The queries [T, H, D] at these positions [T] as they attend."""
+        return query
+
+
+class TemperedAttentionMixer(AttentionMixer):
+    """Attention without rotation, whose queries grow with their position (`DecoderSpec.temperature`)."""
+
+    def __init__(self, *arguments: Any, temperature: tuple[float, int], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._temperature = temperature
+
+    def _tempered(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return query * temperatures(self._temperature, positions, query.dtype)
 
 
 class GatedAttentionMixer(AttentionMixer):
@@ -143,6 +165,16 @@ def delta_state(delta: DeltaSpec, dtype: torch.dtype) -> tuple[StateTensor, ...]
     """
     inputs = StateTensor((delta.channels, delta.width - 1), dtype)
     return inputs, StateTensor((delta.value_heads, delta.key_dim, delta.value_dim), torch.float32)
+
+
+def temperatures(temperature: tuple[float, int], positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The factors [T, 1, 1] on queries at these positions [T] in layers without rotation.
+
+    `temperature` is that of the spec.
+    """
+    growth, steps = temperature
+    factors = 1.0 + growth * torch.log1p(torch.floor((positions.float() + 1.0) / steps))
+    return factors.to(dtype)[:, None, None]
 
 
 def adapted(

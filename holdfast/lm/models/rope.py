@@ -35,6 +35,8 @@ class Rope:
     """The factor that stretches each pair's wave, for sequences beyond the original length (longrope)."""
     share: float = 1.0
     """The share of each head that is rotated, from its first number on."""
+    interleaved: bool = False
+    """Whether neighbours in a head make a pair, as in RoFormer itself, instead of numbers that are half of it apart."""
 
     def rotated(self, dim: int) -> int:
         """Number of a head's elements that are rotated."""
@@ -47,9 +49,10 @@ class Rope:
         of queries and keys, because both use it.
         """
         rotated = self.rotated(dim)
-        if rotated == dim:
+        if rotated == dim and not self.interleaved:
             return None
-        turned, still = torch.arange(rotated).chunk(2), torch.arange(rotated, dim).chunk(2)
+        whole, still = torch.arange(rotated), torch.arange(rotated, dim).chunk(2)
+        turned = (whole[::2], whole[1::2]) if self.interleaved else whole.chunk(2)
         return torch.cat((turned[0], still[0], turned[1], still[1]))
 
     def inverse_frequencies(self, dim: int, length: int = 0) -> torch.Tensor:
@@ -118,6 +121,8 @@ class Rope:
         return stretched * (1 - keep) + plain * keep
 
 
+UNROTATED = Rope(1.0, "none")
+"""No rotation."""
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 

@@ -65,6 +65,7 @@ class Shard:
             # If all layers have experts, this size is unused, and tp need not divide it.
             intermediate_size=spec.intermediate_size // self.tp,
             windows=spec.windows[self.layers.start : self.layers.stop],
+            unrotated=spec.unrotated[self.layers.start : self.layers.stop],
         )
 
 
@@ -153,6 +154,11 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
     rows["sinks"] = (heads,)
     if spec.qk_norm_whole:
         rows |= {"q_norm": (q,), "k_norm": (kv,)}
+    elif spec.qk_layer_norm:  # a norm for each head, of which other devices' heads have no numbers here
+        rows |= {
+            field: tuple(range(spec.head_dim if head in own else 0) for head in range(total))
+            for field, own, total in (("q_norm", heads, spec.num_heads), ("k_norm", kv_heads, spec.num_kv_heads))
+        }
     columns = {"o": q, "down": inner}
 
     def piece(field: str, part: int, shape: Shape) -> Piece:

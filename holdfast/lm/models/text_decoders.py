@@ -13,6 +13,7 @@ from holdfast.lm.models.decoder_spec import DecoderSpec
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",

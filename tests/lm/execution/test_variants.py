@@ -52,6 +52,72 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4, rope_parameters=YARN)),
     "olmo2-tied": ("Olmo2", dict(tie_word_embeddings=True)),
+    "stablelm-odd": (
+        "StableLm",
+        dict(
+            hidden_size=48,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            use_qkv_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+        ),
+    ),
+    "stablelm-12b": ("StableLm", dict(qk_layernorm=True, use_parallel_residual=True, num_key_value_heads=1)),
+    "stablelm-normed": (
+        "StableLm",
+        dict(qk_layernorm=True, use_qkv_bias=True, rope_parameters={"rope_type": "default", "rope_theta": 1e3}),
+    ),
+    "nemotron-odd": (
+        "Nemotron",
+        dict(
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            head_dim=24,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            partial_rotary_factor=0.75,
+        ),
+    ),
+    "nemotron-linear": (
+        "Nemotron",
+        dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 1.0}),
+    ),
+    "nemotron-dynamic": ("Nemotron", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
+    "phimoe-plain": ("Phimoe", dict(attention_bias=False, lm_head_bias=False, tie_word_embeddings=True)),
+    "phimoe-longrope": (
+        "Phimoe",
+        dict(
+            sliding_window=12,
+            num_local_experts=7,
+            rope_parameters=LONGROPE
+            | {"original_max_position_embeddings": 128, "short_mscale": 1.25, "long_mscale": 1.25},
+        ),
+    ),
+    "phimoe-odd": ("Phimoe", dict(num_attention_heads=5, num_key_value_heads=5, head_dim=24, router_jitter_noise=0.0)),
+    "llama4-all-experts": (
+        "Llama4Text",
+        dict(interleave_moe_layer_step=1, num_experts_per_tok=3, num_local_experts=5, attn_temperature_tuning=False),
+    ),
+    "llama4-odd": (
+        "Llama4Text",
+        dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=10,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            use_qk_norm=False,
+            moe_layers=[2],
+            no_rope_layers=[0, 1, 0, 1],
+            rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 32},
+        ),
+    ),
+    "llama4-whole": (
+        "Llama4Text",
+        dict(attention_chunk_size=None, floor_scale=3, attn_scale=0.5, rope_parameters=YARN),
+    ),
     "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
     "llama-dynamic": ("Llama", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
     "llama-llama3": (

@@ -95,6 +95,7 @@ def oracle(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -111,7 +112,7 @@ def oracle(
         other = torch.arange(stop)[None, :]
         hidden = other > position
         if window is not None:
-            hidden |= other <= position - window
+            hidden |= other < position // window * window if chunked else other <= position - window
         for head in range(heads):
             mate = head // (heads // kv_heads)
             scores = query[begin:end, head] @ keys[:, mate].T * scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ def test_variants_of_qwen3_moe_give_the_logits_of_transformers(tmp_path: Path, c
     [
         ("Mixtral", dict(sliding_window=8, num_experts_per_tok=3)),
         ("GptOss", dict(swiglu_limit=0.5, swiglu_alpha=1.2)),
+        ("Phimoe", dict(router_jitter_noise=0.3, num_local_experts=9)),
+        ("Llama4Text", dict(floor_scale=3, attn_scale=0.9, moe_layers=[0, 3])),
+        ("Llama4Text", dict(floor_scale=1, attention_chunk_size=5, num_experts_per_tok=2, hidden_act="silu")),
         ("GptOss", dict(layer_types=["full_attention", "sliding_attention"], attention_bias=False)),
     ],
 )
@@ -74,6 +78,15 @@ def test_variants_of_other_families_do_too(tmp_path: Path, family: str, changes:
     module = make(tmp_path, family, **changes)
     model = load(tmp_path, device="cpu")
     assert isinstance(model, Decoder)
+    assert difference(model, module) < 1e-5
+
+
+def test_phimoe_is_known_by_the_name_that_it_was_published_with(tmp_path: Path) -> None:
+    module = make(tmp_path, "Phimoe")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["PhiMoEForCausalLM"]}))
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder) and model.spec.architecture == "PhiMoEForCausalLM"
     assert difference(model, module) < 1e-5
 
 
@@ -96,6 +109,9 @@ def test_families_read_their_own_keys() -> None:
     assert qwen is not None
     assert (qwen.count, qwen.intermediate_size, qwen.rule) == (128, 768, ExpertRule(top_k=8, normalized=False))
     assert qwen.sparse == (False, True, False, False)
+    phi = spec_of("PhimoeForCausalLM", router_jitter_noise=0.02)
+    assert phi.experts is not None and not phi.head_bias
+    assert (phi.experts.count, phi.experts.rule) == (16, ExpertRule(top_k=2, normalized=False, jitter=0.02))
     oss = spec_of("GptOssForCausalLM", sliding_window=7)
     assert oss.experts is not None and oss.sinks and oss.qkv_bias and oss.o_bias
     assert oss.windows == (7, None, 7, None) and oss.head_dim == 64
@@ -107,6 +123,13 @@ def test_a_stage_is_weighed_by_the_weights_that_a_token_reads() -> None:
     dense, sparse = layer_elements(spec, 0), layer_elements(spec, 1)
     assert dense - 3 * 64 * 96 == sparse - 3 * 3 * 64 * 32
     assert layer_elements(replace(spec, experts=None), 1) == dense
+
+
+def test_sparsemixer_chooses_two_experts_with_a_tolerance_of_at_least_0() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"router_jitter_noise is -0\.1; it must be at least 0"):
+        spec_of("PhimoeForCausalLM", router_jitter_noise=-0.1)
+    with pytest.raises(UnsupportedCheckpoint, match="num_experts_per_tok is 3; SparseMixer chooses 2"):
+        spec_of("PhimoeForCausalLM", num_experts_per_tok=3)
 
 
 @pytest.mark.parametrize(

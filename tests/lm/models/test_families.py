@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.text_decoders import WITH_IMAGES
@@ -53,6 +53,66 @@ def test_qwen3_norms_heads_of_128() -> None:
     assert spec.qk_norm and not spec.qkv_bias
     assert spec.head_dim == 128
     assert layer_shapes(spec)["q_norm"] == ((128,),)
+
+
+def test_stablelm_rotates_a_quarter_of_each_head_and_norms_by_layer_norms() -> None:
+    spec = spec_of("StableLmForCausalLM")
+    assert spec.layer_norm and spec.gated and not (spec.qkv_bias or spec.qk_norm or spec.parallel)
+    assert (spec.rope.rotated(16), spec.rms_eps) == (4, 1e-5)
+    assert layer_shapes(spec)["post_norm"] == ((64,), (64,))
+    larger = spec_of("StableLmForCausalLM", qk_layernorm=True, use_parallel_residual=True)
+    assert layer_shapes(larger)["q_norm"] == ((16,),) * 4 and layer_shapes(larger)["k_norm"] == ((16,),) * 2
+    assert larger.names.fields["k_norm"][1] == "self_attn.k_layernorm.norms.1.weight"
+    assert larger.norms == ("input_norm",)
+    with pytest.raises(UnsupportedCheckpoint, match="hidden_size is 66; it must be a multiple of the 4 attention"):
+        spec_of("StableLmForCausalLM", hidden_size=66)
+
+
+def test_nemotron_has_squared_relu_without_a_gate_and_norms_of_1_plus_w() -> None:
+    spec = spec_of("NemotronForCausalLM", norm_eps=1e-3)
+    assert (spec.activation, spec.gated, spec.norm_offset, spec.rms_eps) == ("relu2", False, 1.0, 1e-3)
+    assert spec.rope.rotated(16) == 8
+    assert layer_shapes(spec)["gate_up"] == ((96, 64),)
+    assert spec_of("NemotronForCausalLM", partial_rotary_factor=0.25).rope.rotated(16) == 4
+
+
+def test_phimoe_has_one_factor_of_its_scaled_rotation_for_all_lengths() -> None:
+    factors = dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=32)
+    scaling = dict(rope_type="longrope", **factors)
+    spec = spec_of("PhimoeForCausalLM", rope_scaling=scaling | dict(short_mscale=1.25, long_mscale=1.25))
+    assert (spec.rope.amplitude, spec.rope.theta, spec.plain_positions) == (1.25, 1e6, 32)
+    with pytest.raises(NotNative, match=r"short_mscale is 1.25 and long_mscale is 1.5"):
+        spec_of("PhimoeForCausalLM", rope_scaling=scaling | dict(short_mscale=1.25, long_mscale=1.5))
+    with pytest.raises(UnsupportedCheckpoint, match="it needs short_mscale and long_mscale"):
+        spec_of("PhimoeForCausalLM", rope_scaling=scaling | dict(short_mscale=1.25))
+
+
+def test_llama4_has_chunks_in_rotated_layers_and_experts_in_those_listed() -> None:
+    spec = spec_of("Llama4ForCausalLM", num_hidden_layers=8, interleave_moe_layer_step=2)
+    assert spec.chunked and spec.windows == (8192, 8192, 8192, None) * 2
+    assert spec.unrotated == (False, False, False, True) * 2 == spec.other_layers
+    assert spec.rope.interleaved and spec.other_rope is not None and spec.other_rope.kind == "none"
+    assert (spec.temperature, spec.intermediate_size, spec.head_dim) == ((0.1, 8192), 16_384, 128)
+    assert spec.experts is not None and spec.experts.sparse == (False, True) * 4
+    assert spec.experts.intermediate_size == 96 and spec.experts.rule.per_token == 2
+
+
+def test_llama4_configs_may_list_its_layers() -> None:
+    kinds = ["full_attention", "chunked_attention", "full_attention"]
+    lists = dict(no_rope_layers=[0, 1, 1], moe_layers=[0], layer_types=kinds, attention_chunk_size=7)
+    spec = spec_of("Llama4ForCausalLM", **lists, attn_temperature_tuning=False, use_qk_norm=False)
+    assert spec.windows == (None, 7, None) and spec.unrotated == (True, False, False)
+    assert spec.temperature is None and not spec.unit_qk_norm
+    assert spec.experts is not None and spec.experts.sparse == (True, False, False)
+    with pytest.raises(UnsupportedCheckpoint, match="layer type 'sliding_attention' is not supported"):
+        spec_of("Llama4ForCausalLM", layer_types=["sliding_attention"] * 3)
+    with pytest.raises(UnsupportedCheckpoint, match="layer_types lists 2 layers of 3"):
+        spec_of("Llama4ForCausalLM", layer_types=kinds[:2])
+    with pytest.raises(UnsupportedCheckpoint, match="no_rope_layers lists 2 layers of 3"):
+        spec_of("Llama4ForCausalLM", no_rope_layers=[1, 0])
+    for key in ("attention_chunk_size", "floor_scale", "no_rope_layer_interval", "interleave_moe_layer_step"):
+        with pytest.raises(UnsupportedCheckpoint, match=f"{key} is 0; it must be at least 1"):
+            spec_of("Llama4ForCausalLM", **{key: 0})
 
 
 def test_mistral_windows_all_layers_or_none() -> None:

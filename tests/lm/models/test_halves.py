@@ -18,7 +18,7 @@ from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec
 from holdfast.lm.models.families import NAMES
-from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens
+from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens, cut
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece
 
@@ -330,3 +330,7 @@ def test_a_window_changes_the_attended_positions() -> None:
         for windows in ((), (None, 3))
     ]
     assert torch.equal(found[0][:3], found[1][:3]) and not torch.allclose(found[0][3:], found[1][3:])
+
+
+def test_sequences_are_cut_after_every_chunk() -> None:
+    assert cut((3, 9, 8, 1), 4) == (3, 4, 4, 1, 4, 4, 1)

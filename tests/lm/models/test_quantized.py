@@ -313,7 +313,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, given: dict[str, Any]
 
 
 def test_a_model_without_a_native_decoder_is_told_first_that_nobody_reads_its_method(tmp_path: Path) -> None:
-    make(tmp_path, "StableLm")
+    make(tmp_path, "Starcoder2")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     for given, reason in (

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
-from holdfast.lm.models.rope import rope_of
+from holdfast.lm.models.rope import Rope, rope_of
 
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 5e5},
@@ -115,3 +115,10 @@ def test_the_original_length_of_the_config_goes_before_that_of_the_scaling(kind:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=f"partial_rotary_factor is {share}; it must be above 0"):
         rope_of({"partial_rotary_factor": share}, partial=True)
+
+
+def test_neighbours_of_a_head_are_put_half_of_it_apart() -> None:
+    assert Rope(1e4).pairs(8) is None
+    for share, order in ((1.0, [0, 2, 4, 6, 1, 3, 5, 7]), (0.5, [0, 2, 4, 5, 1, 3, 6, 7])):
+        pairs = Rope(1e4, share=share, interleaved=True).pairs(8)
+        assert pairs is not None and pairs.tolist() == order

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.attention.segment_kernels import begin_rows, capped, put_rows, weigh
+from holdfast.lm.kernels.attention.segment_kernels import begin_rows, capped, first_seen, put_rows, weigh
 from holdfast.lm.kernels.fp8_conversion import query_for_keys, values_as
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
@@ -20,7 +20,8 @@ def decode_kernel(
     scale, softcap, window,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
@@ -54,7 +55,7 @@ def decode_kernel(
     value_cache += kv_head.to(tl.int64) * value_stride_head
     begin = first_key
     if HAS_WINDOW:
-        begin = tl.maximum(first_key, start + first_row // GROUP_SIZE - window + 1)
+        begin = tl.maximum(first_key, first_seen(start + first_row // GROUP_SIZE, window, CHUNKED))
     last_key = tl.maximum(stop_key - 1, 0)
     # Each iteration looks up the blocks of the next one, so that its keys and values can be requested at once.
     block = tl.load(table + tl.minimum(begin + tl.arange(0, BLOCK_N), last_key) // BLOCK_SIZE)
@@ -82,7 +83,7 @@ def decode_kernel(
         scores, unit = capped(scores, scale, softcap, HAS_SOFTCAP)
         seen = (key_position[None, :] <= position[:, None]) & inside[None, :]
         if HAS_WINDOW:
-            seen = seen & (key_position[None, :] > position[:, None] - window)
+            seen = seen & (key_position[None, :] >= first_seen(position, window, CHUNKED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         weights, top, total, fade = weigh(scores, unit, top, total)
         acc = tl.dot(

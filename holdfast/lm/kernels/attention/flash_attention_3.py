@@ -111,6 +111,7 @@ class FlashAttention3(CapturableAttention[FlashMetadata]):
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -118,6 +119,11 @@ class FlashAttention3(CapturableAttention[FlashMetadata]):
             raise ValueError(
                 "attention_backend is vllm-flash-attn, which takes bfloat16 or float16 and a cache of the same; the "
                 f"model has {query.dtype}, the cache {key_cache.dtype}: choose another dtype, or auto"
+            )
+        if chunked and window is not None:
+            raise ValueError(
+                f"attention_backend is vllm-flash-attn, which knows no chunks, and the model has chunks of {window} "
+                "positions: choose auto, or a max_model_len within one chunk"
             )
         attended: torch.Tensor = self._attend(
             query,

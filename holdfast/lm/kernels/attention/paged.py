@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -117,11 +116,28 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
-        attend = partial(self._attend, query, key_cache, value_cache, block_tables, out, scale, window, softcap, sinks)
+
+        def attend(tiles: DeviceTiles, partials: tuple[torch.Tensor, torch.Tensor]) -> None:
+            self._attend(
+                query,
+                key_cache,
+                value_cache,
+                block_tables,
+                out,
+                tiles,
+                partials,
+                scale=scale,
+                window=window,
+                chunked=chunked and window is not None,
+                softcap=softcap,
+                sinks=sinks,
+            )
+
         # Allocate for both kinds before either runs. Memory freed in between could be reused while the side stream
         # still writes it.
         kinds = [(tiles, self._partials(query, tiles)) for tiles in metadata]
@@ -149,12 +165,14 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
         out: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
         tiles: DeviceTiles,
         partials: tuple[torch.Tensor, torch.Tensor],
+        *,
+        scale: float,
+        window: int | None,
+        chunked: bool,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Launch the tiles of one height, then merge those that were cut over the context."""
         tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
@@ -180,10 +198,12 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             BLOCK_D=self.block_d,
             HAS_SOFTCAP=softcap is not None,
             HAS_WINDOW=window is not None,
+            CHUNKED=chunked,
             num_warps=launch.num_warps,
         )
-        # With a window no wider than one of its steps, that kernel is slower (benchmarks/kernels/attention_gpu.py).
-        on_hopper = self.on_hopper and (window is None or window > prefill_kernel.BLOCK_N)
+        # With a window no wider than one of its steps, that kernel is slower (benchmarks/kernels/attention_gpu.py). It
+        # knows no chunks.
+        on_hopper = self.on_hopper and not chunked and (window is None or window > prefill_kernel.BLOCK_N)
         if on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
             prefill_kernel.attend(
                 *tensors, num_processors=self.num_processors, scale=scale, window=window, softcap=softcap

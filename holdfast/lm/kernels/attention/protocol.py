@@ -75,15 +75,17 @@ class Attention(ABC, Generic[Metadata]):
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of query [T, Hq, D] over the paged context, as [T, Hq, D] of the same dtype.
 
-        A query at position p attends to the positions max(0, p - window + 1) to p of its own sequence, whose block for
-        position i is block_tables[row, i // block_size] ([rows, max_blocks] int32; it must not change between the
-        layers of one step). Scores are query · key * scale (scale above 0). With a softcap, they become softcap *
-        tanh(score / softcap). `sinks` [Hq] adds one logit without a value to each head's softmax (GPT-OSS).
+        A query at position p attends to the positions max(0, p - window + 1) to p of its own sequence, or if `chunked`
+        to those from p // window * window on. The block of position i is block_tables[row, i // block_size]
+        ([rows, max_blocks] int32; it must not change between the layers of one step). Scores are query · key * scale
+        (scale above 0). With a softcap, they become softcap * tanh(score / softcap). `sinks` [Hq] adds one logit
+        without a value to each head's softmax (GPT-OSS).
         """
 
 

@@ -83,11 +83,21 @@ def put_rows(
 
 
 @triton.jit
+def first_seen(position, window, CHUNKED: tl.constexpr):
+    """The first position that a query sees: the start of its chunk, or of the window that ends with it."""
+    if CHUNKED:
+        first = position // window * window
+    else:
+        first = position - window + 1
+    return first
+
+
+@triton.jit
 def _attend_keys(
     acc, top, total, query, key_cache, value_cache, table, position, begin, end,
     scale, softcap, window, key_strides, value_strides,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Continue the online softmax (acc [M, D], top and total [M]) of a tile's rows over the keys [begin, end).
 
@@ -115,7 +125,7 @@ def _attend_keys(
         if MASKED:
             seen = (key_position[None, :] <= position[:, None]) & inside[None, :]
             if HAS_WINDOW:
-                seen = seen & (key_position[None, :] > position[:, None] - window)
+                seen = seen & (key_position[None, :] >= first_seen(position, window, CHUNKED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         weights, top, total, fade = weigh(scores, unit, top, total)
         if MASKED:
@@ -136,7 +146,7 @@ def attend_kernel(
     scale, softcap, window,
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (record, KV head)."""
     record = work + tl.program_id(0) * 8
@@ -173,19 +183,19 @@ def attend_kernel(
     earliest = start + first_row // GROUP_SIZE  # position of the tile's first query
     begin = first_key
     if HAS_WINDOW:
-        begin = tl.maximum(first_key, earliest - window + 1)
+        begin = tl.maximum(first_key, first_seen(earliest, window, CHUNKED))
     else:
         seen_by_all = tl.minimum(stop_key, earliest + 1) - first_key
         begin = first_key + tl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N
         acc, top, total = _attend_keys(
             acc, top, total, tile, key_cache, value_cache, table, position, first_key, begin,
             scale, softcap, window, key_strides, value_strides,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, False,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, CHUNKED, False,
         )  # fmt: skip
     acc, top, total = _attend_keys(
         acc, top, total, tile, key_cache, value_cache, table, position, begin, stop_key,
         scale, softcap, window, key_strides, value_strides,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, True,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, CHUNKED, True,
     )  # fmt: skip
     put_rows(
         acc, top, total, partial, kv_head, batch_token, head, real,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ GPU_GATHER_BYTES = 1 << 26
 KEPT_MASK = 1 << 20
 
 Ints = npt.NDArray[np.int64]
+Positions = TypeVar("Positions", Ints, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,22 @@ class TileMetadata:
     queries: Ints
     stop: Ints  # position after the tile's last query
     row: Ints
-    groups: dict[int | None, list[Group]] = field(default_factory=dict)  # by window
+    groups: dict[Seen, list[Group]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which positions before its own a query sees: the last ones of a window, those of its chunk, or all."""
+
+    window: int | None = None
+    """Number of positions of a window or a chunk. None: all are seen."""
+    chunked: bool = False
+
+    def first(self, position: Positions) -> Positions:
+        """The first position that is seen from `position`."""
+        if self.window is None:
+            return position * 0
+        return position // self.window * self.window if self.chunked else position - self.window + 1
 
 
 class TorchAttention(Attention[TileMetadata]):
@@ -109,14 +126,16 @@ class TorchAttention(Attention[TileMetadata]):
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if window is not None and window >= metadata.stop.max(initial=0):
             window = None  # hides nothing, so layers with and without a window share their groups
-        if window not in metadata.groups:
-            metadata.groups[window] = list(self._groups(metadata, block_tables, window, query.dtype))
-        groups = metadata.groups[window]
+        seen = Seen(window, chunked and window is not None)
+        if seen not in metadata.groups:
+            metadata.groups[seen] = list(self._groups(metadata, block_tables, seen, query.dtype))
+        groups = metadata.groups[seen]
         heads, size, dim = self.num_kv_heads, self.group_size, self.head_dim
         keys, values = key_cache.view(-1, heads * dim), value_cache.view(-1, heads * dim)
         room = max((len(group.key_slots) for group in groups), default=0)
@@ -130,7 +149,7 @@ class TorchAttention(Attention[TileMetadata]):
             k, v = from_cache_dtype(k, query.dtype), from_cache_dtype(v, query.dtype)
             mask = group.kept_mask
             if group.masked and mask is None:
-                mask = self._mask(group, window, query.dtype)
+                mask = self._mask(group, seen, query.dtype)
             q = query.index_select(0, group.query_tokens).view(b, n, heads, size, dim).transpose(1, 2)
             attended = grouped_attention(
                 q.reshape(b, heads, n * size, dim),
@@ -149,22 +168,22 @@ class TorchAttention(Attention[TileMetadata]):
                 out.index_copy_(0, group.query_tokens[real], attended[real])
         return out
 
-    def _mask(self, group: Group, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def _mask(self, group: Group, seen: Seen, dtype: torch.dtype) -> torch.Tensor:
         """The mask [B, 1, N * G, L] to add to scores: -inf where a query row must not see a key, else 0."""
         keys, queries = group.key_positions[:, None, None, :], group.query_positions[:, :, None, None]
         hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
+        if seen.window is not None:
+            hidden |= keys < seen.first(queries)
         b, n, _, length = hidden.shape
         mask = torch.zeros(b, n, self.group_size, length, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, -torch.inf).view(b, 1, -1, length)
 
     def _groups(
-        self, metadata: TileMetadata, block_tables: torch.Tensor, window: int | None, dtype: torch.dtype
+        self, metadata: TileMetadata, block_tables: torch.Tensor, seen: Seen, dtype: torch.dtype
     ) -> Iterator[Group]:
         """Cut the tiles, sorted by shape, into groups that fit the gather buffer and need little padding."""
         stop, queries = metadata.stop, metadata.queries
-        first = np.zeros_like(stop) if window is None else np.maximum(0, stop - queries + 1 - window)
+        first = np.maximum(0, seen.first(stop - queries))
         keys = stop - first
         row_bytes = self.num_kv_heads * self.head_dim * dtype.itemsize
         most_bytes = GATHER_BYTES if self.device.type == "cpu" else GPU_GATHER_BYTES
@@ -174,13 +193,13 @@ class TorchAttention(Attention[TileMetadata]):
             n, length = int(queries[tile]), int(keys[tile])
             size = (len(group) + 1) * max(longest, length)
             if group and (size * row_bytes > most_bytes or size * n > 2 * (real + n * length)):
-                yield self._group(metadata, np.array(group), first, block_tables, window, dtype)
+                yield self._group(metadata, np.array(group), first, block_tables, seen, dtype)
                 group, longest, real = [], 0, 0
             group.append(tile)
             longest = max(longest, length)
             real += n * length
         if group:
-            yield self._group(metadata, np.array(group), first, block_tables, window, dtype)
+            yield self._group(metadata, np.array(group), first, block_tables, seen, dtype)
 
     def _group(
         self,
@@ -188,7 +207,7 @@ class TorchAttention(Attention[TileMetadata]):
         tiles: Ints,
         first: Ints,
         block_tables: torch.Tensor,
-        window: int | None,
+        seen: Seen,
         dtype: torch.dtype,
     ) -> Group:
         stop, queries = metadata.stop[tiles, None], metadata.queries[tiles, None]
@@ -209,7 +228,7 @@ class TorchAttention(Attention[TileMetadata]):
             kept_mask=None,
         )
         if group.masked and group.query_positions.numel() * self.group_size * key.shape[1] <= KEPT_MASK:
-            group = replace(group, kept_mask=self._mask(group, window, dtype))
+            group = replace(group, kept_mask=self._mask(group, seen, dtype))
         return group
 
     def _on_device(self, array: Ints) -> torch.Tensor:

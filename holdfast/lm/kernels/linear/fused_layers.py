@@ -160,6 +160,8 @@ class FusedLayerOps(LayerOps):
         return self._normed(stream, partials, bias, norm)
 
     def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
+        if self.shape.layer_norm:
+            return super().add_experts_norm(stream, x, experts, norm)
         if len(stream) > FEW_TOKENS:
             partials = grouped_experts(self.computed(x), experts)
             if self.group is not None:
@@ -172,6 +174,13 @@ class FusedLayerOps(LayerOps):
             return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
         experts_of_few(read, experts, stream, added=True, **self._norm_of(x))
         return Unnormed(stream, norm) if len(stream) == 1 else self._normed(stream, None, None, norm)
+
+    def _experts_output(self, x: Normed, experts: Experts) -> torch.Tensor:
+        if len(x) > FEW_TOKENS:
+            return grouped_experts(x, experts).sum(0)
+        out = torch.empty_like(x)
+        experts_of_few(x, experts, out, added=False)
+        return out
 
     def _partials(self, group: Group, x: Gated, weight: Weight, launch: SkinnyLaunch | None) -> torch.Tensor:
         """This device's partial sums [P, T, outputs] of the projection of x, for the group to add up."""
@@ -273,9 +282,7 @@ class FusedLayerOps(LayerOps):
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         shape = self.shape
-        if shape.qk_norm_whole and q_norm is not None and k_norm is not None:
-            self._norm_whole(qkv, q_norm, k_norm)
-            q_norm = k_norm = None
+        q_norm, k_norm = self._norm_written(qkv, q_norm, k_norm)
         tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
         query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         key_cache, value_cache = caches

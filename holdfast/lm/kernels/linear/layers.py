@@ -21,6 +21,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 
 PACKED_ROWS = range(4, 129)
@@ -58,6 +59,8 @@ class LayerShape:
     """Whether the MLP has a gate. Without one, `gated_linear` and `gate` are the activation alone."""
     qk_norm_whole: bool = False
     """Whether q_norm [H D] and k_norm [Hkv D] norm all heads of all devices together."""
+    qk_layer_norm: bool = False
+    """Whether q_norm [H D] and k_norm [Hkv D] are the factors of layer norms without biases, a norm for each head."""
     kv_copies: int = 1
     """Number of devices that hold each KV head."""
 
@@ -151,12 +154,16 @@ class LayerOps:
         """
         if not len(weight):
             return stream
-        if self.shape.layer_norm:
-            factor, bias = weight.chunk(2)
-            return functional.layer_norm(stream, factor.shape, factor, bias, self.shape.eps)
         if weight.dtype != stream.dtype:  # the weight is more precise than the stream
-            return functional.rms_norm(stream.to(weight.dtype), weight.shape, weight, self.shape.eps).to(stream.dtype)
-        return functional.rms_norm(stream, weight.shape, weight, self.shape.eps)
+            return self._plain_norm(stream.to(weight.dtype), weight).to(stream.dtype)
+        return self._plain_norm(stream, weight)
+
+    def _plain_norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`norm` by PyTorch, of a stream and a weight of one dtype."""
+        if not self.shape.layer_norm:
+            return functional.rms_norm(stream, weight.shape, weight, self.shape.eps)
+        factor, bias = weight.chunk(2)
+        return functional.layer_norm(stream, factor.shape, factor, bias, self.shape.eps)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
@@ -292,11 +299,15 @@ class LayerOps:
 
         With a group, the experts are this device's part of each, but the router is whole.
         """
-        added = apply_experts(self.computed(x), experts)
-        if self.group is not None:
+        added = self._experts_output(x, experts)
+        if self.group is not None and not self.shape.layer_norm:
             return self.group.add_norm(stream, added[None], None, norm, self.shape.eps)
-        stream += added
+        stream += added if self.group is None else self.group.all_reduce(added)
         return self.norm(stream, norm)
+
+    def _experts_output(self, x: Normed, experts: Experts) -> torch.Tensor:
+        """The weighted sum [T, hidden] of the outputs of the experts for x, or this device's part of it."""
+        return apply_experts(self.computed(x), experts)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine of the angles of positions [T] int64, computed in float32, for all layers of a step."""
@@ -317,15 +328,13 @@ class LayerOps:
         """Rotate queries and keys, write keys and values to the cache, and return the queries [T, H, D].
 
         qkv [T, (H + 2 Hkv) D] holds queries, keys and values, in this order. With q_norm and k_norm [D] (both or
-        neither), queries and keys are normed within each head first; with `qk_norm_whole`, over all heads, for which
-        qkv is written to. The first half of a head is rotated against its second half (the pairing of GPT-NeoX and of
-        Transformers). Caches and slot_mapping are those of `Attention.write`.
+        neither), queries and keys are normed within each head first; with `qk_norm_whole`, over all heads. For that and
+        for `qk_layer_norm`, qkv is written to. The first half of a head is rotated against its second half (the pairing
+        of GPT-NeoX and of Transformers). Caches and slot_mapping are those of `Attention.write`.
         """
         shape = self.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        if shape.qk_norm_whole and q_norm is not None and k_norm is not None:
-            self._norm_whole(qkv, q_norm, k_norm)
-            q_norm = k_norm = None
+        q_norm, k_norm = self._norm_written(qkv, q_norm, k_norm)
         turned, value = torch.split(qkv.view(-1, heads + 2 * kv_heads, dim), [heads + kv_heads, kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = torch.split(turned, [heads, kv_heads], dim=1)
@@ -336,6 +345,27 @@ class LayerOps:
         query, key = torch.split(turned, [heads, kv_heads], dim=1)
         write_slots(key, value, *caches, slot_mapping)
         return query
+
+    def _norm_written(
+        self, qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Norm queries and keys of qkv in place, where heads do not share a norm. Returns the norms that are left."""
+        if q_norm is None or k_norm is None:
+            return None, None
+        if self.shape.qk_norm_whole:
+            self._norm_whole(qkv, q_norm, k_norm)
+        elif self.shape.qk_layer_norm:
+            self._norm_heads(qkv, q_norm, k_norm)
+        else:
+            return q_norm, k_norm
+        return None, None
+
+    def _norm_heads(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norm each head of queries and keys of qkv [T, (H + 2 Hkv) D] in place, as `qk_layer_norm` says."""
+        factors = torch.cat((q_norm, k_norm)).view(-1, self.shape.head_dim)
+        heads = qkv[:, : factors.numel()].view(-1, *factors.shape)
+        normed = functional.layer_norm(heads, factors.shape[1:], eps=self.shape.eps)
+        heads.copy_(normed.mul_(factors))
 
     def _norm_whole(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         """Norm the queries and the keys of qkv [T, (H + 2 Hkv) D] in place, each over all heads together.

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, choose, gated
+from holdfast.lm.kernels.linear.experts.experts import (
+    ExpertRule,
+    Experts,
+    choose,
+    gated,
+    mixer_shares,
+    router_logits,
+)
 from holdfast.lm.kernels.training.ops import wide
 
 
@@ -22,28 +29,35 @@ def experts_backward(
     It flows through the chosen experts and through their shares. Everything between is computed again from x. `summed`
     adds up tensors over the devices that have a part of each expert.
     """
-    top_k = experts.rule.top_k
+    rule = experts.rule
     chosen, shares = choose(x, experts)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
-    counts = torch.bincount(pairs, minlength=len(experts.router)).tolist()
+    counts = torch.bincount(pairs, minlength=len(experts.down)).tolist()
     gradient = torch.zeros_like(wide(x))
     back_shares = torch.zeros_like(shares).flatten()
     for expert, own in enumerate(torch.split(order, counts)):
         if not len(own):
             continue
-        tokens = own // top_k
+        tokens, share = own // rule.per_token, shares.flatten()[own, None].to(x.dtype)
         gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
         down_bias = None if experts.down_bias is None else experts.down_bias[expert]
-        gate_up = functional.linear(x[tokens], experts.gate_up[expert], gate_up_bias)
-        out = functional.linear(gated(gate_up, experts.rule), experts.down[expert], down_bias)
+        given = x[tokens] * share if rule.scales_input else x[tokens]
+        gate_up = functional.linear(given, experts.gate_up[expert], gate_up_bias)
         back_out = back[tokens]
-        back_shares[own] = (wide(back_out) * wide(out)).sum(-1)
-        back_inner = (back_out * shares.flatten()[own, None].to(back.dtype)) @ experts.down[expert]
-        back_gate_up = gated_backward(back_inner, gate_up, experts.rule)
-        gradient.index_add_(0, tokens, wide(back_gate_up @ experts.gate_up[expert]))
+        back_inner = (back_out if rule.scales_input else back_out * share) @ experts.down[expert]
+        back_given = gated_backward(back_inner, gate_up, rule) @ experts.gate_up[expert]
+        if rule.scales_input:
+            back_shares[own] = (wide(back_given) * wide(x[tokens])).sum(-1)
+            back_given = back_given * share
+        else:
+            # `gated` may write to gate_up, so the output is computed last.
+            out = functional.linear(gated(gate_up, rule), experts.down[expert], down_bias)
+            back_shares[own] = (wide(back_out) * wide(out)).sum(-1)
+        gradient.index_add_(0, tokens, wide(back_given))
     back_shares = summed(back_shares.view_as(shares))
-    back_logits = _shares_backward(back_shares, shares, chosen, x, experts)
+    routed = slice(0, rule.top_k)
+    back_logits = _shares_backward(back_shares[:, routed], shares[:, routed], chosen[:, routed], x, experts)
     return summed(gradient.to(x.dtype)).add_(back_logits.to(x.dtype) @ experts.router)
 
 
@@ -68,11 +82,15 @@ def gated_backward(back: torch.Tensor, gate_up: torch.Tensor, rule: ExpertRule) 
 def _shares_backward(
     back: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor, x: torch.Tensor, experts: Experts
 ) -> torch.Tensor:
-    """The gradient of the router's logits [T, E], from that of the shares [T, top_k]."""
+    """The gradient of the router's logits [T, E], from that of the shares [T, top_k] of chosen experts."""
+    rule, logits = experts.rule, router_logits(x, experts)
     product = shares * back
+    if rule.jitter is not None:
+        weights = mixer_shares(logits, chosen, rule.jitter)
+        return (weights.mul_(-product[..., None]).sum(1)).scatter_add_(1, chosen, product)
+    if rule.scales_input:
+        return torch.zeros_like(logits).scatter_(1, chosen, product * (1.0 - shares))
     total = product.sum(-1, keepdim=True)
-    if experts.rule.normalized:
-        empty = shares.new_zeros(len(x), len(experts.router))
-        return empty.scatter_(1, chosen, product - shares * total)
-    logits = functional.linear(x, experts.router, experts.router_bias)
-    return wide(logits).softmax(-1).mul_(-total).scatter_add_(1, chosen, product)
+    if rule.normalized:
+        return torch.zeros_like(logits).scatter_(1, chosen, product - shares * total)
+    return logits.softmax(-1).mul_(-total).scatter_add_(1, chosen, product)

@@ -65,9 +65,9 @@ class FusedTrainingOps(TrainingOps):
     ) -> torch.Tensor:
         shape, out = self.shape, torch.empty_like(qkv)
         cosine, sine = rotation
-        if shape.qk_norm_whole and q_norm is not None and k_norm is not None:
+        if (shape.qk_norm_whole or shape.qk_layer_norm) and q_norm is not None and k_norm is not None:
             whole = self.rotate_backward(query, key, value, qkv, rotation, None, None)
-            self.whole_norms_backward(whole, qkv, q_norm, k_norm)
+            self.written_norms_backward(whole, qkv, q_norm, k_norm)
             return whole
         block_half = triton.next_power_of_2(shape.head_dim // 2)
         block_heads = max(1, ROTATED_AT_A_TIME // block_half)

@@ -61,12 +61,7 @@ class TrainingOps:
             return back
         if not self.shape.layer_norm:
             return self._rms_norm_backward(back, x, weight).to(x.dtype)
-        factor, _ = weight.chunk(2)
-        centered, back = wide(x) - wide(x).mean(-1, keepdim=True), wide(back) * wide(factor)
-        scale = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.shape.eps)
-        normed = centered * scale
-        means = back.mean(-1, keepdim=True), (back * normed).mean(-1, keepdim=True)
-        return (scale * (back - means[0] - normed * means[1])).to(x.dtype)
+        return self._layer_norm_backward(back, x, weight.chunk(2)[0]).to(x.dtype)
 
     def rotate_backward(
         self,
@@ -89,9 +84,9 @@ class TrainingOps:
         turned = wide(torch.cat((query, key), dim=1))
         turned = turned * cosine + (turned * sine).roll(-(dim // 2), -1)
         if q_norm is not None and k_norm is not None:
-            if shape.qk_norm_whole:
+            if shape.qk_norm_whole or shape.qk_layer_norm:
                 whole = torch.cat((turned.to(qkv.dtype), value), dim=1).flatten(1)
-                self.whole_norms_backward(whole, qkv, q_norm, k_norm)
+                self.written_norms_backward(whole, qkv, q_norm, k_norm)
                 return whole
             raw = qkv.view(-1, heads + 2 * kv_heads, dim)
             turned = torch.cat(
@@ -102,6 +97,21 @@ class TrainingOps:
                 dim=1,
             )
         return torch.cat((turned.to(qkv.dtype), value), dim=1).flatten(1)
+
+    def written_norms_backward(
+        self, gradient: torch.Tensor, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
+    ) -> None:
+        """Turn the gradient [T, (H + 2 Hkv) D] of normed queries and keys into that of qkv, in place.
+
+        The norms are those that heads do not share.
+        """
+        if self.shape.qk_norm_whole:
+            self.whole_norms_backward(gradient, qkv, q_norm, k_norm)
+            return
+        factors = torch.cat((q_norm, k_norm)).view(-1, self.shape.head_dim)
+        columns = slice(0, factors.numel())
+        back, raw = (part[:, columns].view(-1, *factors.shape) for part in (gradient, qkv))
+        back.copy_(self._layer_norm_backward(back, raw, factors))
 
     def whole_norms_backward(
         self, gradient: torch.Tensor, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
@@ -155,9 +165,19 @@ class TrainingOps:
             return back * (sigmoid + activated * (1.0 - sigmoid))
         if name == "relu":
             return back * (given > 0)
+        if name == "relu2":
+            return back * (2.0 * functional.relu(given))
         approximate = "none" if name == "gelu" else "tanh"
         found: torch.Tensor = torch.ops.aten.gelu_backward(back, given, approximate=approximate)
         return found
+
+    def _layer_norm_backward(self, back: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The gradient of x [..., N] from that of its layer norm (Ba et al., 2016, §3.1)."""
+        centered, back = wide(x) - wide(x).mean(-1, keepdim=True), wide(back) * wide(factor)
+        scale = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.shape.eps)
+        normed = centered * scale
+        means = back.mean(-1, keepdim=True), (back * normed).mean(-1, keepdim=True)
+        return scale * (back - means[0] - normed * means[1])
 
     def _rms_norm_backward(self, back: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The gradient of x [..., N] from that of its RMS norm (Zhang and Sennrich, 2019, §4)."""

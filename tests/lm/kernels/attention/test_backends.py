@@ -56,6 +56,14 @@ def test_require_refuses_an_fp8_cache_on_an_older_gpu(monkeypatch: pytest.Monkey
     require("auto", gpu, fp8_cache=True)
 
 
+def test_flash_attention_refuses_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashAttention3, "__init__", lambda self: None)
+    batch = make_batch([(0, 0, 4)], dtype=torch.bfloat16)
+    arguments: Any = batch.query, batch.key_cache, batch.value_cache, batch.block_tables, None
+    with pytest.raises(ValueError, match="knows no chunks, and the model has chunks of 8 positions: choose auto"):
+        FlashAttention3().attend(*arguments, scale=1.0, window=8, chunked=True)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), [(60, 16), (64, 8)])
 def test_flash_attention_refuses_other_sizes(head_dim: int, block_size: int) -> None:
     with pytest.raises(ValueError, match=f"block_size is {block_size}, head_dim {head_dim}"):

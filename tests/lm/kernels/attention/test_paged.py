@@ -52,11 +52,14 @@ def test_a_mixed_batch_equals_the_oracle(
 
 
 @pytest.mark.parametrize("window", [1, 7, 150])
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_windows_exclude_earlier_positions(window: int, with_sinks: bool, device: str) -> None:
+def test_windows_and_chunks_exclude_earlier_positions(
+    window: int, chunked: bool, with_sinks: bool, device: str
+) -> None:
     batch = make_batch(MIXED, device=device)
     sinks = torch.linspace(-1, 2, 4, device=device) if with_sinks else None
-    options = {"scale": 0.25, "window": window, "sinks": sinks}
+    options = {"scale": 0.25, "window": window, "chunked": chunked, "sinks": sinks}
     assert_exact(attend(batch, **options), oracle(batch, **options))
 
 
@@ -94,7 +97,7 @@ def test_write_rounds_to_fp8_as_pytorch_does_on_a_cpu(device: str) -> None:
         assert torch.equal(batch.key_cache.float().flatten(0, 1)[batch.slot_mapping].cpu(), expected.float())
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"window": 100, "chunked": True}, {"sinks": True}])
 def test_merged_parts_of_a_context_equal_the_oracle(options: dict[str, object], device: str) -> None:
     batch = make_batch([(0, 599, 600), (1, 269, 270), (2, 1240, 1280), (3, 4, 5)], device=device)
     if "sinks" in options:

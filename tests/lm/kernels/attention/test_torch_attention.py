@@ -55,6 +55,7 @@ def segment_lists(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     head_dim=st.sampled_from([16, 24, 40, 64, 80]),
     block_size=st.sampled_from([1, 5, 16]),
     window=st.sampled_from([None, None, 1, 7, 33]),
+    chunked=st.booleans(),
     softcap=st.sampled_from([None, None, 5.0]),
     cache_dtype=st.sampled_from([None, FP8]),
     with_sinks=st.booleans(),
@@ -68,6 +69,7 @@ def test_random_batches_equal_the_oracle(
     head_dim: int,
     block_size: int,
     window: int | None,
+    chunked: bool,
     softcap: float | None,
     cache_dtype: torch.dtype | None,
     with_sinks: bool,
@@ -85,7 +87,7 @@ def test_random_batches_equal_the_oracle(
         seed=seed,
     )
     sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed)) if with_sinks else None
-    options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    options = {"scale": head_dim**-0.5, "window": window, "chunked": chunked, "softcap": softcap, "sinks": sinks}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_attention, "TILE_ROWS", tile_rows)
         patch.setattr(torch_attention, "KEPT_MASK", kept_mask)
@@ -132,11 +134,10 @@ def test_one_metadata_serves_layers_with_and_without_a_window() -> None:
     attention = attention_for("cpu", num_heads=4, num_kv_heads=2, head_dim=16, block_size=16)
     metadata = attention.make_metadata(batch.segments)
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
-    for window in (None, 9, None, 20):
-        found = attention.attend(
-            batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, scale=0.25, window=window
-        )
-        expected = oracle(batch, scale=0.25, window=window)
+    arguments = batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata
+    for window, chunked in ((None, False), (9, False), (9, True), (None, True), (20, True)):
+        found = attention.attend(*arguments, scale=0.25, window=window, chunked=chunked)
+        expected = oracle(batch, scale=0.25, window=window, chunked=chunked)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -176,5 +177,5 @@ def test_a_window_that_hides_nothing_costs_nothing() -> None:
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     arguments = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata)
     whole, within = (attention.attend(*arguments, scale=0.25, window=window) for window in (None, 31))
-    assert torch.equal(whole, within) and list(metadata.groups) == [None]
+    assert torch.equal(whole, within) and list(metadata.groups) == [torch_attention.Seen()]
     assert not torch.equal(whole, attention.attend(*arguments, scale=0.25, window=30))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, apply_experts
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps
 from tests.lm.kernels.linear.test_layers import EPS, assert_near, doubled, drawn, shape_of
+
+
+def layer_normed(x: torch.Tensor, factors: torch.Tensor, dim: int = 16) -> torch.Tensor:
+    """The layer norm of each head, with factors of its own."""
+    heads = functional.layer_norm(x.double().unflatten(1, (-1, dim)), (dim,), eps=EPS)
+    return (heads * factors.double().view(-1, dim)).flatten(1)
+
 
 KINDS = pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
 TOKENS = pytest.mark.parametrize("tokens", [1, 6])
@@ -40,6 +49,10 @@ def test_a_norm_more_precise_than_the_stream_keeps_the_streams_dtype(kind: type[
     found = kind(shape_of(device, torch.float16)).norm(stream, weight)
     assert found.dtype == torch.float16
     assert_near(found, rms(stream, weight))
+    weight = torch.cat((weight, drawn(72, device=device)))
+    found = kind(shape_of(device, torch.float16, layer_norm=True)).norm(stream, weight)
+    assert found.dtype == torch.float16
+    assert_near(found, functional.layer_norm(stream.double(), (72,), *weight.double().chunk(2), EPS))
 
 
 @KINDS
@@ -93,7 +106,7 @@ def test_two_projections_are_added_side_by_side(kind: type[LayerOps], tokens: in
 
 @KINDS
 @TOKENS
-@pytest.mark.parametrize("activation", ["relu", "gelu_new", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "gelu_new", "silu"])
 def test_an_mlp_without_a_gate_is_the_activation_alone(
     kind: type[LayerOps], tokens: int, activation: str, device: str
 ) -> None:
@@ -103,6 +116,7 @@ def test_an_mlp_without_a_gate_is_the_activation_alone(
     weight, bias = drawn(96, 64, device=device, dtype=dtype, spread=0.125), drawn(96, device=device, dtype=dtype)
     act: Any = {
         "relu": functional.relu,
+        "relu2": lambda x: functional.relu(x) ** 2,
         "silu": functional.silu,
         "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
     }[activation]
@@ -111,18 +125,19 @@ def test_an_mlp_without_a_gate_is_the_activation_alone(
 
 @KINDS
 @pytest.mark.parametrize("rotated", [0, 6, 8])
-@pytest.mark.parametrize("whole", [False, True])
-def test_pairs_of_frequency_zero_stay_and_norms_may_be_over_all_heads(
-    kind: type[LayerOps], rotated: int, whole: bool, device: str
+@pytest.mark.parametrize("norm", ["none", "whole", "layer"])
+def test_pairs_of_frequency_zero_stay_and_norms_may_be_over_all_heads_or_each_head_s_own(
+    kind: type[LayerOps], rotated: int, norm: str, device: str
 ) -> None:
     heads, kv_heads, dim, tokens = 4, 2, 16, 5
-    shape = shape_of(device, amplitude=1.25, qk_norm_whole=whole)
+    shape = shape_of(device, amplitude=1.25, qk_norm_whole=norm == "whole", qk_layer_norm=norm == "layer")
     shape.inverse_frequencies[rotated:] = 0
     qkv, positions = drawn(tokens, 128, device=device), torch.arange(7, 7 + tokens, device=device)
-    norms = [drawn(count * dim, device=device) if whole else None for count in (heads, kv_heads)]
+    norms = [drawn(count * dim, device=device) if norm != "none" else None for count in (heads, kv_heads)]
     query, key, value = torch.split(qkv.double(), [heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
     if norms[0] is not None and norms[1] is not None:
-        query, key = rms(query, norms[0]), rms(key, norms[1])
+        normed = rms if norm == "whole" else layer_normed
+        query, key = normed(query, norms[0]), normed(key, norms[1])
     angles = positions[:, None, None].double() * shape.inverse_frequencies.double()
     factor = torch.where(shape.inverse_frequencies == 0, 1.0, 1.25).double()
     cosine, sine = angles.cos() * factor, angles.sin() * factor
@@ -137,3 +152,23 @@ def test_pairs_of_frequency_zero_stay_and_norms_may_be_over_all_heads(
     assert_near(found, turned(query))
     assert_near(caches[0, 0, :tokens], turned(key))
     assert torch.equal(caches[1, 0, :tokens].double(), value.view(tokens, kv_heads, dim))
+
+
+@KINDS
+@TOKENS
+def test_experts_are_added_before_a_layer_norm(kind: type[LayerOps], tokens: int, device: str) -> None:
+    dtype = torch.float16
+    experts = Experts(
+        rule=ExpertRule(top_k=2, normalized=False, jitter=0.1),
+        router=drawn(5, 64, device=device, dtype=dtype),
+        gate_up=drawn(5, 64, 64, device=device, dtype=dtype, spread=0.125),
+        down=drawn(5, 64, 32, device=device, dtype=dtype, spread=0.2),
+    )
+    stream, norm = drawn(tokens, 64, device=device, dtype=dtype), drawn(128, device=device, dtype=dtype)
+    x = drawn(tokens, 64, device=device, dtype=dtype)
+    router, gate_up, down = doubled(experts.router, experts.gate_up, experts.down)
+    wide = replace(experts, router=router, gate_up=gate_up, down=down)
+    exact = stream.double() + apply_experts(x.double(), wide)
+    found = kind(shape_of(device, dtype, layer_norm=True)).add_experts_norm(stream, x, experts, norm)
+    assert_near(stream, exact)
+    assert_near(found, functional.layer_norm(exact, (64,), *norm.double().chunk(2), EPS))

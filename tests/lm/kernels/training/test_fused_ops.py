@@ -58,6 +58,25 @@ def test_norm_s_gradient_is_added(tokens: int, width: int, dtype: torch.dtype, d
     assert_near(gradient, expected)
 
 
+def test_gradients_of_a_layer_norm_of_each_head_equal_autograd_s(device: str) -> None:
+    heads, kv_heads, dim, tokens = 3, 1, 20, 5
+    shape = shape_of(device, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, qk_layer_norm=True)
+    shape.inverse_frequencies[:] = 0  # only the norm is left
+    query, key, value = (drawn(tokens, n, dim, device=device) for n in (heads, kv_heads, kv_heads))
+    qkv, norms = drawn(tokens, 5 * dim, device=device), [drawn(n * dim, device=device) for n in (heads, kv_heads)]
+    given = qkv.double().view(tokens, -1, dim).requires_grad_()
+    factors = torch.cat(norms).double().view(-1, dim)
+    normed = functional.layer_norm(given[:, :4], (dim,), eps=EPS) * factors
+    back = torch.cat((query, key, value), 1).double()
+    (expected,) = torch.autograd.grad(torch.cat((normed, given[:, 4:]), 1), given, back)
+    halves, whole = rotation_of(shape, tokens, device)
+    fused, exact = both(shape)
+    assert_near(fused.rotate_backward(query, key, value, qkv, halves, *norms), expected.flatten(1))
+    doubles = [each.double() for each in (query, key, value, qkv)]
+    in_float64 = exact.rotate_backward(*doubles, whole, *(norm.double() for norm in norms))
+    torch.testing.assert_close(in_float64, expected.flatten(1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 2, 16), (3, 1, 20), (40, 8, 32)])

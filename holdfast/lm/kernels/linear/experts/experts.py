@@ -24,6 +24,27 @@ class ExpertRule:
 
     The clamped gate is gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within ± `limit`.
     """
+    jitter: float | None = None
+    """The tolerance of SparseMixer (arXiv 2409.12136, §2), or None for another rule.
+
+    An expert's share is that of a softmax over those that are not chosen before it and whose logits are near its own:
+    by at most 2 * jitter of the larger one of its own logit and their absolute values. `normalized` is False then.
+    """
+    scales_input: bool = False
+    """Whether a chosen expert computes the token times the sigmoid of its logit, and has the share 1 (Llama 4).
+
+    `normalized` is False then.
+    """
+    shared: bool = False
+    """Whether one more expert, the last, computes every token, with the share 1. It has no row in the router.
+
+    `normalized` is False then.
+    """
+
+    @property
+    def per_token(self) -> int:
+        """Number of experts that compute a token."""
+        return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +52,7 @@ class Experts:
     """The E experts of one layer, or this device's part of each."""
 
     rule: ExpertRule
-    router: torch.Tensor  # [E, hidden]
+    router: torch.Tensor  # [E, hidden]; without the shared one [E - 1, hidden]
     gate_up: torch.Tensor  # [E, 2 inner, hidden]: the rows of gate, then those of up
     down: torch.Tensor  # [E, hidden, inner]
     router_bias: torch.Tensor | None = None  # [E]
@@ -45,13 +66,43 @@ class Experts:
 
 
 def choose(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of tokens x [T, hidden], the best first, and their shares: [T, top_k] int64 and float32."""
+    """The experts of tokens x [T, hidden], the best first, and their shares: [T, per_token] int64 and float32.
+
+    With `scales_input`, the shares are the factors on the token.
+    """
+    rule, logits = experts.rule, router_logits(x, experts)
+    best, chosen = torch.topk(logits, rule.top_k, dim=-1)
+    if rule.jitter is not None:
+        shares = mixer_shares(logits, chosen, rule.jitter).gather(-1, chosen[..., None])[..., 0]
+    elif rule.scales_input:
+        shares = best.sigmoid()
+    elif rule.normalized:
+        shares = best.softmax(-1)
+    else:
+        shares = (best - logits.logsumexp(-1, keepdim=True)).exp()
+    if not rule.shared:
+        return chosen, shares
+    return functional.pad(chosen, (0, 1), value=len(experts.router)), functional.pad(shares, (0, 1), value=1.0)
+
+
+def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """The router's logits [T, E] of tokens x [T, hidden], in float32 or wider."""
     logits = functional.linear(x, experts.router, experts.router_bias)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    best, chosen = torch.topk(wide, experts.rule.top_k, dim=-1)
-    if experts.rule.normalized:
-        return chosen, best.softmax(-1)
-    return chosen, (best - wide.logsumexp(-1, keepdim=True)).exp()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def mixer_shares(logits: torch.Tensor, chosen: torch.Tensor, jitter: float) -> torch.Tensor:
+    """For each chosen expert, the softmax [T, top_k, E] whose share it gets (see `ExpertRule.jitter`).
+
+    logits [T, E]; chosen [T, top_k], the best first.
+    """
+    left, found = logits, []
+    for rank in range(chosen.shape[1]):
+        best = left.gather(1, chosen[:, rank : rank + 1])
+        far = (best - left) / logits.abs().clamp(min=best) > 2 * jitter
+        found.append(left.masked_fill(far, -torch.inf).softmax(-1))
+        left = left.scatter(1, chosen[:, rank : rank + 1], -torch.inf)
+    return torch.stack(found, dim=1)
 
 
 def gated(gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
@@ -74,14 +125,15 @@ def apply_experts(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     chosen, shares = choose(x, experts)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
-    counts = torch.bincount(pairs, minlength=len(experts.router)).tolist()
+    counts = torch.bincount(pairs, minlength=len(experts.down)).tolist()
     added = torch.zeros_like(x)
     for expert, own in enumerate(torch.split(order, counts)):
         if len(own):
-            tokens = own // rule.top_k
-            inner = gated(_linear(x[tokens], experts.gate_up, experts.gate_up_bias, expert), rule)
+            tokens, share = own // rule.per_token, shares.flatten()[own, None]
+            read = (x[tokens] * share).to(x.dtype) if rule.scales_input else x[tokens]
+            inner = gated(_linear(read, experts.gate_up, experts.gate_up_bias, expert), rule)
             out = _linear(inner, experts.down, experts.down_bias, expert)
-            added.index_add_(0, tokens, (out * shares.flatten()[own, None]).to(x.dtype))
+            added.index_add_(0, tokens, (out if rule.scales_input else out * share).to(x.dtype))
     return added
 
 

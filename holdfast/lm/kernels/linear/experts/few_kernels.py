@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
 
 
 @triton.jit
@@ -68,14 +68,17 @@ def router_kernel(
 @triton.jit
 def gate_few_kernel(
     logits, x, norm, weight, bias, inner_out, chosen, shares, experts, inner, inputs, x_stride, eps, alpha, limit,
-    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_E: tl.constexpr,
+    jitter, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
+    SHARED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first product of a pair's expert, gated: [T * TOP_K, inner] float32. Program (BLOCK_N rows, pair).
 
     Pair t * TOP_K + r is token t with its expert of rank r, which each program finds itself from the logits. The first
-    program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. Rows
-    of gate and up are taken in turns. With a `norm`, x is replaced by its RMS norm times `norm`.
+    program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. With
+    MIXED the shares are those of SparseMixer, with SCALED sigmoids that multiply x. With SHARED, a token's last pair is
+    that of the shared expert, whose number is `experts`. Rows of gate and up are taken in turns. With a `norm`, x is
+    replaced by its RMS norm times `norm`.
     """
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K
@@ -92,16 +95,26 @@ def gate_few_kernel(
         best, expert = tl.max(left, 0, return_indices=True)
         left = tl.where(e == expert, float("-inf"), left)
     share = tl.exp(best - top)
-    if not NORMALIZED:
+    if MIXED:
+        share = mixer_share(left, best, jitter, 0)
+    elif SCALED:
+        share = 1.0 / (1.0 + tl.exp(-best))
+    elif not NORMALIZED:
         share = share / tl.sum(tl.exp(score - top), 0)
+    if SHARED:
+        last = pair % TOP_K == TOP_K - 1
+        expert = tl.where(last, experts, expert)
+        share = tl.where(last, 1.0, share)
     if tl.program_id(0) == 0:
         tl.store(chosen + pair, expert)
-        tl.store(shares + pair, share)
+        tl.store(shares + pair, 1.0 if SCALED else share)
     # Programs after the last output read its row again, which costs nothing and needs no mask.
     row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, inner - 1) + item % 2 * inner
     row = expert.to(tl.int64) * 2 * inner + row
     weight_at = weight + row[:, None] * inputs
     result = _product(weight_at, x + token * x_stride, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
+    if SCALED:
+        result *= share
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)
     gate, up = tl.split(tl.reshape(result, (TAKEN, 2)))

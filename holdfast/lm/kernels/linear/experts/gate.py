@@ -19,6 +19,16 @@ def comparable(score):
 
 
 @triton.jit
+def mixer_share(left, best, jitter, AXIS: tl.constexpr):
+    """The share of an expert with logit `best` by `ExpertRule.jitter`. `left` holds the logits that are left after it.
+
+    Logits of experts that were chosen before it, and its own, are -inf in `left`.
+    """
+    near = best - left <= 2.0 * jitter * tl.maximum(tl.abs(left), best)
+    return 1.0 / (1.0 + tl.sum(tl.where(near, tl.exp(left - best), 0.0), AXIS))
+
+
+@triton.jit
 def gated_product(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     """silu(gate) * up, or with CLAMPED the gate of `ExpertRule.clamp`. NaN stays NaN."""
     if CLAMPED:

@@ -12,19 +12,22 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
-    logits, bias, chosen, shares, divisors, counts, pairs, ends, tile_ends, tokens, experts,
-    PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, bias, chosen, shares, divisors, counts, pairs, ends, tile_ends, tokens, experts, jitter,
+    PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
+    SHARED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Choose experts by the sum of logits [PARTS, T, experts]: shares [T, TOP_K] and their divisors [T].
 
     Program (BLOCK_T tokens). A SINGLE program also sorts, as `sort_kernel` does. Otherwise each program writes the
     experts to chosen [T, TOP_K], and its number of pairs for each expert to its row of counts [programs, experts].
+    Shares with MIXED are those of SparseMixer, with SCALED sigmoids. With SHARED, one more expert has the last rank of
+    every token; it has no logit, and a place in all other arrays.
     """
     launch_dependents(DEPENDENT)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -41,28 +44,39 @@ def route_kernel(
     score = tl.where((e < experts)[None, :], comparable(score), float("-inf"))
     top = tl.max(score, 1)
     divisor = tl.zeros([BLOCK_T], tl.float32)
-    if not NORMALIZED:
+    if MIXED or SCALED:
+        divisor += 1.0
+    elif not NORMALIZED:
         divisor = tl.sum(tl.exp(score - top[:, None]), 1)
     ranks = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
     for rank in tl.static_range(TOP_K):
         best, expert = tl.max(score, 1, return_indices=True)
+        if SHARED and rank == TOP_K - 1:
+            expert = tl.zeros([BLOCK_T], tl.int32) + experts
         taken = e[None, :] == expert[:, None]
         score = tl.where(taken, float("-inf"), score)
         ranks = tl.where(taken & valid[:, None], rank, ranks)
         share = tl.exp(best - top)
-        if NORMALIZED:
+        if SHARED and rank == TOP_K - 1:
+            share = divisor  # by which it is divided
+        elif MIXED:
+            share = mixer_share(score, best[:, None], jitter, 1)
+        elif SCALED:
+            share = 1.0 / (1.0 + tl.exp(-best))
+        elif NORMALIZED:
             divisor += share
         tl.store(shares + token * TOP_K + rank, share, mask=valid)
         if not SINGLE:
             tl.store(chosen + token * TOP_K + rank, expert, mask=valid)
     tl.store(divisors + token, divisor, mask=valid)
     count = tl.sum((ranks >= 0).to(tl.int32), 0)
+    every = experts + SHARED
     if SINGLE:
         end = tl.cumsum(count, 0)
         _write_sorted(pairs, ranks, token, end - count, TOP_K)
-        _write_ends(ends, tile_ends, count, end, e, experts, BLOCK_M)
+        _write_ends(ends, tile_ends, count, end, e, every, BLOCK_M)
     else:
-        tl.store(counts + tl.program_id(0) * experts + e, count, mask=e < experts)
+        tl.store(counts + tl.program_id(0) * every + e, count, mask=e < every)
 
 
 @triton.jit
@@ -120,15 +134,16 @@ def sort_kernel(
 def grouped_kernel(
     x, weight, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs, inputs,
     x_stride, out_stride, alpha, limit,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HALVED: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, HALVED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A product of each pair with its expert. Program (BLOCK_M pairs of one expert and BLOCK_N outputs, outputs first).
 
     With GATED, x is [T, inputs], weight is [experts, 2 outputs, inputs], and out [T * TOP_K, outputs] is gated and in
     the order of `pairs`. Without GATED, x is in the order of `pairs`, weight is [experts, outputs, inputs], and out
-    [TOP_K, T, outputs] is by rank and token, times the pair's share. With HALVED, an expert's last tile is computed as
+    [TOP_K, T, outputs] is by rank and token, times the pair's share. With SCALED, the share multiplies x instead. With
+    HALVED, an expert's last tile is computed as
     half a tile if its pairs fit.
     """
     launch_dependents(DEPENDENT)
@@ -149,13 +164,13 @@ def grouped_kernel(
             _tile(
                 x, weight, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
                 alpha, limit, first_output, expert, start, stop,
-                TOP_K, GATED, CLAMPED, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
+                TOP_K, GATED, SCALED, CLAMPED, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
             )  # fmt: skip
             return
     _tile(
         x, weight, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
         alpha, limit, first_output, expert, start, stop,
-        TOP_K, GATED, CLAMPED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
+        TOP_K, GATED, SCALED, CLAMPED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
     )  # fmt: skip
 
 
@@ -163,8 +178,8 @@ def grouped_kernel(
 def _tile(
     x, weight, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride, alpha, limit,
     first_output, expert, start, stop,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The products of up to BLOCK_M pairs in [start, stop) with BLOCK_N outputs of their expert."""
     n = first_output + tl.arange(0, BLOCK_N)
@@ -195,6 +210,10 @@ def _tile(
             else:
                 tile_b = tl.load(weight_at + outputs * inputs + k[None, :], mask=inside[None, :], other=0.0)
             up = tl.dot(tile_b, values, up, input_precision="ieee")
+    if GATED and SCALED:
+        share = tl.load(shares + pair)[None, :]
+        acc *= share
+        up *= share
     if bias is not None:
         acc += tl.load(bias + first_row + row).to(tl.float32)[:, None]
         if GATED:
@@ -203,7 +222,8 @@ def _tile(
         acc = gated_product(acc, up, alpha, limit, CLAMPED)
         target = place.to(tl.int64)
     else:
-        acc *= (tl.load(shares + pair) / tl.load(divisors + pair // TOP_K))[None, :]
+        if not SCALED:
+            acc *= (tl.load(shares + pair) / tl.load(divisors + pair // TOP_K))[None, :]
         target = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
     written = (n < outputs)[:, None] & (place < stop)[None, :]
     tl.store(out + target[None, :] * out_stride + n[:, None], acc.to(out.dtype.element_ty), mask=written)

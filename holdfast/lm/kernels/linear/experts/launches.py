@@ -81,7 +81,7 @@ Tuned on an H200 (benchmarks/engine/experts_gpu.py --tune).
 
 def grouped_launch_for(tokens: int, experts: Experts) -> GroupedLaunch:
     """The launch for this number of tokens."""
-    mean = tokens * experts.rule.top_k / len(experts.router)
+    mean = tokens * experts.rule.per_token / len(experts.down)
     return next(launch for most, launch in GROUPED if mean <= most)
 
 
@@ -103,7 +103,7 @@ def experts_of_few(
     rule, device = experts.rule, x.device
     tokens, hidden = x.shape
     count, inner = len(experts.router), experts.down.shape[2]
-    pairs = tokens * rule.top_k
+    pairs = tokens * rule.per_token
     pdl = dependent_launch_options(device)
     router, gate, down = launches
     logits, shares = (torch.empty(size, dtype=torch.float32, device=device) for size in (tokens * count, pairs))
@@ -115,36 +115,36 @@ def experts_of_few(
     )  # fmt: skip
     gate_few_kernel[(triton.cdiv(inner, gate.block_n // 2), pairs)](
         logits, x, norm, experts.gate_up, experts.gate_up_bias, between, chosen, shares,
-        count, inner, hidden, x.stride(0), eps, *_clamp(rule),
-        TOP_K=rule.top_k, NORMALIZED=rule.normalized, CLAMPED=rule.clamp is not None,
+        count, inner, hidden, x.stride(0), eps, *_clamp(rule), rule.jitter or 0.0,
+        **_shares(rule), CLAMPED=rule.clamp is not None,
         BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden), **pdl,
     )  # fmt: skip
-    block_r = triton.next_power_of_2(rule.top_k)
+    block_r = triton.next_power_of_2(rule.per_token)
     options = down.options(inner)
-    options["EVEN"] = options["EVEN"] and block_r == rule.top_k
+    options["EVEN"] = options["EVEN"] and block_r == rule.per_token
     down_few_kernel[(triton.cdiv(hidden, down.block_n), tokens)](
         between, experts.down, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0),
-        TOP_K=rule.top_k, NORMALIZED=rule.normalized, ADDED=added, BLOCK_R=block_r, **options, **pdl,
+        TOP_K=rule.per_token, NORMALIZED=rule.normalized, ADDED=added, BLOCK_R=block_r, **options, **pdl,
     )  # fmt: skip
 
 
 def grouped_experts(x: torch.Tensor, experts: Experts, launch: GroupedLaunch | None = None) -> torch.Tensor:
-    """The outputs of each token's experts times their shares, [top_k, T, hidden], of x [T, hidden]."""
+    """The outputs of each token's experts times their shares, [per_token, T, hidden], of x [T, hidden]."""
     rule = experts.rule
     launch = launch or grouped_launch_for(len(x), experts)
     sorting = sort_pairs(x, experts, launch.block_m)
     between = grouped_gate(x, experts, sorting, launch)
-    return grouped_down(between, experts, sorting, launch, x.new_empty(rule.top_k, *x.shape))
+    return grouped_down(between, experts, sorting, launch, x.new_empty(rule.per_token, *x.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Sorting:
     """The pairs of a step, sorted by expert."""
 
-    pairs: torch.Tensor  # [T top_k] int32: token * top_k + rank
+    pairs: torch.Tensor  # [T per_token] int32: token * per_token + rank
     ends: torch.Tensor  # [E] int32: the end of each expert's pairs
     tile_ends: torch.Tensor  # [E] int32: the end of each expert's tiles
-    shares: torch.Tensor  # [T, top_k] float32, not yet divided by `divisors`
+    shares: torch.Tensor  # [T, per_token] float32, not yet divided by `divisors`
     divisors: torch.Tensor  # [T] float32
     most_tiles: int
     """An upper bound on the number of tiles, for any choice of experts."""
@@ -166,7 +166,7 @@ def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
 def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
     """Choose the experts of x [T, hidden], and sort the pairs into tiles of `block_m`."""
     rule, device, tokens = experts.rule, x.device, len(x)
-    count, pairs = len(experts.router), tokens * experts.rule.top_k
+    count, pairs = len(experts.down), tokens * rule.per_token
     single = tokens <= ONE_PROGRAM
     at_a_time = next(size for most, size in ROUTED_AT_A_TIME if tokens <= most)
     block_t = max(2, triton.next_power_of_2(tokens)) if single else at_a_time
@@ -179,20 +179,21 @@ def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, pairs, programs * count, count, count)
     )
     route_kernel[(programs,)](
-        logits, experts.router_bias, chosen, shares, divisors, counts, order, ends, tile_ends, tokens, count,
-        PARTS=len(logits), TOP_K=rule.top_k, NORMALIZED=rule.normalized, SINGLE=single, BLOCK_T=block_t,
+        logits, experts.router_bias, chosen, shares, divisors, counts, order, ends, tile_ends, tokens,
+        count - rule.shared, rule.jitter or 0.0,
+        PARTS=len(logits), **_shares(rule), SINGLE=single, BLOCK_T=block_t,
         BLOCK_E=block_e, BLOCK_M=block_m, num_warps=8 if block_t > 16 else 4, **pdl,
     )  # fmt: skip
     if not single:
         sort_kernel[(programs,)](
             chosen, counts, order, ends, tile_ends, tokens, count,
-            TOP_K=rule.top_k, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_M=block_m, num_warps=4, **pdl,
+            TOP_K=rule.per_token, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_M=block_m, num_warps=4, **pdl,
         )  # fmt: skip
     return Sorting(order, ends, tile_ends, shares, divisors, min(pairs, pairs // block_m + count))
 
 
 def grouped_gate(x: torch.Tensor, experts: Experts, sorting: Sorting, launch: GroupedLaunch) -> torch.Tensor:
-    """The first product of each pair's expert, gated: [T top_k, inner], in sorted order."""
+    """The first product of each pair's expert, gated: [T per_token, inner], in sorted order."""
     inner = experts.down.shape[2]
     out = x.new_empty(len(sorting.pairs), inner)
     _grouped(x, experts, sorting, launch, experts.gate_up, experts.gate_up_bias, out, gated=True)
@@ -202,7 +203,7 @@ def grouped_gate(x: torch.Tensor, experts: Experts, sorting: Sorting, launch: Gr
 def grouped_down(
     x: torch.Tensor, experts: Experts, sorting: Sorting, launch: GroupedLaunch, out: torch.Tensor
 ) -> torch.Tensor:
-    """The second product, times the pairs' shares, of x [T top_k, inner] in sorted order: out [top_k, T, hidden]."""
+    """The second product, times the pairs' shares, of x [T per_token, inner], sorted: out [per_token, T, hidden]."""
     _grouped(x, experts, sorting, launch, experts.down, experts.down_bias, out, gated=False)
     return out
 
@@ -227,9 +228,21 @@ def _grouped(
     grouped_kernel[(triton.cdiv(outputs, own.block_n) * sorting.most_tiles,)](
         x, weight, bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
         len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
-        TOP_K=rule.top_k, GATED=gated, CLAMPED=rule.clamp is not None, BLOCK_E=triton.next_power_of_2(count),
+        TOP_K=rule.per_token, GATED=gated, SCALED=rule.scales_input, CLAMPED=rule.clamp is not None,
+        BLOCK_E=triton.next_power_of_2(count),
         HALVED=launch.halved, BLOCK_M=launch.block_m, **own.options(inputs), **dependent_launch_options(x.device),
     )  # fmt: skip
+
+
+def _shares(rule: ExpertRule) -> dict[str, int]:
+    """The constants of kernels that choose experts and compute their shares."""
+    return dict(
+        TOP_K=rule.per_token,
+        NORMALIZED=rule.normalized,
+        MIXED=rule.jitter is not None,
+        SCALED=rule.scales_input,
+        SHARED=int(rule.shared),
+    )
 
 
 def _clamp(rule: ExpertRule) -> tuple[float, float]:

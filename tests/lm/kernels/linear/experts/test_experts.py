@@ -22,8 +22,12 @@ RULES = [
     ExpertRule(top_k=2),
     ExpertRule(top_k=3, normalized=False),
     ExpertRule(top_k=4, clamp=(1.7, 0.5)),
+    ExpertRule(top_k=2, normalized=False, jitter=0.2),
+    ExpertRule(top_k=1, normalized=False, scales_input=True, shared=True),
+    ExpertRule(top_k=2, normalized=False, scales_input=True),
+    ExpertRule(top_k=2, normalized=False, shared=True),
 ]
-BOTH = [(RULES[0], False), (RULES[1], False), (RULES[2], True)]
+BOTH = [(rule, rule.clamp is not None or rule.scales_input) for rule in RULES]
 SMALL = GroupedLaunch(16, ExpertLaunch(16, 32, 4, 2), ExpertLaunch(32, 16, 4, 2))
 FEW = (ExpertLaunch(2, 64, 4, 2), ExpertLaunch(8, 32, 4, 2), ExpertLaunch(4, 32, 4, 2))
 
@@ -46,16 +50,16 @@ def draw(
     experts = Experts(
         rule=rule,
         router=random(count, hidden, spread=hidden**-0.5),
-        gate_up=random(count, 2 * inner, hidden, spread=hidden**-0.5),
-        down=random(count, hidden, inner, spread=inner**-0.5),
+        gate_up=random(count + rule.shared, 2 * inner, hidden, spread=hidden**-0.5),
+        down=random(count + rule.shared, hidden, inner, spread=inner**-0.5),
     )
     if not biased:
         return experts
     return replace(
         experts,
         router_bias=random(count, spread=1.0),
-        gate_up_bias=random(count, 2 * inner, spread=1.0),
-        down_bias=random(count, hidden, spread=1.0),
+        gate_up_bias=random(count + rule.shared, 2 * inner, spread=1.0),
+        down_bias=random(count + rule.shared, hidden, spread=1.0),
     )
 
 
@@ -73,9 +77,18 @@ def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
         shares, chosen = logits.softmax(0).topk(rule.top_k)
         if rule.normalized:
             shares = shares / shares.sum()
+        if rule.jitter is not None:
+            shares = torch.stack([mixer_share(logits, chosen[:rank], rule.jitter) for rank in range(len(chosen))])
+        pairs = [*zip(shares, shares.new_ones(len(shares)), chosen.tolist(), strict=True)]
+        if rule.scales_input:
+            pairs = [(1.0, logits[expert].sigmoid(), expert) for *_, expert in pairs]
+        if rule.shared:
+            pairs.append((1.0, 1.0, len(logits)))
         total = torch.zeros_like(token)
-        for share, expert in zip(shares, chosen.tolist(), strict=True):
-            gate, up = (experts.gate_up[expert].double() @ token + bias(experts.gate_up_bias, expert)).chunk(2)
+        for share, factor, expert in pairs:
+            gate, up = (experts.gate_up[expert].double() @ (factor * token) + bias(experts.gate_up_bias, expert)).chunk(
+                2
+            )
             if rule.clamp is None:
                 inner = functional.silu(gate) * up
             else:
@@ -85,6 +98,15 @@ def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
             total += share * (experts.down[expert].double() @ inner + bias(experts.down_bias, expert))
         rows.append(total)
     return torch.stack(rows)
+
+
+def mixer_share(logits: torch.Tensor, before: torch.Tensor, jitter: float) -> torch.Tensor:
+    """The share of the best expert after those `before` it, as SparseMixer computes it outside of training."""
+    rest = logits.clone()
+    rest[before] = -torch.inf
+    best = rest.max()
+    near = [e for e, own in enumerate(rest) if own > -torch.inf and best - own <= 2 * jitter * max(abs(own), best)]
+    return 1 / (rest[near] - best).exp().sum()
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -129,7 +151,7 @@ def test_grouped_tokens_get_the_weighted_sum_of_their_experts(
     experts = draw(rule, *sizes, device, biased=biased)
     x = torch.randn(tokens, sizes[1], device=device)
     parts = grouped_experts(x, experts, SMALL)
-    assert parts.shape == (rule.top_k, *x.shape)
+    assert parts.shape == (rule.per_token, *x.shape)
     assert error(parts.sum(0), expected(x, experts)) < 1e-6
 
 

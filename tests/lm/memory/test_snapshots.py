@@ -13,7 +13,9 @@ DIGESTS = block_digests(ROOT, range(12), 4)
 
 
 @pytest.mark.parametrize(
-    ("length", "parent", "tail"), [(3, ROOT, (0, 1, 2)), (4, DIGESTS[0], ()), (10, DIGESTS[1], (8, 9))]
+    ("length", "parent", "tail"),
+    [(3, ROOT, (0, 1, 2)), (4, DIGESTS[0], ()), (10, DIGESTS[1], (8, 9))],
+    ids=["less than a block", "one block", "two blocks and a part"],
 )
 def test_a_key_names_the_full_blocks_and_the_tokens_after_them(length, parent, tail):
     key = StateKey.of(ROOT, DIGESTS, range(12), length, 4)

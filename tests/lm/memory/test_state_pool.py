@@ -235,6 +235,16 @@ def test_snapshots_on_the_host_too_give_up_their_slots_first():
     assert first.is_on_host and costly.slot != NO_SLOT
 
 
+def test_a_snapshot_that_is_used_again_makes_room_on_a_full_host():
+    states = States(snapshots=2, host=1, low_water=1.0)
+    first, other = states.save(TURN), states.save(OTHER)
+    states.plan()
+    assert [each.host for each in (first, other)] == [0, NO_SLOT]
+    states.pool.start(1, first)
+    states.plan()
+    assert first.slot != NO_SLOT and (first.host, other.host) == (NO_SLOT, 0)
+
+
 def test_a_full_host_gives_up_the_lowest_value_and_copies_stop():
     states = States(snapshots=1, host=1)
     short = states.save(TURN)

@@ -7,24 +7,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
+
 
 @triton.jit
 def convolution_kernel(
     x, weight, bias, state, work, out, channels,
     x_stride, weight_stride, state_stride, state_stride_channel, out_stride,
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
-    SILU: tl.constexpr,
+    SILU: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one segment, for some channels. Program (channels, record of `WorkLists`); arguments as `convolve`'s.
 
     A program computes at most TILE tokens, or all of the segment if TILE is 0. The one of a segment's first tokens is
     the only one that reads the state, so it also writes the new one.
     """
+    launch_dependents(DEPENDENT)
     record = work + tl.program_id(1) * 4
     first = tl.load(record).to(tl.int64)
     length = tl.load(record + 1)
-    if length == 0:
-        return
+    if (length == 0) & (tl.program_id(1) > 0):
+        return  # without waiting, because programs of the first record wait for the whole kernel
     state += tl.load(record + 2).to(tl.int64) * state_stride
     start = tl.load(record + 3)
     stop = length
@@ -37,6 +40,7 @@ def convolution_kernel(
     out += channel
     state_at = state + channel * state_stride_channel
     row = tl.arange(0, BLOCK_T)
+    wait_for_previous(DEPENDENT)
     for at in range(start, stop, BLOCK_T):
         tile_x = x + (first + at) * x_stride
         real = at + row < stop
@@ -59,7 +63,7 @@ def convolution_kernel(
         out_at = (out + (first + at) * out_stride)[None, :] + row[:, None] * out_stride
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
-    if start == 0:
+    if (start == 0) & (length > 0):
         place = tl.arange(0, BLOCK_W)
         source = length - (WIDTH - 1) + place
         held = inside[:, None] & (place < WIDTH - 1)[None, :]

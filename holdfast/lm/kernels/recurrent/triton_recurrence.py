@@ -11,7 +11,7 @@ import triton
 from triton.runtime import driver
 
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.launch import SideStream
+from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
 from holdfast.lm.kernels.recurrent.chunk_kernels import prepare_kernel, scan_kernel
 from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
 from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, CapturableRecurrence
@@ -153,18 +153,18 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         out = x.new_empty(x.shape)
         channels, width = weight.shape
 
-        def launch(work: torch.Tensor, block_t: int, block_c: int, tile: int) -> None:
+        def launch(work: torch.Tensor, block_t: int, block_c: int, tile: int, **options: bool) -> None:
             convolution_kernel[(triton.cdiv(channels, block_c), len(work))](
                 x, weight, bias, state, work, out, channels,
                 x.stride(0), weight.stride(0), *state.stride()[:2], out.stride(0),
                 WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_T=block_t, BLOCK_C=block_c, TILE=tile,
-                SILU=activation == "silu", num_warps=4,
+                SILU=activation == "silu", num_warps=4, **options,
             )  # fmt: skip
 
         self._both(
             metadata,
-            few=lambda: launch(metadata.few, block_t=1, block_c=256, tile=0),
-            many=lambda: launch(metadata.chunks, block_t=16, block_c=64, tile=self.chunk),
+            few=lambda: launch(metadata.few, 1, 256, 0, **dependent_launch_options(x.device)),
+            many=lambda: launch(metadata.chunks, 16, 64, self.chunk, DEPENDENT=False),
         )
         return out
 
@@ -232,6 +232,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
             inputs.out, *inputs.input_strides, *inputs.rate_strides, *inputs.state_strides, *inputs.out.stride()[:2],
             inputs.scale, NORM_EPS, **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
             DELTA=inputs.delta, NORMALIZE=inputs.normalize, num_warps=launch.num_warps,
+            **dependent_launch_options(inputs.out.device),
         )  # fmt: skip
 
     def _scan(self, inputs: Inputs, metadata: WorkLists, scratch: Scratch) -> None:

@@ -16,6 +16,7 @@ from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
+from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, MLP_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
@@ -59,6 +60,13 @@ class WeightSource(Protocol):
 
     def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
         """A quantized weight with the rows of all these tensors, in a kernel's format.
+
+        None if no kernel reads the stored format. `fill` then gives plain numbers.
+        """
+        return None
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        """A piece of a tensor [E, inputs, outputs] of all experts, with outputs as rows, in a kernel's format.
 
         None if no kernel reads the stored format. `fill` then gives plain numbers.
         """

@@ -20,6 +20,7 @@ from holdfast.files.gguf import parts_of
 from holdfast.files.regular import name_of_regular, open_file
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
+from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import (
     DamagedCheckpoint,
@@ -415,6 +416,9 @@ class QuantizedWeights(StoredWeights):
 
     def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
         return self._reader.packed(names, pieces, device)
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        return self._reader.packed_experts(name, piece, device, dtype)
 
     def names(self) -> Iterable[str]:
         return self._reader.names(super().names())

@@ -1,31 +1,28 @@
 """Quantized checkpoints (4 bits by AWQ, GPTQ or compressed-tensors, FP8, MXFP4), read by the names of plain tensors.
 
 Weights stay quantized if a kernel reads their format: linear layers of 4 bits, and of FP8 with one scale for a tensor
-or a row. All others are dequantized as they are read, and rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4
-(GPT-OSS), and linear layers whose parts or sizes no kernel supports.
+or a row, and experts of MXFP4 (GPT-OSS). All others are dequantized as they are read, and rounded once: other experts,
+blockwise FP8 (DeepSeek, Qwen), and weights whose parts or sizes no kernel supports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
 
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import dequantize, half_for, pack
+from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, LARGEST, NO_NUMBER, Mxfp4Matrices
+from holdfast.lm.kernels.mxfp4 import dequantize as dequantize_mxfp4
 from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
 from holdfast.lm.models.shard import Piece
 
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """The bit position of each of eight columns in a 32-bit word (AWQ's gemm layout)."""
 SHIFTS = tuple(range(0, 32, 4))
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of MXFP4 (OCP Microscaling Formats 1.0, §5.3.3)."""
-MXFP4_BLOCK = 32
-"""Number of MXFP4 numbers that share one scale, a power of two."""
 
 PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
@@ -172,6 +169,20 @@ class QuantizedReader:
             data, scale = zip(*map(self._fp8, names, pieces, [device] * len(names)), strict=True)
             return Fp8Weight(torch.cat(data), torch.cat(scale))
         return None
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        """A piece of the experts' tensor [E, inputs, outputs] as [E, outputs, inputs] of MXFP4; None of others.
+
+        None also if the piece has a part of a block of inputs. Raises DamagedCheckpoint for numbers beyond `dtype`.
+        """
+        inputs = piece.own[1]
+        if self._kind(name) != "mxfp4" or inputs.start % BLOCK or len(inputs) % BLOCK:
+            return None
+        data, scale = self._mxfp4_rows(name, piece, device)
+        if LARGEST * 2.0 ** (int(scale.max()) - BIAS) > torch.finfo(dtype).max:
+            check_finite(name, dequantize_mxfp4(data, scale), dtype)
+        data = data[..., inputs.start // 2 : inputs.stop // 2]
+        return Mxfp4Matrices(data, scale[..., inputs.start // BLOCK : inputs.stop // BLOCK])
 
     def names(self, stored: Iterable[str]) -> Iterable[str]:
         """The names of the plain tensors that stored ones represent, except the zero biases that GPTQ's tools add."""
@@ -327,17 +338,24 @@ class QuantizedReader:
 
     def _mxfp4(self, name: str, piece: Piece, device: torch.device) -> torch.Tensor:
         """A dequantized piece of all experts' tensor [E, inputs, outputs], stored by outputs in blocks of inputs."""
+        columns = piece.own[1]
+        numbers = dequantize_mxfp4(*self._mxfp4_rows(name, piece, device))
+        return numbers[..., columns.start : columns.stop].transpose(1, 2)
+
+    def _mxfp4_rows(self, name: str, piece: Piece, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes [E, outputs, inputs / 2] and scales [E, outputs, inputs / BLOCK] of a piece, with all inputs."""
         count, inputs, outputs = piece.whole
-        experts, columns, rows = piece.own
-        shape = (count, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
+        experts, _, rows = piece.own
+        shape = (count, outputs, inputs // BLOCK, BLOCK // 2)
         cut = (slice(experts.start, experts.stop), slice(rows.start, rows.stop))
         blocks = self._stored.slices(name + "_blocks", shape, cut).to(device)
         scales = self._stored.slices(name + "_scales", shape[:3], cut).to(device)
-        table = torch.tensor(FP4, device=device)
-        numbers = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
-        numbers = torch.ldexp(numbers, (scales.int() - 127)[..., None])
-        whole = numbers.view(len(experts), len(rows), prod(shape[2:]) * 2)
-        return whole[..., columns.start : columns.stop].transpose(1, 2)
+        for part, tensor in (("_blocks", blocks), ("_scales", scales)):
+            if tensor.dtype != torch.uint8:
+                raise UnsupportedCheckpoint(f"tensor {name}{part} is {tensor.dtype}; {torch.uint8} is supported")
+        if bool((scales == NO_NUMBER).any()):
+            raise DamagedCheckpoint(f"tensor {name}_scales holds NaN: the checkpoint is damaged")
+        return blocks.flatten(-2), scales
 
     def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._stored.slices(name, shape, ())

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
+from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices, matrix_of
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import _paged_logits
@@ -325,10 +326,11 @@ def test_a_model_without_a_native_decoder_is_told_first_that_nobody_reads_its_me
             load(tmp_path, device="cpu")
 
 
-def test_mxfp4_experts_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
+def make_mxfp4(tmp_path: Path, inner: int) -> None:
+    """Write a GPT-OSS with MXFP4 experts of width `inner`, and to `plain` the one that Transformers makes of it."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    make(tmp_path / "plain", "GptOss", hidden_size=64, intermediate_size=96)
+    make(tmp_path / "plain", "GptOss", hidden_size=64, intermediate_size=inner)
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     stored: Tensors = {}
     generator = torch.Generator().manual_seed(1)
@@ -346,10 +348,56 @@ def test_mxfp4_experts_are_those_that_transformers_dequantizes(tmp_path: Path) -
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(quantization_config=dict(quant_method="mxfp4"))))
-    for layout in (Layout(), Layout(tp=2)):
-        ours, theirs = (load(at, device="cpu", layout=layout, rank=0) for at in (tmp_path, tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(("inner", "tp", "down_packed"), [(96, 1, True), (128, 2, True), (96, 2, False)])
+def test_mxfp4_experts_stay_packed_if_a_device_has_whole_blocks(
+    tmp_path: Path, inner: int, tp: int, down_packed: bool
+) -> None:
+    make_mxfp4(tmp_path, inner)
+    for rank in range(tp):
+        options: dict[str, Any] = dict(device="cpu", layout=Layout(tp=tp), rank=rank)
+        ours, theirs = (load(at, **options) for at in (tmp_path, tmp_path / "plain"))
         assert isinstance(ours, Decoder) and isinstance(theirs, Decoder)
         for layer, other in zip(ours.layers, theirs.layers, strict=True):
             assert layer.experts is not None and other.experts is not None
-            assert torch.equal(layer.experts.gate_up, other.experts.gate_up)
-            assert torch.equal(layer.experts.down, other.experts.down)
+            for field, packed in (("gate_up", True), ("down", down_packed)):
+                weights, plain = getattr(layer.experts, field), getattr(other.experts, field)
+                assert isinstance(weights, Mxfp4Matrices) == packed and weights.shape == plain.shape
+                for expert in range(len(plain)):
+                    assert torch.equal(matrix_of(weights, expert, torch.float32), plain[expert])
+        count, hidden, own = ours.layers[0].experts.down.shape
+        numbers = len(ours.layers) * count * hidden * own * (3 if down_packed else 2)
+        assert theirs.spec.weight_bytes - ours.spec.weight_bytes == numbers * 4 - numbers // 32 * 17
+
+
+def test_a_model_of_packed_experts_has_the_logits_of_transformers_dequantized_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_mxfp4(tmp_path, 96)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
+    assert difference(load(tmp_path, device="cpu"), module) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "reason"),
+    [
+        (dict(scale=255), "float32", "down_proj_scales holds NaN"),
+        (dict(scale=142), "float16", "down_proj holds NaN or infinite values, as float16"),
+        (dict(dtype=torch.int8), "float32", "down_proj_blocks is torch.int8; torch.uint8"),
+    ],
+)
+def test_damaged_mxfp4_tensors_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], dtype: str, reason: str
+) -> None:
+    make_mxfp4(tmp_path, 96)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    if "scale" in change:
+        tensors[f"{name}_scales"][1, 2, 0] = change["scale"]
+        tensors[f"{name}_blocks"][1, 2, 0] = 0x77
+    else:
+        tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"].view(change["dtype"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path, device="cpu", dtype=dtype)

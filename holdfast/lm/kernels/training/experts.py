@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, choose, gated
+from holdfast.lm.kernels.mxfp4 import matrix_of
 from holdfast.lm.kernels.training.ops import wide
 
 
@@ -35,13 +36,14 @@ def experts_backward(
         tokens = own // top_k
         gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
         down_bias = None if experts.down_bias is None else experts.down_bias[expert]
-        gate_up = functional.linear(x[tokens], experts.gate_up[expert], gate_up_bias)
-        out = functional.linear(gated(gate_up, experts.rule), experts.down[expert], down_bias)
+        into, down = (matrix_of(each, expert, x.dtype) for each in (experts.gate_up, experts.down))
+        gate_up = functional.linear(x[tokens], into, gate_up_bias)
+        out = functional.linear(gated(gate_up, experts.rule), down, down_bias)
         back_out = back[tokens]
         back_shares[own] = (wide(back_out) * wide(out)).sum(-1)
-        back_inner = (back_out * shares.flatten()[own, None].to(back.dtype)) @ experts.down[expert]
+        back_inner = (back_out * shares.flatten()[own, None].to(back.dtype)) @ down
         back_gate_up = gated_backward(back_inner, gate_up, experts.rule)
-        gradient.index_add_(0, tokens, wide(back_gate_up @ experts.gate_up[expert]))
+        gradient.index_add_(0, tokens, wide(back_gate_up @ into))
     back_shares = summed(back_shares.view_as(shares))
     back_logits = _shares_backward(back_shares, shares, chosen, x, experts)
     return summed(gradient.to(x.dtype)).add_(back_logits.to(x.dtype) @ experts.router)

@@ -72,7 +72,8 @@ def router_kernel(
 
 @triton.jit
 def gate_few_kernel(
-    logits, x, norm, weight, scale, bias, inner_out, chosen, shares, experts, inner, inputs, x_stride, eps, alpha, limit,
+    logits, x, norm, weight, scale, bias, inner_out, chosen, shares,
+    experts, inner, inputs, x_stride, eps, alpha, limit,
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +81,8 @@ def gate_few_kernel(
 
     Pair t * TOP_K + r is token t with its expert of rank r, which each program finds itself from the logits. The first
     program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. Rows
-    of gate and up are taken in turns. With a `norm`, x is replaced by its RMS norm times `norm`; with a `scale`, weights are
-    MXFP4.
+    of gate and up are taken in turns. With a `norm`, x is replaced by its RMS norm times `norm`. With a `scale`,
+    weights are MXFP4.
     """
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K

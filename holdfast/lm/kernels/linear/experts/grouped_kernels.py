@@ -130,7 +130,8 @@ def grouped_kernel(
     With GATED, x is [T, inputs], weight is [experts, 2 outputs, inputs], and out [T * TOP_K, outputs] is gated and in
     the order of `pairs`. Without GATED, x is in the order of `pairs`, weight is [experts, outputs, inputs], and out
     [TOP_K, T, outputs] is by rank and token, times the pair's share. With HALVED, an expert's last tile is computed as
-    half a tile if its pairs fit. With a `scale`, weights are MXFP4; in the type of x they are exact unless it is float16.
+    half a tile if its pairs fit. With a `scale`, weights are MXFP4, and are rounded to the
+    type of x.
     """
     launch_dependents(DEPENDENT)
     blocks = tl.cdiv(outputs, BLOCK_N)

@@ -302,6 +302,25 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(shape: str, dty
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_compiled_launches_of_packed_weights_stay_within_the_precision_of_the_type(dtype: torch.dtype) -> None:
+    rule, count, hidden, inner, biased = SHAPES["gpt-oss"]
+    experts, plain = packed(draw(rule, count, hidden, inner, "cuda", biased=biased, dtype=dtype))
+    for tokens in (1, 2, 4, 9, 33, 130, 700, 2100):
+        x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+        if few := tokens <= 4:
+            found = torch.full((tokens, hidden), torch.nan, device="cuda")
+            experts_of_few(x, experts, found, added=False)
+        else:
+            found = grouped_experts(x, experts).float().sum(0)
+        wanted = expected(x[:130], plain)
+        found = found[:130]
+        rows = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        limit = 1e-3 if few else 1e-2
+        assert rows.median() < limit and (rows < 2 * limit).double().mean() > 0.98, (tokens, rows.max())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [4, 100])
 def test_a_graph_follows_the_tokens_choices(tokens: int) -> None:
     experts = draw(ExpertRule(top_k=4), 32, 512, 256, "cuda", dtype=torch.bfloat16)

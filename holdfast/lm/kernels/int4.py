@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 HALVES = (64, 32)
 """The allowed numbers of inputs in half a chunk. The two halves of a chunk share its bytes."""
@@ -36,6 +37,10 @@ class Int4Weight:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale.nbytes + self.zero.nbytes
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] times the weight transposed, plus bias: [T, N]. The weight is dequantized first, which is slow."""
+        return functional.linear(x, self.dequantized(x.dtype), bias)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] in `dtype`, rounded once."""

@@ -58,8 +58,10 @@ class WeightSource(Protocol):
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         """Write a piece of the tensor `name` into `into`. Raises UnsupportedCheckpoint if it cannot."""
 
-    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        """A quantized weight with the rows of all these tensors, in a kernel's format.
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        """A quantized weight with the rows of all these tensors, in a kernel's format for activations of `dtype`.
 
         None if no kernel reads the stored format. `fill` then gives plain numbers.
         """
@@ -266,7 +268,7 @@ class Decoder:
 
         None for other weights.
         """
-        weight = self._source.packed(names, pieces, self._device)
+        weight = self._source.packed(names, pieces, self._device, self._dtype)
         self._bytes += 0 if weight is None else weight.nbytes
         return weight
 

@@ -20,6 +20,7 @@ from holdfast.files.gguf import parts_of
 from holdfast.files.regular import name_of_regular, open_file
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
+from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import (
@@ -34,6 +35,7 @@ from holdfast.lm.models.base import (
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.gguf_blocks import GROUP
 from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
@@ -105,7 +107,8 @@ def load(
     if load_format == "random":
         return Decoder(spec, RandomWeights(spec, device), **options)
     how, opened = quantization_of(config), open_files(directory, spec, config, device)
-    source = StoredWeights(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
+    plain = GgufWeights if is_gguf(directory) else StoredWeights
+    source = plain(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
     spec = source.with_experts(source.with_head(spec))
     with read_ahead(files_of(directory), rank, layout.ranks):
@@ -366,7 +369,7 @@ def stored_names(spec: DecoderSpec) -> set[str]:
 
 
 def open_files(directory: Path, spec: DecoderSpec, config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The open file of each tensor of a checkpoint. Tensors of GGUF are dequantized on `device`."""
+    """The open file of each tensor of a checkpoint. Tensors of GGUF are dequantized on `device`, if at all."""
     if is_gguf(directory):
         file = GgufFile(files_of(directory), stored_names(spec), config, device)
         return dict.fromkeys(file.keys(), file)
@@ -394,6 +397,23 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return rows.reshape(*part.rows, *rows.shape[1:]).narrow(dim, start, stop - start)
 
 
+class GgufWeights(StoredWeights):
+    """The tensors of a GGUF file. 4-bit numbers stay packed if a CPU's kernel reads them."""
+
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        shape = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
+        if not is_fit(shape, GROUP, device, dtype) or any(name in self._parts for name in names):
+            return None
+        found = [self._slice(name, each.whole).four_bits(*each.own) for name, each in zip(names, pieces, strict=True)]
+        parts = [each for each in found if each is not None]
+        if len(parts) < len(found):
+            return None
+        numbers, scale, low = (torch.cat(each) for each in zip(*parts, strict=True))
+        return pack_for_cpu(numbers, scale, MIDDLE * scale + low, GROUP)
+
+
 class QuantizedWeights(StoredWeights):
     """The tensors of a quantized checkpoint, by the names and shapes of a plain one.
 
@@ -414,8 +434,10 @@ class QuantizedWeights(StoredWeights):
         if not self._reader.fill(name, piece, into):
             super().fill(name, piece, into)
 
-    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        return self._reader.packed(names, pieces, device)
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        return self._reader.packed(names, pieces, device, dtype)
 
     def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
         return self._reader.packed_experts(name, piece, device, dtype)

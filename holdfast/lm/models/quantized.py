@@ -15,6 +15,7 @@ import torch
 
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import dequantize, half_for, pack
+from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, LARGEST, NO_NUMBER, Mxfp4Matrices
 from holdfast.lm.kernels.mxfp4 import dequantize as dequantize_mxfp4
 from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
@@ -160,11 +161,13 @@ class QuantizedReader:
         check_finite(name, found, into.dtype)
         return True
 
-    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
         """One weight with the rows of all parts, in a kernel's format; None if no kernel reads it."""
         kinds = {self._kind(name) for name in names}
         if kinds == {"int4"}:
-            return self._packed_int4(names, pieces, device)
+            return self._packed_int4(names, pieces, device, dtype)
         if kinds == {"fp8"} and self._native_fp8 and self._how.block is None:
             data, scale = zip(*map(self._fp8, names, pieces, [device] * len(names)), strict=True)
             return Fp8Weight(torch.cat(data), torch.cat(scale))
@@ -210,14 +213,19 @@ class QuantizedReader:
         packed = name + "_packed" if self._how.method == "packed" else name.removesuffix(".weight") + ".qweight"
         return "int4" if self._stored.has(packed) else None
 
-    def _packed_int4(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        inputs = pieces[0].shape[1]
-        half = half_for(inputs, self._group(pieces[0].whole[1], inputs))
-        if half is None:
+    def _packed_int4(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
+        group = self._group(pieces[0].whole[1], inputs)
+        half, for_cpu = half_for(inputs, group), is_fit((rows, inputs), group, device, dtype)
+        if half is None and not for_cpu:
             return None
         parts = [self._int4(name, piece, device) for name, piece in zip(names, pieces, strict=True)]
-        numbers, scale, zero, groups = zip(*parts, strict=True)
-        return pack(torch.cat(numbers), torch.cat(scale), torch.cat(zero), groups[0], half)
+        numbers, scale, zero = (torch.cat(each) for each in list(zip(*parts, strict=True))[:3])
+        if for_cpu:
+            return pack_for_cpu(numbers, scale, (MIDDLE - zero.float()) * scale.float(), group)
+        return pack(numbers, scale, zero, group, half)
 
     def _group(self, whole: int, own: int) -> int:
         """Number of inputs in a group, if this device has `own` of the `whole` inputs of a row."""

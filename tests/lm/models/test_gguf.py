@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from holdfast.core.layout import Layout
 from holdfast.files.cache import gguf_cache
+from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.gguf_blocks import FORMATS, dequantized
@@ -25,7 +26,7 @@ from tests.checkpoints import make
 from tests.gguf_files import write_gguf
 from tests.lm.execution.test_parity import run
 from tests.lm.execution.test_variants import LLAMA3, LONGROPE, YARN, case_of
-from tests.lm.models.test_quantized import difference
+from tests.lm.models.test_quantized import apart, difference, needs_vectors, plain
 from tests.tokenizers_made import byte_level
 
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
@@ -156,6 +157,70 @@ def test_quantized_matrices_are_those_that_the_format_s_own_package_reads(tmp_pa
     module = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
     model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="float32")
     assert difference(model, module) < 1e-5
+
+
+@needs_vectors
+@pytest.mark.parametrize(("kind", "packed"), [("Q4_K", True), ("Q4_0", True), ("Q8_0", False), ("Q6_K", False)])
+def test_in_bfloat16_a_cpu_keeps_four_bits_packed(tmp_path: Path, kind: str, packed: bool) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    encode = drawn_blocks(kind) if kind.endswith("_K") else None
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind=kind, encode=encode)
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, wanted = getattr(layer, field), getattr(other, field)
+            assert isinstance(weight, Int4CpuWeight) == packed
+            assert (plain(weight) - wanted).abs().max() <= wanted.abs().max() * 2**-7
+    assert apart(model, exact) < 0.05
+    numbers = sum(
+        getattr(layer, field).shape.numel() for layer in model.layers for field in ("qkv", "o", "gate_up", "down")
+    )
+    saved = exact.spec.weight_bytes / 2 - model.spec.weight_bytes
+    assert saved == (numbers * 2 - numbers * 5 // 8 if packed else 0)
+
+
+@needs_vectors
+def test_ranks_have_their_part_of_packed_numbers(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"))
+    directory, options = described(tmp_path / "model.gguf"), dict[str, Any](device="cpu", dtype="bfloat16")
+    whole = load(directory, **options)
+    parts = [load(directory, **options, layout=Layout(tp=2), rank=rank) for rank in range(2)]
+    first, *halves = [each.layers[1] for each in (whole, *parts) if isinstance(each, Decoder)]
+    for half in halves:
+        assert isinstance(half.down, Int4CpuWeight) and isinstance(half.gate_up, Int4CpuWeight)
+    assert torch.equal(torch.cat([plain(half.down) for half in halves], 1), plain(first.down))
+    ups = [plain(half.gate_up).chunk(2)[1] for half in halves]
+    assert torch.equal(torch.cat(ups), plain(first.gate_up).chunk(2)[1])
+
+
+@needs_vectors
+def test_a_layer_with_a_part_in_another_format_is_dequantized(tmp_path: Path) -> None:
+    """As in Q4_K_M, where the values of some layers have six bits."""
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    four, six = drawn_blocks("Q4_K"), drawn_blocks("Q6_K")
+    others = {"attn_v": ("Q6_K", six)}
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=four, others=others)
+    model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="bfloat16")
+    assert isinstance(model, Decoder)
+    assert isinstance(model.layers[1].qkv, torch.Tensor) and isinstance(model.layers[1].down, Int4CpuWeight)
+
+
+@needs_vectors
+def test_a_scale_that_is_no_number_is_refused_by_the_tensor_s_name(tmp_path: Path) -> None:
+    def encode(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        blocks: np.ndarray[Any, Any] = drawn_blocks("Q4_K")(data)
+        blocks[3, :2] = np.array([np.nan], np.float16).view(np.uint8)
+        return blocks
+
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    plainly = ("F32", lambda data: data)
+    others = {"token_embd": plainly, "output.weight": plainly}
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=encode, others=others)
+    with pytest.raises(DamagedCheckpoint, match=r"tensor blk\.0\.attn_q\.weight holds NaN"):
+        load(described(tmp_path / "model.gguf"), device="cpu", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "phi3"])

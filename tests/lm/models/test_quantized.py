@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
+from holdfast.lm.kernels.int4_cpu import VECTORS, Int4CpuWeight, _capability
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices, matrix_of
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
@@ -24,6 +25,7 @@ from holdfast.lm.models.shard import Piece
 from tests.checkpoints import make
 
 Tensors = dict[str, torch.Tensor]
+needs_vectors = pytest.mark.skipif(_capability() not in VECTORS, reason="PyTorch's kernel has no fast code here")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -174,6 +176,30 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family
     assert kind is (torch.Tensor if method == "fp8-block" else Int4Weight if four else Fp8Weight)
 
 
+@needs_vectors
+@pytest.mark.parametrize("method", ["awq-32", "gptq-32", "packed-zeros"])
+def test_four_bits_in_bfloat16_are_multiplied_as_a_cpu_s_kernel_packs_them(tmp_path: Path, method: str) -> None:
+    quantized(tmp_path, "Llama", method)
+    exact, model = load(tmp_path, device="cpu"), load(tmp_path, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            found, wanted = getattr(layer, field), plain(getattr(other, field))
+            assert isinstance(found, Int4CpuWeight)
+            assert (plain(found) - wanted).abs().max() < wanted.abs().max() * 2**-7
+    rounded = load(tmp_path / "plain", device="cpu", dtype="bfloat16")
+    module = load(tmp_path / "plain", device="cpu")
+    assert apart(model, module) < 1.5 * apart(rounded, module)
+
+
+def apart(one: Any, other: Any) -> float:
+    """The distance of two models' logits, in relation to those of the other."""
+    ids = torch.arange(24) * 7 % 384 + 3
+    with torch.inference_mode():
+        found, wanted = (_paged_logits(model, ids).double() for model in (one, other))
+    return float((found - wanted).norm() / wanted.norm())
+
+
 def test_quantized_weights_take_their_own_bytes(tmp_path: Path) -> None:
     module = quantized(tmp_path, "Llama", "awq-32")
     model = load(tmp_path, device="cpu")
@@ -253,7 +279,7 @@ def test_gptq_zeros_at_the_ends_of_four_bits_wrap_around(sign: int, offset: int)
     into = torch.empty(16, 64)
     assert reader.fill("x.weight", Piece.all_of(16, 64), into)
     torch.testing.assert_close(into, plain)
-    packed = reader.packed(("x.weight",), (Piece.all_of(16, 64),), torch.device("cpu"))
+    packed = reader.packed(("x.weight",), (Piece.all_of(16, 64),), torch.device("cpu"), torch.float32)
     assert packed is not None
     torch.testing.assert_close(packed.dequantized(torch.float32), plain)
 
@@ -265,7 +291,7 @@ def test_each_rank_has_the_scales_of_its_own_rows(rank: int) -> None:
     reader = QuantizedReader(Kept(stored), Quantization("fp8"), native_fp8=True)
     rows = range(4 * rank, 4 * rank + 4)
     piece = Piece((16, 8), (rows, range(8)))
-    packed = reader.packed(("x.weight",), (piece,), torch.device("cpu"))
+    packed = reader.packed(("x.weight",), (piece,), torch.device("cpu"), torch.float32)
     assert packed is not None
     torch.testing.assert_close(packed.dequantized(torch.float32), plain[rows.start : rows.stop])
     into = torch.empty(4, 8)

@@ -79,11 +79,11 @@ class FourBits(NamedTuple):
     low: torch.Tensor  # [N, K / GROUP] float32
 
 
-def four_bits(data: np.ndarray[Any, Any], kind: Any) -> FourBits | None:
-    """Stored rows [N, bytes] as their 4-bit numbers, on the CPU; None for a format with other numbers of bits."""
+def four_bits(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> FourBits | None:
+    """Stored rows [N, bytes] as their 4-bit numbers, on `device`; None for a format with other numbers of bits."""
     if kind.name not in FOUR_BITS:
         return None
-    blocks = _blocks(data, kind, torch.device("cpu"))
+    blocks = _blocks(data, kind, device)
     return FourBits(*(part.reshape(len(data), -1) for part in FOUR_BITS[kind.name](blocks)))
 
 

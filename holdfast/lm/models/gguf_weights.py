@@ -136,7 +136,9 @@ class GgufSlice:
     def four_bits(self, rows: range, columns: range) -> FourBits | None:
         """Some numbers as they are stored; None of other formats, and if the columns cut a group of inputs."""
         cut = columns.start % GROUP or len(columns) % GROUP
-        found = None if cut or self._shift or self._expert is not None else self._whole_four_bits()
+        if cut or self._shift or self._expert is not None:
+            return None
+        found = four_bits(self._tensor.data, self._tensor.tensor_type, self._device)
         if found is None:
             return None
         check_finite(self._tensor.name, found.scale, torch.float32)
@@ -144,9 +146,6 @@ class GgufSlice:
         row, groups = slice(rows.start, rows.stop), slice(columns.start // GROUP, columns.stop // GROUP)
         numbers, scale, low = map(self._settled, found)
         return FourBits(numbers[row, columns.start : columns.stop], scale[row, groups], low[row, groups])
-
-    def _whole_four_bits(self) -> FourBits | None:
-        return four_bits(self._tensor.data, self._tensor.tensor_type)
 
     def _numbers(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         return dequantized(data, self._tensor.tensor_type, self._device)

@@ -20,6 +20,7 @@ from holdfast.files.gguf import parts_of
 from holdfast.files.regular import name_of_regular, open_file
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
+from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.models import hf
@@ -398,19 +399,24 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 class GgufWeights(StoredWeights):
-    """The tensors of a GGUF file. 4-bit numbers stay packed if a CPU's kernel reads them."""
+    """The tensors of a GGUF file. 4-bit numbers stay packed if a kernel reads them."""
 
     def packed(
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
-        shape = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
-        if not is_fit(shape, GROUP, device, dtype) or any(name in self._parts for name in names):
+        rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
+        for_cpu = is_fit((rows, inputs), GROUP, device, dtype)
+        half = half_for(inputs, GROUP) if device.type == "cuda" else None
+        if not (for_cpu or half) or any(name in self._parts for name in names):
             return None
         found = [self._slice(name, each.whole).four_bits(*each.own) for name, each in zip(names, pieces, strict=True)]
         parts = [each for each in found if each is not None]
         if len(parts) < len(found):
             return None
         numbers, scale, low = (torch.cat(each) for each in zip(*parts, strict=True))
+        if half:
+            zero = torch.zeros_like(scale, dtype=torch.uint8)
+            return pack(numbers, scale, zero, GROUP, half, low)
         return pack_for_cpu(numbers, scale, MIDDLE * scale + low, GROUP)
 
 

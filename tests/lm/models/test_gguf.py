@@ -15,13 +15,15 @@ from tokenizers import Tokenizer
 
 from holdfast.core.layout import Layout
 from holdfast.files.cache import gguf_cache
+from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.gguf_blocks import FORMATS, dequantized
+from holdfast.lm.models.gguf_blocks import FORMATS, FOUR_BITS, dequantized, four_bits
 from holdfast.lm.models.gguf_config import Metadata, config_of
 from holdfast.lm.models.gguf_metadata import write
-from holdfast.lm.models.loader import load
+from holdfast.lm.models.loader import GgufWeights, load, native_spec, open_files
+from holdfast.lm.models.shard import Piece
 from tests.checkpoints import make
 from tests.gguf_files import write_gguf
 from tests.lm.execution.test_parity import run
@@ -206,6 +208,55 @@ def test_a_layer_with_a_part_in_another_format_is_dequantized(tmp_path: Path) ->
     model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="bfloat16")
     assert isinstance(model, Decoder)
     assert isinstance(model.layers[1].qkv, torch.Tensor) and isinstance(model.layers[1].down, Int4CpuWeight)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_four_bits_stand_for_the_numbers_of_the_format_s_own_package(kind: str) -> None:
+    format_of, shape = GGMLQuantizationType[kind], (5, 512)
+    blocks = np.random.default_rng(1).integers(0, 256, quant_shape_to_byte_shape(shape, format_of), np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(dequantize(blocks, format_of))
+    found = four_bits(blocks, format_of, torch.device("cpu"))
+    assert found is not None and found.numbers.shape == shape and found.scale.shape == (5, 16)
+    plain = (found.numbers.view(5, -1, 32) * found.scale[..., None] + found.low[..., None]).view(shape)
+    finite = expected.isfinite()
+    torch.testing.assert_close(plain[finite], expected[finite], rtol=1e-6, atol=0)
+    assert four_bits(blocks[:, :34], GGMLQuantizationType.Q8_0, torch.device("cpu")) is None
+
+
+def test_four_bits_for_a_gpu_stand_for_what_the_file_holds(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"))
+    directory = described(tmp_path / "model.gguf")
+    config = json.loads((directory / "config.json").read_text())
+    spec = native_spec(config)
+    source = GgufWeights(open_files(directory, spec, config, torch.device("cpu")), spec)
+    rows = (range(64, 128), range(64, 128), range(0, 256))
+    for names, own in ((("q_proj", "k_proj"), rows[:2]), (("o_proj",), rows[2:])):
+        whole = [(256, 256) if name != "k_proj" else (128, 256) for name in names]
+        stored = tuple(f"model.layers.1.self_attn.{name}.weight" for name in names)
+        pieces = tuple(Piece(shape, (part, range(64, 192))) for shape, part in zip(whole, own, strict=True))
+        wanted = [torch.empty(piece.shape) for piece in pieces]
+        for name, piece, into in zip(stored, pieces, wanted, strict=True):
+            source.fill(name, piece, into)
+        # The tensors stay on the CPU: the device only chooses the kernel.
+        weight = source.packed(stored, pieces, torch.device("cuda"), torch.bfloat16)
+        assert isinstance(weight, Int4Weight)
+        assert torch.equal(weight.dequantized(torch.float32), torch.cat(wanted))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_four_bits_stay_packed_without_loss(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"))
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cuda")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight = getattr(layer, field)
+            assert isinstance(weight, Int4Weight)
+            torch.testing.assert_close(plain(weight).cpu(), getattr(other, field), rtol=1e-5, atol=1e-7)
 
 
 @needs_vectors

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
-from holdfast.lm.kernels.mxfp4 import ExpertWeights, Mxfp4Matrices, stored
+from holdfast.lm.kernels.mxfp4 import ExpertWeights, Mxfp4Matrices
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec, expert_shapes
 from holdfast.lm.models.shard import Piece, Shard
@@ -153,7 +153,8 @@ class _Reader:
             both = range(2 * self._own.start, 2 * self._own.stop)
             packed = self._packed(self._names.gate_up[0], self._hidden, both)
             if packed is not None:
-                return Mxfp4Matrices(*(torch.cat((each[:, ::2], each[:, 1::2]), 1) for each in stored(packed)))
+                parts = (packed.data, packed.scale)
+                return Mxfp4Matrices(*(torch.cat((each[:, ::2], each[:, 1::2]), 1) for each in parts))
         whole = self._empty(self.spec.count, 2 * len(self._own), len(self._hidden))
         for expert, into in enumerate(whole):
             self._fill_gate_up(expert, *torch.split(into, len(self._own)))
@@ -164,7 +165,7 @@ class _Reader:
         if self._names.fused == "alternating":
             packed = self._packed(self._names.down, self._own, self._hidden)
             if packed is not None:
-                return Mxfp4Matrices(*(each.contiguous() for each in stored(packed)))
+                return Mxfp4Matrices(packed.data.contiguous(), packed.scale.contiguous())
         whole = self._empty(self.spec.count, len(self._hidden), len(self._own))
         for expert, into in enumerate(whole):
             self._fill_down(expert, into)

@@ -218,14 +218,15 @@ class QuantizedReader:
     ) -> Weight | None:
         rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
         group = self._group(pieces[0].whole[1], inputs)
-        half, for_cpu = half_for(inputs, group), is_fit((rows, inputs), group, device, dtype)
-        if half is None and not for_cpu:
+        for_cpu = is_fit((rows, inputs), group, device, dtype)
+        half = None if for_cpu else half_for(inputs, group)
+        if not (for_cpu or half):
             return None
         parts = [self._int4(name, piece, device) for name, piece in zip(names, pieces, strict=True)]
         numbers, scale, zero = (torch.cat(each) for each in list(zip(*parts, strict=True))[:3])
-        if for_cpu:
-            return pack_for_cpu(numbers, scale, (MIDDLE - zero.float()) * scale.float(), group)
-        return pack(numbers, scale, zero, group, half)
+        if half:
+            return pack(numbers, scale, zero, group, half)
+        return pack_for_cpu(numbers, scale, (MIDDLE - zero.float()) * scale.float(), group)
 
     def _group(self, whole: int, own: int) -> int:
         """Number of inputs in a group, if this device has `own` of the `whole` inputs of a row."""

@@ -15,6 +15,8 @@ BIAS = 127
 """The scale s stands for the factor 2**(s - BIAS) (§5.4.1)."""
 NO_NUMBER = 255
 """The scale that stands for NaN."""
+ROWS_AT_A_TIME = 256
+"""Number of rows that are dequantized together, which stay in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,11 @@ class Mxfp4Matrices:
 
     def matrix(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] of one expert in `dtype`, rounded once; not rounded in bfloat16 and float32."""
-        return dequantize(self.data[expert], self.scale[expert]).to(dtype)
+        whole = torch.empty(self.shape[1:], dtype=dtype, device=self.data.device)
+        pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (whole, self.data[expert], self.scale[expert]))
+        for into, data, scale in zip(*pieces, strict=True):
+            into.copy_(dequantize(data, scale))
+        return whole
 
 
 ExpertWeights = torch.Tensor | Mxfp4Matrices
@@ -56,15 +62,15 @@ def stored(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The numbers [..., K] float32 of data [..., K / 2] and scales [..., K / BLOCK], both uint8."""
+    """The numbers [..., K] of data [..., K / 2] and scales [..., K / BLOCK], both uint8. They are exact in bfloat16."""
     pairs = _pairs(data.device).index_select(0, data.flatten().int())
     # The bits of a power of two are its exponent. This is several times as fast as ldexp.
-    factors = (scale.int() << 23).view(torch.float32)
-    numbers = pairs.view(torch.float32).view(*scale.shape, BLOCK)
+    factors = (scale.short() << 7).view(torch.bfloat16)
+    numbers = pairs.view(torch.bfloat16).view(*scale.shape, BLOCK)
     return numbers.mul_(factors[..., None]).flatten(-2)
 
 
 def _pairs(device: torch.device) -> torch.Tensor:
-    """For each byte, its two numbers in float32, as one int64. One look-up then gives both."""
-    numbers = torch.tensor(NUMBERS, device=device)
-    return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), 1).view(torch.int64).flatten()
+    """For each byte, its two numbers in bfloat16, as one int32. One look-up then gives both."""
+    numbers = torch.tensor(NUMBERS, device=device, dtype=torch.bfloat16)
+    return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), 1).view(torch.int32).flatten()

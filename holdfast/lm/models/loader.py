@@ -36,7 +36,7 @@ from holdfast.lm.models.base import (
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.gguf_blocks import GROUP
+from holdfast.lm.models.gguf_blocks import GROUP, FourBits
 from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
@@ -407,9 +407,9 @@ class GgufWeights(StoredWeights):
         rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
         for_cpu = is_fit((rows, inputs), GROUP, device, dtype)
         half = half_for(inputs, GROUP) if device.type == "cuda" else None
-        if not (for_cpu or half) or any(name in self._parts for name in names):
+        if not (for_cpu or half):
             return None
-        found = [self._slice(name, each.whole).four_bits(*each.own) for name, each in zip(names, pieces, strict=True)]
+        found = [self._four_bits(name, piece) for name, piece in zip(names, pieces, strict=True)]
         parts = [each for each in found if each is not None]
         if len(parts) < len(found):
             return None
@@ -418,6 +418,18 @@ class GgufWeights(StoredWeights):
             zero = torch.zeros_like(scale, dtype=torch.uint8)
             return pack(numbers, scale, zero, GROUP, half, low)
         return pack_for_cpu(numbers, scale, MIDDLE * scale + low, GROUP)
+
+    def _four_bits(self, name: str, piece: Piece) -> FourBits | None:
+        """A piece of a tensor, or of a part of one, as its 4-bit numbers; None of other formats."""
+        rows, columns = piece.own
+        if name not in self._parts:
+            return self._slice(name, piece.whole).four_bits(rows, columns)
+        stored, part = self._parts[name]
+        whole = self._slice(stored, part.shape).four_bits(range(part.shape[0]), columns)
+        if whole is None or part.transposed:
+            return None
+        own = (within(each, part).reshape(-1, each.shape[1])[rows.start : rows.stop] for each in whole)
+        return FourBits(*own)
 
 
 class QuantizedWeights(StoredWeights):

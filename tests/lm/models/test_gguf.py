@@ -199,6 +199,25 @@ def test_ranks_have_their_part_of_packed_numbers(tmp_path: Path) -> None:
 
 
 @needs_vectors
+@pytest.mark.parametrize("name", ["phi3", "qwen3", "gemma3"])
+def test_families_with_other_names_keep_four_bits_packed(tmp_path: Path, name: str) -> None:
+    """Phi-3 stores queries, keys and values in one tensor."""
+    family, architecture, differences, more, _ = CASES[name]
+    make(tmp_path / "plain", family, **differences, hidden_size=256, intermediate_size=512, head_dim=64)
+    encode = drawn_blocks("Q4_K")
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", architecture, kind="Q4_K", more=more, encode=encode)
+    directory = described(tmp_path / "model.gguf")
+    for rank in range(2):
+        options: dict[str, Any] = dict(device="cpu", layout=Layout(tp=2), rank=rank)
+        exact, model = load(directory, **options), load(directory, dtype="bfloat16", **options)
+        assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, wanted = getattr(model.layers[1], field), getattr(exact.layers[1], field)
+            assert isinstance(weight, Int4CpuWeight)
+            assert (plain(weight) - wanted).abs().max() <= wanted.abs().max() * 2**-7
+
+
+@needs_vectors
 def test_a_layer_with_a_part_in_another_format_is_dequantized(tmp_path: Path) -> None:
     """As in Q4_K_M, where the values of some layers have six bits."""
     make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)

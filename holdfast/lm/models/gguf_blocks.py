@@ -16,6 +16,18 @@ GROUP = 32
 """Number of 4-bit numbers with one scale, in all formats that have them."""
 
 
+class FourBits(NamedTuple):
+    """Rows of numbers q * scale + low, with q from 0 to 15, and a scale and a low for each GROUP of them."""
+
+    numbers: torch.Tensor  # [N, K] uint8
+    scale: torch.Tensor  # [N, K / GROUP] float32
+    low: torch.Tensor  # [N, K / GROUP] float32
+
+    def plain(self) -> torch.Tensor:
+        """The numbers [B, K] of blocks, whose fields are still [B, K / GROUP, GROUP] and [B, K / GROUP, 1]."""
+        return (self.numbers * self.scale + self.low).flatten(1)
+
+
 def dequantized(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> torch.Tensor:
     """The numbers of stored rows, in float32 on `device`. `kind` is the format, a `GGMLQuantizationType`."""
     if kind.name in ("F32", "F16", "F64"):
@@ -32,6 +44,14 @@ def dequantized(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> 
         part = rows[start : start + step]
         found.append(FORMATS[kind.name][1](_blocks(part, kind, device)).reshape(len(part), -1))
     return torch.cat(found).reshape(*data.shape[:-1], -1)
+
+
+def four_bits(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> FourBits | None:
+    """Stored rows [N, bytes] as their 4-bit numbers, on `device`; None for a format with other numbers of bits."""
+    if kind.name not in FOUR_BITS:
+        return None
+    blocks = _blocks(data, kind, device)
+    return FourBits(*(part.reshape(len(data), -1) for part in FOUR_BITS[kind.name](blocks)))
 
 
 def _blocks(rows: np.ndarray[Any, Any], kind: Any, device: torch.device) -> torch.Tensor:
@@ -63,28 +83,12 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 def _q4_0_bits(blocks: torch.Tensor) -> FourBits:
     """32 numbers of four bits after a scale; 8 stands for 0."""
-    scale = _half(blocks, 0)
-    return FourBits(_nibbles(blocks[:, None, 2:]), scale, -8 * scale)
+    scale = _half(blocks, 0)[..., None]
+    return FourBits(_nibbles(blocks[:, None, 2:]).flatten(2), scale, -8 * scale)
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, None, 2:]).flatten(1).float() - 8) * _half(blocks, 0)
-
-
-class FourBits(NamedTuple):
-    """Rows of numbers q * scale + low, with q from 0 to 15, and a scale and a low for each GROUP of them."""
-
-    numbers: torch.Tensor  # [N, K] uint8
-    scale: torch.Tensor  # [N, K / GROUP] float32
-    low: torch.Tensor  # [N, K / GROUP] float32
-
-
-def four_bits(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> FourBits | None:
-    """Stored rows [N, bytes] as their 4-bit numbers, on `device`; None for a format with other numbers of bits."""
-    if kind.name not in FOUR_BITS:
-        return None
-    blocks = _blocks(data, kind, device)
-    return FourBits(*(part.reshape(len(data), -1) for part in FOUR_BITS[kind.name](blocks)))
+    return _q4_0_bits(blocks).plain()
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,8 +106,7 @@ def _q4_k_bits(blocks: torch.Tensor) -> FourBits:
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    numbers, scale, low = _q4_k_bits(blocks)
-    return (numbers * scale + low).flatten(1)
+    return _q4_k_bits(blocks).plain()
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.gguf_blocks import GROUP, FourBits
-from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile
+from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, GgufSlice
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
@@ -422,11 +422,12 @@ class GgufWeights(StoredWeights):
     def _four_bits(self, name: str, piece: Piece) -> FourBits | None:
         """A piece of a tensor, or of a part of one, as its 4-bit numbers; None of other formats."""
         rows, columns = piece.own
-        if name not in self._parts:
-            return self._slice(name, piece.whole).four_bits(rows, columns)
-        stored, part = self._parts[name]
-        whole = self._slice(stored, part.shape).four_bits(range(part.shape[0]), columns)
-        if whole is None or part.transposed:
+        name, part = self._parts.get(name, (name, None))
+        stored: GgufSlice = self._slice(name, piece.whole if part is None else part.shape)
+        if part is None:
+            return stored.four_bits(rows, columns)
+        whole = None if part.transposed else stored.four_bits(range(part.shape[0]), columns)
+        if whole is None:
             return None
         own = (within(each, part).reshape(-1, each.shape[1])[rows.start : rows.stop] for each in whole)
         return FourBits(*own)

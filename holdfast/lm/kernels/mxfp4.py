@@ -9,6 +9,8 @@ import torch
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number of each 4-bit code (OCP Microscaling Formats 1.0, §5.3.3)."""
 LARGEST = 6.0
+SPREAD = (sum(number**2 for number in NUMBERS) / len(NUMBERS)) ** 0.5
+"""The standard deviation of the numbers, if all are equally likely."""
 BLOCK = 32
 """Number of inputs that share one scale."""
 BIAS = 127

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
-from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
+from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import (
     DamagedCheckpoint,
@@ -105,9 +106,11 @@ def load(
     shard = shard_of(spec, layout, rank)
     length = limited(max_model_len, spec.most_positions if max_model_len else spec.plain_positions)
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
+    how = quantization_of(config)
     if load_format == "random":
-        return Decoder(spec, RandomWeights(spec, device), **options)
-    how, opened = quantization_of(config), open_files(directory, spec, config, device)
+        drawn = RandomMxfp4 if how is not None and how.method == "mxfp4" else RandomWeights
+        return Decoder(spec, drawn(spec, device), **options)
+    opened = open_files(directory, spec, config, device)
     plain = GgufWeights if is_gguf(directory) else StoredWeights
     source = plain(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
@@ -530,3 +533,24 @@ class RandomWeights(WeightSource):
             into[first - rows.start : last - rows.start] = drawn[
                 first - start : last - start, columns.start : columns.stop
             ]
+
+
+class RandomMxfp4(RandomWeights):
+    """Random weights whose experts are MXFP4: all codes are equally likely, and all scales equal.
+
+    Experts that no kernel reads packed are drawn as other weights are.
+    """
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        experts, inputs, rows = piece.own
+        _, width, outputs = piece.whole
+        if inputs.start % BLOCK or len(inputs) % BLOCK:
+            return None
+        data = torch.empty(len(experts), len(rows), len(inputs) // 2, dtype=torch.uint8, device=device)
+        for number, into in zip(experts, data, strict=True):
+            generator = self._generator.manual_seed(zlib.crc32(f"{name}.{number}".encode()))
+            whole = torch.randint(256, (outputs, width // 2), generator=generator, device=device, dtype=torch.uint8)
+            into.copy_(whole[rows.start : rows.stop, inputs.start // 2 : inputs.stop // 2])
+        exponent = BIAS + round(math.log2(self._std / SPREAD))
+        scale = torch.full((*data.shape[:2], len(inputs) // BLOCK), exponent, dtype=torch.uint8, device=device)
+        return Mxfp4Matrices(data, scale)

@@ -397,6 +397,26 @@ def test_mxfp4_experts_stay_packed_if_a_device_has_whole_blocks(
         assert theirs.spec.weight_bytes - ours.spec.weight_bytes == numbers * 4 - numbers // 32 * 17
 
 
+def test_random_mxfp4_experts_have_the_spread_of_other_weights_and_their_place_on_each_rank(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, 128)
+    (tmp_path / "model.safetensors").unlink()
+    options: dict[str, Any] = dict(device="cpu", load_format="random")
+    parts = [load(tmp_path, **options, layout=Layout(tp=2), rank=rank) for rank in range(2)]
+    whole, *halves = [
+        each.layers[1].experts for each in (load(tmp_path, **options), *parts) if isinstance(each, Decoder)
+    ]
+    assert whole is not None
+    downs, ups = [], []
+    for half in halves:
+        assert half is not None and isinstance(half.down, Mxfp4Matrices) and isinstance(half.gate_up, Mxfp4Matrices)
+        downs.append(half.down.matrix(3, torch.float32))
+        ups.append(half.gate_up.matrix(3, torch.float32).chunk(2)[1])
+    assert torch.equal(torch.cat(downs, 1), matrix_of(whole.down, 3, torch.float32))
+    assert torch.equal(torch.cat(ups), matrix_of(whole.gate_up, 3, torch.float32).chunk(2)[1])
+    assert not torch.equal(downs[0], matrix_of(whole.down, 2, torch.float32)[:, :64])
+    assert whole.router.std() / 2**0.5 < torch.cat(downs).std() < whole.router.std() * 2**0.5
+
+
 def test_a_model_of_packed_experts_has_the_logits_of_transformers_dequantized_one(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

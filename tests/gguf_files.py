@@ -37,11 +37,13 @@ def write_gguf(
     more: Mapping[str, Any] | None = None,
     tensors: Mapping[str, list[float]] | None = None,
     encode: Encode | None = None,
+    others: Mapping[str, tuple[str, Encode | None]] | None = None,
 ) -> None:
     """Write the model in a Hugging Face directory as a GGUF file.
 
     `kind` is the format of the layers' matrices, and `encode` makes their bytes, by default those of `gguf.quantize`.
-    `more` are further keys after the architecture's prefix, and `tensors` further small tensors.
+    `others` are the formats and encoders of matrices whose names hold a word. `more` are further keys after the
+    architecture's prefix, and `tensors` further small tensors.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     writer = GGUFWriter(path, architecture)
@@ -85,12 +87,12 @@ def write_gguf(
         stem, _, ending = name.rpartition(".")
         stored[f"{names.get_name(stem)}.{ending}"] = tensor
     stored |= {name: torch.stack(parts) for name, parts in experts.items()}
-    format_of = GGMLQuantizationType[kind]
     for name, tensor in stored.items():
         data = tensor.float().numpy()
         if kind != "F32" and tensor.ndim > 1 and "ffn_gate_inp" not in name:
-            data = encode(data) if encode else quantize(data, format_of)
-            writer.add_tensor(name, data, raw_dtype=format_of)
+            own, encoder = next((each for word, each in (others or {}).items() if word in name), (kind, encode))
+            data = encoder(data) if encoder else quantize(data, GGMLQuantizationType[own])
+            writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[own])
         else:
             writer.add_tensor(name, data)
     for name, numbers in (tensors or {}).items():

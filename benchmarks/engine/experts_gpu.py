@@ -1,6 +1,6 @@
 """A mixture of experts on one GPU: Qwen3-30B-A3B's shape with random weights, its kernels and its steps.
 
-    python -m benchmarks.engine.experts_gpu kernels [--tune] [--tokens 1 8 32 128 ...] [--json FILE]
+    python -m benchmarks.engine.experts_gpu kernels [--layer NAME] [--tune] [--tokens 1 8 32 ...] [--json FILE]
     python -m benchmarks.engine.experts_gpu rows [bs1 bs32 bs128 prefill8] [--temperature T] [--spread F] [--repeat N]
                                                                 [--profile] [--quick] [--json FILE]
     python -m benchmarks.engine.experts_gpu touched [bs32] [--temperature T] [--spread F] [--json FILE]
@@ -9,10 +9,11 @@
 `kernels` times a layer's experts as one CUDA graph over several inputs, whose tokens choose different experts, and each
 of its kernels alone. The bound is the larger of two times: the bytes of the experts that are chosen, and of what is
 read and written between, at the rate of a device-to-device copy; and the operations at the rate of a large product.
-`--tune` times other launches than the rule's. `rows` runs the engine; the rows are those of llama8b.py. `--profile`
-shows the kernels of decode steps of 1 and 32 sequences, and `--quick` captures no more graphs than a start does. `peer`
-writes a copy of the peer's driver with this shape, to be run as `python OUT/peer_moe.py short` with its packages.
-`touched` runs rows without graphs and counts the experts that a layer's tokens choose in a step, on the device.
+`--layer gpt-oss-120b-mxfp4` has packed weights. `--tune` times other launches than the rule's. `rows` runs the engine;
+the rows are those of llama8b.py. `--profile` shows the kernels of decode steps of 1 and 32 sequences, and `--quick`
+captures no more graphs than a start does. `peer` writes a copy of the peer's driver with this shape, to be run as
+`python OUT/peer_moe.py short` with its packages. `touched` runs rows without graphs and counts the experts that a
+layer's tokens choose in a step, on the device.
 
 Deep layers of random weights make all tokens alike, so that they choose the same few experts. So `rows` and `touched`
 draw tokens at temperature 1 and multiply the embedding by `--spread`: choices are independent then, as `touched` shows.
@@ -28,7 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,28 @@ GROUPED_TRIALS = [  # for tiles of the rule from and to; pairs of a tile; gate a
 
 
 @dataclass(frozen=True)
+class Layer:
+    """The sizes of a layer's experts."""
+
+    count: int
+    top_k: int
+    hidden: int
+    inner: int
+    clamp: tuple[float, float] | None = None
+    """The constants of GPT-OSS's gate, which comes with biases."""
+    packed: bool = False
+    """Whether weights are MXFP4."""
+
+
+GPT_OSS_120B = Layer(count=128, top_k=4, hidden=2880, inner=2880, clamp=(1.702, 7.0))
+LAYERS = {
+    "qwen3-30b-a3b": Layer(count=128, top_k=8, hidden=2048, inner=768),
+    "gpt-oss-120b": GPT_OSS_120B,
+    "gpt-oss-120b-mxfp4": replace(GPT_OSS_120B, packed=True),
+}
+
+
+@dataclass(frozen=True)
 class Rates:
     """Rates that the device reaches: bytes per second of a copy, and operations per second of a product."""
 
@@ -135,36 +158,47 @@ def measured_rates() -> Rates:
     return Rates(copy, product)
 
 
-def random_experts() -> Any:
+def random_experts(name: str, device: str = "cuda") -> Any:
+    """A layer of LAYERS with random weights."""
     import torch
 
     from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
+    from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, Mxfp4Matrices
 
-    shape = QWEN3_30B_A3B
-    count, hidden, inner = shape["num_experts"], shape["hidden_size"], shape["moe_intermediate_size"]
+    layer = LAYERS[name]
+    count, hidden, inner = layer.count, layer.hidden, layer.inner
     torch.manual_seed(0)
 
     def random(*size: Any) -> torch.Tensor:
-        return torch.randn(size, device="cuda", dtype=torch.bfloat16).mul_(0.02)
+        return torch.randn(size, device=device, dtype=torch.bfloat16).mul_(0.02)
 
+    def weights(*size: int) -> Any:
+        if not layer.packed:
+            return random(*size)
+        data = torch.randint(256, (*size[:2], size[2] // 2), device=device, dtype=torch.uint8)
+        scale = torch.full((*size[:2], size[2] // BLOCK), BIAS - 7, device=device, dtype=torch.uint8)
+        return Mxfp4Matrices(data, scale)
+
+    biases = {"gate_up_bias": random(count, 2 * inner), "down_bias": random(count, hidden)} if layer.clamp else {}
     return Experts(
-        rule=ExpertRule(top_k=shape["num_experts_per_tok"]),
+        rule=ExpertRule(top_k=layer.top_k, clamp=layer.clamp),
         router=random(count, hidden),
-        gate_up=random(count, 2 * inner, hidden),
-        down=random(count, hidden, inner),
+        gate_up=weights(count, 2 * inner, hidden),
+        down=weights(count, hidden, inner),
+        **biases,
     )
 
 
 def bound_us(tokens: int, touched: float, experts: Any, rates: Rates) -> float:
     """Lower bound for the time of a layer's experts, in microseconds."""
-    _, hidden, inner = experts.down.shape
+    count, hidden, inner = experts.down.shape
     pairs = tokens * experts.rule.top_k
-    weights = 3 * hidden * inner
-    moved = 2 * (touched * weights + experts.router.numel() + pairs * (inner * 2 + hidden * 2) + tokens * hidden * 2)
-    return 1e6 * max(moved / rates.copy, 2 * pairs * weights / rates.product)
+    between = experts.router.numel() + pairs * (inner * 2 + hidden * 2) + tokens * hidden * 2
+    moved = touched * (experts.gate_up.nbytes + experts.down.nbytes) / count + 2 * between
+    return 1e6 * max(moved / rates.copy, 2 * pairs * 3 * hidden * inner / rates.product)
 
 
-def kernels(tokens: Sequence[int], rates: Rates, tune: bool) -> list[dict[str, Any]]:
+def kernels(tokens: Sequence[int], rates: Rates, tune: bool, layer: str) -> list[dict[str, Any]]:
     """Microseconds of a layer's experts, for each token count; with `tune`, also of other launches."""
     import torch
     from triton.runtime import driver
@@ -174,7 +208,7 @@ def kernels(tokens: Sequence[int], rates: Rates, tune: bool) -> list[dict[str, A
     from holdfast.lm.kernels.linear.experts import launches
     from holdfast.lm.kernels.linear.experts.experts import choose
 
-    experts = random_experts()
+    experts = random_experts(layer)
     hidden = experts.down.shape[1]
     lines: list[dict[str, Any]] = []
     work: list[tuple[int, str, Callable[[Any, Any], object], Any]] = []
@@ -391,6 +425,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
     add_engine_options(parser)
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--layer", choices=(*LAYERS,), default="qwen3-30b-a3b", help="layer of `kernels`")
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--spread", type=float, default=1000.0, help="factor on the embedding")
@@ -412,7 +447,9 @@ def main() -> None:
         with torch.inference_mode():
             rates = measured_rates()
             print(f"copy {rates.copy / 1e12:.2f} TB/s, product {rates.product / 1e12:.0f} TFLOP/s", flush=True)
-            found = dict(rates=rates.__dict__, kernels=kernels(arguments.tokens, rates, arguments.tune))
+            found = dict(
+                rates=rates.__dict__, kernels=kernels(arguments.tokens, rates, arguments.tune, arguments.layer)
+            )
     elif arguments.part == "touched":
         shape = json.loads(arguments.shape)
         how = dict(temperature=arguments.temperature, spread=arguments.spread)

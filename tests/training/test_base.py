@@ -9,9 +9,11 @@ import torch
 
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.stage_link import GlooLink
+from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.training.base import digest_of_model, digest_of_shards, training_shape
+from tests.lm.models.test_quantized import make_mxfp4
 from tests.ranks import Rank, in_ranks
 from tests.tuning import native
 
@@ -34,6 +36,19 @@ def test_equal_models_have_one_digest_and_any_changed_or_moved_weight_another(tm
         found.add(digest_of_model(model))
         weights.copy_(before)
     assert len(found) == 5 and digest_of_model(model) == first
+
+
+def test_a_changed_bit_of_packed_experts_changes_the_digest(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, 96)
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder) and model.layers[1].experts is not None
+    weights = model.layers[1].experts.down
+    assert isinstance(weights, Mxfp4Matrices)
+    found = {digest_of_model(model)}
+    for tensor in (weights.data, weights.scale):
+        tensor[2, 5, 1] ^= 1
+        found.add(digest_of_model(model))
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2)], ids=str)

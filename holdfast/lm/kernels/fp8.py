@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from holdfast.lm.kernels.int4 import Int4Weight
+from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -37,13 +39,17 @@ class Fp8Weight:
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale.nbytes
 
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] times the weight transposed, plus bias: [T, N]. The weight is dequantized first, which is slow."""
+        return functional.linear(x, self.dequantized(x.dtype), bias)
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] in `dtype`, rounded once."""
         wide = torch.promote_types(dtype, torch.float32)
         return (self.data.to(wide) * self.scale[:, None].to(wide)).to(dtype)
 
 
-Weight = torch.Tensor | Fp8Weight | Int4Weight
+Weight = torch.Tensor | Fp8Weight | Int4Weight | Int4CpuWeight
 """A weight [N, K] of a linear layer."""
 
 

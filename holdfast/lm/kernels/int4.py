@@ -1,10 +1,11 @@
-"""4-bit weights (AWQ, GPTQ) with one scale and one zero for each group of inputs, in plain PyTorch."""
+"""4-bit weights (AWQ, GPTQ, GGUF) with one scale and one zero for each group of inputs, in plain PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 HALVES = (64, 32)
 """The allowed numbers of inputs in half a chunk. The two halves of a chunk share its bytes."""
@@ -15,7 +16,7 @@ ROWS_AT_A_TIME = 1024
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A weight [N, K] of numbers (q - zero) * scale, with q from 0 to 15.
+    """A weight [N, K] of numbers (q - zero) * scale + added, with q from 0 to 15.
 
     The inputs lie in chunks of 2 `half`: the low bits of a chunk's bytes hold its first half, the high bits the second.
     A kernel thus reads a tile of bytes as two tiles of weights, each within one group.
@@ -27,6 +28,7 @@ class Int4Weight:
     group: int
     """Number of inputs in a group."""
     half: int
+    added: torch.Tensor | None = None  # [N, K / group] float32; None: 0
 
     @property
     def shape(self) -> torch.Size:
@@ -35,16 +37,22 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + self.scale.nbytes + self.zero.nbytes
+        return sum(each.nbytes for each in (self.data, self.scale, self.zero, self.added) if each is not None)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] times the weight transposed, plus bias: [T, N]. The weight is dequantized first, which is slow."""
+        return functional.linear(x, self.dequantized(x.dtype), bias)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] in `dtype`, rounded once."""
         whole = torch.empty(self.shape, dtype=dtype, device=self.data.device)
-        pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (whole, self.data, self.scale, self.zero))
-        for into, data, scale, zero in zip(*pieces, strict=True):
+        added = torch.zeros_like(self.scale) if self.added is None else self.added
+        pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (whole, self.data, self.scale, self.zero, added))
+        for into, data, scale, zero, more in zip(*pieces, strict=True):
             chunks = data.view(len(data), -1, self.half)
             numbers = torch.stack((chunks & 15, chunks >> 4), 2).view(len(data), -1)
-            into.copy_(dequantize(numbers, scale, zero, self.group))
+            plain = dequantize(numbers, scale, zero, self.group)
+            into.copy_(plain.view(*more.shape, self.group).add_(more[:, :, None]).view(plain.shape))
         return whole
 
 
@@ -53,11 +61,18 @@ def half_for(inputs: int, group: int) -> int | None:
     return next((half for half in HALVES if inputs % (2 * half) == 0 and group % half == 0), None)
 
 
-def pack(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int, half: int) -> Int4Weight:
-    """Pack numbers [N, K] uint8 from 0 to 15, with scale and zero [N, K / group]."""
+def pack(
+    numbers: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    group: int,
+    half: int,
+    added: torch.Tensor | None = None,
+) -> Int4Weight:
+    """Pack numbers [N, K] uint8 from 0 to 15, with scale, zero and added [N, K / group]."""
     first, second = numbers.view(len(numbers), -1, 2, half).unbind(2)
     data = (first | second << 4).reshape(len(numbers), -1)
-    return Int4Weight(data, scale.contiguous(), zero.contiguous(), group, half)
+    return Int4Weight(data, scale.contiguous(), zero.contiguous(), group, half, added)
 
 
 def dequantize(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
+from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
@@ -83,8 +84,17 @@ class WeightSource(Protocol):
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         """Write a piece of the tensor `name` into `into`. Raises UnsupportedCheckpoint if it cannot."""
 
-    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        """A quantized weight with the rows of all these tensors, in a kernel's format.
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        """A quantized weight with the rows of all these tensors, in a kernel's format for activations of `dtype`.
+
+        None if no kernel reads the stored format. `fill` then gives plain numbers.
+        """
+        return None
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        """A piece of a tensor [E, inputs, outputs] of all experts, with outputs as rows, in a kernel's format.
 
         None if no kernel reads the stored format. `fill` then gives plain numbers.
         """
@@ -322,7 +332,7 @@ class Decoder:
 
         None for other weights.
         """
-        weight = self._source.packed(names, pieces, self._device)
+        weight = self._source.packed(names, pieces, self._device, self._dtype)
         self._bytes += 0 if weight is None else weight.nbytes
         return weight
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
+from holdfast.lm.kernels.mxfp4 import ExpertWeights, Mxfp4Matrices
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec, expert_shapes
 from holdfast.lm.models.shard import Piece, Shard
@@ -195,6 +196,10 @@ class Source(Protocol):
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None: ...
 
+    def packed_experts(
+        self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype
+    ) -> Mxfp4Matrices | None: ...
+
 
 def read_experts(
     spec: DecoderSpec, layer: int, shard: Shard, source: Source, *, device: torch.device, dtype: torch.dtype
@@ -203,62 +208,125 @@ def read_experts(
 
     Only the shard's first device has the bias of the second product, because the devices' results are added.
     """
-    experts = spec.experts
-    assert experts is not None
-    names, count, hidden, inner = experts.names, experts.count, spec.hidden_size, experts.intermediate_size
-    prefix, shapes = spec.names.layer.format(layer), expert_shapes(spec)
-    own = shard.part(inner)
-    of_up = range(inner + own.start, inner + own.stop)
+    reader = _Reader(spec, layer, shard, source, device, dtype)
+    return Experts(rule=reader.spec.rule, gate_up=reader.gate_up(), down=reader.down(), **reader.router_and_biases())
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=device, dtype=dtype)
 
-    def filled(name: str, *parts: range) -> torch.Tensor:
-        """Read a tensor, cut to the ranges `parts` of its last dimensions."""
-        whole = shapes[name]
-        piece = Piece(whole, (*map(range, whole[: len(whole) - len(parts)]), *parts))
-        into = empty(*piece.shape)
-        source.fill(prefix + name, piece, into)
-        return into
+class _Reader:
+    """Reads the experts of one layer, or a shard's share of them."""
 
-    biases: dict[str, torch.Tensor | None] = {}
-    every = count + experts.rule.shared
-    gate_up, down = empty(every, 2 * len(own), hidden), empty(every, hidden, len(own))
+    def __init__(
+        self, spec: DecoderSpec, layer: int, shard: Shard, source: Source, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        assert spec.experts is not None
+        self.spec, self._names, self._source = spec.experts, spec.experts.names, source
+        self._device, self._dtype = device, dtype
+        self._prefix, self._shapes = spec.names.layer.format(layer), expert_shapes(spec)
+        self._hidden, self._inner = range(spec.hidden_size), spec.experts.intermediate_size
+        self._own, self._leads = shard.part(self._inner), shard.index == 0
 
-    def halves(name: str, *parts: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def gate_up(self) -> ExpertWeights:
+        """The weights [E, 2 inner, hidden] of the first products."""
+        if self._names.fused == "alternating":
+            both = range(2 * self._own.start, 2 * self._own.stop)
+            packed = self._packed(self._names.gate_up[0], self._hidden, both)
+            if packed is not None:
+                parts = (packed.data, packed.scale)
+                return Mxfp4Matrices(*(torch.cat((each[:, ::2], each[:, 1::2]), 1) for each in parts))
+        whole = self._empty(self._every, 2 * len(self._own), len(self._hidden))
+        for expert, into in enumerate(whole):
+            self._fill_gate_up(expert, *torch.split(into, len(self._own)))
+        return whole
+
+    def down(self) -> ExpertWeights:
+        """The weights [E, hidden, inner] of the second products."""
+        if self._names.fused == "alternating":
+            packed = self._packed(self._names.down, self._own, self._hidden)
+            if packed is not None:
+                return Mxfp4Matrices(packed.data.contiguous(), packed.scale.contiguous())
+        whole = self._empty(self._every, len(self._hidden), len(self._own))
+        for expert, into in enumerate(whole):
+            self._fill_down(expert, into)
+        return whole
+
+    def router_and_biases(self) -> dict[str, Any]:
+        """The other fields of `Experts`."""
+        names = self._names
+        router = self._filled(names.router + ".weight")
+        if not self.spec.biased:
+            return {"router": router}
+        router_bias = self._filled(names.router + ".bias")
+        if not names.fused:
+            return {"router": router, "router_bias": router_bias}
+        return {
+            "router": router,
+            "router_bias": router_bias,
+            "gate_up_bias": torch.cat(self._halves(names.gate_up[0] + "_bias"), 1),
+            "down_bias": self._filled(names.down + "_bias") if self._leads else None,
+        }
+
+    def _fill_gate_up(self, expert: int, gate: torch.Tensor, up: torch.Tensor) -> None:
+        """Write one expert's rows of gate and of up."""
+        names, one, of_up = self._names, range(expert, expert + 1), self._of_up
+        if expert == self.spec.count:
+            self._fill_rows(names.shared[:2], (gate, up))
+        elif names.fused == "rows":
+            for part, into in ((self._own, gate), (of_up, up)):
+                into.copy_(self._filled(names.gate_up[0], one, part, self._hidden)[0])
+        elif names.fused:
+            for half, into in zip(self._halves(names.gate_up[0], one, self._hidden), (gate, up), strict=True):
+                into.copy_(half[0].t())
+        else:
+            self._fill_rows([name.format(expert) for name in names.gate_up], (gate, up))
+
+    def _fill_rows(self, names: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
+        """Read gate and up of an expert whose tensors are its own."""
+        piece = Piece((self._inner, len(self._hidden)), (self._own, self._hidden))
+        for name, into in zip(names, parts, strict=True):
+            self._source.fill(self._prefix + name, piece, into)
+
+    def _fill_down(self, expert: int, into: torch.Tensor) -> None:
+        """Write one expert's rows of down."""
+        names, one = self._names, range(expert, expert + 1)
+        is_shared = expert == self.spec.count
+        name = names.shared[2] if is_shared else names.down
+        if names.fused == "rows" and not is_shared:
+            into.copy_(self._filled(name, one, self._hidden, self._own)[0])
+        elif names.fused and not is_shared:
+            into.copy_(self._filled(name, one, self._own, self._hidden)[0].t())
+        else:
+            piece = Piece((len(self._hidden), self._inner), (self._hidden, self._own))
+            self._source.fill(self._prefix + name.format(expert), piece, into)
+
+    @property
+    def _every(self) -> int:
+        """Number of experts with the shared one, which comes last."""
+        return self.spec.count + self.spec.rule.shared
+
+    @property
+    def _of_up(self) -> range:
+        """This device's columns of up in a fused tensor that has all of gate's columns first."""
+        return range(self._inner + self._own.start, self._inner + self._own.stop)
+
+    def _halves(self, name: str, *parts: range) -> tuple[torch.Tensor, torch.Tensor]:
         """The columns of gate and those of up, of a fused tensor that is cut to the ranges `parts` before them."""
-        if names.fused == "halves":
-            return filled(name, *parts, own), filled(name, *parts, of_up)
-        both = filled(name, *parts, range(2 * own.start, 2 * own.stop))
+        if self._names.fused == "halves":
+            return self._filled(name, *parts, self._own), self._filled(name, *parts, self._of_up)
+        both = self._filled(name, *parts, range(2 * self._own.start, 2 * self._own.stop))
         return both[..., ::2], both[..., 1::2]
 
-    def of_expert(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One expert's rows of gate, of up, and of down, from fused tensors."""
-        one, all_hidden = range(expert, expert + 1), range(hidden)
-        if names.fused == "rows":
-            gate, up = (filled(names.gate_up[0], one, part, all_hidden)[0] for part in (own, of_up))
-            return gate, up, filled(names.down, one, all_hidden, own)[0]
-        gate, up = (half[0].t() for half in halves(names.gate_up[0], one, all_hidden))
-        return gate, up, filled(names.down, one, own, all_hidden)[0].t()
+    def _packed(self, name: str, *parts: range) -> Mxfp4Matrices | None:
+        """A fused tensor, cut to the ranges `parts`, if kernels read it as it is stored."""
+        piece = Piece(self._shapes[name], (range(self.spec.count), *parts))
+        return self._source.packed_experts(self._prefix + name, piece, self._device, self._dtype)
 
-    def fill(expert: int, gate: str, up: str, of_down: str) -> None:
-        """Read an expert whose tensors are its own."""
-        for name, rows in zip((gate, up), torch.split(gate_up[expert], len(own)), strict=True):
-            source.fill(prefix + name, Piece((inner, hidden), (own, range(hidden))), rows)
-        source.fill(prefix + of_down, Piece((hidden, inner), (range(hidden), own)), down[expert])
+    def _filled(self, name: str, *parts: range) -> torch.Tensor:
+        """A tensor, cut to the ranges `parts` of its last dimensions."""
+        whole = self._shapes[name]
+        piece = Piece(whole, (*map(range, whole[: len(whole) - len(parts)]), *parts))
+        into = self._empty(*piece.shape)
+        self._source.fill(self._prefix + name, piece, into)
+        return into
 
-    if names.fused:
-        for expert in range(count):
-            gate, up, down[expert] = of_expert(expert)
-            torch.cat((gate, up), out=gate_up[expert])
-        if experts.biased:
-            biases["gate_up_bias"] = torch.cat(halves(names.gate_up[0] + "_bias"), 1)
-            biases["down_bias"] = filled(names.down + "_bias") if shard.index == 0 else None
-    else:
-        for expert in range(count):
-            fill(expert, *(name.format(expert) for name in (*names.gate_up, names.down)))
-    if names.shared:
-        fill(count, *names.shared)
-    if experts.biased:
-        biases["router_bias"] = filled(names.router + ".bias")
-    return Experts(rule=experts.rule, router=filled(names.router + ".weight"), gate_up=gate_up, down=down, **biases)
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._device, dtype=self._dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,20 @@ from holdfast.lm.models.base import DamagedCheckpoint
 
 BYTES_AT_A_TIME = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Number of stored bytes that are dequantized together, by device: on a CPU what fits its cache."""
+GROUP = 32
+"""Number of 4-bit numbers with one scale, in all formats that have them."""
+
+
+class FourBits(NamedTuple):
+    """Rows of numbers q * scale + low, with q from 0 to 15, and a scale and a low for each GROUP of them."""
+
+    numbers: torch.Tensor  # [N, K] uint8
+    scale: torch.Tensor  # [N, K / GROUP] float32
+    low: torch.Tensor  # [N, K / GROUP] float32
+
+    def plain(self) -> torch.Tensor:
+        """The numbers [B, K] of blocks, whose fields are still [B, K / GROUP, GROUP] and [B, K / GROUP, 1]."""
+        return (self.numbers * self.scale + self.low).flatten(1)
 
 
 def dequantized(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> torch.Tensor:
@@ -22,17 +36,30 @@ def dequantized(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> 
         from gguf import dequantize
 
         return torch.from_numpy(np.require(dequantize(data, kind), np.float32, "W")).to(device)
-    size, rule = FORMATS[kind.name]
     width = data.shape[-1]
-    if width % size:
-        raise DamagedCheckpoint(f"a row of {kind.name} has {width} bytes; it must have a multiple of {size}")
     rows = data.reshape(-1, width)
     step = max(1, BYTES_AT_A_TIME[device.type] // width)
     found = []
     for start in range(0, max(len(rows), 1), step):
-        part = torch.from_numpy(np.require(rows[start : start + step], requirements="W")).to(device)
-        found.append(rule(part.reshape(-1, size)).reshape(len(part), -1))
+        part = rows[start : start + step]
+        found.append(FORMATS[kind.name][1](_blocks(part, kind, device)).reshape(len(part), -1))
     return torch.cat(found).reshape(*data.shape[:-1], -1)
+
+
+def four_bits(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> FourBits | None:
+    """Stored rows [N, bytes] as their 4-bit numbers, on `device`; None for a format with other numbers of bits."""
+    if kind.name not in FOUR_BITS:
+        return None
+    blocks = _blocks(data, kind, device)
+    return FourBits(*(part.reshape(len(data), -1) for part in FOUR_BITS[kind.name](blocks)))
+
+
+def _blocks(rows: np.ndarray[Any, Any], kind: Any, device: torch.device) -> torch.Tensor:
+    """The blocks [B, bytes] of stored rows, on `device`."""
+    size, width = FORMATS[kind.name][0], rows.shape[-1]
+    if width % size:
+        raise DamagedCheckpoint(f"a row of {kind.name} has {width} bytes; it must have a multiple of {size}")
+    return torch.from_numpy(np.require(rows, requirements="W")).to(device).reshape(-1, size)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -54,9 +81,14 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_0_bits(blocks: torch.Tensor) -> FourBits:
     """32 numbers of four bits after a scale; 8 stands for 0."""
-    return (_nibbles(blocks[:, None, 2:]).flatten(1).float() - 8) * _half(blocks, 0)
+    scale = _half(blocks, 0)[..., None]
+    return FourBits(_nibbles(blocks[:, None, 2:]).flatten(2), scale, -8 * scale)
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _q4_0_bits(blocks).plain()
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,11 +99,14 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scale[..., None], offset[..., None]
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_k_bits(blocks: torch.Tensor) -> FourBits:
     """256 numbers of four bits, with a scale and an offset for each 32."""
     scale, offset = _k_scales(blocks)
-    numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    return (numbers * scale - offset).flatten(1)
+    return FourBits(_nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32), scale, -offset)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _q4_k_bits(blocks).plain()
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -102,3 +137,6 @@ FORMATS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "Q6_K": (210, _q6_k),
 }
 """For each format, the bytes of a block, and what computes the numbers of blocks [B, bytes]."""
+
+FOUR_BITS: dict[str, Callable[[torch.Tensor], FourBits]] = {"Q4_0": _q4_0_bits, "Q4_K": _q4_k_bits}
+"""For each format of 4-bit numbers, what finds them in blocks [B, bytes]. A block's numbers are those of a row."""

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, dequantized, by the names of a Hugging Face checkpoint."""
+"""The tensors of a GGUF file, dequantized or as 4-bit numbers, by the names of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from holdfast.files.regular import name_of_regular
-from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint
-from holdfast.lm.models.gguf_blocks import dequantized
+from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
+from holdfast.lm.models.gguf_blocks import GROUP, FourBits, dequantized, four_bits
 
 GGUF_FILE = "gguf.json"
 """The file that names the GGUF file of a checkpoint whose directory holds no weights."""
@@ -132,6 +132,20 @@ class GgufSlice:
         before, last = cuts[: data.ndim - 1], cuts[data.ndim - 1 :]
         numbers = self._settled(self._numbers(data[before]))
         return numbers[(..., *last)] if last else numbers
+
+    def four_bits(self, rows: range, columns: range) -> FourBits | None:
+        """Some numbers as they are stored; None of other formats, and if the columns cut a group of inputs."""
+        cut = columns.start % GROUP or len(columns) % GROUP
+        if cut or self._shift or self._expert is not None:
+            return None
+        found = four_bits(self._tensor.data, self._tensor.tensor_type, self._device)
+        if found is None:
+            return None
+        check_finite(self._tensor.name, found.scale, torch.float32)
+        check_finite(self._tensor.name, found.low, torch.float32)
+        row, groups = slice(rows.start, rows.stop), slice(columns.start // GROUP, columns.stop // GROUP)
+        numbers, scale, low = map(self._settled, found)
+        return FourBits(numbers[row, columns.start : columns.stop], scale[row, groups], low[row, groups])
 
     def _numbers(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         return dequantized(data, self._tensor.tensor_type, self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -20,6 +21,9 @@ from holdfast.files.gguf import parts_of
 from holdfast.files.regular import name_of_regular, open_file
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
+from holdfast.lm.kernels.int4 import half_for, pack
+from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
+from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import (
     DamagedCheckpoint,
@@ -34,7 +38,8 @@ from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import DecoderSpec, Part, expert_shapes, shapes_of_layer
 from holdfast.lm.models.experts import with_stored_names
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile
+from holdfast.lm.models.gguf_blocks import GROUP, FourBits
+from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, GgufSlice
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
@@ -109,11 +114,14 @@ def load(
     shard = shard_of(spec, layout, rank)
     length = limited(max_model_len, spec.most_positions if max_model_len else spec.plain_positions)
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
+    how = quantization_of(config)
     if load_format == "random":
-        return Decoder(spec, RandomWeights(spec, device), **options)
-    how, opened = quantization_of(config), open_files(directory, spec, config, device)
+        drawn = RandomMxfp4 if how is not None and how.method == "mxfp4" else RandomWeights
+        return Decoder(spec, drawn(spec, device), **options)
+    opened = open_files(directory, spec, config, device)
     spec = with_stored_names(spec, opened)
-    source = StoredWeights(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
+    plain = GgufWeights if is_gguf(directory) else StoredWeights
+    source = plain(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
     spec = source.with_experts(source.with_head(spec))
     with read_ahead(files_of(directory), rank, layout.ranks):
@@ -376,7 +384,7 @@ def stored_names(spec: DecoderSpec) -> set[str]:
 
 
 def open_files(directory: Path, spec: DecoderSpec, config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The open file of each tensor of a checkpoint. Tensors of GGUF are dequantized on `device`."""
+    """The open file of each tensor of a checkpoint. Tensors of GGUF are dequantized on `device`, if at all."""
     if is_gguf(directory):
         file = GgufFile(files_of(directory), stored_names(spec), config, device)
         return dict.fromkeys(file.keys(), file)
@@ -404,6 +412,41 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return rows.reshape(*part.rows, *rows.shape[1:]).narrow(dim, start, stop - start)
 
 
+class GgufWeights(StoredWeights):
+    """The tensors of a GGUF file. 4-bit numbers stay packed if a kernel reads them."""
+
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
+        for_cpu = is_fit((rows, inputs), GROUP, device, dtype)
+        half = half_for(inputs, GROUP) if device.type == "cuda" else None
+        if not (for_cpu or half):
+            return None
+        found = [self._four_bits(name, piece) for name, piece in zip(names, pieces, strict=True)]
+        parts = [each for each in found if each is not None]
+        if len(parts) < len(found):
+            return None
+        numbers, scale, low = (torch.cat(each) for each in zip(*parts, strict=True))
+        if half:
+            zero = torch.zeros_like(scale, dtype=torch.uint8)
+            return pack(numbers, scale, zero, GROUP, half, low)
+        return pack_for_cpu(numbers, scale, MIDDLE * scale + low, GROUP)
+
+    def _four_bits(self, name: str, piece: Piece) -> FourBits | None:
+        """A piece of a tensor, or of a part of one, as its 4-bit numbers; None of other formats."""
+        rows, columns = piece.own
+        name, part = self._parts.get(name, (name, None))
+        stored: GgufSlice = self._slice(name, piece.whole if part is None else part.shape)
+        if part is None:
+            return stored.four_bits(rows, columns)
+        whole = None if part.transposed else stored.four_bits(range(part.shape[0]), columns)
+        if whole is None:
+            return None
+        own = (within(each, part).reshape(-1, each.shape[1])[rows.start : rows.stop] for each in whole)
+        return FourBits(*own)
+
+
 class QuantizedWeights(StoredWeights):
     """The tensors of a quantized checkpoint, by the names and shapes of a plain one.
 
@@ -424,8 +467,13 @@ class QuantizedWeights(StoredWeights):
         if not self._reader.fill(name, piece, into):
             super().fill(name, piece, into)
 
-    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        return self._reader.packed(names, pieces, device)
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        return self._reader.packed(names, pieces, device, dtype)
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        return self._reader.packed_experts(name, piece, device, dtype)
 
     def names(self) -> Iterable[str]:
         return self._reader.names(super().names())
@@ -498,3 +546,24 @@ class RandomWeights(WeightSource):
             into[first - rows.start : last - rows.start] = drawn[
                 first - start : last - start, columns.start : columns.stop
             ]
+
+
+class RandomMxfp4(RandomWeights):
+    """Random weights whose experts are MXFP4: all codes are equally likely, and all scales equal.
+
+    Experts that no kernel reads packed are drawn as other weights are.
+    """
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        experts, inputs, rows = piece.own
+        _, width, outputs = piece.whole
+        if inputs.start % BLOCK or len(inputs) % BLOCK:
+            return None
+        data = torch.empty(len(experts), len(rows), len(inputs) // 2, dtype=torch.uint8, device=device)
+        for number, into in zip(experts, data, strict=True):
+            generator = self._generator.manual_seed(zlib.crc32(f"{name}.{number}".encode()))
+            whole = torch.randint(256, (outputs, width // 2), generator=generator, device=device, dtype=torch.uint8)
+            into.copy_(whole[rows.start : rows.stop, inputs.start // 2 : inputs.stop // 2])
+        exponent = BIAS + round(math.log2(self._std / SPREAD))
+        scale = torch.full((*data.shape[:2], len(inputs) // BLOCK), exponent, dtype=torch.uint8, device=device)
+        return Mxfp4Matrices(data, scale)

@@ -1,31 +1,29 @@
 """Quantized checkpoints (4 bits by AWQ, GPTQ or compressed-tensors, FP8, MXFP4), read by the names of plain tensors.
 
 Weights stay quantized if a kernel reads their format: linear layers of 4 bits, and of FP8 with one scale for a tensor
-or a row. All others are dequantized as they are read, and rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4
-(GPT-OSS), and linear layers whose parts or sizes no kernel supports.
+or a row, and experts of MXFP4 (GPT-OSS). All others are dequantized as they are read, and rounded once: other experts,
+blockwise FP8 (DeepSeek, Qwen), and weights whose parts or sizes no kernel supports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
 
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import dequantize, half_for, pack
+from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
+from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, LARGEST, NO_NUMBER, Mxfp4Matrices
+from holdfast.lm.kernels.mxfp4 import dequantize as dequantize_mxfp4
 from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
 from holdfast.lm.models.shard import Piece
 
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """The bit position of each of eight columns in a 32-bit word (AWQ's gemm layout)."""
 SHIFTS = tuple(range(0, 32, 4))
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of MXFP4 (OCP Microscaling Formats 1.0, §5.3.3)."""
-MXFP4_BLOCK = 32
-"""Number of MXFP4 numbers that share one scale, a power of two."""
 
 PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
@@ -163,15 +161,31 @@ class QuantizedReader:
         check_finite(name, found, into.dtype)
         return True
 
-    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+    def packed(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
         """One weight with the rows of all parts, in a kernel's format; None if no kernel reads it."""
         kinds = {self._kind(name) for name in names}
         if kinds == {"int4"}:
-            return self._packed_int4(names, pieces, device)
+            return self._packed_int4(names, pieces, device, dtype)
         if kinds == {"fp8"} and self._native_fp8 and self._how.block is None:
             data, scale = zip(*map(self._fp8, names, pieces, [device] * len(names)), strict=True)
             return Fp8Weight(torch.cat(data), torch.cat(scale))
         return None
+
+    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
+        """A piece of the experts' tensor [E, inputs, outputs] as [E, outputs, inputs] of MXFP4; None of others.
+
+        None also if the piece has a part of a block of inputs. Raises DamagedCheckpoint for numbers beyond `dtype`.
+        """
+        inputs = piece.own[1]
+        if self._kind(name) != "mxfp4" or inputs.start % BLOCK or len(inputs) % BLOCK:
+            return None
+        data, scale = self._mxfp4_rows(name, piece, device)
+        if LARGEST * 2.0 ** (int(scale.max()) - BIAS) > torch.finfo(dtype).max:
+            check_finite(name, dequantize_mxfp4(data, scale), dtype)
+        data = data[..., inputs.start // 2 : inputs.stop // 2]
+        return Mxfp4Matrices(data, scale[..., inputs.start // BLOCK : inputs.stop // BLOCK])
 
     def names(self, stored: Iterable[str]) -> Iterable[str]:
         """The names of the plain tensors that stored ones represent, except the zero biases that GPTQ's tools add."""
@@ -199,14 +213,20 @@ class QuantizedReader:
         packed = name + "_packed" if self._how.method == "packed" else name.removesuffix(".weight") + ".qweight"
         return "int4" if self._stored.has(packed) else None
 
-    def _packed_int4(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        inputs = pieces[0].shape[1]
-        half = half_for(inputs, self._group(pieces[0].whole[1], inputs))
-        if half is None:
+    def _packed_int4(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
+        group = self._group(pieces[0].whole[1], inputs)
+        for_cpu = is_fit((rows, inputs), group, device, dtype)
+        half = None if for_cpu else half_for(inputs, group)
+        if not (for_cpu or half):
             return None
         parts = [self._int4(name, piece, device) for name, piece in zip(names, pieces, strict=True)]
-        numbers, scale, zero, groups = zip(*parts, strict=True)
-        return pack(torch.cat(numbers), torch.cat(scale), torch.cat(zero), groups[0], half)
+        numbers, scale, zero = (torch.cat(each) for each in list(zip(*parts, strict=True))[:3])
+        if half:
+            return pack(numbers, scale, zero, group, half)
+        return pack_for_cpu(numbers, scale, (MIDDLE - zero.float()) * scale.float(), group)
 
     def _group(self, whole: int, own: int) -> int:
         """Number of inputs in a group, if this device has `own` of the `whole` inputs of a row."""
@@ -327,17 +347,24 @@ class QuantizedReader:
 
     def _mxfp4(self, name: str, piece: Piece, device: torch.device) -> torch.Tensor:
         """A dequantized piece of all experts' tensor [E, inputs, outputs], stored by outputs in blocks of inputs."""
+        columns = piece.own[1]
+        numbers = dequantize_mxfp4(*self._mxfp4_rows(name, piece, device))
+        return numbers[..., columns.start : columns.stop].transpose(1, 2)
+
+    def _mxfp4_rows(self, name: str, piece: Piece, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes [E, outputs, inputs / 2] and scales [E, outputs, inputs / BLOCK] of a piece, with all inputs."""
         count, inputs, outputs = piece.whole
-        experts, columns, rows = piece.own
-        shape = (count, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
+        experts, _, rows = piece.own
+        shape = (count, outputs, inputs // BLOCK, BLOCK // 2)
         cut = (slice(experts.start, experts.stop), slice(rows.start, rows.stop))
         blocks = self._stored.slices(name + "_blocks", shape, cut).to(device)
         scales = self._stored.slices(name + "_scales", shape[:3], cut).to(device)
-        table = torch.tensor(FP4, device=device)
-        numbers = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
-        numbers = torch.ldexp(numbers, (scales.int() - 127)[..., None])
-        whole = numbers.view(len(experts), len(rows), prod(shape[2:]) * 2)
-        return whole[..., columns.start : columns.stop].transpose(1, 2)
+        for part, tensor in (("_blocks", blocks), ("_scales", scales)):
+            if tensor.dtype != torch.uint8:
+                raise UnsupportedCheckpoint(f"tensor {name}{part} is {tensor.dtype}; {torch.uint8} is supported")
+        if bool((scales == NO_NUMBER).any()):
+            raise DamagedCheckpoint(f"tensor {name}_scales holds NaN: the checkpoint is damaged")
+        return blocks.flatten(-2), scales
 
     def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._stored.slices(name, shape, ())

@@ -15,17 +15,20 @@ from tokenizers import Tokenizer
 
 from holdfast.core.layout import Layout
 from holdfast.files.cache import gguf_cache
+from holdfast.lm.kernels.int4 import Int4Weight
+from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.gguf_blocks import FORMATS, dequantized
+from holdfast.lm.models.gguf_blocks import FORMATS, FOUR_BITS, dequantized, four_bits
 from holdfast.lm.models.gguf_config import Metadata, config_of
 from holdfast.lm.models.gguf_metadata import write
-from holdfast.lm.models.loader import load
+from holdfast.lm.models.loader import GgufWeights, load, native_spec, open_files
+from holdfast.lm.models.shard import Piece
 from tests.checkpoints import make
 from tests.gguf_files import write_gguf
 from tests.lm.execution.test_parity import run
 from tests.lm.execution.test_variants import LLAMA3, LONGROPE, YARN, case_of
-from tests.lm.models.test_quantized import difference
+from tests.lm.models.test_quantized import apart, difference, needs_vectors, plain
 from tests.tokenizers_made import byte_level
 
 PLAIN = {"rope_type": "default", "rope_theta": 5e5}
@@ -156,6 +159,138 @@ def test_quantized_matrices_are_those_that_the_format_s_own_package_reads(tmp_pa
     module = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
     model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="float32")
     assert difference(model, module) < 1e-5
+
+
+@needs_vectors
+@pytest.mark.parametrize(("kind", "packed"), [("Q4_K", True), ("Q4_0", True), ("Q8_0", False), ("Q6_K", False)])
+def test_in_bfloat16_a_cpu_keeps_four_bits_packed(tmp_path: Path, kind: str, packed: bool) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    encode = drawn_blocks(kind) if kind.endswith("_K") else None
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind=kind, encode=encode)
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, wanted = getattr(layer, field), getattr(other, field)
+            assert isinstance(weight, Int4CpuWeight) == packed
+            assert (plain(weight) - wanted).abs().max() <= wanted.abs().max() * 2**-7
+    assert apart(model, exact) < 0.05
+    numbers = sum(
+        getattr(layer, field).shape.numel() for layer in model.layers for field in ("qkv", "o", "gate_up", "down")
+    )
+    saved = exact.spec.weight_bytes / 2 - model.spec.weight_bytes
+    assert saved == (numbers * 2 - numbers * 5 // 8 if packed else 0)
+
+
+@needs_vectors
+def test_ranks_have_their_part_of_packed_numbers(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"))
+    directory, options = described(tmp_path / "model.gguf"), dict[str, Any](device="cpu", dtype="bfloat16")
+    whole = load(directory, **options)
+    parts = [load(directory, **options, layout=Layout(tp=2), rank=rank) for rank in range(2)]
+    first, *halves = [each.layers[1] for each in (whole, *parts) if isinstance(each, Decoder)]
+    for half in halves:
+        assert isinstance(half.down, Int4CpuWeight) and isinstance(half.gate_up, Int4CpuWeight)
+    assert torch.equal(torch.cat([plain(half.down) for half in halves], 1), plain(first.down))
+    ups = [plain(half.gate_up).chunk(2)[1] for half in halves]
+    assert torch.equal(torch.cat(ups), plain(first.gate_up).chunk(2)[1])
+
+
+@needs_vectors
+@pytest.mark.parametrize("name", ["phi3", "qwen3", "gemma3"])
+def test_families_with_other_names_keep_four_bits_packed(tmp_path: Path, name: str) -> None:
+    """Phi-3 stores queries, keys and values in one tensor."""
+    family, architecture, differences, more, _ = CASES[name]
+    make(tmp_path / "plain", family, **differences, hidden_size=256, intermediate_size=512, head_dim=64)
+    encode = drawn_blocks("Q4_K")
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", architecture, kind="Q4_K", more=more, encode=encode)
+    directory = described(tmp_path / "model.gguf")
+    for rank in range(2):
+        options: dict[str, Any] = dict(device="cpu", layout=Layout(tp=2), rank=rank)
+        exact, model = load(directory, **options), load(directory, dtype="bfloat16", **options)
+        assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, wanted = getattr(model.layers[1], field), getattr(exact.layers[1], field)
+            assert isinstance(weight, Int4CpuWeight)
+            assert (plain(weight) - wanted).abs().max() <= wanted.abs().max() * 2**-7
+
+
+@needs_vectors
+def test_a_layer_with_a_part_in_another_format_is_dequantized(tmp_path: Path) -> None:
+    """As in Q4_K_M, where the values of some layers have six bits."""
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    four, six = drawn_blocks("Q4_K"), drawn_blocks("Q6_K")
+    others = {"attn_v": ("Q6_K", six)}
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=four, others=others)
+    model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="bfloat16")
+    assert isinstance(model, Decoder)
+    assert isinstance(model.layers[1].qkv, torch.Tensor) and isinstance(model.layers[1].down, Int4CpuWeight)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_four_bits_stand_for_the_numbers_of_the_format_s_own_package(kind: str) -> None:
+    format_of, shape = GGMLQuantizationType[kind], (5, 512)
+    blocks = np.random.default_rng(1).integers(0, 256, quant_shape_to_byte_shape(shape, format_of), np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(dequantize(blocks, format_of))
+    found = four_bits(blocks, format_of, torch.device("cpu"))
+    assert found is not None and found.numbers.shape == shape and found.scale.shape == (5, 16)
+    plain = (found.numbers.view(5, -1, 32) * found.scale[..., None] + found.low[..., None]).view(shape)
+    finite = expected.isfinite()
+    torch.testing.assert_close(plain[finite], expected[finite], rtol=1e-6, atol=0)
+    assert four_bits(blocks[:, :34], GGMLQuantizationType.Q8_0, torch.device("cpu")) is None
+
+
+def test_four_bits_for_a_gpu_stand_for_what_the_file_holds(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"))
+    directory = described(tmp_path / "model.gguf")
+    config = json.loads((directory / "config.json").read_text())
+    spec = native_spec(config)
+    source = GgufWeights(open_files(directory, spec, config, torch.device("cpu")), spec)
+    rows = (range(64, 128), range(64, 128), range(0, 256))
+    for names, own in ((("q_proj", "k_proj"), rows[:2]), (("o_proj",), rows[2:])):
+        whole = [(256, 256) if name != "k_proj" else (128, 256) for name in names]
+        stored = tuple(f"model.layers.1.self_attn.{name}.weight" for name in names)
+        pieces = tuple(Piece(shape, (part, range(64, 192))) for shape, part in zip(whole, own, strict=True))
+        wanted = [torch.empty(piece.shape) for piece in pieces]
+        for name, piece, into in zip(stored, pieces, wanted, strict=True):
+            source.fill(name, piece, into)
+        # The tensors stay on the CPU: the device only chooses the kernel.
+        weight = source.packed(stored, pieces, torch.device("cuda"), torch.bfloat16)
+        assert isinstance(weight, Int4Weight)
+        assert torch.equal(weight.dequantized(torch.float32), torch.cat(wanted))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_four_bits_stay_packed_without_loss(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"))
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cuda")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight = getattr(layer, field)
+            assert isinstance(weight, Int4Weight)
+            torch.testing.assert_close(plain(weight).cpu(), getattr(other, field), rtol=1e-5, atol=1e-7)
+
+
+@needs_vectors
+def test_a_scale_that_is_no_number_is_refused_by_the_tensor_s_name(tmp_path: Path) -> None:
+    def encode(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        blocks: np.ndarray[Any, Any] = drawn_blocks("Q4_K")(data)
+        blocks[3, :2] = np.array([np.nan], np.float16).view(np.uint8)
+        return blocks
+
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    plainly = ("F32", lambda data: data)
+    others = {"token_embd": plainly, "output.weight": plainly}
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=encode, others=others)
+    with pytest.raises(DamagedCheckpoint, match=r"tensor blk\.0\.attn_q\.weight holds NaN"):
+        load(described(tmp_path / "model.gguf"), device="cpu", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "phi3"])

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
+from holdfast.lm.kernels.int4_cpu import VECTORS, Int4CpuWeight, _capability
+from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices, matrix_of
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import _paged_logits
@@ -23,6 +25,7 @@ from holdfast.lm.models.shard import Piece
 from tests.checkpoints import make
 
 Tensors = dict[str, torch.Tensor]
+needs_vectors = pytest.mark.skipif(_capability() not in VECTORS, reason="PyTorch's kernel has no fast code here")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -173,6 +176,30 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family
     assert kind is (torch.Tensor if method == "fp8-block" else Int4Weight if four else Fp8Weight)
 
 
+@needs_vectors
+@pytest.mark.parametrize("method", ["awq-32", "gptq-32", "packed-zeros"])
+def test_four_bits_in_bfloat16_are_multiplied_as_a_cpu_s_kernel_packs_them(tmp_path: Path, method: str) -> None:
+    quantized(tmp_path, "Llama", method)
+    exact, model = load(tmp_path, device="cpu"), load(tmp_path, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            found, wanted = getattr(layer, field), plain(getattr(other, field))
+            assert isinstance(found, Int4CpuWeight)
+            assert (plain(found) - wanted).abs().max() < wanted.abs().max() * 2**-7
+    rounded = load(tmp_path / "plain", device="cpu", dtype="bfloat16")
+    module = load(tmp_path / "plain", device="cpu")
+    assert apart(model, module) < 1.5 * apart(rounded, module)
+
+
+def apart(one: Any, other: Any) -> float:
+    """The distance of two models' logits, in relation to those of the other."""
+    ids = torch.arange(24) * 7 % 384 + 3
+    with torch.inference_mode():
+        found, wanted = (_paged_logits(model, ids).double() for model in (one, other))
+    return float((found - wanted).norm() / wanted.norm())
+
+
 def test_quantized_weights_take_their_own_bytes(tmp_path: Path) -> None:
     module = quantized(tmp_path, "Llama", "awq-32")
     model = load(tmp_path, device="cpu")
@@ -252,7 +279,7 @@ def test_gptq_zeros_at_the_ends_of_four_bits_wrap_around(sign: int, offset: int)
     into = torch.empty(16, 64)
     assert reader.fill("x.weight", Piece.all_of(16, 64), into)
     torch.testing.assert_close(into, plain)
-    packed = reader.packed(("x.weight",), (Piece.all_of(16, 64),), torch.device("cpu"))
+    packed = reader.packed(("x.weight",), (Piece.all_of(16, 64),), torch.device("cpu"), torch.float32)
     assert packed is not None
     torch.testing.assert_close(packed.dequantized(torch.float32), plain)
 
@@ -264,7 +291,7 @@ def test_each_rank_has_the_scales_of_its_own_rows(rank: int) -> None:
     reader = QuantizedReader(Kept(stored), Quantization("fp8"), native_fp8=True)
     rows = range(4 * rank, 4 * rank + 4)
     piece = Piece((16, 8), (rows, range(8)))
-    packed = reader.packed(("x.weight",), (piece,), torch.device("cpu"))
+    packed = reader.packed(("x.weight",), (piece,), torch.device("cpu"), torch.float32)
     assert packed is not None
     torch.testing.assert_close(packed.dequantized(torch.float32), plain[rows.start : rows.stop])
     into = torch.empty(4, 8)
@@ -325,10 +352,11 @@ def test_a_model_without_a_native_decoder_is_told_first_that_nobody_reads_its_me
             load(tmp_path, device="cpu")
 
 
-def test_mxfp4_experts_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
+def make_mxfp4(tmp_path: Path, inner: int) -> None:
+    """Write a GPT-OSS with MXFP4 experts of width `inner`, and to `plain` the one that Transformers makes of it."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    make(tmp_path / "plain", "GptOss", hidden_size=64, intermediate_size=96)
+    make(tmp_path / "plain", "GptOss", hidden_size=64, intermediate_size=inner)
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     stored: Tensors = {}
     generator = torch.Generator().manual_seed(1)
@@ -346,10 +374,76 @@ def test_mxfp4_experts_are_those_that_transformers_dequantizes(tmp_path: Path) -
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(quantization_config=dict(quant_method="mxfp4"))))
-    for layout in (Layout(), Layout(tp=2)):
-        ours, theirs = (load(at, device="cpu", layout=layout, rank=0) for at in (tmp_path, tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(("inner", "tp", "down_packed"), [(96, 1, True), (128, 2, True), (96, 2, False)])
+def test_mxfp4_experts_stay_packed_if_a_device_has_whole_blocks(
+    tmp_path: Path, inner: int, tp: int, down_packed: bool
+) -> None:
+    make_mxfp4(tmp_path, inner)
+    for rank in range(tp):
+        options: dict[str, Any] = dict(device="cpu", layout=Layout(tp=tp), rank=rank)
+        ours, theirs = (load(at, **options) for at in (tmp_path, tmp_path / "plain"))
         assert isinstance(ours, Decoder) and isinstance(theirs, Decoder)
         for layer, other in zip(ours.layers, theirs.layers, strict=True):
             assert layer.experts is not None and other.experts is not None
-            assert torch.equal(layer.experts.gate_up, other.experts.gate_up)
-            assert torch.equal(layer.experts.down, other.experts.down)
+            for field, packed in (("gate_up", True), ("down", down_packed)):
+                weights, plain = getattr(layer.experts, field), getattr(other.experts, field)
+                assert isinstance(weights, Mxfp4Matrices) == packed and weights.shape == plain.shape
+                for expert in range(len(plain)):
+                    assert torch.equal(matrix_of(weights, expert, torch.float32), plain[expert])
+        count, hidden, own = ours.layers[0].experts.down.shape
+        numbers = len(ours.layers) * count * hidden * own * (3 if down_packed else 2)
+        assert theirs.spec.weight_bytes - ours.spec.weight_bytes == numbers * 4 - numbers // 32 * 17
+
+
+def test_random_mxfp4_experts_have_the_spread_of_other_weights_and_their_place_on_each_rank(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, 128)
+    (tmp_path / "model.safetensors").unlink()
+    options: dict[str, Any] = dict(device="cpu", load_format="random")
+    parts = [load(tmp_path, **options, layout=Layout(tp=2), rank=rank) for rank in range(2)]
+    whole, *halves = [
+        each.layers[1].experts for each in (load(tmp_path, **options), *parts) if isinstance(each, Decoder)
+    ]
+    assert whole is not None
+    downs, ups = [], []
+    for half in halves:
+        assert half is not None and isinstance(half.down, Mxfp4Matrices) and isinstance(half.gate_up, Mxfp4Matrices)
+        downs.append(half.down.matrix(3, torch.float32))
+        ups.append(half.gate_up.matrix(3, torch.float32).chunk(2)[1])
+    assert torch.equal(torch.cat(downs, 1), matrix_of(whole.down, 3, torch.float32))
+    assert torch.equal(torch.cat(ups), matrix_of(whole.gate_up, 3, torch.float32).chunk(2)[1])
+    assert not torch.equal(downs[0], matrix_of(whole.down, 2, torch.float32)[:, :64])
+    assert whole.router.std() / 2**0.5 < torch.cat(downs).std() < whole.router.std() * 2**0.5
+
+
+def test_a_model_of_packed_experts_has_the_logits_of_transformers_dequantized_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_mxfp4(tmp_path, 96)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
+    assert difference(load(tmp_path, device="cpu"), module) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "reason"),
+    [
+        (dict(scale=255), "float32", "down_proj_scales holds NaN"),
+        (dict(scale=142), "float16", "down_proj holds NaN or infinite values, as float16"),
+        (dict(dtype=torch.int8), "float32", "down_proj_blocks is torch.int8; torch.uint8"),
+    ],
+)
+def test_damaged_mxfp4_tensors_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], dtype: str, reason: str
+) -> None:
+    make_mxfp4(tmp_path, 96)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    if "scale" in change:
+        tensors[f"{name}_scales"][1, 2, 0] = change["scale"]
+        tensors[f"{name}_blocks"][1, 2, 0] = 0x77
+    else:
+        tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"].view(change["dtype"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path, device="cpu", dtype=dtype)

@@ -150,7 +150,7 @@ class FusedLayerOps(LayerOps):
             for part in _pieces(len(x)):
                 stream[part].addmm_(x[part], weight.t())
             return self._normed(stream, None, bias, norm)
-        if len(x) == 1 and not isinstance(weight, Int4Weight):
+        if len(x) == 1 and isinstance(weight, torch.Tensor | Fp8Weight):
             first()
             skinny_gemm(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
@@ -238,7 +238,7 @@ class FusedLayerOps(LayerOps):
             int4_skinny_gemm(x, weight, bias, out, launch, **fused)
         elif isinstance(weight, Fp8Weight) and len(x) > 1:
             fp8_skinny_gemm(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
-        else:
+        elif isinstance(weight, torch.Tensor | Fp8Weight):
             skinny_gemm(x, weight, bias, out, launch, **fused)
 
     def _input_and_launch(self, x: Normed, weight: Weight) -> tuple[torch.Tensor, SkinnyLaunch | None]:
@@ -355,7 +355,7 @@ class FusedLayerOps(LayerOps):
             return fp8_launch_for(x, weight, cut=cut)
         if isinstance(weight, Int4Weight):
             return int4_launch_for(x, weight, cut=cut)
-        return launch_for(x, weight, cut=cut)
+        return launch_for(x, weight, cut=cut) if isinstance(weight, torch.Tensor) else None
 
     def _normed(
         self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor

@@ -57,8 +57,8 @@ def int4_skinny_gemm(
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     block_n = launch.block_n
     int4_skinny_kernel[(triton.cdiv(outputs, block_n), launch.parts)](
-        x, weight.data, weight.scale, weight.zero, bias, out, rows, outputs, inputs, launch.part_length(inputs),
-        x.stride(0), out.stride(0), out.stride(1),
+        x, weight.data, weight.scale, weight.zero, weight.added, bias, out,
+        rows, outputs, inputs, launch.part_length(inputs), x.stride(0), out.stride(0), out.stride(1),
         GATED=gated, GROUP=weight.group, HALF=weight.half, BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=block_n, STAGES=launch.num_stages, num_warps=launch.num_warps, **dependent_launch_options(x.device),
     )  # fmt: skip
@@ -69,7 +69,7 @@ def int4_dequantized(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     outputs, inputs = weight.shape
     out = torch.empty(outputs, inputs, dtype=dtype, device=weight.data.device)
     dequantize_kernel[(triton.cdiv(outputs, 16), triton.cdiv(inputs, 2 * weight.half))](
-        weight.data, weight.scale, weight.zero, out, outputs, inputs,
+        weight.data, weight.scale, weight.zero, weight.added, out, outputs, inputs,
         GROUP=weight.group, HALF=weight.half, BLOCK_N=16, num_warps=4, **dependent_launch_options(out.device),
     )  # fmt: skip
     return out
@@ -93,7 +93,7 @@ def _exact(numbers, zero, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _chunk(weight, scale, zero, row, first, low_x, high_x, inputs, GROUP: tl.constexpr, HALF: tl.constexpr):
+def _chunk(weight, scale, zero, added, row, first, low_x, high_x, inputs, GROUP: tl.constexpr, HALF: tl.constexpr):
     """The product [BLOCK_N, BLOCK_M] float32 of rows of the weight and the two halves of a chunk of x."""
     at = row.to(tl.int64) * (inputs // 2) + first // 2
     tile = tl.load(weight + at[:, None] + tl.arange(0, HALF)[None, :])
@@ -107,12 +107,16 @@ def _chunk(weight, scale, zero, row, first, low_x, high_x, inputs, GROUP: tl.con
         high_factor, high_offset = tl.load(scale + group + 1).to(tl.float32), tl.load(zero + group + 1)
         high = tl.dot(_exact(tile >> 4, high_offset[:, None], low_x.dtype), high_x, input_precision="ieee")
         result = low * factor[:, None] + high * high_factor[:, None]
+    if added is not None:
+        high_group = row * (inputs // GROUP) + (first + HALF) // GROUP
+        result += tl.load(added + group)[:, None] * tl.sum(low_x.to(tl.float32), 0)[None, :]
+        result += tl.load(added + high_group)[:, None] * tl.sum(high_x.to(tl.float32), 0)[None, :]
     return result
 
 
 @triton.jit(do_not_specialize=["rows"])  # rows only masks: one kernel for all counts of a BLOCK_M
 def int4_skinny_kernel(
-    x, weight, scale, zero, bias, out, rows, outputs, inputs, part_length, x_stride, out_stride_part, out_stride,
+    x, weight, scale, zero, added, bias, out, rows, outputs, inputs, part_length, x_stride, out_stride_part, out_stride,
     GATED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +139,9 @@ def int4_skinny_kernel(
         x_at = x + token[None, :] * x_stride + (first + tl.arange(0, HALF))[:, None]
         low_x = tl.load(x_at, mask=held, other=0.0)
         high_x = tl.load(x_at + HALF, mask=held, other=0.0)
-        acc += _chunk(weight, scale, zero, row, first, low_x, high_x, inputs, GROUP, HALF)
+        acc += _chunk(weight, scale, zero, added, row, first, low_x, high_x, inputs, GROUP, HALF)
         if GATED:
-            up += _chunk(weight, scale, zero, outputs + row, first, low_x, high_x, inputs, GROUP, HALF)
+            up += _chunk(weight, scale, zero, added, outputs + row, first, low_x, high_x, inputs, GROUP, HALF)
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
         if GATED:
@@ -150,7 +154,7 @@ def int4_skinny_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    weight, scale, zero, out, outputs, inputs,
+    weight, scale, zero, added, out, outputs, inputs,
     GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write a 4-bit weight [outputs, inputs] in the dtype of `out`. Program (BLOCK_N rows, chunk)."""
@@ -165,9 +169,17 @@ def dequantize_kernel(
     high = row * (inputs // GROUP) + (first + HALF) // GROUP
     wait_for_previous(DEPENDENT)
     place = out + (row * inputs + first)[:, None] + at
-    numbers = ((tile & 15) - tl.load(zero + low).to(tl.int32)[:, None]).to(tl.float32)
-    tl.store(place, (numbers * tl.load(scale + low).to(tl.float32)[:, None]).to(out.dtype.element_ty), mask=written)
-    numbers = ((tile >> 4) - tl.load(zero + high).to(tl.int32)[:, None]).to(tl.float32)
-    tl.store(
-        place + HALF, (numbers * tl.load(scale + high).to(tl.float32)[:, None]).to(out.dtype.element_ty), mask=written
-    )
+    numbers = _plain(tile & 15, scale, zero, added, low)
+    tl.store(place, numbers.to(out.dtype.element_ty), mask=written)
+    numbers = _plain(tile >> 4, scale, zero, added, high)
+    tl.store(place + HALF, numbers.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _plain(tile, scale, zero, added, group):
+    """The weights [BLOCK_N, HALF] float32 of a tile of integers, whose rows have the groups `group` [BLOCK_N]."""
+    numbers = (tile - tl.load(zero + group).to(tl.int32)[:, None]).to(tl.float32)
+    result = numbers * tl.load(scale + group).to(tl.float32)[:, None]
+    if added is not None:
+        result += tl.load(added + group)[:, None]
+    return result

@@ -440,10 +440,10 @@ class LayerOps:
             torch.addmm(bias, x, weight.t(), out=out)
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x times weight transposed, plus bias. A quantized weight is dequantized first, which is slow."""
+        """x times weight transposed, plus bias."""
         if not isinstance(weight, torch.Tensor):
-            weight = weight.dequantized(x.dtype)
-        elif len(x) in PACKED_ROWS and weight.data_ptr() in self._packed:
+            return weight.linear(x, bias)
+        if len(x) in PACKED_ROWS and weight.data_ptr() in self._packed:
             _, packed = self._packed[weight.data_ptr()]
             product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
             return product

@@ -15,6 +15,7 @@ from holdfast.lm.kernels.linear.experts.experts import (
     mixer_shares,
     router_logits,
 )
+from holdfast.lm.kernels.mxfp4 import matrix_of
 from holdfast.lm.kernels.training.ops import wide
 
 
@@ -33,7 +34,7 @@ def experts_backward(
     chosen, shares = choose(x, experts)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
-    counts = torch.bincount(pairs, minlength=len(experts.down)).tolist()
+    counts = torch.bincount(pairs, minlength=experts.down.shape[0]).tolist()
     gradient = torch.zeros_like(wide(x))
     back_shares = torch.zeros_like(shares).flatten()
     for expert, own in enumerate(torch.split(order, counts)):
@@ -42,17 +43,18 @@ def experts_backward(
         tokens, share = own // rule.per_token, shares.flatten()[own, None].to(x.dtype)
         gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
         down_bias = None if experts.down_bias is None else experts.down_bias[expert]
+        into, down = (matrix_of(each, expert, x.dtype) for each in (experts.gate_up, experts.down))
         given = x[tokens] * share if rule.scales_input else x[tokens]
-        gate_up = functional.linear(given, experts.gate_up[expert], gate_up_bias)
+        gate_up = functional.linear(given, into, gate_up_bias)
         back_out = back[tokens]
-        back_inner = (back_out if rule.scales_input else back_out * share) @ experts.down[expert]
-        back_given = gated_backward(back_inner, gate_up, rule) @ experts.gate_up[expert]
+        back_inner = (back_out if rule.scales_input else back_out * share) @ down
+        back_given = gated_backward(back_inner, gate_up, rule) @ into
         if rule.scales_input:
             back_shares[own] = (wide(back_given) * wide(x[tokens])).sum(-1)
             back_given = back_given * share
         else:
             # `gated` may write to gate_up, so the output is computed last.
-            out = functional.linear(gated(gate_up, rule), experts.down[expert], down_bias)
+            out = functional.linear(gated(gate_up, rule), down, down_bias)
             back_shares[own] = (wide(back_out) * wide(out)).sum(-1)
         gradient.index_add_(0, tokens, wide(back_given))
     back_shares = summed(back_shares.view_as(shares))

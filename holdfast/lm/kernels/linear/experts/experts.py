@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.mxfp4 import ExpertWeights, matrix_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule:
@@ -53,8 +55,8 @@ class Experts:
 
     rule: ExpertRule
     router: torch.Tensor  # [E, hidden]; without the shared one [E - 1, hidden]
-    gate_up: torch.Tensor  # [E, 2 inner, hidden]: the rows of gate, then those of up
-    down: torch.Tensor  # [E, hidden, inner]
+    gate_up: ExpertWeights  # [E, 2 inner, hidden]: the rows of gate, then those of up
+    down: ExpertWeights  # [E, hidden, inner]
     router_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [E, 2 inner]
     down_bias: torch.Tensor | None = None  # [E, hidden]
@@ -125,7 +127,7 @@ def apply_experts(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     chosen, shares = choose(x, experts)
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
-    counts = torch.bincount(pairs, minlength=len(experts.down)).tolist()
+    counts = torch.bincount(pairs, minlength=experts.down.shape[0]).tolist()
     added = torch.zeros_like(x)
     for expert, own in enumerate(torch.split(order, counts)):
         if len(own):
@@ -137,5 +139,5 @@ def apply_experts(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     return added
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
-    return functional.linear(x, weight[expert], None if bias is None else bias[expert])
+def _linear(x: torch.Tensor, weights: ExpertWeights, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+    return functional.linear(x, matrix_of(weights, expert, x.dtype), None if bias is None else bias[expert])

@@ -13,23 +13,28 @@ import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
+from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile
 
 
 @triton.jit
 def _product(
-    weight_at, x, norm, inputs, eps,
+    weight, scale, row, x, norm, inputs, eps,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The products [BLOCK_N] of rows of weights at `weight_at` [BLOCK_N, 1] and x [inputs], in float32.
+    """The products [BLOCK_N] of rows `row` [BLOCK_N] of the weights and x [inputs], in float32.
 
-    With a `norm`, x is replaced by its RMS norm times `norm`. The next kernel is launched at the last read.
+    With a `scale`, weights are MXFP4. With a `norm`, x is replaced by its RMS norm times `norm`. The next kernel is
+    launched at the last read.
     """
+    weight_at = weight + row[:, None] * inputs
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
         inside = k < inputs
-        if EVEN:
+        if scale is not None:
+            tile = mxfp4_tile(weight, scale, row, first, inputs, BLOCK_N, BLOCK_K, EVEN)
+        elif EVEN:
             tile = tl.load(weight_at + k[None, :])
         else:
             tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
@@ -57,9 +62,9 @@ def router_kernel(
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, experts - 1)
-    weight_at = router + row[:, None] * inputs
     wait_for_previous(DEPENDENT)
-    result = _product(weight_at, x + token * x_stride, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
+    x_at = x + token * x_stride
+    result = _product(router, None, row, x_at, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)
     tl.store(logits + token * experts + n, result, mask=n < experts)
@@ -67,8 +72,9 @@ def router_kernel(
 
 @triton.jit
 def gate_few_kernel(
-    logits, x, norm, weight, bias, inner_out, chosen, shares, experts, inner, inputs, x_stride, eps, alpha, limit,
-    jitter, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
+    logits, x, norm, weight, scale, bias, inner_out, chosen, shares,
+    experts, inner, inputs, x_stride, eps, alpha, limit, jitter,
+    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
     SHARED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +84,7 @@ def gate_few_kernel(
     program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. With
     MIXED the shares are those of SparseMixer, with SCALED sigmoids that multiply x. With SHARED, a token's last pair is
     that of the shared expert, whose number is `experts`. Rows of gate and up are taken in turns. With a `norm`, x is
-    replaced by its RMS norm times `norm`.
+    replaced by its RMS norm times `norm`. With a `scale`, weights are MXFP4.
     """
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K
@@ -111,8 +117,8 @@ def gate_few_kernel(
     # Programs after the last output read its row again, which costs nothing and needs no mask.
     row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, inner - 1) + item % 2 * inner
     row = expert.to(tl.int64) * 2 * inner + row
-    weight_at = weight + row[:, None] * inputs
-    result = _product(weight_at, x + token * x_stride, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
+    x_at = x + token * x_stride
+    result = _product(weight, scale, row, x_at, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
     if SCALED:
         result *= share
     if bias is not None:
@@ -124,13 +130,14 @@ def gate_few_kernel(
 
 @triton.jit
 def down_few_kernel(
-    inner_in, weight, bias, chosen, shares, out, inner, outputs, out_stride,
+    inner_in, weight, scale, bias, chosen, shares, out, inner, outputs, out_stride,
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, ADDED: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The second product of all experts of a token, times their shares, summed: [T, outputs].
 
-    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. With ADDED, it is added to `out`.
+    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. With ADDED, it is added to `out`. With a
+    `scale`, weights are MXFP4.
     """
     token = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, BLOCK_R)
@@ -142,13 +149,19 @@ def down_few_kernel(
     share = tl.load(shares + token * TOP_K + rank, mask=held, other=0.0)
     if NORMALIZED:
         share = share / tl.sum(share, 0)
-    weight_at = weight + (expert[None, :] * outputs + row[:, None])[:, :, None] * inner
+    weight_row = expert[None, :] * outputs + row[:, None]
+    weight_at = weight + weight_row[:, :, None] * inner
+    ROWS: tl.constexpr = BLOCK_N * BLOCK_R
     inner_at = inner_in + (token * TOP_K + rank)[:, None] * inner
     acc = tl.zeros([BLOCK_N, BLOCK_R, BLOCK_K], tl.float32)
     for first in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
         inside = held[:, None] & (k < inner)[None, :]
-        if EVEN:
+        if scale is not None:
+            rows = tl.reshape(weight_row, (ROWS,))
+            tile = mxfp4_tile(weight, scale, rows, first, inner, ROWS, BLOCK_K, EVEN)
+            tile = tl.reshape(tile, (BLOCK_N, BLOCK_R, BLOCK_K))
+        elif EVEN:
             tile = tl.load(weight_at + k[None, None, :])
         else:
             tile = tl.load(weight_at + k[None, None, :], mask=inside[None, :, :], other=0.0)
@@ -157,7 +170,7 @@ def down_few_kernel(
     launch_dependents(DEPENDENT)
     result = tl.sum(tl.sum(acc, 2), 1)
     if bias is not None:
-        added = tl.load(bias + expert[None, :] * outputs + row[:, None]).to(tl.float32)
+        added = tl.load(bias + weight_row).to(tl.float32)
         result += tl.sum(added * share[None, :], 1)
     place = out + token * out_stride + n
     if ADDED:

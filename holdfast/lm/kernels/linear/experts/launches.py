@@ -12,6 +12,7 @@ from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
 from holdfast.lm.kernels.linear.experts.few_kernels import down_few_kernel, gate_few_kernel, router_kernel
 from holdfast.lm.kernels.linear.experts.grouped_kernels import grouped_kernel, route_kernel, sort_kernel
 from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
+from holdfast.lm.kernels.mxfp4 import BLOCK, ExpertWeights, stored
 
 FEW_TOKENS = 4
 """Largest number of tokens for which each pair of a token and an expert reads the expert's weights separately."""
@@ -37,9 +38,10 @@ class ExpertLaunch:
     num_warps: int
     num_stages: int
 
-    def options(self, inputs: int) -> dict[str, int]:
-        """The constants that a kernel is compiled for, for this number of inputs."""
-        block_k = _block(inputs, self.block_k)
+    def options(self, inputs: int, *, packed: bool = False) -> dict[str, int]:
+        """The constants that a kernel is compiled for, for this number of inputs, of weights that may be MXFP4."""
+        # Rows of MXFP4 are a quarter as long, so reading many inputs at a time matters more than a full last block.
+        block_k = _covering(inputs, max(BLOCK, self.block_k)) if packed else _block(inputs, self.block_k)
         return dict(
             BLOCK_N=self.block_n,
             BLOCK_K=block_k,
@@ -81,7 +83,7 @@ Tuned on an H200 (benchmarks/engine/experts_gpu.py --tune).
 
 def grouped_launch_for(tokens: int, experts: Experts) -> GroupedLaunch:
     """The launch for this number of tokens."""
-    mean = tokens * experts.rule.per_token / len(experts.down)
+    mean = tokens * experts.rule.per_token / experts.down.shape[0]
     return next(launch for most, launch in GROUPED if mean <= most)
 
 
@@ -106,6 +108,8 @@ def experts_of_few(
     pairs = tokens * rule.per_token
     pdl = dependent_launch_options(device)
     router, gate, down = launches
+    gate_up, gate_up_scale = stored(experts.gate_up)
+    down_weight, down_scale = stored(experts.down)
     logits, shares = (torch.empty(size, dtype=torch.float32, device=device) for size in (tokens * count, pairs))
     chosen = torch.empty(pairs, dtype=torch.int32, device=device)
     between = torch.empty(pairs, inner, dtype=torch.float32, device=device)
@@ -114,16 +118,16 @@ def experts_of_few(
         **router.options(hidden), **pdl,
     )  # fmt: skip
     gate_few_kernel[(triton.cdiv(inner, gate.block_n // 2), pairs)](
-        logits, x, norm, experts.gate_up, experts.gate_up_bias, between, chosen, shares,
+        logits, x, norm, gate_up, gate_up_scale, experts.gate_up_bias, between, chosen, shares,
         count, inner, hidden, x.stride(0), eps, *_clamp(rule), rule.jitter or 0.0,
         **_shares(rule), CLAMPED=rule.clamp is not None,
-        BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden), **pdl,
+        BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden, packed=gate_up_scale is not None), **pdl,
     )  # fmt: skip
     block_r = triton.next_power_of_2(rule.per_token)
-    options = down.options(inner)
+    options = down.options(inner, packed=down_scale is not None)
     options["EVEN"] = options["EVEN"] and block_r == rule.per_token
     down_few_kernel[(triton.cdiv(hidden, down.block_n), tokens)](
-        between, experts.down, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0),
+        between, down_weight, down_scale, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0),
         TOP_K=rule.per_token, NORMALIZED=rule.normalized, ADDED=added, BLOCK_R=block_r, **options, **pdl,
     )  # fmt: skip
 
@@ -166,7 +170,7 @@ def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
 def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
     """Choose the experts of x [T, hidden], and sort the pairs into tiles of `block_m`."""
     rule, device, tokens = experts.rule, x.device, len(x)
-    count, pairs = len(experts.down), tokens * rule.per_token
+    count, pairs = experts.down.shape[0], tokens * rule.per_token
     single = tokens <= ONE_PROGRAM
     at_a_time = next(size for most, size in ROUTED_AT_A_TIME if tokens <= most)
     block_t = max(2, triton.next_power_of_2(tokens)) if single else at_a_time
@@ -213,24 +217,25 @@ def _grouped(
     experts: Experts,
     sorting: Sorting,
     launch: GroupedLaunch,
-    weight: torch.Tensor,
+    weights: ExpertWeights,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     *,
     gated: bool,
 ) -> None:
     rule = experts.rule
-    count, rows, inputs = weight.shape
+    count, rows, inputs = weights.shape
+    weight, scale = stored(weights)
     outputs = rows // 2 if gated else rows
     own = launch.gate if gated else launch.down
     if x.element_size() > 2:  # float32 takes twice the shared memory
         own = replace(own, block_k=own.block_k // 2)
     grouped_kernel[(triton.cdiv(outputs, own.block_n) * sorting.most_tiles,)](
-        x, weight, bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
+        x, weight, scale, bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
         len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
         TOP_K=rule.per_token, GATED=gated, SCALED=rule.scales_input, CLAMPED=rule.clamp is not None,
-        BLOCK_E=triton.next_power_of_2(count),
-        HALVED=launch.halved, BLOCK_M=launch.block_m, **own.options(inputs), **dependent_launch_options(x.device),
+        BLOCK_E=triton.next_power_of_2(count), HALVED=launch.halved, BLOCK_M=launch.block_m,
+        **own.options(inputs, packed=scale is not None), **dependent_launch_options(x.device),
     )  # fmt: skip
 
 
@@ -259,4 +264,9 @@ def _block(inputs: int, most: int) -> int:
         block //= 2
     if inputs % block == 0:
         return block
+    return _covering(inputs, most)
+
+
+def _covering(inputs: int, most: int) -> int:
+    """`most`, or a smaller power of two that covers the inputs."""
     return min(most, int(triton.next_power_of_2(inputs)))

@@ -17,6 +17,7 @@ from holdfast.lm.kernels.linear.experts.launches import (
     grouped_launch_for,
     sort_pairs,
 )
+from holdfast.lm.kernels.mxfp4 import BLOCK, NUMBERS, ExpertWeights, Mxfp4Matrices
 
 RULES = [
     ExpertRule(top_k=2),
@@ -29,6 +30,7 @@ RULES = [
 ]
 BOTH = [(rule, rule.clamp is not None or rule.scales_input) for rule in RULES]
 SMALL = GroupedLaunch(16, ExpertLaunch(16, 32, 4, 2), ExpertLaunch(32, 16, 4, 2))
+FEW_PACKED = (ExpertLaunch(2, 64, 4, 2), ExpertLaunch(8, 64, 4, 2), ExpertLaunch(4, 64, 4, 2))
 FEW = (ExpertLaunch(2, 64, 4, 2), ExpertLaunch(8, 32, 4, 2), ExpertLaunch(4, 32, 4, 2))
 
 
@@ -61,6 +63,23 @@ def draw(
         gate_up_bias=random(count + rule.shared, 2 * inner, spread=1.0),
         down_bias=random(count + rule.shared, hidden, spread=1.0),
     )
+
+
+def packed(experts: Experts) -> tuple[Experts, Experts]:
+    """Experts of the same sizes with random MXFP4 weights, and those with the numbers that they stand for."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw_like(weights: ExpertWeights) -> tuple[Mxfp4Matrices, torch.Tensor]:
+        count, rows, inputs = weights.shape
+        data = torch.randint(256, (count, rows, inputs // 2), generator=generator)
+        scale = torch.randint(121, 126, (count, rows, inputs // BLOCK), generator=generator)
+        numbers = torch.tensor(NUMBERS)[torch.stack((data & 15, data >> 4), -1)].view(count, rows, -1, BLOCK)
+        plain = (numbers * 2.0 ** (scale - 127)[..., None]).view(count, rows, inputs)
+        device = experts.router.device
+        return Mxfp4Matrices(data.byte().to(device), scale.byte().to(device)), plain.to(experts.router)
+
+    (gate_up, plain_gate_up), (down, plain_down) = map(draw_like, (experts.gate_up, experts.down))
+    return replace(experts, gate_up=gate_up, down=down), replace(experts, gate_up=plain_gate_up, down=plain_down)
 
 
 def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -153,6 +172,51 @@ def test_grouped_tokens_get_the_weighted_sum_of_their_experts(
     parts = grouped_experts(x, experts, SMALL)
     assert parts.shape == (rule.per_token, *x.shape)
     assert error(parts.sum(0), expected(x, experts)) < 1e-6
+
+
+@pytest.mark.parametrize(("rule", "biased"), BOTH)
+def test_pytorch_computes_with_packed_weights(rule: ExpertRule, biased: bool) -> None:
+    experts, plain = packed(draw(rule, 6, 96, 64, "cpu", biased=biased))
+    x = torch.randn(13, 96)
+    assert error(apply_experts(x, experts), expected(x, plain)) < 1e-6
+    assert experts.nbytes < plain.nbytes / 6
+
+
+@pytest.mark.parametrize(("rule", "biased"), BOTH)
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, (6, 64, 32)), (3, (5, 96, 160)), (2, (4, 160, 64))])
+def test_a_few_tokens_read_packed_weights(
+    tokens: int, sizes: tuple[int, int, int], rule: ExpertRule, biased: bool, device: str
+) -> None:
+    experts, plain = packed(draw(rule, *sizes, device, biased=biased))
+    x = torch.randn(tokens, sizes[1], device=device)
+    out = torch.full_like(x, torch.nan)
+    experts_of_few(x, experts, out, added=False, launches=FEW_PACKED)
+    assert error(out, expected(x, plain)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("rule", "biased"), BOTH)
+@pytest.mark.parametrize(("tokens", "sizes"), [(9, (6, 64, 32)), (37, (5, 96, 160))])
+def test_grouped_tokens_read_packed_weights(
+    tokens: int, sizes: tuple[int, int, int], rule: ExpertRule, biased: bool, dtype: torch.dtype, device: str
+) -> None:
+    experts, plain = packed(draw(rule, *sizes, device, biased=biased, dtype=dtype))
+    x = torch.randn(tokens, sizes[1], device=device, dtype=dtype)
+    found = grouped_experts(x, experts, SMALL).float().sum(0)
+    assert error(found, expected(x, plain)) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+def test_one_product_may_be_packed_and_the_other_not(device: str) -> None:
+    experts, plain = packed(draw(RULES[0], 4, 64, 32, device))
+    mixed = replace(experts, down=plain.down)
+    for tokens in (2, 9):
+        x = torch.randn(tokens, 64, device=device)
+        if tokens == 2:
+            out = torch.empty_like(x)
+            experts_of_few(x, mixed, out, added=False, launches=FEW)
+        else:
+            out = grouped_experts(x, mixed, SMALL).sum(0)
+        assert error(out, expected(x, plain)) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
@@ -254,6 +318,25 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(shape: str, dty
         )
         wanted = apply_experts(x.double(), exact)
         # Where two experts have nearly the same logits, a token may take the other one.
+        rows = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        limit = 1e-3 if few else 1e-2
+        assert rows.median() < limit and (rows < 2 * limit).double().mean() > 0.98, (tokens, rows.max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_compiled_launches_of_packed_weights_stay_within_the_precision_of_the_type(dtype: torch.dtype) -> None:
+    rule, count, hidden, inner, biased = SHAPES["gpt-oss"]
+    experts, plain = packed(draw(rule, count, hidden, inner, "cuda", biased=biased, dtype=dtype))
+    for tokens in (1, 2, 4, 9, 33, 130, 700, 2100):
+        x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+        if few := tokens <= 4:
+            found = torch.full((tokens, hidden), torch.nan, device="cuda")
+            experts_of_few(x, experts, found, added=False)
+        else:
+            found = grouped_experts(x, experts).float().sum(0)
+        wanted = expected(x[:130], plain)
+        found = found[:130]
         rows = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
         limit = 1e-3 if few else 1e-2
         assert rows.median() < limit and (rows < 2 * limit).double().mean() > 0.98, (tokens, rows.max())

@@ -12,7 +12,8 @@ read and written between, at the rate of a device-to-device copy; and the operat
 `--layer gpt-oss-120b-mxfp4` has packed weights. `--tune` times other launches than the rule's. `rows` runs the engine;
 the rows are those of llama8b.py. `--profile` shows the kernels of decode steps of 1 and 32 sequences, and `--quick`
 captures no more graphs than a start does. `peer` writes a copy of the peer's driver with this shape, to be run as
-`python OUT/peer_moe.py short` with its packages. `touched` runs rows without graphs and counts the experts that a layer's tokens choose in a step, on the device.
+`python OUT/peer_moe.py short` with its packages. `touched` runs rows without graphs and counts the experts that a
+layer's tokens choose in a step, on the device.
 
 Deep layers of random weights make all tokens alike, so that they choose the same few experts. So `rows` and `touched`
 draw tokens at temperature 1 and multiply the embedding by `--spread`: choices are independent then, as `touched` shows.

@@ -70,7 +70,7 @@ class Shard:
 
 def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
     """The shard of a rank. Raises ValueError naming the size if the decoder cannot be split this way."""
-    if spec.delta is not None and layout.ranks > 1:
+    if spec.recurrence is not None and layout.ranks > 1:
         raise ValueError(
             f"tp is {layout.tp} and pp is {layout.pp}; {spec.architecture} has recurrent layers, which one device "
             "computes: leave both out"

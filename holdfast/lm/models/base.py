@@ -13,6 +13,8 @@ from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 
+Shape = tuple[int, ...]
+
 
 class UnsupportedCheckpoint(ValueError):
     """A checkpoint that cannot be served. The message says why, and what to do about it if anything helps."""

@@ -257,24 +257,24 @@ class Decoder:
             )
             weights |= {"experts": experts, "gate_up": self._none, "down": self._none.t()}
             self._bytes += experts.nbytes
-        for field, parts in pieces.items():
-            names = tuple(family.layer.format(index) + name for name in family.fields[field])
-            place = PLACES.get(field, field)
-            if field.endswith("_norm"):
-                weights[field] = self._norm(names, parts)
-            elif field in PRECISE_FIELDS:
-                weights[field] = self._precise(names, parts)
-            elif field in quantized:
-                weights[field] = self._quantized(names, parts)
+        for name, parts in pieces.items():
+            names = tuple(family.layer.format(index) + part for part in family.fields[name])
+            place = PLACES.get(name, name)
+            if name.endswith("_norm"):
+                weights[name] = self._norm(names, parts)
+            elif name in PRECISE_FIELDS:
+                weights[name] = self._precise(names, parts)
+            elif name in quantized:
+                weights[name] = self._quantized(names, parts)
             else:
                 # Kernels read rows in the checkpoint's order. Rows that must be reordered are read as plain numbers.
-                as_stored = field in LINEAR_FIELDS and (field != "qkv" or self._pairs is None)
+                as_stored = name in LINEAR_FIELDS and (name != "qkv" or self._pairs is None)
                 packed = self._packed(names, parts) if as_stored else None
                 weights[place] = self._fused(names, parts) if packed is None else packed
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
-        weights["recurrent"] = {field: weights.pop(field) for field in RECURRENT_FIELDS if field in weights}
+        weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
         return LayerWeights(**weights)
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:

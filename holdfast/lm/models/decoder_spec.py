@@ -8,7 +8,8 @@ from math import prod
 from typing import Literal
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
-from holdfast.lm.models.mixer import RecurrentSpec, Shape
+from holdfast.lm.models.base import Shape
+from holdfast.lm.models.mixer import RecurrentSpec
 from holdfast.lm.models.rope import Rope
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
-from holdfast.lm.models.base import StateTensor, StepInput
-from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights, Shape
+from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights
 
 
 @dataclass(frozen=True, kw_only=True)

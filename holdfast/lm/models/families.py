@@ -8,10 +8,12 @@ from typing import Any
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.convolution_layers import convolutional, lfm2_config
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
 from holdfast.lm.models.delta_layers import DEFAULTS, hybrid
 from holdfast.lm.models.experts import (
     gpt_oss_experts,
+    granite_experts,
     mixtral_experts,
     qwen3_5_moe_experts,
     qwen3_moe_experts,
@@ -19,6 +21,8 @@ from holdfast.lm.models.experts import (
     qwen3_vl_moe_experts,
 )
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
+from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
+from holdfast.lm.models.mamba_layers import bamba_layers, granite_layers
 from holdfast.lm.models.rope import rope_of
 from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder, without_sections
 
@@ -181,6 +185,28 @@ def qwen3_5_moe(config: Mapping[str, Any]) -> DecoderSpec:
     return DecoderSpec(**fields, experts=qwen3_5_moe_experts(config, fields["num_layers"]))
 
 
+def lfm2(config: Mapping[str, Any]) -> DecoderSpec:
+    """LFM2: short convolutions between two gates in most layers, and attention in the others."""
+    config = lfm2_config(config)
+    return DecoderSpec(**convolutional(config, shared(config)))
+
+
+def bamba(config: Mapping[str, Any]) -> DecoderSpec:
+    """Bamba: Mamba-2 in most layers. In the others, attention rotates half of each head."""
+    defaults: dict[str, Any] = dict(num_key_value_heads=8, intermediate_size=14_336, rms_norm_eps=1e-5)
+    config = {**MAMBA_DEFAULTS, **defaults, "max_position_embeddings": 262_144, **config, "partial_rotary_factor": 0.5}
+    return DecoderSpec(**bamba_layers(config, shared(config, partial=True)))
+
+
+def granite_hybrid(config: Mapping[str, Any]) -> DecoderSpec:
+    """Granite 4: Mamba-2 in most layers, four multipliers, and an MLP, or experts besides a shared one."""
+    defaults: dict[str, Any] = dict(max_position_embeddings=2048, shared_intermediate_size=1024)
+    config = {**MAMBA_DEFAULTS, **defaults, **config}
+    if (experts := granite_experts(config, int(config["num_hidden_layers"]))) is None:
+        config = {**config, "intermediate_size": config["shared_intermediate_size"]}
+    return DecoderSpec(**granite_layers(config, shared(config), experts))
+
+
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
 """The scaling of GPT-OSS's rotation, unless its config names another."""
 
@@ -335,6 +361,9 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Lfm2ForCausalLM": lfm2,
+    "BambaForCausalLM": bamba,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
 }
 """For each architecture, the function that reads its config.json."""
 

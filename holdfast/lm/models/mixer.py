@@ -10,9 +10,7 @@ import torch
 
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
-from holdfast.lm.models.base import StateTensor, StepInput
-
-Shape = tuple[int, ...]
+from holdfast.lm.models.base import Shape, StateTensor, StepInput
 
 
 class Mixer(ABC):

@@ -8,7 +8,8 @@ import torch
 
 from holdfast.core.layout import Layout, split_layers
 from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules, adapted_modules, part_names
-from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, layer_shapes, shapes_of_layer
+from holdfast.lm.models.base import Shape
+from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements, layer_shapes, shapes_of_layer
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
 

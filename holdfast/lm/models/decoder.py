@@ -26,6 +26,7 @@ from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
+from holdfast.lm.models.mlp_mixer import MlpMixer
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, layer_pieces, pieces_of_layer, vocabulary_piece
 
@@ -34,8 +35,8 @@ from holdfast.lm.models.shard import Piece, Shard, layer_pieces, pieces_of_layer
 class LayerWeights:
     """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None.
 
-    In a recurrent layer, `qkv` is the projection that its mixer begins with, and `o` the one that adds the mixer's
-    result to the stream.
+    In a recurrent layer, and in one that is an MLP alone, `qkv` is the projection that its mixer begins with, and `o`
+    the one that adds the mixer's result to the stream.
     """
 
     input_norm: torch.Tensor  # [hidden]; of a layer norm [2 hidden], biases last; [0] if there is none
@@ -66,6 +67,10 @@ PLACES = {
     "mixer_in_bias": "qkv_bias",
     "mixer_out": "o",
     "mixer_out_bias": "o_bias",
+    "mlp_in": "qkv",
+    "mlp_in_bias": "qkv_bias",
+    "mlp_out": "o",
+    "mlp_out_bias": "o_bias",
     "shared_gate_up": "gate_up",
     "shared_down": "down",
 }
@@ -166,7 +171,7 @@ class Decoder:
             self._bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
             architecture=decoder.architecture,
-            num_layers=own.num_layers - sum(decoder.recurrent),
+            num_layers=sum(decoder.cached[shard.layers.start : shard.layers.stop]),
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=decoder.head_dim,
@@ -186,7 +191,7 @@ class Decoder:
 
     def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:
         """The mixer of each layer, for its window and its kind of rotation."""
-        spec, mixers, states = self.decoder, list[Mixer](), 0
+        spec, mixers, states, caches = self.decoder, list[Mixer](), 0, 0
         kind = GatedAttentionMixer if spec.attention_gate else AttentionMixer
         for index, layer in enumerate(self.layers):
             if spec.recurrence is not None and spec.recurrent[self.shard.layers[index]]:
@@ -194,11 +199,15 @@ class Decoder:
                 mixers.append(spec.recurrence.mixer(given, states))
                 states += 1
                 continue
+            if not spec.cached[self.shard.layers[index]]:
+                mixers.append(MlpMixer(layer.qkv, layer.qkv_bias))
+                continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
             )
             rotation, window = int(local[index]), windows[index]
-            mixers.append(kind(weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
+            mixers.append(kind(weights, spec, index=index, cache=caches, window=window, rotation=rotation))
+            caches += 1
         return tuple(mixers)
 
     @property
@@ -251,11 +260,12 @@ class Decoder:
     def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
         pieces = pieces_of_layer(self.decoder, self.shard, index)
         family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
+        weights |= {"gate_up": self._none, "down": self._none.t()}
         if self.decoder.experts is not None and self.decoder.experts.sparse[index]:
             experts = read_experts(
                 self.decoder, index, self.shard, self._source, device=self._device, dtype=self._dtype
             )
-            weights |= {"experts": experts, "gate_up": self._none, "down": self._none.t()}
+            weights["experts"] = experts
             self._bytes += experts.nbytes
         for name, parts in pieces.items():
             names = tuple(family.layer.format(index) + part for part in family.fields[name])
@@ -426,6 +436,8 @@ class Decoder:
             following = layer.end_norm
         if adapters is not None:
             return self._finish_adapted(index, stream, attended, following, adapters, sampled=sampled)
+        if spec.mlps:
+            return ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, following)
         if spec.parallel:
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)

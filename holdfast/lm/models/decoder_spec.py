@@ -84,13 +84,23 @@ class DecoderSpec:
     """Whether each head of attention has an output gate: its result is multiplied by the sigmoid of the gate."""
     recurrence: RecurrentSpec | None = None
     """The recurrent layers; None: every layer has attention."""
+    mlps: tuple[bool, ...] = ()
+    """For each layer, whether it is an MLP alone; the other layers are a mixer alone. The MLP's activation is relu².
+
+    Empty: each layer is a mixer and then an MLP or experts."""
     query_scale: float | None = None
     """The factor on attention scores; None: head_dim ** -0.5."""
 
     @property
     def recurrent(self) -> tuple[bool, ...]:
-        """For each layer, whether it is recurrent. Others have attention, and keep keys and values."""
+        """For each layer, whether it is recurrent."""
         return (False,) * self.num_layers if self.recurrence is None else self.recurrence.layers
+
+    @property
+    def cached(self) -> tuple[bool, ...]:
+        """For each layer, whether it has attention, and so keeps keys and values."""
+        mlps = self.mlps or (False,) * self.num_layers
+        return tuple(not (state or mlp) for state, mlp in zip(self.recurrent, mlps, strict=True))
 
     @property
     def scale(self) -> float:
@@ -248,6 +258,10 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
 def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...]]:
     """For each field that a layer reads from the checkpoint, the shapes of its parts. Experts are not among them."""
     shapes, hidden, experts = layer_shapes(spec), spec.hidden_size, spec.experts
+    if spec.mlps and spec.mlps[layer]:
+        return _shapes_of_mlp(spec, shapes)
+    if spec.mlps:
+        shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
     if spec.recurrence is not None and spec.recurrent[layer]:
         shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
         shapes |= spec.recurrence.shapes(hidden)
@@ -258,6 +272,14 @@ def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...
             if experts.shared_gate:
                 shapes["shared_gate"] = ((1, hidden),)
     return shapes
+
+
+def _shapes_of_mlp(spec: DecoderSpec, shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tuple[Shape, ...]]:
+    """The shapes of a layer that is an MLP alone, from those of `layer_shapes`."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    found = {field: shapes[field] for field in spec.norms}
+    found |= {"mlp_in": ((inner, hidden),), "mlp_out": ((hidden, inner),)}
+    return found | ({"mlp_in_bias": ((inner,),), "mlp_out_bias": ((hidden,),)} if spec.mlp_bias else {})
 
 
 def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:

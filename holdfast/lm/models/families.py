@@ -22,7 +22,7 @@ from holdfast.lm.models.experts import (
 )
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
 from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
-from holdfast.lm.models.mamba_layers import bamba_layers, granite_layers
+from holdfast.lm.models.mamba_layers import bamba_layers, granite_layers, nemotron_config, nemotron_layers
 from holdfast.lm.models.rope import rope_of
 from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder, without_sections
 
@@ -207,6 +207,12 @@ def granite_hybrid(config: Mapping[str, Any]) -> DecoderSpec:
     return DecoderSpec(**granite_layers(config, shared(config), experts))
 
 
+def nemotron_h(config: Mapping[str, Any]) -> DecoderSpec:
+    """Nemotron-H: each layer is Mamba-2, attention without a rotation, or an MLP, and nothing else."""
+    config = nemotron_config(config)
+    return DecoderSpec(**nemotron_layers(config, shared(config)))
+
+
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
 """The scaling of GPT-OSS's rotation, unless its config names another."""
 
@@ -364,6 +370,7 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Lfm2ForCausalLM": lfm2,
     "BambaForCausalLM": bamba,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "NemotronHForCausalLM": nemotron_h,
 }
 """For each architecture, the function that reads its config.json."""
 

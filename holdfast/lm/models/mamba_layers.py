@@ -1,4 +1,4 @@
-"""Mamba-2 in checkpoints: how Bamba and Granite 4 describe it, and where its tensors are stored."""
+"""Mamba-2 in checkpoints: how Bamba, Granite 4 and Nemotron-H describe it, and where its tensors are stored."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from holdfast.lm.models.rope import Rope
 DEFAULTS: dict[str, Any] = dict(
     mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=True
 )
-"""Transformers' defaults for keys that the families of this module have in common."""
+"""Transformers' defaults for keys that Bamba and Granite 4 have in common."""
 
-CONV = "mamba.conv.weight"
-"""The name of the convolution's weight as a matrix. A checkpoint stores it with a dimension of 1 in the middle."""
-
-FIELDS = {
-    "mixer_in": ("mamba.in_proj.weight",),
-    "mixer_in_bias": ("mamba.in_proj.bias",),
-    "conv": (CONV,),
-    "conv_bias": ("mamba.conv1d.bias",),
-    "decay": ("mamba.A_log",),
-    "time_bias": ("mamba.dt_bias",),
-    "skip": ("mamba.D",),
-    "gain": ("mamba.norm.weight",),
-    "mixer_out": ("mamba.out_proj.weight",),
-    "mixer_out_bias": ("mamba.out_proj.bias",),
+TENSORS = {
+    "mixer_in": "in_proj.weight",
+    "mixer_in_bias": "in_proj.bias",
+    "conv": "conv.weight",  # a checkpoint stores it as conv1d.weight, with a dimension of 1 in the middle
+    "conv_bias": "conv1d.bias",
+    "decay": "A_log",
+    "time_bias": "dt_bias",
+    "skip": "D",
+    "gain": "norm.weight",
+    "mixer_out": "out_proj.weight",
+    "mixer_out_bias": "out_proj.bias",
 }
-"""For each field that these families add to Llama's, the tensor names after the layer's prefix."""
+"""For each field of a recurrent layer, the tensor name after the prefix of its mixer."""
 
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """The names of kinds of layers before Transformers 5, and their names now."""
@@ -112,23 +109,23 @@ def granite_names(names: WeightNames, hidden: int, shared: int) -> WeightNames:
     return replace(names, fields={**names.fields, **own}, parts={**names.parts, **parts})
 
 
-def mamba_names(names: WeightNames, mamba: MambaSpec) -> WeightNames:
-    """Tensor names with those of Mamba-2 among them."""
-    conv = {CONV: Part("mamba.conv1d.weight", (mamba.channels, 1, mamba.width))}
-    return replace(names, fields={**names.fields, **FIELDS}, parts=conv)
+def mamba_names(names: WeightNames, mamba: MambaSpec, prefix: str = "mamba.") -> WeightNames:
+    """Tensor names with those of Mamba-2 among them. `prefix` is that of a layer's mixer."""
+    own = {field: (prefix + name,) for field, name in TENSORS.items()}
+    conv = Part(f"{prefix}conv1d.weight", (mamba.channels, 1, mamba.width))
+    return replace(names, fields={**names.fields, **own}, parts={own["conv"][0]: conv})
 
 
 def mamba_of(config: Mapping[str, Any], fields: Mapping[str, Any], layers: Sequence[bool]) -> MambaSpec:
     """The recurrent layers of Bamba or Granite 4; `layers` says which layers are recurrent.
 
-    Raises NotNative for activations and models that have no kernels, and UnsupportedCheckpoint for sizes that do not
-    fit each other.
+    Raises NotNative and UnsupportedCheckpoint as `checked` does.
     """
     if fields["activation"] != "silu":
         raise NotNative(f"hidden_act is {fields['activation']}, and recurrent layers have silu only")
     if all(layers):
         raise NotNative("none of its layers has attention")
-    heads, groups, width = (int(config[f"mamba_{key}"]) for key in ("n_heads", "n_groups", "d_conv"))
+    heads = int(config["mamba_n_heads"])
     inner, given = int(config["mamba_expand"]) * fields["hidden_size"], config.get("mamba_d_head", "auto")
     head_dim = inner // heads if given == "auto" else int(given)
     if heads * head_dim != inner:
@@ -136,22 +133,128 @@ def mamba_of(config: Mapping[str, Any], fields: Mapping[str, Any], layers: Seque
             f"mamba_n_heads is {heads} and mamba_d_head is {head_dim}; their product must be mamba_expand times "
             f"hidden_size, {inner}"
         )
-    if heads % groups:
-        raise UnsupportedCheckpoint(f"mamba_n_heads is {heads}; it must be a multiple of mamba_n_groups, {groups}")
-    if width < 2:
-        raise NotNative(f"mamba_d_conv is {width}; it must be at least 2")
     least, most = map(number, config.get("time_step_limit") or (0.0, float("inf")))
-    return MambaSpec(
+    return checked(
         layers=tuple(layers),
         heads=heads,
         head_dim=head_dim,
-        groups=groups,
+        groups=int(config["mamba_n_groups"]),
         state_size=int(config["mamba_d_state"]),
-        width=width,
+        width=int(config["mamba_d_conv"]),
         eps=fields["rms_eps"],
         bias=bool(config.get("mamba_proj_bias")),
         conv_bias=bool(config["mamba_conv_bias"]),
         time_limits=(least, most),
+    )
+
+
+def checked(**fields: Any) -> MambaSpec:
+    """A MambaSpec of these fields.
+
+    Raises NotNative for a convolution without a state, and UnsupportedCheckpoint for groups that do not divide heads.
+    """
+    mamba = MambaSpec(**fields)
+    if mamba.heads % mamba.groups:
+        raise UnsupportedCheckpoint(
+            f"Mamba-2 has {mamba.heads} heads; they must be a multiple of its {mamba.groups} groups"
+        )
+    if mamba.width < 2:
+        raise NotNative(f"the width of its convolutions is {mamba.width}; it must be at least 2")
+    return mamba
+
+
+NEMOTRON_DEFAULTS: dict[str, Any] = dict(
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=4096,
+    intermediate_size=21_504,
+    layer_norm_epsilon=1e-5,
+    mlp_hidden_act="relu2",
+    mamba_hidden_act="silu",
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    ssm_state_size=128,
+    n_groups=8,
+    conv_kernel=4,
+    use_conv_bias=True,
+    time_step_min=0.001,
+)
+"""Transformers' defaults of Nemotron-H."""
+
+OLD_KEYS = dict(
+    mamba_n_groups="n_groups", mamba_d_conv="conv_kernel", mamba_dt_min="time_step_min", mamba_conv_bias="use_conv_bias"
+)
+"""Other keys for the same values of Nemotron-H. They take precedence, as in Transformers."""
+
+LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+"""The letters of Nemotron-H's hybrid_override_pattern."""
+
+
+def nemotron_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Nemotron-H's config.json with Llama's keys, and Transformers' defaults for those that it lacks."""
+    old = {new: config[key] for key, new in OLD_KEYS.items() if key in config}
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    if kinds is None and (pattern := config.get("hybrid_override_pattern")):
+        kinds = [LETTERS.get(letter, letter) for letter in pattern]
+    kinds = [KINDS.get(kind, kind) for kind in kinds or ("linear_attention", "moe", "full_attention", "mlp")]
+    config = {**NEMOTRON_DEFAULTS, **config, **old, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    # Attention has no rotation, and the head is never tied.
+    plain = {"rope_parameters": None, "rope_scaling": None, "tie_word_embeddings": False, "hidden_act": "silu"}
+    return {**config, **plain, "rms_norm_eps": config["layer_norm_epsilon"]}
+
+
+def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The DecoderSpec fields of a Nemotron-H, from those that all families read.
+
+    Raises NotNative for experts, for other activations, and for a model without attention or without Mamba-2.
+    """
+    kinds = config["layer_types"]
+    if "moe" in kinds:
+        raise NotNative("it has experts without a gate")
+    if unknown := {*kinds} - {*LETTERS.values()}:
+        raise UnsupportedCheckpoint(f"layer type {min(unknown)!r} is not supported")
+    for kind, name in (("full_attention", "attention"), ("linear_attention", "Mamba-2")):
+        if kind not in kinds:
+            raise NotNative(f"none of its layers has {name}")
+    for key, known in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
+        if config[key] != known:
+            raise NotNative(f"{key} is {config[key]}, and such layers have {known} only")
+    mamba = checked(
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        heads=int(config["mamba_num_heads"]),
+        head_dim=int(config["mamba_head_dim"]),
+        groups=int(config["n_groups"]),
+        state_size=int(config["ssm_state_size"]),
+        width=int(config["conv_kernel"]),
+        eps=fields["rms_eps"],
+        bias=bool(config.get("use_bias")),
+        conv_bias=bool(config["use_conv_bias"]),
+        time_limits=(float(config["time_step_min"]), float("inf")),
+    )
+    return {
+        **fields,
+        "names": nemotron_names(mamba_names(fields["names"], mamba, "mixer.")),
+        "recurrence": mamba,
+        "mlps": tuple(kind == "mlp" for kind in kinds),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "norms": ("input_norm",),
+        "rope": Rope(1.0, "none"),
+    }
+
+
+def nemotron_names(names: WeightNames) -> WeightNames:
+    """The tensor names of a Nemotron-H, from those of its recurrent layers and Llama's."""
+    own = {field: tuple(name.replace("self_attn", "mixer") for name in names.fields[field]) for field in ("qkv", "o")}
+    own |= {"input_norm": ("norm.weight",), "mlp_in": ("mixer.up_proj.weight",), "mlp_out": ("mixer.down_proj.weight",)}
+    own |= {"mlp_in_bias": ("mixer.up_proj.bias",), "mlp_out_bias": ("mixer.down_proj.bias",)}
+    return replace(
+        names,
+        embedding="model.embeddings.weight",
+        norm="model.norm_f.weight",
+        fields={**names.fields, **own},
+        base="model.",
+        bases=("backbone.",),
+        others=("mtp.",),
     )
 
 

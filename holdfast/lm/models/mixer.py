@@ -39,7 +39,7 @@ class RecurrentSpec(ABC):
     """The recurrent layers of a decoder. All of them are of one kind and of one size."""
 
     layers: tuple[bool, ...]
-    """For each layer of the whole decoder, whether it is recurrent. Others have attention."""
+    """For each layer of the whole decoder, whether it is recurrent."""
 
     @abstractmethod
     def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:

@@ -85,6 +85,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-biased": ("Bamba", {**BIASED, "time_step_limit": (0.5, 0.9)}),
     "granite-4": ("GraniteMoeHybrid", {}),
     "granite-4-odd": ("GraniteMoeHybrid", {**ODD_MAMBA, "layer_types": THIRD, "position_embedding_type": "rope"}),
+    "nemotron-h": ("NemotronH", {}),
+    "nemotron-h-odd": (
+        "NemotronH",
+        {
+            "layers_block_type": [*THIRD, "linear_attention", "full_attention", "full_attention", "mlp", "mlp"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 2,
+            "time_step_min": 0.9,
+        },
+    ),
     "granite-4-experts": ("GraniteMoeHybrid", {**EXPERTS, "mamba_proj_bias": True, "attention_bias": True}),
 }
 BLOCK, ROWS, SNAPSHOTS, HOST_SNAPSHOTS, WIDTH = 4, 6, 4, 3, 12
@@ -247,7 +259,9 @@ def test_two_segments_of_a_row_are_refused(case: tuple[Any, Model]) -> None:
 def test_the_shape_has_the_sizes_of_states(case: tuple[Any, Model]) -> None:
     steps, spec = Steps(case[1]), case[1].spec
     slots, layers = ROWS + SNAPSHOTS, steps.device.memory.states.layers
-    assert len(layers) == spec.recurrent_layers and len(layers) + spec.num_layers == len(case[0].model.layers)
+    decoder = case[1].decoder
+    assert len(layers) == spec.recurrent_layers == sum(decoder.recurrent)
+    assert len(layers) + spec.num_layers + sum(decoder.mlps) == len(case[0].model.layers)
     assert {len(tensor) for layer in layers for tensor in layer} == {slots}
     size = sum(tensor.nbytes for layer in layers for tensor in layer) // slots
     assert steps.shape.states == StateShape(snapshots=SNAPSHOTS, host_snapshots=HOST_SNAPSHOTS, slot_bytes=size)

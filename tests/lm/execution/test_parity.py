@@ -57,6 +57,7 @@ FAMILIES = (
     "Lfm2",
     "Bamba",
     "GraniteMoeHybrid",
+    "NemotronH",
 )
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 SNAPSHOTS = 12  # fewer than sequences end

@@ -13,6 +13,7 @@ import torch
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model, StepInput
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.states.device import StateDevice
 from holdfast.lm.types import (
@@ -257,9 +258,10 @@ def test_two_segments_of_a_row_are_refused(case: tuple[Any, Model]) -> None:
 
 
 def test_the_shape_has_the_sizes_of_states(case: tuple[Any, Model]) -> None:
-    steps, spec = Steps(case[1]), case[1].spec
+    model = case[1]
+    assert isinstance(model, Decoder)
+    steps, spec, decoder = Steps(model), model.spec, model.decoder
     slots, layers = ROWS + SNAPSHOTS, steps.device.memory.states.layers
-    decoder = case[1].decoder
     assert len(layers) == spec.recurrent_layers == sum(decoder.recurrent)
     assert len(layers) + spec.num_layers + sum(decoder.mlps) == len(case[0].model.layers)
     assert {len(tensor) for layer in layers for tensor in layer} == {slots}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
-from holdfast.lm.memory.state_pool import NOTHING_KEPT, Snapshot, StateKey, StatePool
+from holdfast.lm.memory.snapshots import NOTHING_KEPT, Snapshot, StateKey
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.types import BlockCopy, BlockMove
 
 LONG = 1024
@@ -29,6 +30,11 @@ class FoundState:
     """Digest of this block if only the host has it, by index."""
     known: int = 0
     """Number of leading positions whose KV blocks are kept. Beyond the snapshot they must be computed again."""
+    coming: bytes = b""
+    """Digest of the last block before a state that another sequence will save, and that would serve this one better.
+
+    It is empty if there is none.
+    """
 
     def __len__(self) -> int:
         """Number of full blocks that need not be computed."""
@@ -66,22 +72,26 @@ class HybridCache:
     does the same at the last block boundary of a long prompt while slots are free, for another answer to this prompt.
     """
 
-    __slots__ = ("_cache", "_fork", "_forks", "_is_shared", "_pool", "_root", "_row", "_source", "_states", "_tail")
+    __slots__ = ("_cache", "_cuts", "_forks", "_name", "_pool", "_root", "_row", "_source", "_states", "_tail")
 
-    def __init__(self, pool: BlockPool, states: StatePool, root: bytes | None, *, forks: bool) -> None:
-        """`root` starts the chain of digests (`Identity.root`). None: the sequence keeps and finds nothing."""
+    def __init__(
+        self, pool: BlockPool, states: StatePool, root: bytes | None, *, forks: bool = True, name: str = ""
+    ) -> None:
+        """`root` starts the chain of digests (`Identity.root`). None: the sequence keeps and finds nothing.
+
+        `forks`: the prefill may be cut where a state is saved. `name` is the id of the sequence.
+        """
         self._pool = pool
         self._states = states
         self._root = root
-        self._forks = forks
+        self._cuts = forks
+        self._name = name
         self._cache = SequenceCache(pool, root)
         self._row = NO_ROW
         self._source = NOTHING_KEPT
         """The snapshot before which nothing of the sequence needs to be computed again."""
-        self._fork = 0
-        """Position at which the state is saved while the prompt is computed; 0: none."""
-        self._is_shared = False
-        """Whether another sequence has computed the prefix that ends there."""
+        self._forks: tuple[Snapshot, ...] = ()
+        """The states that are saved while the prompt is computed, in the order of their positions."""
         self._tail: tuple[BlockMove, ...] = ()
         """The copy of the snapshot's last KV block, until the sequence has a row."""
 
@@ -116,16 +126,16 @@ class HybridCache:
 
     def missing(self, length: int) -> tuple[tuple[int, int], ...]:
         """The range of [0, length) that no plan computes yet. It ends where the state is to be saved."""
-        stop = self._fork if self.planned < self._fork < length else length
+        stop = min([length, *(fork.length for fork in self._forks if fork.length > self.planned)])
         return ((self.planned, stop),) if self.planned < stop else ()
 
     def plan(self, start: int, stop: int) -> None:
         """Record that a plan computes [start, stop). The state at a fork is saved by the plan after it."""
         self._cache.plan(start, stop)
-        if self._root is not None and stop == self._fork:
-            key = StateKey.of(self._root, self.digests, (), stop, self._pool.block_size)
-            self._source = Snapshot(key, self._source, shared=self._is_shared)
-            self._states.save_after(self._row, self._source)
+        for fork in self._forks:
+            if fork.length == stop:
+                self._states.save_after(self._row, fork)
+                self._source = fork
 
     def rollback(self, length: int) -> None:
         """Raises RuntimeError: a recurrent state cannot forget a position."""
@@ -149,8 +159,10 @@ class HybridCache:
             else:
                 tail[full] = block
         elif digest:
-            return FoundState(known=len(leading) * size)
-        return FoundState(snapshot, blocks, tail, on_host, known=len(leading) * size)
+            snapshot, blocks, full = NOTHING_KEPT, Found(), 0
+        announced = self._states.coming
+        coming = next((each for each in reversed(digests[full:]) if each in announced), b"") if announced else b""
+        return FoundState(snapshot, blocks, tail, on_host, known=len(leading) * size, coming=coming)
 
     def _fits(self, length: int) -> bool:
         """Whether the pool can hold a sequence of this length and a second copy of a block."""
@@ -192,21 +204,27 @@ class HybridCache:
         self._tail = tuple([BlockMove(source, cache.blocks[index]) for index, source in found.tail.items()])
         copies += pool.fill([(cache.blocks[index], digest) for index, digest in found.tail_on_host.items()])
         self._source = found.snapshot
-        self._fork = self._choose_fork(found, length) if self._forks else 0
-        self._is_shared = self._fork == found.known
+        self._forks = tuple(self._choose_forks(self._root, found, length)) if self._root is not None else ()
+        for fork in self._forks:
+            self._states.announce(fork, self._name)
         if found.snapshot.length > cache.planned:
             cache.plan(cache.planned, found.snapshot.length)
         if found.snapshot is not NOTHING_KEPT:
             self._states.touch(found.snapshot, now)
         return copies
 
-    def _choose_fork(self, found: FoundState, length: int) -> int:
-        """The position at which to save the state of a prompt of this length while it is computed; 0: none."""
-        if found.known > found.snapshot.length:
-            return found.known
-        size = self._pool.block_size
-        is_long = length - found.snapshot.length >= LONG and self._states.free > 0
-        return (length - 1) // size * size if is_long else 0
+    def _choose_forks(self, root: bytes, found: FoundState, length: int) -> Iterator[Snapshot]:
+        """The states to save while a prompt of this length is computed, in the order of their positions."""
+        size, previous = self._pool.block_size, found.snapshot
+        last = min((length - 1) // size, len(self.digests)) * size
+        if not self._cuts:
+            return
+        if found.known > previous.length:
+            key = StateKey.of(root, self.digests, (), found.known, size)
+            previous = Snapshot(key, previous, shared=True)
+            yield previous
+        if length - previous.length >= LONG and last > previous.length and self._states.free > 0:
+            yield Snapshot(StateKey.of(root, self.digests, (), last, size), previous)
 
     def occupy(self, row: int) -> None:
         """Have the next plan fill this row with the state that the sequence starts from."""
@@ -240,7 +258,11 @@ class HybridCache:
 
     def _leave(self, tokens: Sequence[int], now: float) -> None:
         """Give up the row. Its state is saved unless no plan has changed it since the last snapshot."""
-        row, self._row, self._fork = self._row, NO_ROW, 0
+        row, self._row = self._row, NO_ROW
+        for fork in self._forks:
+            if fork.length > self.planned:
+                self._states.withdraw(fork)
+        self._forks = ()
         if row == NO_ROW:
             return
         if self._states.begins(row):

@@ -10,7 +10,7 @@ from holdfast.lm.memory.hybrid_cache import HybridCache
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.paged import PagedBuilder
-from holdfast.lm.scheduler.part import Part
+from holdfast.lm.scheduler.part import Part, PartQueues
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.results import Submitted
 from holdfast.lm.types import StepResult
@@ -34,7 +34,7 @@ class HybridKind:
         self.memory = pool
         self.block_pools = (pool,)
         self.states = states
-        self.parts: tuple[Part, ...] = (SnapshotCount(states),)
+        self.parts: tuple[Part, ...] = (SnapshotPart(states),)
         self._by_layer = by_layer
         self._forks = forks
 
@@ -44,7 +44,7 @@ class HybridKind:
 
     def state(self, name: str, root: bytes | None) -> HybridCache:
         """The blocks and the recurrent state of a new sequence. See `MemoryKind.state`."""
-        return HybridCache(self.memory, self.states, root, forks=self._forks)
+        return HybridCache(self.memory, self.states, root, forks=self._forks, name=name)
 
     def mark_lost(
         self, result: StepResult, in_flight: Iterable[Submitted], entries: Mapping[str, Entry], next_step: int
@@ -57,13 +57,50 @@ class HybridKind:
         return ()
 
 
-class SnapshotCount(Part):
-    """Counts the snapshots of recurrent states, and the sequences that began with one."""
+class SnapshotPart(Part):
+    """Lets a sequence wait while another computes the beginning of its prompt, and counts the snapshots.
+
+    A recurrent state is kept only at some positions. So of several requests with one new prefix, each would compute it.
+    A sequence waits instead if one that ranks before it will save a state from which it could start further on
+    (`StatePool.coming`). It waits for that state alone, or until its maker stops.
+    """
 
     name = "snapshots"
+    waits_for = "shared prefix"
 
     def __init__(self, states: StatePool) -> None:
         self._states = states
+        self._queues: PartQueues
+        self._running: dict[str, Entry] = {}
+        """The sequences with a row, by id."""
+        self._held: dict[Entry, bytes] = {}
+        """The waiting sequences that this part holds, each with the state that it waits for, as in `coming`."""
+
+    def attach(self, queues: PartQueues) -> None:
+        self._queues = queues
+
+    def starting(self, entry: Entry, now: float) -> bool:
+        sequence, coming = entry.sequence, self._states.coming
+        if not coming or sequence.in_flight or not entry.uses_kept:
+            return False
+        state = entry.cache.match(sequence.tokens).coming
+        if state and self._running[coming[state]].rank < entry.rank:
+            self._held[entry] = state
+        return entry in self._held
+
+    def left(self, entry: Entry) -> None:
+        self._held.pop(entry, None)
+
+    def started(self, entry: Entry) -> None:
+        self._running[entry.id] = entry
+
+    def stopped(self, entry: Entry) -> None:
+        del self._running[entry.id]
+
+    def advance(self, now: float) -> None:
+        for entry in [entry for entry, state in self._held.items() if state not in self._states.coming]:
+            del self._held[entry]
+            self._queues.release(entry, self)
 
     def stats(self) -> Mapping[str, int]:
         return self._states.stats()

@@ -17,6 +17,7 @@ REASONS = {
     "fetching": "its state is being brought back from the disk or the remote tier",
     "results in flight": "it was preempted, and its last tokens are still being computed",
     "adapter loading": "its adapter is not on the device yet",
+    "shared prefix": "another request computes the beginning of its prompt, and it goes on from there",
     "tenant limit": "as many sequences of its tenant run as may (max_tenant_sequences)",
     "order": "others are ahead of it, and the first of them cannot start",
 }

@@ -27,17 +27,17 @@ class StatePlan(PartPlan):
 
     saves: tuple[StateCopy, ...] = ()
     """Copies from rows to snapshots: states as the plans before this one leave them."""
+    swap_in: tuple[StateCopy, ...] = ()
+    """Copies from slots on the host to rows, for sequences that begin with this plan."""
     starts: tuple[StateCopy, ...] = ()
-    """Copies from snapshots to rows, for sequences that begin with this plan."""
+    """Copies from snapshots to the rows of other sequences that begin with this plan."""
     tails: tuple[BlockMove, ...] = ()
     """Copies of KV blocks that are full only in part, for the same sequences: each gets a block of its own.
 
-    Tails whose source is being swapped in by this plan are copied after that.
+    No copy from the host that this plan begins writes to their sources.
     """
     swap_out: tuple[StateCopy, ...] = ()
     """Copies from snapshots on the device to slots on the host. Each is complete before the next plan runs."""
-    swap_in: tuple[StateCopy, ...] = ()
-    """Copies from slots on the host to snapshots or rows on the device. They happen before `starts`."""
 
     @property
     def computes(self) -> bool:

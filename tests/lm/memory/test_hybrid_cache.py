@@ -251,6 +251,28 @@ def test_a_long_prompt_keeps_its_state_for_another_answer_while_slots_are_free()
     assert other.missing(LONG + 2) == ((0, LONG + 2),), "no slot is free"
 
 
+def test_a_long_prompt_that_may_use_no_kept_state_is_not_cut():
+    memory = Memory(blocks=LONG)
+    cache = memory.sequence()
+    cache.allocate(cache.match(range(1)), LONG + 1, 0.0)
+    assert cache.missing(LONG + 1) == ((0, LONG + 1),)
+
+
+def test_a_sequence_announces_the_state_that_it_will_save_until_it_stops():
+    memory = Memory()
+    memory.end([*range(8), 50, 51])
+    memory.plan()
+    prompt = [*range(8), 60, 61, 62]
+    cache, _ = memory.start(prompt, row=1)
+    assert memory.sequence().match(prompt).coming == block_digests(ROOT, range(8), SIZE)[1]
+    assert memory.sequence().match(range(7)).coming == b"", "it has fewer tokens than that state"
+    cache.suspend(prompt, memory.now)
+    assert memory.sequence().match(prompt).coming == b""
+    memory.start(prompt, row=1)[0].plan(0, 8)
+    memory.plan()
+    assert memory.sequence().match(prompt).coming == b"", "it has come"
+
+
 def test_a_short_prompt_is_not_cut():
     memory = Memory(blocks=LONG)
     assert memory.start(range(LONG - 1))[0].missing(LONG - 1) == ((0, LONG - 1),)
@@ -281,7 +303,7 @@ def test_a_partial_block_of_the_host_fills_the_sequences_own_block():
     memory = Memory(blocks=4, host_blocks=8)
     memory.end(range(10))
     memory.plan()
-    digest = next(iter(memory.states.snapshots)).key.tail_digest
+    digest = next(iter(memory.states.snapshots())).key.tail_digest
     for step in range(3):
         memory.pool.fits(4, ())
         memory.pool.swap_out(step, 0, memory.now)

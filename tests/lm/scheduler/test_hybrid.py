@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.types import Identity
+from holdfast.lm.scheduler.queue_report import REASONS, report_queues
 from holdfast.lm.types import StateCopy, StatePlan
 from tests.hybrid import HybridDevice, check_hybrid
 from tests.scheduling import create_requests, create_scheduler, spans
@@ -78,6 +79,56 @@ def test_the_third_request_with_a_prefix_starts_where_the_second_left_its_state(
     assert [spans(plan) for plan in second] == [[("b", 0, 12)], [("b", 12, 14)]]
     third = run(scheduler, device, request("c", (*prefix, 40, 41), max_tokens=1))
     assert [spans(plan) for plan in third] == [[("c", 12, 14)]]
+
+
+def waiting(scheduler):
+    return {each.id: each.reason for each in report_queues(scheduler.queues, 9).first}
+
+
+def test_of_requests_with_one_new_prefix_at_once_two_compute_it_and_the_others_wait():
+    scheduler, device = create()
+    prefix = tuple(range(12))
+    requests = [request(name, (*prefix, number, number), max_tokens=1) for number, name in enumerate("abcd", 20)]
+    submit(scheduler, device, *requests)
+    assert spans(step(scheduler, device)) == [("a", 0, 14), ("b", 0, 12)]
+    assert waiting(scheduler) == {"c": "shared prefix", "d": "shared prefix"} and "shared prefix" in REASONS
+    assert spans(step(scheduler, device)) == [("b", 12, 14), ("c", 12, 14), ("d", 12, 14)]
+    assert scheduler.stats().tokens_computed == 14 + 12 + 3 * 2
+
+
+def test_requests_stop_waiting_for_a_prefix_when_the_one_that_computes_it_ends():
+    scheduler, device = create(budget=18)
+    prefix = tuple(range(12))
+    requests = [request(name, (*prefix, number, number), max_tokens=1) for number, name in enumerate("abc", 20)]
+    submit(scheduler, device, *requests)
+    assert spans(step(scheduler, device)) == [("a", 0, 14), ("b", 0, 4)]
+    submit(scheduler, device, request("d", (*prefix, 40), max_tokens=1))
+    assert waiting(scheduler)["d"] == "shared prefix"
+    scheduler.abort("b")
+    assert spans(step(scheduler, device)) == [("c", 4, 12)], "it goes on from the state that the other one leaves"
+    assert waiting(scheduler) == {"d": "shared prefix"}
+    assert spans(step(scheduler, device)) == [("c", 12, 14), ("d", 12, 13)]
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_a_prefix_is_forgotten():
+    scheduler, device = create()
+    prefix = tuple(range(12))
+    requests = [request(name, (*prefix, number, number), max_tokens=1) for number, name in enumerate("abc", 20)]
+    submit(scheduler, device, *requests)
+    step(scheduler, device)
+    scheduler.abort("c")
+    run(scheduler, device)
+    assert not scheduler.has_work() and scheduler.stats().waiting == 0
+
+
+def test_nobody_waits_for_a_request_of_lower_rank():
+    scheduler, device = create(budget=6)
+    prefix = tuple(range(12))
+    run(scheduler, device, request("a", (*prefix, 20), max_tokens=1))
+    submit(scheduler, device, request("b", (*prefix, 30), max_tokens=1, priority=1))
+    assert spans(step(scheduler, device)) == [("b", 0, 6)]
+    submit(scheduler, device, request("c", (*prefix, 40), max_tokens=1))
+    assert waiting(scheduler) == {"c": "budget"}
 
 
 def test_a_plan_has_one_segment_for_a_row_however_large_its_budget():

@@ -48,6 +48,24 @@ MIXTURE = {
     "shared_expert_intermediate_size": 40,
 }
 
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
+}
+"""Sizes of Mamba-2's layers."""
+GRANITE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_intermediate_size": 72,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.35,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+}
+
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 12},
@@ -71,6 +89,17 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
         "attention_chunk_size": 12,
         "floor_scale": 8,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Bamba": MAMBA | {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": MAMBA | GRANITE | {"num_local_experts": 0},
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 20,
+        "chunk_size": 8,
     },
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "Starcoder2": {"sliding_window": None},
@@ -112,7 +141,8 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
     ).eval()
     with torch.no_grad():
         for key, parameter in module.named_parameters():
-            if key.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")) or ".norms." in key:
+            endings = ("bias", "norm.weight", "layernorm.weight", "sinks", "mamba.D", "mixer.D")
+            if key.endswith(endings) or ".norms." in key:
                 parameter.normal_(0.5, 0.5)  # a default of 0 or 1 would not tell whether it is used
     module.save_pretrained(directory, max_shard_size=shard)
     return module

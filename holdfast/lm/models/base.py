@@ -14,6 +14,8 @@ from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 from holdfast.lm.types.states import StateCopy
 
+Shape = tuple[int, ...]
+
 
 class UnsupportedCheckpoint(ValueError):
     """A checkpoint that cannot be served. The message says why, and what to do about it if anything helps."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,20 +17,18 @@ from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
+from holdfast.lm.models.attention_mixer import (
+    AttentionMixer,
+    AttentionWeights,
+    GatedAttentionMixer,
+    TemperedAttentionMixer,
+    adapted,
+)
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
-from holdfast.lm.models.mixers import (
-    AttentionMixer,
-    AttentionWeights,
-    DeltaMixer,
-    DeltaWeights,
-    GatedAttentionMixer,
-    Mixer,
-    TemperedAttentionMixer,
-    adapted,
-    delta_state,
-)
+from holdfast.lm.models.mixer import Mixer, RecurrentWeights
+from holdfast.lm.models.mlp_mixer import MlpMixer
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, layer_pieces, pieces_of_layer, vocabulary_piece
 
@@ -39,8 +37,8 @@ from holdfast.lm.models.shard import Piece, Shard, layer_pieces, pieces_of_layer
 class LayerWeights:
     """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None.
 
-    In a recurrent layer, `qkv` is the product that its mixer begins with (`DeltaWeights.inputs`), and `o` the one that
-    adds the mixer's result to the stream.
+    In a recurrent layer, and in one that is an MLP alone, `qkv` is the projection that its mixer begins with, and `o`
+    the one that adds the mixer's result to the stream.
     """
 
     input_norm: torch.Tensor  # [hidden]; of a layer norm [2 hidden], biases last; [0] if there is none
@@ -62,17 +60,29 @@ class LayerWeights:
     experts: Experts | None = None
     """The layer's experts, which replace the MLP. The MLP's weights are empty then, unless there is a shared expert."""
     shared_gate: torch.Tensor | None = None  # [1, hidden]: the gate of the shared expert, which is the MLP
-    delta_conv: torch.Tensor | None = None  # the tensors of `DeltaWeights`, if the layer is recurrent
-    delta_decay: torch.Tensor | None = None
-    delta_bias: torch.Tensor | None = None
-    delta_gain: torch.Tensor | None = None
+    recurrent: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors of a recurrent layer's mixer between the two projections (`RecurrentWeights.tensors`)."""
 
 
-PLACES = {"delta_in": "qkv", "delta_out": "o", "shared_gate_up": "gate_up", "shared_down": "down"}
+PLACES = {
+    "mixer_in": "qkv",
+    "mixer_in_bias": "qkv_bias",
+    "mixer_out": "o",
+    "mixer_out_bias": "o_bias",
+    "mlp_in": "qkv",
+    "mlp_in_bias": "qkv_bias",
+    "mlp_out": "o",
+    "mlp_out_bias": "o_bias",
+    "shared_gate_up": "gate_up",
+    "shared_down": "down",
+}
 """The fields of LayerWeights for which a checkpoint's tensors of some layers have fields of their own."""
 
-PRECISE_FIELDS = ("delta_decay", "delta_bias")
+PRECISE_FIELDS = ("decay", "time_bias", "skip")
 """The fields that stay in float32."""
+
+RECURRENT_FIELDS = ("conv", "conv_bias", "gain", *PRECISE_FIELDS)
+"""The fields of `LayerWeights.recurrent`."""
 
 Norms = tuple[torch.Tensor, torch.Tensor | None]
 """The norm of the stream after a projection, and the norm of the projection itself."""
@@ -155,7 +165,7 @@ class Decoder:
         self.project_out = self._whole(names.project_out, width, hidden) if narrow and shard.last else None
         rows = decoder.position_rows if shard.first else 0
         self.positions = self._whole(names.positions, rows, hidden) if rows else None
-        self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item()
+        self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item() * decoder.stream_scale
         self.lm_head = self._lm_head(tokens)
         biased = decoder.head_bias and shard.last
         self.lm_head_bias = (
@@ -175,7 +185,7 @@ class Decoder:
             self._bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
             architecture=decoder.architecture,
-            num_layers=own.num_layers - sum(decoder.recurrent),
+            num_layers=sum(decoder.cached[shard.layers.start : shard.layers.stop]),
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=decoder.head_dim,
@@ -190,17 +200,21 @@ class Decoder:
             first=shard.first,
             last=shard.last,
             recurrent_layers=sum(decoder.recurrent),
-            state=() if decoder.delta is None else delta_state(decoder.delta, dtype),
+            state=() if decoder.recurrence is None else decoder.recurrence.state(dtype),
         )
 
     def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:
         """The mixer of each layer, for its window and its kind of rotation."""
-        spec, mixers, states = self.decoder, list[Mixer](), 0
+        spec, mixers, states, caches = self.decoder, list[Mixer](), 0, 0
         kind = GatedAttentionMixer if spec.attention_gate else AttentionMixer
         for index, layer in enumerate(self.layers):
-            if spec.delta is not None and spec.recurrent[self.shard.layers[index]]:
-                mixers.append(DeltaMixer(_delta_weights(layer), spec.delta, state=states, eps=spec.rms_eps))
+            if spec.recurrence is not None and spec.recurrent[self.shard.layers[index]]:
+                given = RecurrentWeights(inputs=layer.qkv, bias=layer.qkv_bias, tensors=layer.recurrent)
+                mixers.append(spec.recurrence.mixer(given, states))
                 states += 1
+                continue
+            if not spec.cached[self.shard.layers[index]]:
+                mixers.append(MlpMixer(layer.qkv, layer.qkv_bias))
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
@@ -209,7 +223,8 @@ class Decoder:
             if spec.temperature is not None and local[index]:
                 make = partial(TemperedAttentionMixer, temperature=spec.temperature)
             rotation, window = int(local[index]), windows[index]
-            mixers.append(make(weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
+            mixers.append(make(weights, spec, index=index, cache=caches, window=window, rotation=rotation))
+            caches += 1
         return tuple(mixers)
 
     @property
@@ -263,31 +278,33 @@ class Decoder:
     def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
         pieces = pieces_of_layer(self.decoder, self.shard, index)
         family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
+        weights |= {"gate_up": self._none, "down": self._none.t()}
         if self.decoder.experts is not None and self.decoder.experts.sparse[index]:
             experts = read_experts(
                 self.decoder, index, self.shard, self._source, device=self._device, dtype=self._dtype
             )
-            weights |= {"experts": experts, "gate_up": self._none, "down": self._none.t()}
+            weights["experts"] = experts
             self._bytes += experts.nbytes
         if self.decoder.unit_qk_norm and not self.decoder.other_layers[index]:
             weights |= dict.fromkeys(("q_norm", "k_norm"), self._empty(self.decoder.head_dim).fill_(1.0))
-        for field, parts in pieces.items():
-            names = tuple(family.layer.format(index) + name for name in family.fields[field])
-            place = PLACES.get(field, field)
-            if field.endswith("_norm"):
-                weights[field] = self._norm(names, parts)
-            elif field in PRECISE_FIELDS:
-                weights[field] = self._precise(names, parts)
-            elif field in quantized:
-                weights[field] = self._quantized(names, parts)
+        for name, parts in pieces.items():
+            names = tuple(family.layer.format(index) + part for part in family.fields[name])
+            place = PLACES.get(name, name)
+            if name.endswith("_norm"):
+                weights[name] = self._norm(names, parts)
+            elif name in PRECISE_FIELDS:
+                weights[name] = self._precise(names, parts)
+            elif name in quantized:
+                weights[name] = self._quantized(names, parts)
             else:
                 # Kernels read rows in the checkpoint's order. Rows that must be reordered are read as plain numbers.
-                as_stored = field in LINEAR_FIELDS and (field != "qkv" or self._pairs is None)
+                as_stored = name in LINEAR_FIELDS and (name != "qkv" or self._pairs is None)
                 packed = self._packed(names, parts) if as_stored else None
                 weights[place] = self._fused(names, parts) if packed is None else packed
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
+        weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
         return LayerWeights(**weights)
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
@@ -379,7 +396,7 @@ class Decoder:
         logits = self._ops.linear(hidden, self.lm_head, self.lm_head_bias)
         if (cap := self.decoder.logit_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        return logits if self.decoder.logit_divisor == 1.0 else logits.div_(self.decoder.logit_divisor)
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The residual stream and the output of the last layer's mixer, [R, ...]. The head needs only these rows.
@@ -445,6 +462,8 @@ class Decoder:
             following = layer.end_norm
         if adapters is not None:
             return self._finish_adapted(index, stream, attended, following, adapters, sampled=sampled)
+        if spec.mlps:
+            return ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, following)
         if spec.parallel:
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
@@ -454,8 +473,8 @@ class Decoder:
             stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
         )
         if layer.experts is not None:
-            if layer.shared_gate is not None:
-                normed = self._add_shared(stream, ops.computed(normed), layer, layer.shared_gate)
+            if layer.gate_up.shape[0]:
+                normed = self._add_shared(stream, ops.computed(normed), layer)
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         if spec.norms_stream:
             normed = stream.copy_(normed)
@@ -463,12 +482,11 @@ class Decoder:
         normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following, out_norm=layer.mlp_out_norm)
         return stream.copy_(normed) if spec.norms_stream else normed
 
-    def _add_shared(
-        self, stream: torch.Tensor, normed: torch.Tensor, layer: LayerWeights, gate: torch.Tensor
-    ) -> torch.Tensor:
+    def _add_shared(self, stream: torch.Tensor, normed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Add the shared expert's output for `normed` to the stream in place. Returns `normed`."""
         inner = self._ops.gated_linear(normed, layer.gate_up)
-        inner *= (normed @ gate.t()).sigmoid()
+        if layer.shared_gate is not None:
+            inner *= (normed @ layer.shared_gate.t()).sigmoid()
         self._ops.add_linear_norm(stream, inner, layer.down, None, self._no_norm)
         return normed
 
@@ -528,10 +546,3 @@ class Decoder:
                 lora.scale(projected, stack)
 
         return change
-
-
-def _delta_weights(layer: LayerWeights) -> DeltaWeights:
-    """The weights of a recurrent layer's mixer."""
-    conv, decay, bias, gain = layer.delta_conv, layer.delta_decay, layer.delta_bias, layer.delta_gain
-    assert conv is not None and decay is not None and bias is not None and gain is not None
-    return DeltaWeights(inputs=layer.qkv, conv=conv.contiguous(), decay=decay.exp().neg_(), bias=bias, gain=gain)

@@ -8,9 +8,9 @@ from math import prod
 from typing import Literal
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
+from holdfast.lm.models.base import Shape
+from holdfast.lm.models.mixer import RecurrentSpec
 from holdfast.lm.models.rope import UNROTATED, Rope
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,8 @@ class DecoderSpec:
     """Whether the norm of queries and keys is a layer norm without a bias, with factors of each head's own."""
     embedding_scale: float = 1.0
     """The factor on embeddings, rounded to their dtype."""
+    stream_scale: float = 1.0
+    """Another factor on embeddings, which is not rounded."""
     embedding_width: int = 0
     """Width of an embedding if projections lead from it to the stream and back to the LM head; 0: hidden_size."""
     position_rows: int = 0
@@ -94,17 +96,29 @@ class DecoderSpec:
     """The cap on attention scores: a score becomes cap * tanh(score / cap)."""
     logit_softcap: float | None = None
     """The cap on logits: a logit becomes cap * tanh(logit / cap)."""
+    logit_divisor: float = 1.0
+    """The number that logits are divided by."""
     attention_gate: bool = False
     """Whether each head of attention has an output gate: its result is multiplied by the sigmoid of the gate."""
-    delta: DeltaSpec | None = None
+    recurrence: RecurrentSpec | None = None
     """The recurrent layers; None: every layer has attention."""
+    mlps: tuple[bool, ...] = ()
+    """For each layer, whether it is an MLP alone; the other layers are a mixer alone. The MLP's activation is relu².
+
+    Empty: each layer is a mixer and then an MLP or experts."""
     query_scale: float | None = None
     """The factor on attention scores; None: head_dim ** -0.5."""
 
     @property
     def recurrent(self) -> tuple[bool, ...]:
-        """For each layer, whether it is recurrent. Others have attention, and keep keys and values."""
-        return (False,) * self.num_layers if self.delta is None else self.delta.layers
+        """For each layer, whether it is recurrent."""
+        return (False,) * self.num_layers if self.recurrence is None else self.recurrence.layers
+
+    @property
+    def cached(self) -> tuple[bool, ...]:
+        """For each layer, whether it has attention, and so keeps keys and values."""
+        mlps = self.mlps or (False,) * self.num_layers
+        return tuple(not (state or mlp) for state, mlp in zip(self.recurrent, mlps, strict=True))
 
     @property
     def other_rope(self) -> Rope | None:
@@ -161,53 +175,6 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaSpec:
-    """The recurrent layers of a decoder: gated delta nets (Yang et al., 2024, Gated Delta Networks, §3)."""
-
-    layers: tuple[bool, ...]
-    """For each layer of the whole decoder, whether it is recurrent."""
-    key_heads: int
-    value_heads: int
-    """Number of value heads, a multiple of the number of key heads."""
-    key_dim: int
-    """Numbers of a query or key head."""
-    value_dim: int
-    """Numbers of a value head."""
-    width: int
-    """Number of tokens that the convolution over queries, keys and values reads, its own included."""
-
-    @property
-    def keys(self) -> int:
-        """Numbers of all key heads together."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Numbers of all value heads together."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: those of queries, keys and values."""
-        return 2 * self.keys + self.values
-
-    def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
-        """The shapes of a layer's tensors, as `layer_shapes` gives them.
-
-        `delta_in` has queries, keys, values, output gates, update rates and time steps, in this order.
-        """
-        rows = (self.keys, self.keys, self.values, self.values, self.value_heads, self.value_heads)
-        return {
-            "delta_in": tuple((each, hidden) for each in rows),
-            "delta_conv": ((self.channels, self.width),),
-            "delta_decay": ((self.value_heads,),),
-            "delta_bias": ((self.value_heads,),),
-            "delta_gain": ((self.value_dim,),),
-            "delta_out": ((hidden, self.values),),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
     """The experts of a decoder, and how its checkpoint holds them."""
 
@@ -222,7 +189,9 @@ class ExpertSpec:
     """Whether router and experts have biases."""
     names: ExpertNames
     shared_size: int = 0
-    """Width of the shared expert, which every token reads, times a gate of its own; 0: there is none."""
+    """Width of the shared expert, which every token reads; 0: there is none."""
+    shared_gate: bool = True
+    """Whether the shared expert's output is multiplied by a gate of its own."""
 
 
 @dataclass(frozen=True)
@@ -330,15 +299,28 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
 def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...]]:
     """For each field that a layer reads from the checkpoint, the shapes of its parts. Experts are not among them."""
     shapes, hidden, experts = layer_shapes(spec), spec.hidden_size, spec.experts
-    if spec.delta is not None and spec.recurrent[layer]:
+    if spec.mlps and spec.mlps[layer]:
+        return _shapes_of_mlp(spec, shapes)
+    if spec.mlps:
+        shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
+    if spec.recurrence is not None and spec.recurrent[layer]:
         shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
-        shapes |= spec.delta.shapes(hidden)
+        shapes |= spec.recurrence.shapes(hidden)
     if experts is not None and experts.sparse[layer]:
         shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
         if size := experts.shared_size:
             shapes |= {"shared_gate_up": ((size, hidden),) * 2, "shared_down": ((hidden, size),)}
-            shapes["shared_gate"] = ((1, hidden),)
+            if experts.shared_gate:
+                shapes["shared_gate"] = ((1, hidden),)
     return shapes
+
+
+def _shapes_of_mlp(spec: DecoderSpec, shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tuple[Shape, ...]]:
+    """The shapes of a layer that is an MLP alone, from those of `layer_shapes`."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    found = {field: shapes[field] for field in spec.norms}
+    found |= {"mlp_in": ((inner, hidden),), "mlp_out": ((hidden, inner),)}
+    return found | ({"mlp_in_bias": ((inner,),), "mlp_out_bias": ((hidden,),)} if spec.mlp_bias else {})
 
 
 def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
-from holdfast.lm.models.decoder_spec import DeltaSpec, Part, WeightNames
+from holdfast.lm.models.decoder_spec import Part, WeightNames
+from holdfast.lm.models.delta_net import DeltaSpec
 
 DEFAULTS: dict[str, Any] = dict(
     head_dim=256,
@@ -22,17 +23,17 @@ DEFAULTS: dict[str, Any] = dict(
 """Transformers' defaults for keys that the families of this module have in common."""
 
 INPUTS = tuple(f"linear_attn.{name}.weight" for name in ("query", "key", "value", "gate", "rate", "time"))
-"""The names of the parts of `delta_in`. A checkpoint stores them together with others (`WeightNames.parts`)."""
+"""The names of the parts of `mixer_in`. A checkpoint stores them together with others (`WeightNames.parts`)."""
 CONV = "linear_attn.conv.weight"
 QUERY, GATE = "self_attn.query.weight", "self_attn.gate.weight"
 
 FIELDS = {
-    "delta_in": INPUTS,
-    "delta_conv": (CONV,),
-    "delta_decay": ("linear_attn.A_log",),
-    "delta_bias": ("linear_attn.dt_bias",),
-    "delta_gain": ("linear_attn.norm.weight",),
-    "delta_out": ("linear_attn.out_proj.weight",),
+    "mixer_in": INPUTS,
+    "conv": (CONV,),
+    "decay": ("linear_attn.A_log",),
+    "time_bias": ("linear_attn.dt_bias",),
+    "gain": ("linear_attn.norm.weight",),
+    "mixer_out": ("linear_attn.out_proj.weight",),
     "shared_gate_up": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
     "shared_down": ("mlp.shared_expert.down_proj.weight",),
     "shared_gate": ("mlp.shared_expert_gate.weight",),
@@ -50,7 +51,7 @@ def hybrid(config: Mapping[str, Any], fields: Mapping[str, Any], *, grouped: boo
         raise NotNative("attention_bias is on, and gated attention has no biases here")
     if fields["activation"] != "silu":
         raise NotNative(f"hidden_act is {fields['activation']}, and recurrent layers have silu only")
-    delta = delta_of(config, fields["num_layers"])
+    delta = delta_of(config, fields)
     hidden, heads, dim = fields["hidden_size"], fields["num_heads"], fields["head_dim"]
     names: WeightNames = fields["names"]
     qkv = (QUERY, *names.fields["qkv"][1:], GATE)
@@ -68,15 +69,15 @@ def hybrid(config: Mapping[str, Any], fields: Mapping[str, Any], *, grouped: boo
         bases=("model.language_model.",),
         others=("mtp.",),
     )
-    return {**fields, "names": names, "delta": delta, "attention_gate": True, "qk_norm": True, "norm_offset": 1.0}
+    return {**fields, "names": names, "recurrence": delta, "attention_gate": True, "qk_norm": True, "norm_offset": 1.0}
 
 
-def delta_of(config: Mapping[str, Any], num_layers: int) -> DeltaSpec:
+def delta_of(config: Mapping[str, Any], fields: Mapping[str, Any]) -> DeltaSpec:
     """The recurrent layers. By default every fourth layer has attention.
 
     Raises NotNative for other kinds of layers, and for a model without attention.
     """
-    every = int(config.get("full_attention_interval") or 4)
+    every, num_layers = int(config.get("full_attention_interval") or 4), fields["num_layers"]
     kinds = config.get("layer_types") or [
         "full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(num_layers)
     ]
@@ -96,11 +97,11 @@ def delta_of(config: Mapping[str, Any], num_layers: int) -> DeltaSpec:
         )
     if found["width"] < 2:
         raise NotNative(f"linear_conv_kernel_dim is {found['width']}; it must be at least 2")
-    return DeltaSpec(layers=tuple(kind == "linear_attention" for kind in kinds), **found)
+    return DeltaSpec(layers=tuple(kind == "linear_attention" for kind in kinds), eps=fields["rms_eps"], **found)
 
 
 def separate_inputs(delta: DeltaSpec, hidden: int) -> dict[str, Part]:
-    """The parts of `delta_in` as Qwen3.5 stores them: queries, keys and values in one tensor, others on their own."""
+    """The parts of `mixer_in` as Qwen3.5 stores them: queries, keys and values in one tensor, others on their own."""
     together, shape = "linear_attn.in_proj_qkv.weight", ((delta.channels, hidden), (delta.channels,))
     edges = (0, delta.keys, 2 * delta.keys, delta.channels)
     parts = {
@@ -114,7 +115,7 @@ def separate_inputs(delta: DeltaSpec, hidden: int) -> dict[str, Part]:
 
 
 def grouped_inputs(delta: DeltaSpec, hidden: int) -> dict[str, Part]:
-    """The parts of `delta_in` as Qwen3-Next stores them: each key head with the value heads that use it."""
+    """The parts of `mixer_in` as Qwen3-Next stores them: each key head with the value heads that use it."""
     shared = delta.value_heads // delta.key_heads
     of_values = shared * delta.value_dim
     parts: dict[str, Part] = {}

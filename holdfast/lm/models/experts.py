@@ -31,6 +31,12 @@ GPT_OSS = ExpertNames(
 QWEN3_VL_MOE = ExpertNames(
     router="mlp.gate", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj", fused="halves"
 )
+GRANITE = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    gate_up=("block_sparse_moe.input_linear.weight",),
+    down="block_sparse_moe.output_linear.weight",
+    fused="rows",
+)
 
 LLAMA4 = ExpertNames(
     router="feed_forward.router",
@@ -111,6 +117,21 @@ def qwen3_5_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpe
     config = {"num_experts": 256, **config, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ()}
     shared = _size(config, "shared_expert_intermediate_size")
     return replace(qwen3_moe_experts(config, num_layers), shared_size=shared)
+
+
+def granite_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec | None:
+    """Experts in every layer of a Granite 4, besides a shared one; shares are normalized. None for one without any."""
+    if config.get("num_local_experts") == 0:
+        return None
+    experts = _spec(
+        config,
+        names=GRANITE,
+        count=_size(config, "num_local_experts", 8),
+        inner=_size(config, "intermediate_size", 11_008),
+        sparse=(True,) * num_layers,
+        rule=ExpertRule(top_k=_size(config, "num_experts_per_tok", 2)),
+    )
+    return replace(experts, shared_size=_size(config, "shared_intermediate_size"), shared_gate=False)
 
 
 def with_stored_names(spec: DecoderSpec, stored: Collection[str]) -> DecoderSpec:

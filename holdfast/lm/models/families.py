@@ -8,11 +8,13 @@ from typing import Any
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.convolution_layers import convolutional, lfm2_config
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
 from holdfast.lm.models.delta_layers import DEFAULTS, hybrid
 from holdfast.lm.models.experts import (
     at_least_one,
     gpt_oss_experts,
+    granite_experts,
     llama4_experts,
     mixtral_experts,
     phimoe_experts,
@@ -22,6 +24,8 @@ from holdfast.lm.models.experts import (
     qwen3_vl_moe_experts,
 )
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
+from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
+from holdfast.lm.models.mamba_layers import bamba_layers, granite_layers, nemotron_config, nemotron_layers
 from holdfast.lm.models.rope import rope_of
 from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder, without_sections
 
@@ -182,6 +186,34 @@ def qwen3_5_moe(config: Mapping[str, Any]) -> DecoderSpec:
     config = without_sections({**DEFAULTS, **config})
     fields = hybrid(config, shared(config, partial=True), grouped=False)
     return DecoderSpec(**fields, experts=qwen3_5_moe_experts(config, fields["num_layers"]))
+
+
+def lfm2(config: Mapping[str, Any]) -> DecoderSpec:
+    """LFM2: short convolutions between two gates in most layers, and attention in the others."""
+    config = lfm2_config(config)
+    return DecoderSpec(**convolutional(config, shared(config)))
+
+
+def bamba(config: Mapping[str, Any]) -> DecoderSpec:
+    """Bamba: Mamba-2 in most layers. In the others, attention rotates half of each head."""
+    defaults: dict[str, Any] = dict(num_key_value_heads=8, intermediate_size=14_336, rms_norm_eps=1e-5)
+    config = {**MAMBA_DEFAULTS, **defaults, "max_position_embeddings": 262_144, **config, "partial_rotary_factor": 0.5}
+    return DecoderSpec(**bamba_layers(config, shared(config, partial=True)))
+
+
+def granite_hybrid(config: Mapping[str, Any]) -> DecoderSpec:
+    """Granite 4: Mamba-2 in most layers, four multipliers, and an MLP, or experts besides a shared one."""
+    defaults: dict[str, Any] = dict(max_position_embeddings=2048, shared_intermediate_size=1024)
+    config = {**MAMBA_DEFAULTS, **defaults, **config}
+    if (experts := granite_experts(config, int(config["num_hidden_layers"]))) is None:
+        config = {**config, "intermediate_size": config["shared_intermediate_size"]}
+    return DecoderSpec(**granite_layers(config, shared(config), experts))
+
+
+def nemotron_h(config: Mapping[str, Any]) -> DecoderSpec:
+    """Nemotron-H: each layer is Mamba-2, attention without a rotation, or an MLP, and nothing else."""
+    config = nemotron_config(config)
+    return DecoderSpec(**nemotron_layers(config, shared(config)))
 
 
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
@@ -485,6 +517,10 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe,
     "Llama4ForCausalLM": llama4,
+    "Lfm2ForCausalLM": lfm2,
+    "BambaForCausalLM": bamba,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "NemotronHForCausalLM": nemotron_h,
 }
 """For each architecture, the function that reads its config.json."""
 

@@ -43,9 +43,9 @@ from holdfast.lm.kernels.training.loss import shared_loss_backward
 from holdfast.lm.kernels.training.ops import product_in_float32, wide
 from holdfast.lm.models.adapted import AdaptedModules, adapted_modules
 from holdfast.lm.models.adapters import INPUTS_SPLIT, row_squares
+from holdfast.lm.models.attention_mixer import temperatures
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec
-from holdfast.lm.models.mixers import temperatures
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import module_pieces
 

@@ -101,7 +101,7 @@ def load(
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     if quantization == "fp8":
         check_fp8(device)
-        if spec.delta is not None:
+        if spec.recurrence is not None:
             raise UnsupportedCheckpoint(
                 f"quantization is fp8, which recurrent layers do not have, and {spec.architecture} has some: leave it "
                 "out"
@@ -519,7 +519,7 @@ class RandomWeights(WeightSource):
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
         self._std, self._gain = spec.init_std, 1.0 - spec.norm_offset
-        self._plain = spec.names.fields.get("delta_gain", ())
+        self._plain = spec.names.fields.get("gain", ())
         """Names of norms that have no offset."""
         self._generator = torch.Generator(device)
 

@@ -8,7 +8,8 @@ import torch
 
 from holdfast.core.layout import Layout, split_layers
 from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules, adapted_modules, part_names
-from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, layer_shapes, shapes_of_layer
+from holdfast.lm.models.base import Shape
+from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements, layer_shapes, shapes_of_layer
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
 
@@ -71,7 +72,7 @@ class Shard:
 
 def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
     """The shard of a rank. Raises ValueError naming the size if the decoder cannot be split this way."""
-    if spec.delta is not None and layout.ranks > 1:
+    if spec.recurrence is not None and layout.ranks > 1:
         raise ValueError(
             f"tp is {layout.tp} and pp is {layout.pp}; {spec.architecture} has recurrent layers, which one device "
             "computes: leave both out"

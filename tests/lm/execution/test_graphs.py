@@ -496,8 +496,9 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Lfm2", "GraniteMoeHybrid", "NemotronH"])
 def test_graphs_of_recurrent_layers_give_the_logits_of_unpadded_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch."""
 
@@ -507,7 +508,7 @@ def test_graphs_of_recurrent_layers_give_the_logits_of_unpadded_steps(
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(StepGraphs, "_capture", capture)
-    make(tmp_path, "Qwen3_5Text")
+    make(tmp_path, family)
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, plain = (load(tmp_path, device=where, dtype="float32") for _ in range(2))
     assert isinstance(model, Decoder) and isinstance(plain, Decoder)

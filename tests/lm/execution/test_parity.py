@@ -58,6 +58,10 @@ FAMILIES = (
     "Qwen3_5Text",
     "Qwen3_5MoeText",
     "Qwen3Next",
+    "Lfm2",
+    "Bamba",
+    "GraniteMoeHybrid",
+    "NemotronH",
 )
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 SNAPSHOTS = 12  # fewer than sequences end

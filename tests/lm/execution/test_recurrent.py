@@ -13,6 +13,7 @@ import torch
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model, StepInput
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.states.device import StateDevice
 from holdfast.lm.types import (
@@ -41,6 +42,21 @@ ODD = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 )
 """Sizes that no published model has."""
+ODD_MAMBA = dict(
+    hidden_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    mamba_n_heads=9,
+    mamba_d_head=16,
+    mamba_expand=3,
+    mamba_n_groups=3,
+    mamba_d_state=20,
+    mamba_d_conv=3,
+)
+BIASED = dict(mamba_proj_bias=True, attention_bias=True, mlp_bias=True, mamba_conv_bias=False)
+THIRD = ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"]
+EXPERTS = dict(num_local_experts=6, num_experts_per_tok=3)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5Text", {}),
     "qwen3.5-tied": ("Qwen3_5Text", {"tie_word_embeddings": True}),
@@ -50,6 +66,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {}),
     "qwen3-next-odd": ("Qwen3Next", {**ODD, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "qwen3-next-dense": ("Qwen3Next", {"num_experts": 0}),
+    "lfm2": ("Lfm2", {}),
+    "lfm2-odd": (
+        "Lfm2",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 40,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bamba": ("Bamba", {}),
+    "bamba-odd": ("Bamba", {**ODD_MAMBA, "attn_layer_indices": [0, 3]}),
+    "bamba-biased": ("Bamba", {**BIASED, "time_step_limit": (0.5, 0.9)}),
+    "granite-4": ("GraniteMoeHybrid", {}),
+    "granite-4-odd": ("GraniteMoeHybrid", {**ODD_MAMBA, "layer_types": THIRD, "position_embedding_type": "rope"}),
+    "nemotron-h": ("NemotronH", {}),
+    "nemotron-h-odd": (
+        "NemotronH",
+        {
+            "layers_block_type": [*THIRD, "linear_attention", "full_attention", "full_attention", "mlp", "mlp"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 2,
+            "time_step_min": 0.9,
+        },
+    ),
+    "granite-4-experts": ("GraniteMoeHybrid", {**EXPERTS, "mamba_proj_bias": True, "attention_bias": True}),
 }
 BLOCK, ROWS, SNAPSHOTS, HOST_SNAPSHOTS, WIDTH = 4, 6, 4, 3, 12
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -209,9 +258,12 @@ def test_two_segments_of_a_row_are_refused(case: tuple[Any, Model]) -> None:
 
 
 def test_the_shape_has_the_sizes_of_states(case: tuple[Any, Model]) -> None:
-    steps, spec = Steps(case[1]), case[1].spec
+    model = case[1]
+    assert isinstance(model, Decoder)
+    steps, spec, decoder = Steps(model), model.spec, model.decoder
     slots, layers = ROWS + SNAPSHOTS, steps.device.memory.states.layers
-    assert len(layers) == spec.recurrent_layers and len(layers) + spec.num_layers == len(case[0].model.layers)
+    assert len(layers) == spec.recurrent_layers == sum(decoder.recurrent)
+    assert len(layers) + spec.num_layers + sum(decoder.mlps) == len(case[0].model.layers)
     assert {len(tensor) for layer in layers for tensor in layer} == {slots}
     size = sum(tensor.nbytes for layer in layers for tensor in layer) // slots
     assert steps.shape.states == StateShape(snapshots=SNAPSHOTS, host_snapshots=HOST_SNAPSHOTS, slot_bytes=size)

@@ -157,8 +157,11 @@ PLAIN: dict[str, int] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 32,
 }
-OWN_NAMES: dict[str, dict[str, int]] = {
+OWN_NAMES: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"vocab_size": 100, "n_embd": 128, "n_layer": 4, "n_head": 32},
+    "BambaForCausalLM": {**PLAIN, "attn_layer_indices": [1]},
+    "GraniteMoeHybridForCausalLM": {**PLAIN, "layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "NemotronHForCausalLM": {**PLAIN, "hybrid_override_pattern": "M-*-"},
     "OPTForCausalLM": {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 128},
 }
 

@@ -132,7 +132,15 @@ def assert_these_are_peft_s(
         assert number % 3 == 2 or float((expected - plain).abs().max()) > 0.05, "an adapter must change what is said"
 
 
-RECURRENT = {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+RECURRENT = {
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Lfm2ForCausalLM",
+    "BambaForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "NemotronHForCausalLM",
+}
 """Architectures with recurrent layers. Their adapters run on padded rows."""
 
 

@@ -1,31 +1,19 @@
-"""The mixers of decoder layers: what lets a token read the tokens before it, by attention or by a recurrence."""
+"""The mixers of attention layers."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
-from holdfast.lm.models.base import StateTensor, StepInput
-from holdfast.lm.models.decoder_spec import DecoderSpec, DeltaSpec
-
-
-class Mixer(ABC):
-    """The first half of one layer, up to the projection that adds its result to the stream."""
-
-    @abstractmethod
-    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        """The input [T, width] of that projection, from the normed stream. Writes the layer's cache or states.
-
-        `ops` are the decoder's. `rotations` are those of the step's positions, by kind of layer.
-        """
+from holdfast.lm.models.base import StepInput
+from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,58 +101,6 @@ class GatedAttentionMixer(AttentionMixer):
         gates = shape.num_heads * shape.head_dim
         qkv, gate = projected[:, :-gates], projected[:, -gates:]
         return self._attended(ops, qkv, step, rotations).mul_(gate.sigmoid())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaWeights:
-    """The weights of a gated delta net, except its last projection."""
-
-    inputs: Weight  # [2 Hk Dk + 2 Hv Dv + 2 Hv, hidden]: queries, keys, values, output gates, update rates, time steps
-    conv: torch.Tensor  # [2 Hk Dk + Hv Dv, W]
-    decay: torch.Tensor  # [Hv] float32: the rate of decay per time step, below 0
-    bias: torch.Tensor  # [Hv] float32: the bias of time steps
-    gain: torch.Tensor  # [Dv]: the weight of the norm of each head's result
-
-
-class DeltaMixer(Mixer):
-    """A gated delta net (Yang et al., 2024, Gated Delta Networks, §3.3), as Qwen3-Next and Qwen3.5 have it."""
-
-    def __init__(self, weights: DeltaWeights, delta: DeltaSpec, *, state: int, eps: float) -> None:
-        """`state` is the layer's number among those with a state. `eps` is added under the root of the norm."""
-        self._weights, self._delta, self._state, self._eps = weights, delta, state, eps
-
-    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        weights, delta, recurrent = self._weights, self._delta, step.recurrent
-        assert recurrent is not None
-        conv_state, state = recurrent.states[self._state]
-        recurrence, metadata = recurrent.recurrence, recurrent.metadata
-        heads, dim = delta.value_heads, delta.value_dim
-        projected = ops.linear(normed, weights.inputs)
-        mixed, gate, rate, time = torch.split(projected, [delta.channels, delta.values, heads, heads], dim=-1)
-        mixed = recurrence.convolve(mixed, weights.conv, None, conv_state, metadata, activation="silu")
-        query, key, value = torch.split(mixed, [delta.keys, delta.keys, delta.values], dim=-1)
-        found = recurrence.gated_delta(
-            query.view(len(query), delta.key_heads, delta.key_dim),
-            key.view(len(key), delta.key_heads, delta.key_dim),
-            value.view(len(value), heads, dim),
-            functional.softplus(time.float() + weights.bias) * weights.decay,
-            rate.sigmoid(),
-            state,
-            metadata,
-            scale=delta.key_dim**-0.5,
-            normalize=True,
-        )
-        found = functional.rms_norm(found.float(), (dim,), None, self._eps).to(weights.gain.dtype) * weights.gain
-        return (found.flatten(1) * functional.silu(gate.float())).to(projected.dtype)
-
-
-def delta_state(delta: DeltaSpec, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """The state of one layer: the last inputs of its convolution, in the activations' dtype, and the recurrent state.
-
-    These are the states that `Recurrence.convolve` and `Recurrence.gated_delta` take.
-    """
-    inputs = StateTensor((delta.channels, delta.width - 1), dtype)
-    return inputs, StateTensor((delta.value_heads, delta.key_dim, delta.value_dim), torch.float32)
 
 
 def temperatures(temperature: tuple[float, int], positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

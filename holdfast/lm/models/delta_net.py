@@ -1,0 +1,100 @@
+"""Gated delta nets: the recurrent layers of Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
+from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSpec(RecurrentSpec):
+    """Recurrent layers that are gated delta nets (Yang et al., 2024, Gated Delta Networks, §3)."""
+
+    key_heads: int
+    value_heads: int
+    """Number of value heads, a multiple of the number of key heads."""
+    key_dim: int
+    """Numbers of a query or key head."""
+    value_dim: int
+    """Numbers of a value head."""
+    width: int
+    """Number of tokens that the convolution over queries, keys and values reads, its own included."""
+    eps: float
+    """Number added under the root of the norm of each head's result."""
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all key heads together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads together."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
+        """`mixer_in` has queries, keys, values, output gates, update rates and time steps, in this order."""
+        rows = (self.keys, self.keys, self.values, self.values, self.value_heads, self.value_heads)
+        return {
+            "mixer_in": tuple((each, hidden) for each in rows),
+            "conv": ((self.channels, self.width),),
+            "decay": ((self.value_heads,),),
+            "time_bias": ((self.value_heads,),),
+            "gain": ((self.value_dim,),),
+            "mixer_out": ((hidden, self.values),),
+        }
+
+    def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The last inputs of the convolution, and the recurrent state, as `Recurrence.gated_delta` takes it."""
+        inputs = StateTensor((self.channels, self.width - 1), dtype)
+        return inputs, StateTensor((self.value_heads, self.key_dim, self.value_dim), torch.float32)
+
+    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+        return DeltaMixer(weights, self, state)
+
+
+class DeltaMixer(Mixer):
+    """A gated delta net (Yang et al., 2024, Gated Delta Networks, §3.3), as Qwen3-Next and Qwen3.5 have it."""
+
+    def __init__(self, weights: RecurrentWeights, delta: DeltaSpec, state: int) -> None:
+        """`state` is the layer's number among those with a state."""
+        tensors = weights.tensors
+        self._inputs, self._delta, self._state = weights.inputs, delta, state
+        self._conv, self._gain = tensors["conv"].contiguous(), tensors["gain"]
+        self._decay, self._time_bias = tensors["decay"].exp().neg_(), tensors["time_bias"]
+
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        delta, recurrent = self._delta, step.recurrent
+        assert recurrent is not None
+        conv_state, state = recurrent.states[self._state]
+        recurrence, metadata = recurrent.recurrence, recurrent.metadata
+        heads, dim = delta.value_heads, delta.value_dim
+        projected = ops.linear(normed, self._inputs)
+        mixed, gate, rate, time = torch.split(projected, [delta.channels, delta.values, heads, heads], dim=-1)
+        mixed = recurrence.convolve(mixed, self._conv, None, conv_state, metadata, activation="silu")
+        query, key, value = torch.split(mixed, [delta.keys, delta.keys, delta.values], dim=-1)
+        found = recurrence.gated_delta(
+            query.view(len(query), delta.key_heads, delta.key_dim),
+            key.view(len(key), delta.key_heads, delta.key_dim),
+            value.view(len(value), heads, dim),
+            functional.softplus(time.float() + self._time_bias) * self._decay,
+            rate.sigmoid(),
+            state,
+            metadata,
+            scale=delta.key_dim**-0.5,
+            normalize=True,
+        )
+        found = functional.rms_norm(found.float(), (dim,), None, delta.eps).to(self._gain.dtype) * self._gain
+        return (found.flatten(1) * functional.silu(gate.float())).to(projected.dtype)

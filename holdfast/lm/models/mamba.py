@@ -1,0 +1,111 @@
+"""Mamba-2: the recurrent layers of Bamba and Granite 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
+from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(RecurrentSpec):
+    """Recurrent layers that are state space models (Dao and Gu, 2024, Transformers are SSMs, §7)."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """Number of groups of heads that share their B and C, the paper's input and output projections of the state."""
+    state_size: int
+    """Numbers of the state for each number of a head."""
+    width: int
+    """Number of tokens that the convolution reads, its own included."""
+    eps: float
+    """Number added under the root of the norm of each group's result."""
+    bias: bool = False
+    """Whether the projections have biases."""
+    conv_bias: bool = True
+    time_limits: tuple[float, float] = (0.0, float("inf"))
+    """The least and the largest time step."""
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Numbers of B, or of C, of all groups together."""
+        return self.groups * self.state_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: those of the heads, of B and of C."""
+        return self.inner + 2 * self.shared
+
+    def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
+        """`mixer_in` has output gates, the convolution's channels and time steps, in this order."""
+        rows = self.inner + self.channels + self.heads
+        shapes: dict[str, tuple[Shape, ...]] = {
+            "mixer_in": ((rows, hidden),),
+            "conv": ((self.channels, self.width),),
+            "decay": ((self.heads,),),
+            "time_bias": ((self.heads,),),
+            "skip": ((self.heads,),),
+            "gain": ((self.inner,),),
+            "mixer_out": ((hidden, self.inner),),
+        }
+        if self.bias:
+            shapes |= {"mixer_in_bias": ((rows,),), "mixer_out_bias": ((hidden,),)}
+        if self.conv_bias:
+            shapes["conv_bias"] = ((self.channels,),)
+        return shapes
+
+    def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The last inputs of the convolution, and the recurrent state, as `Recurrence.selective_scan` takes it."""
+        inputs = StateTensor((self.channels, self.width - 1), dtype)
+        return inputs, StateTensor((self.heads, self.head_dim, self.state_size), torch.float32)
+
+    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+        return MambaMixer(weights, self, state)
+
+
+class MambaMixer(Mixer):
+    """Mamba-2 (Dao and Gu, 2024, Transformers are SSMs, §7.1), with a gated norm over each group of heads."""
+
+    def __init__(self, weights: RecurrentWeights, mamba: MambaSpec, state: int) -> None:
+        """`state` is the layer's number among those with a state."""
+        tensors = weights.tensors
+        self._inputs, self._bias, self._mamba, self._state = weights.inputs, weights.bias, mamba, state
+        self._conv, self._conv_bias = tensors["conv"].contiguous(), tensors.get("conv_bias")
+        self._decay, self._time_bias = tensors["decay"].exp().neg_(), tensors["time_bias"]
+        self._skip, self._gain = tensors["skip"], tensors["gain"]
+
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        mamba, recurrent = self._mamba, step.recurrent
+        assert recurrent is not None
+        conv_state, state = recurrent.states[self._state]
+        recurrence, metadata = recurrent.recurrence, recurrent.metadata
+        projected = ops.linear(normed, self._inputs, self._bias)
+        gate, mixed, time = torch.split(projected, [mamba.inner, mamba.channels, mamba.heads], dim=-1)
+        mixed = recurrence.convolve(mixed, self._conv, self._conv_bias, conv_state, metadata, activation="silu")
+        x, b, c = torch.split(mixed, [mamba.inner, mamba.shared, mamba.shared], dim=-1)
+        found = recurrence.selective_scan(
+            x.view(len(x), mamba.heads, mamba.head_dim),
+            functional.softplus(time.float() + self._time_bias).clamp(*mamba.time_limits),
+            self._decay,
+            b.view(len(b), mamba.groups, mamba.state_size),
+            c.view(len(c), mamba.groups, mamba.state_size),
+            self._skip,
+            state,
+            metadata,
+        )
+        gated = found.flatten(1).float() * functional.silu(gate.float())
+        of_group = gated.view(len(gated), mamba.groups, -1)
+        found = functional.rms_norm(of_group, of_group.shape[-1:], None, mamba.eps).flatten(1)
+        return found.to(projected.dtype) * self._gain

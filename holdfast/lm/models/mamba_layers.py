@@ -1,0 +1,263 @@
+"""Mamba-2 in checkpoints: how Bamba, Granite 4 and Nemotron-H describe it, and where its tensors are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.decoder_spec import ExpertSpec, Part, WeightNames
+from holdfast.lm.models.mamba import MambaSpec
+from holdfast.lm.models.rope import Rope
+
+DEFAULTS: dict[str, Any] = dict(
+    mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=True
+)
+"""Transformers' defaults for keys that Bamba and Granite 4 have in common."""
+
+TENSORS = {
+    "mixer_in": "in_proj.weight",
+    "mixer_in_bias": "in_proj.bias",
+    "conv": "conv.weight",  # a checkpoint stores it as conv1d.weight, with a dimension of 1 in the middle
+    "conv_bias": "conv1d.bias",
+    "decay": "A_log",
+    "time_bias": "dt_bias",
+    "skip": "D",
+    "gain": "norm.weight",
+    "mixer_out": "out_proj.weight",
+    "mixer_out_bias": "out_proj.bias",
+}
+"""For each field of a recurrent layer, the tensor name after the prefix of its mixer."""
+
+KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""The names of kinds of layers before Transformers 5, and their names now."""
+
+
+def bamba_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The DecoderSpec fields of a Bamba, from those that all families read."""
+    count, attention = fields["num_layers"], config.get("attn_layer_indices") or ()
+    mamba = mamba_of(config, fields, [layer not in attention for layer in range(count)])
+    names = mamba_names(fields["names"], mamba)
+    own = {
+        "post_norm": ("pre_ff_layernorm.weight",),
+        **{field: tuple(map(feed_forward, names.fields[field])) for field in ("gate_up", "down")},
+        **{field: tuple(map(feed_forward, names.fields[field])) for field in ("gate_up_bias", "down_bias")},
+    }
+    names = replace(names, norm="model.final_layernorm.weight", fields={**names.fields, **own})
+    biased, wide = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    return {**fields, "names": names, "recurrence": mamba, "qkv_bias": biased, "o_bias": biased, "mlp_bias": wide}
+
+
+def feed_forward(name: str) -> str:
+    """Bamba's name of a tensor of Llama's MLP."""
+    return name.replace("mlp.", "feed_forward.")
+
+
+def granite_layers(config: Mapping[str, Any], fields: Mapping[str, Any], experts: ExpertSpec | None) -> dict[str, Any]:
+    """The DecoderSpec fields of a Granite 4 with these experts, from those that all families read.
+
+    Each half of a layer adds r f(norm(x)) to the stream x, where r is residual_multiplier. Here the stream is x / r, to
+    which the half adds f(norm(x)): an RMS norm of x / r is one of x if the number under its root is divided by r².
+
+    Raises UnsupportedCheckpoint for a multiplier of the stream that is not positive.
+    """
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"] * fields["num_layers"]
+    kinds = [KINDS.get(kind, kind) for kind in kinds]
+    if unknown := set(kinds) - {*KINDS.values()}:
+        raise NotNative(f"layer type {min(unknown)!r} is neither full_attention nor linear_attention")
+    if len(kinds) != fields["num_layers"]:
+        raise UnsupportedCheckpoint(f"layer_types lists {len(kinds)} layers of {fields['num_layers']}")
+    mamba = mamba_of(config, fields, [kind == "linear_attention" for kind in kinds])
+    residual, logits = multiplier(config, "residual_multiplier"), multiplier(config, "logits_scaling")
+    shared = fields["intermediate_size"]
+    if experts is not None:
+        shared = experts.shared_size
+    biased = bool(config.get("attention_bias"))
+    rotated = config.get("position_embedding_type") == "rope"
+    return {
+        **fields,
+        "names": granite_names(mamba_names(fields["names"], mamba), fields["hidden_size"], shared),
+        "recurrence": mamba,
+        "experts": experts,
+        "rope": fields["rope"] if rotated else Rope(1.0, "none"),
+        "rms_eps": fields["rms_eps"] / residual**2,
+        "stream_scale": multiplier(config, "embedding_multiplier") / residual,
+        "query_scale": multiplier(config, "attention_multiplier"),
+        "logit_divisor": logits,
+        "qkv_bias": biased,
+        "o_bias": biased,
+    }
+
+
+def multiplier(config: Mapping[str, Any], key: str) -> float:
+    """A multiplier of Granite; 1 by default. Raises UnsupportedCheckpoint if it is not positive."""
+    value = float(1.0 if config.get(key) is None else config[key])
+    if value <= 0:
+        raise UnsupportedCheckpoint(f"{key} is {value:g}; it must be above 0")
+    return value
+
+
+def granite_names(names: WeightNames, hidden: int, shared: int) -> WeightNames:
+    """The tensor names of a Granite 4 whose MLP, or shared expert, has the width `shared`."""
+    gate, up, stored = "shared_mlp.gate.weight", "shared_mlp.up.weight", ((2 * shared, hidden), (2, shared))
+    parts = {
+        name: Part("shared_mlp.input_linear.weight", *stored, at=(0, at, at + 1)) for at, name in enumerate((gate, up))
+    }
+    down = ("shared_mlp.output_linear.weight",)
+    own = {"gate_up": (gate, up), "down": down, "shared_gate_up": (gate, up), "shared_down": down}
+    return replace(names, fields={**names.fields, **own}, parts={**names.parts, **parts})
+
+
+def mamba_names(names: WeightNames, mamba: MambaSpec, prefix: str = "mamba.") -> WeightNames:
+    """Tensor names with those of Mamba-2 among them. `prefix` is that of a layer's mixer."""
+    own = {field: (prefix + name,) for field, name in TENSORS.items()}
+    conv = Part(f"{prefix}conv1d.weight", (mamba.channels, 1, mamba.width))
+    return replace(names, fields={**names.fields, **own}, parts={own["conv"][0]: conv})
+
+
+def mamba_of(config: Mapping[str, Any], fields: Mapping[str, Any], layers: Sequence[bool]) -> MambaSpec:
+    """The recurrent layers of Bamba or Granite 4; `layers` says which layers are recurrent.
+
+    Raises NotNative and UnsupportedCheckpoint as `checked` does.
+    """
+    if fields["activation"] != "silu":
+        raise NotNative(f"hidden_act is {fields['activation']}, and recurrent layers have silu only")
+    if all(layers):
+        raise NotNative("none of its layers has attention")
+    heads = int(config["mamba_n_heads"])
+    inner, given = int(config["mamba_expand"]) * fields["hidden_size"], config.get("mamba_d_head", "auto")
+    head_dim = inner // heads if given == "auto" else int(given)
+    if heads * head_dim != inner:
+        raise UnsupportedCheckpoint(
+            f"mamba_n_heads is {heads} and mamba_d_head is {head_dim}; their product must be mamba_expand times "
+            f"hidden_size, {inner}"
+        )
+    least, most = map(number, config.get("time_step_limit") or (0.0, float("inf")))
+    return checked(
+        layers=tuple(layers),
+        heads=heads,
+        head_dim=head_dim,
+        groups=int(config["mamba_n_groups"]),
+        state_size=int(config["mamba_d_state"]),
+        width=int(config["mamba_d_conv"]),
+        eps=fields["rms_eps"],
+        bias=bool(config.get("mamba_proj_bias")),
+        conv_bias=bool(config["mamba_conv_bias"]),
+        time_limits=(least, most),
+    )
+
+
+def checked(**fields: Any) -> MambaSpec:
+    """A MambaSpec of these fields.
+
+    Raises NotNative for a convolution without a state, and UnsupportedCheckpoint for groups that do not divide heads.
+    """
+    mamba = MambaSpec(**fields)
+    if mamba.heads % mamba.groups:
+        raise UnsupportedCheckpoint(
+            f"Mamba-2 has {mamba.heads} heads; they must be a multiple of its {mamba.groups} groups"
+        )
+    if mamba.width < 2:
+        raise NotNative(f"the width of its convolutions is {mamba.width}; it must be at least 2")
+    return mamba
+
+
+NEMOTRON_DEFAULTS: dict[str, Any] = dict(
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=4096,
+    intermediate_size=21_504,
+    layer_norm_epsilon=1e-5,
+    mlp_hidden_act="relu2",
+    mamba_hidden_act="silu",
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    ssm_state_size=128,
+    n_groups=8,
+    conv_kernel=4,
+    use_conv_bias=True,
+    time_step_min=0.001,
+)
+"""Transformers' defaults of Nemotron-H."""
+
+OLD_KEYS = dict(
+    mamba_n_groups="n_groups", mamba_d_conv="conv_kernel", mamba_dt_min="time_step_min", mamba_conv_bias="use_conv_bias"
+)
+"""Other keys for the same values of Nemotron-H. They take precedence, as in Transformers."""
+
+LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+"""The letters of Nemotron-H's hybrid_override_pattern."""
+
+
+def nemotron_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Nemotron-H's config.json with Llama's keys, and Transformers' defaults for those that it lacks."""
+    old = {new: config[key] for key, new in OLD_KEYS.items() if key in config}
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    if kinds is None and (pattern := config.get("hybrid_override_pattern")):
+        kinds = [LETTERS.get(letter, letter) for letter in pattern]
+    kinds = [KINDS.get(kind, kind) for kind in kinds or ("linear_attention", "moe", "full_attention", "mlp")]
+    config = {**NEMOTRON_DEFAULTS, **config, **old, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    # Attention has no rotation, and the head is never tied.
+    plain = {"rope_parameters": None, "rope_scaling": None, "tie_word_embeddings": False, "hidden_act": "silu"}
+    return {**config, **plain, "rms_norm_eps": config["layer_norm_epsilon"]}
+
+
+def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The DecoderSpec fields of a Nemotron-H, from those that all families read.
+
+    Raises NotNative for experts, for other activations, and for a model without attention or without Mamba-2.
+    """
+    kinds = config["layer_types"]
+    if "moe" in kinds:
+        raise NotNative("it has experts without a gate")
+    if unknown := {*kinds} - {*LETTERS.values()}:
+        raise UnsupportedCheckpoint(f"layer type {min(unknown)!r} is not supported")
+    for kind, name in (("full_attention", "attention"), ("linear_attention", "Mamba-2")):
+        if kind not in kinds:
+            raise NotNative(f"none of its layers has {name}")
+    for key, known in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
+        if config[key] != known:
+            raise NotNative(f"{key} is {config[key]}, and such layers have {known} only")
+    mamba = checked(
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        heads=int(config["mamba_num_heads"]),
+        head_dim=int(config["mamba_head_dim"]),
+        groups=int(config["n_groups"]),
+        state_size=int(config["ssm_state_size"]),
+        width=int(config["conv_kernel"]),
+        eps=fields["rms_eps"],
+        bias=bool(config.get("use_bias")),
+        conv_bias=bool(config["use_conv_bias"]),
+        time_limits=(float(config["time_step_min"]), float("inf")),
+    )
+    return {
+        **fields,
+        "names": nemotron_names(mamba_names(fields["names"], mamba, "mixer.")),
+        "recurrence": mamba,
+        "mlps": tuple(kind == "mlp" for kind in kinds),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "norms": ("input_norm",),
+        "rope": Rope(1.0, "none"),
+    }
+
+
+def nemotron_names(names: WeightNames) -> WeightNames:
+    """The tensor names of a Nemotron-H, from those of its recurrent layers and Llama's."""
+    own = {field: tuple(name.replace("self_attn", "mixer") for name in names.fields[field]) for field in ("qkv", "o")}
+    own |= {"input_norm": ("norm.weight",), "mlp_in": ("mixer.up_proj.weight",), "mlp_out": ("mixer.down_proj.weight",)}
+    own |= {"mlp_in_bias": ("mixer.up_proj.bias",), "mlp_out_bias": ("mixer.down_proj.bias",)}
+    return replace(
+        names,
+        embedding="model.embeddings.weight",
+        norm="model.norm_f.weight",
+        fields={**names.fields, **own},
+        base="model.",
+        bases=("backbone.",),
+        others=("mtp.",),
+    )
+
+
+def number(value: Any) -> float:
+    """A number of a config.json, where Transformers writes an infinite one as an object."""
+    return float(value["__float__"] if isinstance(value, dict) else value)

@@ -1,0 +1,57 @@
+"""The interfaces of mixers: what lets a token of a decoder layer read the tokens before it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
+from holdfast.lm.models.base import Shape, StateTensor, StepInput
+
+
+class Mixer(ABC):
+    """The first half of one layer, up to the projection that adds its result to the stream."""
+
+    @abstractmethod
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        """The input [T, width] of that projection, from the normed stream. Writes the layer's cache or states.
+
+        `ops` are the decoder's. `rotations` are those of the step's positions, by kind of layer.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentWeights:
+    """The weights of a recurrent layer's mixer, except its last projection."""
+
+    inputs: Weight  # [rows, hidden]: the first projection
+    bias: torch.Tensor | None  # [rows]
+    tensors: Mapping[str, torch.Tensor]
+    """The other tensors, by their fields in `RecurrentSpec.shapes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec(ABC):
+    """The recurrent layers of a decoder. All of them are of one kind and of one size."""
+
+    layers: tuple[bool, ...]
+    """For each layer of the whole decoder, whether it is recurrent."""
+
+    @abstractmethod
+    def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
+        """For each field that such a layer has in place of attention's, the shapes of its parts.
+
+        `mixer_in` is the first projection, from `hidden` numbers, and `mixer_out` the one that adds to the stream.
+        """
+
+    @abstractmethod
+    def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The tensors that a layer keeps of a sequence. `dtype` is that of the activations."""
+
+    @abstractmethod
+    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+        """The mixer of a layer with these weights. `state` is its number among the recurrent layers."""

@@ -1,0 +1,61 @@
+"""Short convolutions between two gates: the recurrent layers of LFM2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
+from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionSpec(RecurrentSpec):
+    """Recurrent layers whose state is the last inputs of a convolution (Liquid AI, 2025, LFM2 Technical Report, §2)."""
+
+    channels: int
+    """Channels of the convolution, as many as the stream has."""
+    width: int
+    """Number of tokens that the convolution reads, its own included."""
+    bias: bool = False
+    """Whether projections and convolution have biases."""
+
+    def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
+        """`mixer_in` has the gates before the convolution, those after it, and its inputs, in this order."""
+        shapes: dict[str, tuple[Shape, ...]] = {
+            "mixer_in": ((3 * self.channels, hidden),),
+            "conv": ((self.channels, self.width),),
+            "mixer_out": ((hidden, self.channels),),
+        }
+        if self.bias:
+            shapes |= {"mixer_in_bias": ((3 * self.channels,),), "mixer_out_bias": ((hidden,),)}
+            shapes["conv_bias"] = ((self.channels,),)
+        return shapes
+
+    def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        return (StateTensor((self.channels, self.width - 1), dtype),)
+
+    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+        return ConvolutionMixer(weights, state)
+
+
+class ConvolutionMixer(Mixer):
+    """A causal convolution of gated inputs, whose results are gated again."""
+
+    def __init__(self, weights: RecurrentWeights, state: int) -> None:
+        """`state` is the layer's number among those with a state."""
+        self._inputs, self._bias, self._state = weights.inputs, weights.bias, state
+        self._conv, self._conv_bias = weights.tensors["conv"].contiguous(), weights.tensors.get("conv_bias")
+
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        recurrent = step.recurrent
+        assert recurrent is not None
+        (state,) = recurrent.states[self._state]
+        before, after, x = ops.linear(normed, self._inputs, self._bias).chunk(3, dim=-1)
+        convolved = recurrent.recurrence.convolve(
+            before * x, self._conv, self._conv_bias, state, recurrent.metadata, activation=None
+        )
+        return after * convolved

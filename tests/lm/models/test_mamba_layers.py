@@ -1,0 +1,97 @@
+"""The specs that Bamba, Granite 4 and Nemotron-H get from their config.json, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.loader import load
+from holdfast.lm.models.mamba import MambaSpec
+from tests.checkpoints import make
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=100, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8
+)
+BAMBA: dict[str, Any] = dict(SIZES, mamba_n_heads=8, attn_layer_indices=[1])
+GRANITE: dict[str, Any] = dict(SIZES, mamba_n_heads=8, layer_types=["mamba", "attention"], num_local_experts=0)
+NEMOTRON: dict[str, Any] = dict(SIZES, mamba_num_heads=8, hybrid_override_pattern="M*-M")
+
+
+def spec_of(family: str, config: dict[str, Any], **differences: Any) -> DecoderSpec:
+    architecture = f"{family}ForCausalLM"
+    return NATIVE[architecture]({**config, "architectures": [architecture], **differences})
+
+
+def mamba_of(spec: DecoderSpec) -> MambaSpec:
+    assert isinstance(spec.recurrence, MambaSpec)
+    return spec.recurrence
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "differences", "reason"),
+    [
+        ("Bamba", BAMBA, {"attn_layer_indices": None}, "none of its layers has attention"),
+        ("Bamba", BAMBA, {"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ("Bamba", BAMBA, {"mamba_d_conv": 1}, "width of its convolutions is 1"),
+        ("GraniteMoeHybrid", GRANITE, {"layer_types": None}, "none of its layers has attention"),
+        ("GraniteMoeHybrid", GRANITE, {"layer_types": ["mamba", "sparse"]}, "'sparse' is neither"),
+        ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M*E"}, "it has experts"),
+        ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M-"}, "none of its layers has attention"),
+        ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "*-"}, "none of its layers has Mamba-2"),
+        ("NemotronH", NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is silu"),
+    ],
+)
+def test_variants_that_are_not_computed_run_by_other_code(
+    family: str, config: dict[str, Any], differences: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NotNative, match=reason):
+        spec_of(family, config, **differences)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "differences", "reason"),
+    [
+        ("Bamba", BAMBA, {"mamba_d_head": 30}, "mamba_d_head is 30; their product must be .* 256"),
+        ("Bamba", BAMBA, {"mamba_n_groups": 3}, "8 heads; they must be a multiple of its 3 groups"),
+        ("GraniteMoeHybrid", GRANITE, {"layer_types": ["attention"]}, "lists 1 layers of 2"),
+        ("GraniteMoeHybrid", GRANITE, {"residual_multiplier": 0}, "residual_multiplier is 0; it must be above 0"),
+        ("GraniteMoeHybrid", GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 5}, "of 4 experts, at most 4"),
+        ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M*x"}, "layer type 'x' is not supported"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(
+    family: str, config: dict[str, Any], differences: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=reason) as error:
+        spec_of(family, config, **differences)
+    assert not isinstance(error.value, NotNative)
+
+
+def test_an_infinite_time_step_is_read_as_transformers_writes_it() -> None:
+    written = spec_of("Bamba", BAMBA, time_step_limit=[0.25, {"__float__": "Infinity"}])
+    assert mamba_of(written).time_limits == (0.25, float("inf"))
+
+
+def test_old_names_of_nemotrons_layers_and_sizes_are_read() -> None:
+    kinds = ["mamba", "attention", "mlp", "mamba"]
+    old = spec_of("NemotronH", NEMOTRON, layers_block_type=kinds, mamba_n_groups=2, mamba_d_conv=3, n_groups=4)
+    assert old == spec_of("NemotronH", NEMOTRON, n_groups=2, conv_kernel=3)
+    assert (old.recurrent, old.mlps) == ((True, False, False, True), (False, False, True, False))
+    assert old.cached == (False, True, False, False)
+
+
+def test_published_nemotrons_have_another_prefix(tmp_path: Path) -> None:
+    make(tmp_path, "NemotronH")
+    stored, path = {}, tmp_path / "model.safetensors"
+    for name, tensor in load_file(path).items():
+        rest = name.removeprefix("model.").removeprefix("backbone.")
+        stored[rest if rest.startswith("lm_head") else f"backbone.{rest}"] = tensor
+    save_file({**stored, "mtp.layers.0.norm.weight": torch.ones(4)}, path)
+    assert load(tmp_path, device="cpu", dtype="float32").spec.recurrent_layers == 2

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,17 @@ def workload(rate: float, seconds: float, think: float, seed: int) -> Iterator[d
                 for turn in range(count)
             ],
         }
+
+
+def even_workload(
+    rate: float, seconds: float, think: float, seed: int, shape: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Conversations that arrive by a Poisson process, all of one shape: number of turns, tokens in and out of each."""
+    choose, now, (count, given, answered) = random.Random(seed), 0.0, shape
+    while (now := now + choose.expovariate(rate)) <= seconds:
+        pauses = [0.0, *(round(choose.expovariate(1 / think), 4) for _ in range(count - 1))]
+        turns = [{"input_tokens": given, "output_tokens": answered, "think_s": pause} for pause in pauses]
+        yield {"arrival_s": round(now, 4), "turns": turns}
 
 
 def draw(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
@@ -239,6 +251,9 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", type=Path, default=[], help="files of conversations, JSON lines")
     parser.add_argument("--seconds", type=float, default=90.0, help="conversations arrive for so long")
     parser.add_argument("--think", type=float, default=5.0, help="mean think time in seconds")
+    parser.add_argument(
+        "--even", nargs=3, type=int, metavar=("TURNS", "IN", "OUT"), help="all conversations have this shape, in tokens"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm", type=float, default=10.0)
     parser.add_argument("--until", type=float, default=70.0)
@@ -251,8 +266,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=Path, help="write a record of every step there; of the last mode, all loads")
     arguments = parser.parse_args()
+    arriving = partial(even_workload, shape=arguments.even) if arguments.even else workload
     loads: dict[str, list[dict[str, Any]]] = {
-        f"{rate:g}/s": list(workload(rate, arguments.seconds, arguments.think, arguments.seed))
+        f"{rate:g}/s": list(arriving(rate, arguments.seconds, arguments.think, arguments.seed))
         for rate in arguments.rates
     }
     loads |= {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in arguments.workload}

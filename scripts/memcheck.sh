@@ -21,6 +21,8 @@ check swap tests/lm/kernels/cache/test_kv_cache.py tests/lm/execution/test_trans
 check sampling tests/lm/kernels/sampling/test_sample.py tests/lm/kernels/sampling/test_argmax.py -k "the_kernel or argmax or nan" &
 check rotation-with-write tests/lm/kernels/linear/test_layers.py -k "rotation and 14-2-128-16 and dtype1 or padding_is_not" &
 check fp8-products tests/lm/kernels/test_fp8.py -k "parts_add_up and 50-208 or two_fp8_numbers or before_bias" &
+check recurrent tests/lm/kernels/recurrent/test_triton_recurrence.py \
+  -k "mixed_batch or no_powers_of_two or any_width or compiled_kernels and 48-40-dtype0" &
 check step-inputs tests/lm/kernels/cache/test_step_inputs.py &
 wait
 worst=0

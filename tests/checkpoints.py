@@ -33,6 +33,21 @@ LEGACY = {
     "n_positions": 256,
 }
 
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+"""Sizes of recurrent layers, and a layer with attention."""
+MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 12},
@@ -44,6 +59,9 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "GptOss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "Qwen3Next": DELTA | MIXTURE | {"norm_topk_prob": True},
+    "Qwen3_5Text": DELTA,
+    "Qwen3_5MoeText": DELTA | MIXTURE,
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "Starcoder2": {"sliding_window": None},
     "Phi3": {"sliding_window": 12},

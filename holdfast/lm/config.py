@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from holdfast.lm.parts.adapters.options import AdapterOptions
 from holdfast.lm.parts.moves.options import MoveOptions
 from holdfast.lm.parts.speculation.options import SpeculationOptions
+from holdfast.lm.parts.states.options import StateOptions
 from holdfast.lm.parts.tenants.options import TenantOptions
 from holdfast.lm.parts.tiers.options import TierOptions
 from holdfast.lm.parts.tuning.options import TuningOptions
@@ -20,6 +21,7 @@ class EngineConfig(
     TierOptions,
     MoveOptions,
     TenantOptions,
+    StateOptions,
 ):
     """How the engine runs a model. Raises ValueError, naming the value and the limit, for a value out of range.
 

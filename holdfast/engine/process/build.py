@@ -21,7 +21,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.handler import Found, Handler, RefusalHandler, find
 from holdfast.engine.process.in_service import in_service
-from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site, refuse_excluded
+from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site, excluded_with, refuse_excluded
 from holdfast.engine.process.parts.adapters import AdapterBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.host_tier import HostTierBuilder
@@ -29,6 +29,7 @@ from holdfast.engine.process.parts.moves import MoveBuilder
 from holdfast.engine.process.parts.neighbours import NeighbourBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
+from holdfast.engine.process.parts.states import StateBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
@@ -54,6 +55,7 @@ from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
 from holdfast.lm.models.hf import NotPaged
+from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
 from holdfast.lm.padded.row_parts import RowPart
@@ -86,6 +88,7 @@ PARTS: tuple[type[PartBuilder], ...] = (
     GrammarBuilder,
     AdapterBuilder,
     TuningBuilder,
+    StateBuilder,
     TierBuilder,
     MoveBuilder,
     TraceBuilder,
@@ -173,10 +176,24 @@ def load(
     order.on_progress(f"loading {checkpoint.name}")
     more = partial(device_parts, parts, config, order)
     with order.stages.stage("weights"):
-        device, reason = choose_device(config, checkpoint, order.stages, ranks, more)
+        refusal = not_paged(config, checkpoint, parts)
+        device, reason = choose_device(config, checkpoint, order.stages, ranks, more, refusal)
     if isinstance(device, PagedDevice | ManyDevice):
         return Site(config, checkpoint, device, reason, ranks, order, clock)
     return Site(config, checkpoint, device, f"{reason}; {on_rows(config, device)}", ranks, order, clock)
+
+
+def not_paged(config: EngineConfig, checkpoint: Checkpoint, parts: Sequence[type[PartBuilder]]) -> str:
+    """Why a model with recurrent layers does not run on the paged executor with this configuration; else empty.
+
+    Parts that an engine can do without do not count.
+    """
+    try:
+        recurrent = any(decoder_spec(checkpoint.directory).recurrent)
+    except UnsupportedCheckpoint:  # another executor may run it
+        return ""
+    wanted = {part.name for part in parts if part.wanted(config) and not part.is_optional}
+    return excluded_with(wanted, {"recurrent layers"}) if recurrent else ""
 
 
 def device_parts(
@@ -340,11 +357,13 @@ def choose_device(
     stages: Stages,
     ranks: AnyRanks = NO_RANKS,
     more: MoreParts = no_more,
+    refusal: str = "",
 ) -> Choice:
     """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
 
-    With the other `ranks` it is on all their devices. Raises UnsupportedCheckpoint with both reasons if neither can run
-    it, ValueError for an option that the executor does not read, and MemoryError.
+    `refusal` is a known reason why it cannot be paged; empty: none is known. With the other `ranks` it is on all their
+    devices. Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the
+    executor does not read, and MemoryError.
     """
     if isinstance(ranks, Ranks):
         return make_many_device(config, ranks, stages, more)
@@ -354,23 +373,25 @@ def choose_device(
         reason = f"scheduler is {config.scheduler}, which plans padded rows"
         return Choice(make_padded_device(config, checkpoint, stages), reason)
     try:
+        if refusal:
+            raise UnsupportedCheckpoint(refusal)
         return Choice(*make_paged_device(config, checkpoint, stages, more=more))
     except UnsupportedCheckpoint as error:
         if config.executor == "paged" or isinstance(error, DamagedCheckpoint):
             raise
-        refusal = error.with_traceback(None)  # its frames hold tensors
+        unpaged = error.with_traceback(None)  # its frames hold tensors
     for name, value in changed(config, executor="paged"):
-        raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
+        raise UnsupportedCheckpoint(f"{unpaged}; padded rows cannot run it with {name} {value}") from None
     try:
-        module = refusal.module if isinstance(refusal, NotPaged) else None
+        module = unpaged.module if isinstance(unpaged, NotPaged) else None
         device = make_padded_device(config, checkpoint, stages, module=module)
     except UnsupportedCheckpoint as error:
-        if str(error) == str(refusal):
+        if str(error) == str(unpaged):
             raise
-        if isinstance(error, MisfitCheckpoint) and isinstance(refusal, MisfitCheckpoint):
-            raise refusal from None
-        raise UnsupportedCheckpoint(f"{refusal}; on padded rows: {error}") from error
-    return Choice(device, str(refusal))
+        if isinstance(error, MisfitCheckpoint) and isinstance(unpaged, MisfitCheckpoint):
+            raise unpaged from None
+        raise UnsupportedCheckpoint(f"{unpaged}; on padded rows: {error}") from error
+    return Choice(device, str(unpaged))
 
 
 def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages, more: MoreParts = no_more) -> Choice:

@@ -183,6 +183,24 @@ EXCLUSIONS = (
         "no native decoder",
         "tuning needs a native decoder over a paged cache, and this model has none; leave it out",
     ),
+    Exclusion("tuning", "recurrent layers", "a model with recurrent layers cannot be tuned; leave tuning out"),
+    Exclusion(
+        "adapters",
+        "recurrent layers",
+        "adapters of a model with recurrent layers run on padded rows: set executor to padded, or leave it out",
+    ),
+    Exclusion(
+        "lower tiers",
+        "recurrent layers",
+        "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "
+        "remote_cache, or set executor to padded",
+    ),
+    Exclusion(
+        "speculation",
+        "recurrent layers",
+        "a model with recurrent layers cannot take back the tokens of a draft; leave out speculation",
+    ),
+    Exclusion("moves", "recurrent layers", "the states of recurrent layers do not move with their blocks"),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
     Exclusion("moves", "no host tier", "there is no host tier, through which blocks move"),
@@ -215,12 +233,18 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
             found.add("no kept states")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         found.add("no native decoder")
+    elif device.model.spec.recurrent_layers:
+        found.add("recurrent layers")
     return found
 
 
 def excluded(parts: Collection[str], site: Site, *, host_tier: bool = True) -> str:
     """Why an engine cannot have these parts; empty if it can."""
-    properties = properties_of(site, host_tier=host_tier)
+    return excluded_with(parts, properties_of(site, host_tier=host_tier))
+
+
+def excluded_with(parts: Collection[str], properties: Collection[str]) -> str:
+    """Why an engine with these properties cannot have these parts; empty if it can."""
     for exclusion in EXCLUSIONS:
         if exclusion.part in parts and exclusion.other in properties:
             return exclusion.reason

@@ -435,6 +435,7 @@ class PagedExecutor:
             metadata,
             batch.more(staged, staged.num_sampled if some else None),
             None if incoming is None else incoming[: staged.num_tokens],
+            self.memory.states.step(staged.segments),
         )
         return packed, self._hidden_model.hidden(step) if work.hidden else self._model.forward(step)
 

@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
+from holdfast.lm.execution.state_memory import NO_STATES, StateMemory
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.lora.protocol import StepAdapters
-from holdfast.lm.models.base import CapturableModel, StepInput
+from holdfast.lm.models.base import CapturableModel, RecurrentStep, StepInput
 
 KINDS = (1, 4, 16, 32, 64)
 """Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
@@ -122,12 +123,19 @@ class GraphSizes:
         return next(body for body in bodies if body[0] >= tokens and body[1] >= wanted)
 
 
+class StepMetadata(NamedTuple):
+    """What the layers of a captured step read of its segments."""
+
+    attention: Any
+    recurrent: RecurrentStep | None
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graph of one size, and the attention metadata that it reads."""
+    """The graph of one size, and the metadata that it reads."""
 
     graph: torch.cuda.CUDAGraph
-    metadata: Any
+    metadata: StepMetadata
 
 
 class StepGraphs:
@@ -153,6 +161,7 @@ class StepGraphs:
         plain: StepGraphs | None = None,
         group: Group | None = None,
         incoming: torch.Tensor | None = None,
+        states: StateMemory = NO_STATES,
     ) -> None:
         """Prepare graphs of `sizes`; `capture` makes them.
 
@@ -161,10 +170,11 @@ class StepGraphs:
 
         `group` is the devices that share the model's layers, if there are several. All capture the same sizes, and none
         waits for another while it does. `incoming` is the buffer [max tokens, width] that holds the previous stage's
-        stream when a step starts; None on the first stage. The step overwrites it.
+        stream when a step starts; None on the first stage. The step overwrites it. `states` are those of the model's
+        recurrent layers.
         """
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
-        self._plain, self._group = plain, group
+        self._plain, self._group, self._states = plain, group, states
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
         self._incoming = incoming
@@ -248,8 +258,8 @@ class StepGraphs:
         In a group of devices, run them inside its `alone`.
         """
         sizes = self.sizes
-        bodies = [partial(self._rehearse, self._body, *body) for body in sizes.bodies()]
-        return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
+        bodies: list[Callable[[], None]] = [partial(self._rehearsal, self._body, *body) for body in sizes.bodies()]
+        return [*bodies, *(partial(self._rehearsal, self._decode, size) for size in sizes.decodes)]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
         """Upload a step and start its graphs. Returns its inputs and logits [R, own_vocab_size].
@@ -276,13 +286,16 @@ class StepGraphs:
         self, staged: StagedStep, captured: Captured, size: int, head: int | None = None
     ) -> tuple[PackedStep, torch.Tensor] | None:
         """Upload a step padded to `size` tokens, with a separate head of `head` rows if given. Start its graph."""
-        if not self._attention.refill(captured.metadata, staged.segments):
+        metadata, segments = captured.metadata, staged.segments
+        if not self._attention.refill(metadata.attention, segments):
+            return None
+        if not self._states.refill(metadata.recurrent, segments):
             return None
         packed = self._batch.upload(staged, size, min(size, self._most_rows), head)
         captured.graph.replay()
         return packed, self._given[: staged.num_sampled if self._model.spec.last else staged.num_tokens]
 
-    def _capture(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Captured:
+    def _capture(self, work: Callable[[int, StepMetadata], None], size: int, segments: int | None = None) -> Captured:
         """Run `work` once, then capture it."""
         with nullcontext() if self._group is None else self._group.alone():
             metadata = self._rehearse(work, size, segments)
@@ -291,16 +304,23 @@ class StepGraphs:
             work(size, metadata)
         return Captured(graph, metadata)
 
-    def _rehearse(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Any:
-        """Run `work` once with empty attention metadata, which compiles its kernels. Returns the metadata.
+    def _rehearsal(self, work: Callable[[int, StepMetadata], None], size: int, segments: int | None = None) -> None:
+        """`_rehearse` without its result."""
+        self._rehearse(work, size, segments)
+
+    def _rehearse(
+        self, work: Callable[[int, StepMetadata], None], size: int, segments: int | None = None
+    ) -> StepMetadata:
+        """Run `work` once with empty metadata, which compiles its kernels. Returns the metadata.
 
         `segments` is None if each segment is one token.
         """
-        metadata = self._attention.reserve(min(segments or size, self._most_rows), size if segments else None)
+        room = min(segments or size, self._most_rows), size if segments else None
+        metadata = StepMetadata(self._attention.reserve(*room), self._states.reserve(*room))
         work(size, metadata)
         return metadata
 
-    def _body(self, size: int, metadata: Any) -> None:
+    def _body(self, size: int, metadata: StepMetadata) -> None:
         packed = self._batch.apply(size, min(size, self._most_rows))
         rows = self._model.body(self._input(packed, packed.sample_at, metadata, self._more(size, size)))
         if not self._model.spec.last:
@@ -311,11 +331,11 @@ class StepGraphs:
         for place, part in zip(self._between, rows, strict=True):
             place[: len(part)].copy_(part)
 
-    def _head(self, size: int, metadata: Any) -> None:
+    def _head(self, size: int, metadata: StepMetadata) -> None:
         rows = tuple(part[:size] for part in self._between)
         self._give(self._model.head(rows, self._more(size, size)))
 
-    def _decode(self, size: int, metadata: Any) -> None:
+    def _decode(self, size: int, metadata: StepMetadata) -> None:
         packed = self._batch.apply(size, size)
         self._give(self._model.forward(self._input(packed, None, metadata, self._more(size, None))))
 
@@ -329,7 +349,7 @@ class StepGraphs:
         return None if self._plain is None else self._batch.captured(tokens, rows)
 
     def _input(
-        self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any, more: StepAdapters | None
+        self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: StepMetadata, more: StepAdapters | None
     ) -> StepInput:
         stream = None if self._incoming is None else self._incoming[: len(packed.ids)]
         return StepInput(
@@ -340,9 +360,10 @@ class StepGraphs:
             self._batch.block_tables,
             self._caches,
             self._attention,
-            metadata,
+            metadata.attention,
             more,
             stream,
+            metadata.recurrent,
         )
 
 

@@ -29,6 +29,7 @@ from holdfast.lm.execution.paged_memory import Layers, PagedMemory
 from holdfast.lm.execution.part import Allocated, DevicePart, Kind, PartExecutor, part_of
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
+from holdfast.lm.execution.state_memory import StateMemory, states_of
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_for
@@ -36,6 +37,8 @@ from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.capture import free_workspaces
 from holdfast.lm.kernels.fp8 import FP8
+from holdfast.lm.kernels.recurrent.backends import recurrence_for
+from holdfast.lm.kernels.recurrent.protocol import CapturableRecurrence
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sampler import Sampler
 from holdfast.lm.models.base import CapturableModel, HiddenModel, Model
@@ -49,6 +52,7 @@ from holdfast.lm.types import (
     MemoryMeasurement,
     Sampling,
     Segment,
+    StateShape,
     StepPlan,
     TableWrite,
     precision_of,
@@ -109,6 +113,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             backend=config.attention_backend,
             cache_dtype=self.cache_dtype,
         )
+        self._recurrence = recurrence_for(spec.device, spec.dtype) if spec.recurrent_layers else None
+        self._row_bytes = config.max_sequences * spec.state_bytes
+        """Bytes of the recurrent states of running sequences."""
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
         sizes = spec, self.max_step_tokens, config.max_samples
         link = None if place is None else place.link(*sizes, back=any(part.sends_back for part in parts))
@@ -145,6 +152,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def captures(self) -> bool:
         """Whether steps run as captured CUDA graphs."""
         wanted = self.config.cuda_graphs and self.kind == "cuda"
+        wanted = wanted and (self._recurrence is None or isinstance(self._recurrence, CapturableRecurrence))
         return wanted and isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
 
     def part(self, kind: type[Kind]) -> Kind:
@@ -218,7 +226,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         captured.
         """
         _, layers, batch = self._empty(1)
-        graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
+        graphs = self._graphs(batch, layers, self._graph_sizes.kinds(), self._states(0, 0))
         if not graphs:
             return
         spec, sampler = self.model.spec, Sampler(self.group, self.model.spec.vocab_size)
@@ -276,22 +284,42 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             torch.cuda.empty_cache()
         before = taken_memory(self.device)
         self._run_once(plans, blocks)
-        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes)
+        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes - self._row_bytes)
         activations += sum(part.workspace_bytes() for part in self.parts)
         if on_gpu:
             torch.cuda.empty_cache()
         sharing = max(1, self.config.gpus.count(self.device.index)) if on_gpu else 1
         free, total = (each // sharing for each in memory_of(self.device))
+        cache = self._cache_bytes(free, total, activations + self._row_bytes, whole_block_bytes)
+        host = self._host_cache_bytes(whole_block_bytes)
+        snapshots, host_snapshots = self._snapshots_within(cache, least=1), self._snapshots_within(host, least=0)
+        slot = self.model.spec.state_bytes
+        if cache - snapshots * slot < self.block_bytes:
+            raise MemoryError(
+                f"{cache / 1e9:.2f} GB are left for the cache; a block of it takes {self.block_bytes / 1e9:.4f} GB and "
+                f"a recurrent state {slot / 1e9:.4f} GB: raise cache_gb or memory_fraction, or lower max_sequences"
+            )
         return MemoryMeasurement(
             device=self.description,
             total=total,
             weights=self.model.spec.weight_bytes,
             activations=activations,
-            cache=self._cache_bytes(free, total, activations, whole_block_bytes),
+            cache=cache - snapshots * slot,
             block=self.block_bytes,
-            host_cache=self._host_cache_bytes(whole_block_bytes),
+            host_cache=host - host_snapshots * slot,
             adapters=sum(part.nbytes for part in self.parts),
+            rows=self._row_bytes,
+            snapshots=snapshots,
+            host_snapshots=host_snapshots,
         )
+
+    def _snapshots_within(self, cache: int, *, least: int) -> int:
+        """Number of snapshots that have their share of a cache of this many bytes, and at least this many.
+
+        It is 0 for a model without recurrent layers.
+        """
+        share, slot = sum(part.cache_share for part in self.parts), self.model.spec.state_bytes
+        return max(least, int(cache * share) // slot) if slot else 0
 
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
         """Allocate the KV cache of both tiers, the batch and the graphs of steps. Returns the engine's shape.
@@ -299,7 +327,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         The parts' executors and the executor are made after that. On CUDA no block of the host tier can be used before
         `memory.host` reports it ready.
         """
-        memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
+        states = self._states(sizes.snapshots, sizes.host_snapshots)
+        memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes, states)
         allocated = Allocated(memory, self._make_stream, self._link)
         self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
         spec = self.model.spec
@@ -321,6 +350,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             eos_token_ids=spec.eos_token_ids,
             tile=BUDGET_TILE[self.kind],
             gives_hidden=isinstance(self.model, HiddenModel),
+            states=self._state_shape(sizes),
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every
             # head. A weight in FP8 takes half the time, so it counts as half a weight.
@@ -330,13 +360,26 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             shape = part.shaped(shape)
         return shape
 
+    def _state_shape(self, sizes: MemoryMeasurement) -> StateShape | None:
+        """Sizes of recurrent states for planning; None for a model without any."""
+        if self._recurrence is None:
+            return None
+        return StateShape(
+            snapshots=sizes.snapshots, host_snapshots=sizes.host_snapshots, slot_bytes=self.model.spec.state_bytes
+        )
+
+    def _states(self, snapshots: int, host_snapshots: int) -> StateMemory:
+        """The recurrent states of all rows, and of this many snapshots."""
+        rows = self.config.max_sequences
+        return states_of(self.model.spec, self._recurrence, rows + snapshots, host_snapshots)
+
     @property
     def _graph_sizes(self) -> GraphSizes:
         return GraphSizes.of(self.config.max_samples, self.max_step_tokens)
 
     def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
         """Run these steps over a cache of this many blocks, which is freed when this returns."""
-        memory = self._allocate(blocks, 0, self._graph_sizes.largest())
+        memory = self._allocate(blocks, 0, self._graph_sizes.largest(), self._states(0, 0))
         executor = self._executor(memory)
         with ExitStack() as wide:
             for part in self.parts:
@@ -351,7 +394,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _executor(self, memory: PagedMemory, parts: Collection[PartExecutor] = ()) -> PagedExecutor:
         return PagedExecutor(self.model, self.attention, memory, parts, group=self.group, stage=self._stage)
 
-    def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> PagedMemory:
+    def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes, states: StateMemory) -> PagedMemory:
         cache, layers, batch = self._empty(num_blocks)
         host, transfers, kept = None, None, None
         if host_blocks:
@@ -360,11 +403,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             if self.kind == "cuda":
                 host = HostMemory(kept, partial(cuda_pin, device=self.device))
                 self._compile_copies()
-        graphs = self._graphs(batch, layers, sizes)
+        graphs = self._graphs(batch, layers, sizes, states)
         for each in graphs:
             with self._stages.stage("graphs"), torch.inference_mode():
                 each.capture()
-        return PagedMemory(cache, layers, batch, graphs, host, transfers, kept)
+        return PagedMemory(cache, layers, batch, graphs, host, transfers, kept, states)
 
     def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
         """A device's cache, its layers, and an empty batch."""
@@ -418,7 +461,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             within=within,
         )
 
-    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> tuple[StepGraphs, ...]:
+    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes, states: StateMemory) -> tuple[StepGraphs, ...]:
         """The graphs of steps by kind, not captured yet; empty if steps are not captured."""
         model, attention = self.model, self.attention
         if not self.captures or not isinstance(model, CapturableModel):
@@ -426,7 +469,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if not isinstance(attention, CapturableAttention):
             return ()
         incoming = None if self._stage is None else self._stage.incoming
-        shared: dict[str, Any] = {"group": self.group, "incoming": incoming}
+        shared: dict[str, Any] = {"group": self.group, "incoming": incoming, "states": states}
         graphs = StepGraphs(model, attention, batch, layers, sizes, **shared)
         if not batch.inputs.sizes:
             return (graphs,)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
+from holdfast.lm.execution.state_memory import NO_STATES, StateMemory
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.base import LayerCache
@@ -29,3 +30,5 @@ class PagedMemory:
     transfers: Transfers | None = None
     host_cache: KVCache | None = None
     """The blocks of the host tier, each in one piece; None without a host tier."""
+    states: StateMemory = NO_STATES
+    """The states of recurrent layers."""

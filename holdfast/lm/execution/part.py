@@ -206,6 +206,11 @@ class DevicePart(ABC):
         return 0
 
     @property
+    def cache_share(self) -> float:
+        """Share of the cache's memory that goes to snapshots of recurrent states, from 0 to 1."""
+        return 0.0
+
+    @property
     def sends_back(self) -> bool:
         """Whether its work sends tensors to the stage before it in a pipeline."""
         return False

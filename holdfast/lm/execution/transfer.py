@@ -72,9 +72,7 @@ class Transfers:
         """
         layers: LayerCaches = self._layers
         copies = plan.copies
-        for earlier in tuple(self._copies.inward):  # on a rank, another thread takes complete copies out meanwhile
-            if earlier.step <= copies.awaits:
-                earlier.end.wait()
+        self.follow(copies.awaits)
         if copies.swap_in:
             own = copies.awaits >= plan.step
             self._inward.follow()
@@ -95,6 +93,12 @@ class Transfers:
             self._copies.outward.append(CopyInFlight(plan.step, len(places) * self._block_bytes, (event,)))
         self._begun = plan.step
         return layers
+
+    def follow(self, step: int) -> None:
+        """Let the current stream wait for the swap-ins that plans up to this one have begun."""
+        for earlier in tuple(self._copies.inward):  # on a rank, another thread takes complete copies out meanwhile
+            if earlier.step <= step:
+                earlier.end.wait()
 
     def completed(self, *, wait: bool) -> TierCopied:
         """Copies that have completed. With `wait`, block until all copies begun so far have completed."""

@@ -1,1 +1,1 @@
-"""The computations of a step: paged attention, the linear layers around it, the cache, and sampling."""
+"""The computations of a step: paged attention, recurrent layers, the linear layers around them, the cache, sampling."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from math import prod
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.lora.protocol import StepAdapters
+from holdfast.lm.kernels.recurrent.protocol import Recurrence
 
 
 class UnsupportedCheckpoint(ValueError):
@@ -55,6 +58,18 @@ def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise DamagedCheckpoint(f"tensor {name} holds NaN or infinite values, as {kind}: the checkpoint is damaged")
 
 
+class StateTensor(NamedTuple):
+    """One tensor of a recurrent layer's state of one sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Facts about a model of any architecture that the engine needs.
@@ -84,6 +99,15 @@ class ModelSpec:
     """Whether this is the first stage, which embeds tokens. Other stages begin with the previous stage's stream."""
     last: bool = True
     """Whether this is the last stage, which computes logits. Other stages return their stream."""
+    recurrent_layers: int = 0
+    """Number of layers that keep a recurrent state in place of keys and values."""
+    state: tuple[StateTensor, ...] = ()
+    """The tensors of the state that each of these layers keeps of a sequence."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all recurrent layers of one sequence; 0 for a model without such layers."""
+        return self.recurrent_layers * sum(tensor.nbytes for tensor in self.state)
 
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -94,6 +118,20 @@ class LayerCaches(Protocol):
     """The caches of all layers. They are read one layer at a time, because a later layer may still be swapping in."""
 
     def __getitem__(self, layer: int, /) -> LayerCache: ...
+
+
+LayerState = tuple[torch.Tensor, ...]
+"""The states of one recurrent layer: for each tensor of `ModelSpec.state`, one with a slot for each state first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStep:
+    """What recurrent layers need to compute one packed batch."""
+
+    recurrence: Recurrence[Any]
+    metadata: Any  # from `recurrence.make_metadata` for this batch
+    states: Sequence[LayerState]
+    """The states of each recurrent layer. The layer updates the slots of the batch's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +148,7 @@ class StepInput:
     metadata: Any  # from `attention.make_metadata` for this batch
     adapters: StepAdapters | None = None  # None: no token has an adapter
     stream: torch.Tensor | None = None  # [T, hidden] from the previous stage; may be overwritten; None: first stage
+    recurrent: RecurrentStep | None = None  # None: the model has no recurrent layers
 
     def attend(
         self,

@@ -17,18 +17,32 @@ from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, MLP_FIELDS, DecoderSpec, elements_of
+from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
+from holdfast.lm.models.mixers import (
+    AttentionMixer,
+    AttentionWeights,
+    DeltaMixer,
+    DeltaWeights,
+    GatedAttentionMixer,
+    Mixer,
+    adapted,
+    delta_state,
+)
 from holdfast.lm.models.rope import Rope
-from holdfast.lm.models.shard import Piece, Shard, layer_pieces, vocabulary_piece
+from holdfast.lm.models.shard import Piece, Shard, layer_pieces, pieces_of_layer, vocabulary_piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None."""
+    """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None.
+
+    In a recurrent layer, `qkv` is the product that its mixer begins with (`DeltaWeights.inputs`), and `o` the one that
+    adds the mixer's result to the stream.
+    """
 
     input_norm: torch.Tensor  # [hidden]; of a layer norm [2 hidden], biases last; [0] if there is none
-    qkv: Weight  # [(H + 2 Hkv) D, hidden]
+    qkv: Weight  # [(H + 2 Hkv) D, hidden]; with output gates (`AttentionWeights.qkv`) more rows
     o: Weight  # [hidden, H D]
     post_norm: torch.Tensor  # like input_norm: the norm of the stream that the MLP reads
     gate_up: Weight  # [2 intermediate, hidden]; without a gate [intermediate, hidden]
@@ -44,8 +58,19 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [H]
     experts: Experts | None = None
-    """The layer's experts, which replace the MLP. The MLP's weights are empty then."""
+    """The layer's experts, which replace the MLP. The MLP's weights are empty then, unless there is a shared expert."""
+    shared_gate: torch.Tensor | None = None  # [1, hidden]: the gate of the shared expert, which is the MLP
+    delta_conv: torch.Tensor | None = None  # the tensors of `DeltaWeights`, if the layer is recurrent
+    delta_decay: torch.Tensor | None = None
+    delta_bias: torch.Tensor | None = None
+    delta_gain: torch.Tensor | None = None
 
+
+PLACES = {"delta_in": "qkv", "delta_out": "o", "shared_gate_up": "gate_up", "shared_down": "down"}
+"""The fields of LayerWeights for which a checkpoint's tensors of some layers have fields of their own."""
+
+PRECISE_FIELDS = ("delta_decay", "delta_bias")
+"""The fields that stay in float32."""
 
 Norms = tuple[torch.Tensor, torch.Tensor | None]
 """The norm of the stream after a projection, and the norm of the projection itself."""
@@ -110,7 +135,7 @@ class Decoder:
         # freed.
         sizes = (elements_of(tuple(piece.shape for piece in pieces[field])) for field in quantized)
         self._unquantized = self._empty(max(sizes, default=0))
-        self.layers = tuple(self._layer(index, pieces, quantized) for index in shard.layers)
+        self.layers = tuple(self._layer(index, quantized) for index in shard.layers)
         del self._unquantized
         self.norm = self._final_norm()
         narrow = bool(decoder.embedding_width)
@@ -124,18 +149,19 @@ class Decoder:
         del self._source
         self._first_token = tokens.own[0].start
         # A window at least as long as the longest sequence hides nothing.
-        self._windows = tuple(
+        windows = tuple(
             None if window is None or window >= max_model_len else window
             for window in own.windows or (None,) * own.num_layers
         )
-        self._local = tuple(decoder.local_rope is not None and window is not None for window in own.windows)
+        local = tuple(decoder.local_rope is not None and window is not None for window in own.windows)
         self._ops, self._local_ops = self._layer_ops(own, max_model_len)
+        self._mixers = self._make_mixers(windows, local or (False,) * own.num_layers)
         if device.type == "cpu":
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
             self._bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
             architecture=decoder.architecture,
-            num_layers=own.num_layers,
+            num_layers=own.num_layers - sum(decoder.recurrent),
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=decoder.head_dim,
@@ -149,7 +175,25 @@ class Decoder:
             stream_width=0 if shard.first and shard.last else decoder.hidden_size,
             first=shard.first,
             last=shard.last,
+            recurrent_layers=sum(decoder.recurrent),
+            state=() if decoder.delta is None else delta_state(decoder.delta, dtype),
         )
+
+    def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:
+        """The mixer of each layer, for its window and its kind of rotation."""
+        spec, mixers, states = self.decoder, list[Mixer](), 0
+        kind = GatedAttentionMixer if spec.attention_gate else AttentionMixer
+        for index, layer in enumerate(self.layers):
+            if spec.delta is not None and spec.recurrent[self.shard.layers[index]]:
+                mixers.append(DeltaMixer(_delta_weights(layer), spec.delta, state=states, eps=spec.rms_eps))
+                states += 1
+                continue
+            weights = AttentionWeights(
+                qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
+            )
+            rotation, window = int(local[index]), windows[index]
+            mixers.append(kind(weights, spec, index=index, cache=index - states, window=window, rotation=rotation))
+        return tuple(mixers)
 
     @property
     def _none(self) -> torch.Tensor:
@@ -198,10 +242,10 @@ class Decoder:
         shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
         return ops, layer_ops_for(shape, self.group)
 
-    def _layer(self, index: int, pieces: dict[str, tuple[Piece, ...]], quantized: tuple[str, ...]) -> LayerWeights:
+    def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
+        pieces = pieces_of_layer(self.decoder, self.shard, index)
         family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
         if self.decoder.experts is not None and self.decoder.experts.sparse[index]:
-            pieces = {field: parts for field, parts in pieces.items() if field not in MLP_FIELDS}
             experts = read_experts(
                 self.decoder, index, self.shard, self._source, device=self._device, dtype=self._dtype
             )
@@ -209,15 +253,18 @@ class Decoder:
             self._bytes += experts.nbytes
         for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
+            place = PLACES.get(field, field)
             if field.endswith("_norm"):
                 weights[field] = self._norm(names, parts)
+            elif field in PRECISE_FIELDS:
+                weights[field] = self._precise(names, parts)
             elif field in quantized:
                 weights[field] = self._quantized(names, parts)
             else:
                 # Kernels read rows in the checkpoint's order. Rows that must be reordered are read as plain numbers.
                 as_stored = field in LINEAR_FIELDS and (field != "qkv" or self._pairs is None)
                 packed = self._packed(names, parts) if as_stored else None
-                weights[field] = self._fused(names, parts) if packed is None else packed
+                weights[place] = self._fused(names, parts) if packed is None else packed
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
@@ -230,9 +277,12 @@ class Decoder:
         """
         if not self.decoder.norm_offset:
             return self._fused(names, pieces)
+        return self._precise(names, pieces).add_(self.decoder.norm_offset)
+
+    def _precise(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
+        """A small tensor in float32, or in the dtype of the weights if that is wider."""
         whole = torch.empty(pieces[0].shape, device=self._device, dtype=torch.promote_types(self._dtype, torch.float32))
         self._fill(names, pieces, (whole,))
-        whole += self.decoder.norm_offset
         self._bytes += whole.nbytes
         return whole
 
@@ -306,31 +356,20 @@ class Decoder:
         return logits
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
-        """The residual stream and the last layer's attention output, [R, ...]. The head needs only these rows.
+        """The residual stream and the output of the last layer's mixer, [R, ...]. The head needs only these rows.
 
         The residual stream is one tensor that every layer adds to in place. A stage before the last returns the stream
         of all tokens, [T, hidden], and nothing else.
         """
-        spec, ops = self.decoder, self._ops
+        ops = self._ops
         rotations = [ops.rotation(step.positions)]
         if self._local_ops is not ops:
             rotations.append(self._local_ops.rotation(step.positions))
         stream = self.embedded(step.ids, step.positions) if step.stream is None else step.stream
         normed = ops.norm(stream, self.layers[0].input_norm)
         adapters = step.adapters
-        for index, (layer, window) in enumerate(zip(self.layers, self._windows, strict=True)):
-            if adapters is None:
-                qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
-            else:
-                stack = adapters.layers[index].qkv
-                qkv = self._adapted(ops.computed(normed), layer.qkv, layer.qkv_bias, stack, adapters, adapters.tokens)
-            rotation = rotations[self._local[index]] if self._local else rotations[0]
-            query = ops.rotate_and_write(
-                qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
-            )
-            attended = step.attend(
-                index, query, scale=spec.scale, window=window, softcap=spec.softcap, sinks=layer.sinks
-            ).flatten(1)
+        for index, mixer in enumerate(self._mixers):
+            attended = mixer.mix(ops, normed, step, rotations)
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
         if not self.shard.last:
@@ -369,7 +408,7 @@ class Decoder:
         *,
         sampled: bool = False,
     ) -> Normed:
-        """Add the rest of a layer after attention to the stream, and return the stream normed for the next layer.
+        """Add the rest of a layer after its mixer to the stream, and return the stream normed for the next layer.
 
         The stream has the rows of all tokens, or only of the `sampled` ones.
         """
@@ -389,12 +428,23 @@ class Decoder:
             stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
         )
         if layer.experts is not None:
+            if layer.shared_gate is not None:
+                normed = self._add_shared(stream, ops.computed(normed), layer, layer.shared_gate)
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         if spec.norms_stream:
             normed = stream.copy_(normed)
         inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
         normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following, out_norm=layer.mlp_out_norm)
         return stream.copy_(normed) if spec.norms_stream else normed
+
+    def _add_shared(
+        self, stream: torch.Tensor, normed: torch.Tensor, layer: LayerWeights, gate: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the shared expert's output for `normed` to the stream in place. Returns `normed`."""
+        inner = self._ops.gated_linear(normed, layer.gate_up)
+        inner *= (normed @ gate.t()).sigmoid()
+        self._ops.add_linear_norm(stream, inner, layer.down, None, self._no_norm)
+        return normed
 
     def _finish_adapted(
         self,
@@ -412,7 +462,7 @@ class Decoder:
         if self.decoder.parallel:
             assert stacks.gate_up is not None and stacks.down is not None
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
-            inner = ops.gate(self._adapted(normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
+            inner = ops.gate(adapted(ops, normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
             halves = ((attended, layer.o, layer.o_bias), stacks.o), ((inner, layer.down, layer.down_bias), stacks.down)
             changes = [self._change(x, stack, adapters, lora) for (x, *_), stack in halves]
             return ops.add_linears_norm(stream, halves[0][0], halves[1][0], following, changes)
@@ -436,31 +486,12 @@ class Decoder:
         if self.decoder.norms_stream:
             normed = stream.copy_(normed)
         if adapters.scaled:
-            inner = ops.gate(self._adapted(normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
+            inner = ops.gate(adapted(ops, normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
         else:
             finish = lora.begin(normed, stacks.gate_up)
             inner = ops.gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
         normed = add(inner, layer.down, layer.down_bias, stacks.down, (following, layer.mlp_out_norm))
         return stream.copy_(ops.computed(normed)) if self.decoder.norms_stream else normed
-
-    def _adapted(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        stack: LoraStack,
-        adapters: StepAdapters,
-        lora: Lora,
-    ) -> torch.Tensor:
-        """x [T, K] times weight transposed, plus bias, with the adapters' changes: [T, N]."""
-        finish = lora.begin(x, stack)
-        out = self._ops.linear(x, weight, None if adapters.scaled else bias)
-        finish.add(out)
-        if adapters.scaled:  # gains do not scale the bias
-            lora.scale(out, stack)
-            if bias is not None:
-                out += bias
-        return out
 
     def _change(self, x: torch.Tensor, stack: LoraStack, adapters: StepAdapters, lora: Lora) -> Change:
         """A function that applies adapters to a projection of x before its bias, for `LayerOps.add_linear_norm`."""
@@ -471,3 +502,10 @@ class Decoder:
                 lora.scale(projected, stack)
 
         return change
+
+
+def _delta_weights(layer: LayerWeights) -> DeltaWeights:
+    """The weights of a recurrent layer's mixer."""
+    conv, decay, bias, gain = layer.delta_conv, layer.delta_decay, layer.delta_bias, layer.delta_gain
+    assert conv is not None and decay is not None and bias is not None and gain is not None
+    return DeltaWeights(inputs=layer.qkv, conv=conv.contiguous(), decay=decay.exp().neg_(), bias=bias, gain=gain)

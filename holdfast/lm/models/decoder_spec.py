@@ -76,8 +76,17 @@ class DecoderSpec:
     """The cap on attention scores: a score becomes cap * tanh(score / cap)."""
     logit_softcap: float | None = None
     """The cap on logits: a logit becomes cap * tanh(logit / cap)."""
+    attention_gate: bool = False
+    """Whether each head of attention has an output gate: its result is multiplied by the sigmoid of the gate."""
+    delta: DeltaSpec | None = None
+    """The recurrent layers; None: every layer has attention."""
     query_scale: float | None = None
     """The factor on attention scores; None: head_dim ** -0.5."""
+
+    @property
+    def recurrent(self) -> tuple[bool, ...]:
+        """For each layer, whether it is recurrent. Others have attention, and keep keys and values."""
+        return (False,) * self.num_layers if self.delta is None else self.delta.layers
 
     @property
     def scale(self) -> float:
@@ -121,6 +130,53 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaSpec:
+    """The recurrent layers of a decoder: gated delta nets (Yang et al., 2024, Gated Delta Networks, §3)."""
+
+    layers: tuple[bool, ...]
+    """For each layer of the whole decoder, whether it is recurrent."""
+    key_heads: int
+    value_heads: int
+    """Number of value heads, a multiple of the number of key heads."""
+    key_dim: int
+    """Numbers of a query or key head."""
+    value_dim: int
+    """Numbers of a value head."""
+    width: int
+    """Number of tokens that the convolution over queries, keys and values reads, its own included."""
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all key heads together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads together."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
+        """The shapes of a layer's tensors, as `layer_shapes` gives them.
+
+        `delta_in` has queries, keys, values, output gates, update rates and time steps, in this order.
+        """
+        rows = (self.keys, self.keys, self.values, self.values, self.value_heads, self.value_heads)
+        return {
+            "delta_in": tuple((each, hidden) for each in rows),
+            "delta_conv": ((self.channels, self.width),),
+            "delta_decay": ((self.value_heads,),),
+            "delta_bias": ((self.value_heads,),),
+            "delta_gain": ((self.value_dim,),),
+            "delta_out": ((hidden, self.values),),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertSpec:
     """The experts of a decoder, and how its checkpoint holds them."""
 
@@ -133,6 +189,8 @@ class ExpertSpec:
     biased: bool
     """Whether router and experts have biases."""
     names: ExpertNames
+    shared_size: int = 0
+    """Width of the shared expert, which every token reads, times a gate of its own; 0: there is none."""
 
 
 @dataclass(frozen=True)
@@ -191,18 +249,24 @@ class WeightNames:
 MLP_FIELDS = ("gate_up", "down", "gate_up_bias", "down_bias")
 """The fields of LayerWeights that a layer with experts lacks."""
 
+ATTENTION_FIELDS = ("qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "sinks")
+"""The fields of LayerWeights that a recurrent layer lacks, or fills with tensors of its own."""
+
 LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
 """The fields of LayerWeights that may be FP8. They are nearly all bytes that a step reads, except the LM head."""
 
 
 def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
-    """For each field of LayerWeights, the shapes of the parts that are fused along their rows."""
+    """For each field of LayerWeights, the shapes of the parts that are fused along their rows.
+
+    This is for layers with attention and an MLP. `shapes_of_layer` is for any layer.
+    """
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     norm: tuple[Shape, ...] = ((hidden,), (hidden,)) if spec.layer_norm else ((hidden,),)
     mlp = 2 if spec.gated else 1
     shapes: dict[str, tuple[Shape, ...]] = {
-        "qkv": ((q, hidden), (kv, hidden), (kv, hidden)),
+        "qkv": ((q, hidden), (kv, hidden), (kv, hidden)) + ((q, hidden),) * spec.attention_gate,
         "o": ((hidden, q),),
         "gate_up": ((inner, hidden),) * mlp,
         "down": ((hidden, inner),),
@@ -219,6 +283,20 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
         shapes["sinks"] = ((spec.num_heads,),)
     if spec.mlp_bias:
         shapes |= {"gate_up_bias": ((inner,),) * mlp, "down_bias": ((hidden,),)}
+    return shapes
+
+
+def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...]]:
+    """For each field that a layer reads from the checkpoint, the shapes of its parts. Experts are not among them."""
+    shapes, hidden, experts = layer_shapes(spec), spec.hidden_size, spec.experts
+    if spec.delta is not None and spec.recurrent[layer]:
+        shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
+        shapes |= spec.delta.shapes(hidden)
+    if experts is not None and experts.sparse[layer]:
+        shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
+        if size := experts.shared_size:
+            shapes |= {"shared_gate_up": ((size, hidden),) * 2, "shared_down": ((hidden, size),)}
+            shapes["shared_gate"] = ((1, hidden),)
     return shapes
 
 
@@ -247,11 +325,10 @@ def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 
 def layer_elements(spec: DecoderSpec, layer: int) -> int:
     """Number of weights of a layer that one token reads. A token reads only its chosen experts."""
-    shapes, experts = layer_shapes(spec), spec.experts
+    experts, found = spec.experts, sum(map(elements_of, shapes_of_layer(spec, layer).values()))
     if experts is None or not experts.sparse[layer]:
-        return sum(map(elements_of, shapes.values()))
-    attention = sum(elements_of(parts) for field, parts in shapes.items() if field not in MLP_FIELDS)
-    return attention + 3 * experts.rule.top_k * spec.hidden_size * experts.intermediate_size
+        return found
+    return found + 3 * experts.rule.top_k * spec.hidden_size * experts.intermediate_size
 
 
 def elements_of(shapes: tuple[Shape, ...]) -> int:

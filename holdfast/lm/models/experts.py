@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,33 @@ def qwen3_vl_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSp
     defaults: dict[str, Any] = dict(num_experts_per_tok=4, moe_intermediate_size=1408, num_local_experts=60)
     config = {**defaults, **config, "norm_topk_prob": True}
     return replace(qwen3_moe_experts(config, num_layers), names=QWEN3_VL_MOE)
+
+
+def qwen3_next_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec | None:
+    """Experts in the layers of a Qwen3-MoE, besides a shared one. None for a model without any."""
+    if config.get("num_experts") == 0:
+        return None
+    config = {"num_experts": 512, "num_experts_per_tok": 10, **config}
+    shared = _size(config, "shared_expert_intermediate_size")
+    return replace(qwen3_moe_experts(config, num_layers), shared_size=shared)
+
+
+def qwen3_5_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts in every layer, besides a shared one; shares are normalized."""
+    config = {"num_experts": 256, **config, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+    shared = _size(config, "shared_expert_intermediate_size")
+    return replace(qwen3_moe_experts(config, num_layers), shared_size=shared)
+
+
+def with_stored_names(spec: DecoderSpec, stored: Collection[str]) -> DecoderSpec:
+    """The decoder's spec, with fused experts if the checkpoint with these tensor names has them instead of single ones.
+
+    Transformers reads both forms of Qwen3's mixtures.
+    """
+    fused = "." + QWEN3_VL_MOE.gate_up[0]
+    if spec.experts is None or spec.experts.names is not QWEN3_MOE or not any(map(str.endswith, stored, repeat(fused))):
+        return spec
+    return replace(spec, experts=replace(spec.experts, names=QWEN3_VL_MOE))
 
 
 def gpt_oss_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:

@@ -9,10 +9,18 @@ from typing import Any
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, WeightNames
-from holdfast.lm.models.experts import gpt_oss_experts, mixtral_experts, qwen3_moe_experts, qwen3_vl_moe_experts
+from holdfast.lm.models.delta_layers import DEFAULTS, hybrid
+from holdfast.lm.models.experts import (
+    gpt_oss_experts,
+    mixtral_experts,
+    qwen3_5_moe_experts,
+    qwen3_moe_experts,
+    qwen3_next_experts,
+    qwen3_vl_moe_experts,
+)
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
 from holdfast.lm.models.rope import rope_of
-from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder
+from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder, without_sections
 
 NAMES = WeightNames(
     embedding="model.embed_tokens.weight",
@@ -151,6 +159,26 @@ def qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
     config = {**defaults, "max_position_embeddings": 128_000, **config}
     fields = shared(config)
     return with_experts(config, fields, qwen3_vl_moe_experts(config, fields["num_layers"]))
+
+
+def qwen3_next(config: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen3-Next: three of four layers are recurrent, and attention has output gates. Experts besides a shared one."""
+    config = {**DEFAULTS, **config}
+    fields = hybrid(config, shared(config, partial=True), grouped=True)
+    return DecoderSpec(**fields, experts=qwen3_next_experts(config, fields["num_layers"]))
+
+
+def qwen3_5(config: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen3.5: the layers of Qwen3-Next, with an MLP in place of experts."""
+    config = without_sections({**DEFAULTS, "num_key_value_heads": 4, "intermediate_size": 12_288, **config})
+    return DecoderSpec(**hybrid(config, shared(config, partial=True), grouped=False))
+
+
+def qwen3_5_moe(config: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen3.5-MoE: Qwen3.5 with experts in all layers, besides a shared one."""
+    config = without_sections({**DEFAULTS, **config})
+    fields = hybrid(config, shared(config, partial=True), grouped=False)
+    return DecoderSpec(**fields, experts=qwen3_5_moe_experts(config, fields["num_layers"]))
 
 
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
@@ -304,6 +332,9 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "MixtralForCausalLM": mixtral,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "GptOssForCausalLM": gpt_oss,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
 }
 """For each architecture, the function that reads its config.json."""
 
@@ -322,6 +353,8 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gpt_oss": gpt_oss,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
 }
 """For each model_type of a text_config, the function that reads it."""
 

@@ -31,7 +31,8 @@ from holdfast.lm.models.base import (
     limited,
 )
 from holdfast.lm.models.decoder import Decoder, WeightSource
-from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
+from holdfast.lm.models.decoder_spec import DecoderSpec, Part, expert_shapes, shapes_of_layer
+from holdfast.lm.models.experts import with_stored_names
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
@@ -93,6 +94,11 @@ def load(
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     if quantization == "fp8":
         check_fp8(device)
+        if spec.delta is not None:
+            raise UnsupportedCheckpoint(
+                f"quantization is fp8, which recurrent layers do not have, and {spec.architecture} has some: leave it "
+                "out"
+            )
         if spec.experts is not None:
             raise UnsupportedCheckpoint(
                 f"quantization is fp8, which experts do not have, and {spec.architecture} is a mixture of experts: "
@@ -104,6 +110,7 @@ def load(
     if load_format == "random":
         return Decoder(spec, RandomWeights(spec, device), **options)
     how, opened = quantization_of(config), open_files(directory, spec, config, device)
+    spec = with_stored_names(spec, opened)
     source = StoredWeights(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
     spec = source.with_experts(source.with_head(spec))
@@ -353,11 +360,11 @@ def stored_names(spec: DecoderSpec) -> set[str]:
     names = spec.names
     used = {names.embedding, names.norm, names.lm_head}  # a checkpoint may hold a copy of a tied head
     used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
-    fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
-    attention = [name for field in layer_shapes(spec) if field not in MLP_FIELDS for name in names.fields[field]]
     sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse
+    experts = expert_shapes(spec)
     for layer in range(spec.num_layers):
-        own = [*attention, *expert_shapes(spec)] if sparse[layer] else fields
+        own = [name for field in shapes_of_layer(spec, layer) for name in names.fields[field]]
+        own += experts if sparse[layer] else ()
         used.update(
             names.layer.format(layer) + (names.parts[name].name if name in names.parts else name) for name in own
         )
@@ -460,13 +467,15 @@ class RandomWeights(WeightSource):
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
         self._std, self._gain = spec.init_std, 1.0 - spec.norm_offset
+        self._plain = spec.names.fields.get("delta_gain", ())
+        """Names of norms that have no offset."""
         self._generator = torch.Generator(device)
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         if name.endswith("bias"):
             into.zero_()
         elif into.ndim == 1:
-            into.fill_(self._gain)
+            into.fill_(1.0 if name.endswith(self._plain) else self._gain)
         elif into.ndim == 3:
             for number, part in zip(piece.own[0], into, strict=True):
                 self._draw(f"{name}.{number}", Piece(piece.whole[1:], piece.own[1:]), part)

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.core.layout import Layout, split_layers
 from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules, adapted_modules, part_names
-from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, layer_shapes
+from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, layer_shapes, shapes_of_layer
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
 
@@ -70,6 +70,11 @@ class Shard:
 
 def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
     """The shard of a rank. Raises ValueError naming the size if the decoder cannot be split this way."""
+    if spec.delta is not None and layout.ranks > 1:
+        raise ValueError(
+            f"tp is {layout.tp} and pp is {layout.pp}; {spec.architecture} has recurrent layers, which one device "
+            "computes: leave both out"
+        )
     check_tp(spec, layout.tp)
     stage = layout.stage_of(rank)
     stages = split_layers(
@@ -143,7 +148,7 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
     heads, kv_heads = shard.part(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     q, kv = (range(each.start * spec.head_dim, each.stop * spec.head_dim) for each in (heads, kv_heads))
     inner = shard.part(spec.intermediate_size)
-    rows: dict[str, tuple[range, ...]] = {"qkv": (q, kv, kv), "gate_up": (inner, inner)}
+    rows: dict[str, tuple[range, ...]] = {"qkv": (q, kv, kv, q), "gate_up": (inner, inner)}
     rows |= {f"{field}_bias": parts for field, parts in rows.items()}
     rows["sinks"] = (heads,)
     if spec.qk_norm_whole:
@@ -162,6 +167,16 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
         field: tuple(piece(field, part, shape) for part, shape in enumerate(shapes))
         for field, shapes in layer_shapes(spec).items()
     }
+
+
+def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, tuple[Piece, ...]]:
+    """For each field that a layer reads from the checkpoint, the device's pieces of its parts. Experts are not there.
+
+    Fields of recurrent layers and of shared experts are whole: devices do not share such layers.
+    """
+    split, shapes = layer_pieces(spec, shard), shapes_of_layer(spec, layer)
+    whole = {field: tuple(Piece.all_of(*shape) for shape in parts) for field, parts in shapes.items()}
+    return {field: split.get(field, pieces) for field, pieces in whole.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ WITH_IMAGES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Architectures whose text decoder may be a native one."""
 BASES = ("model.language_model.", "language_model.model.")
@@ -53,7 +55,8 @@ def text_decoder(
     tied = config.get("tie_word_embeddings", config.get("model_type") in TIED)
     given = {**text, "architectures": config["architectures"], "tie_word_embeddings": tied}
     spec = families[kind](without_sections(given))
-    return replace(spec, names=replace(spec.names, base="model.", bases=BASES, heads=(HEAD,), others=OTHERS))
+    others = (*spec.names.others, *OTHERS)
+    return replace(spec, names=replace(spec.names, base="model.", bases=BASES, heads=(HEAD,), others=others))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

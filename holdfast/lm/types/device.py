@@ -37,6 +37,12 @@ class MemoryMeasurement:
     """Bytes available for the host tier."""
     adapters: int = 0
     """Bytes of the slots of adapters."""
+    rows: int = 0
+    """Bytes of the recurrent states of running sequences."""
+    snapshots: int = 0
+    """Number of snapshots of recurrent states on the device, besides `cache`."""
+    host_snapshots: int = 0
+    """Number of such snapshots on the host, besides `host_cache`."""
 
     @property
     def num_blocks(self) -> int:

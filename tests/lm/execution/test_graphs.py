@@ -18,8 +18,9 @@ import torch
 from holdfast.core.layout import Layout
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs
+from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs, StepMetadata
 from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.state_memory import RecurrentStates
 from holdfast.lm.kernels.attention.paged import PagedAttention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
@@ -28,6 +29,8 @@ from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
+from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
+from holdfast.lm.kernels.recurrent.triton_recurrence import TritonRecurrence
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import StepInput
@@ -37,6 +40,7 @@ from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 from tests.adapters import drawn
+from tests.checkpoints import make
 from tests.paged import sizes
 
 CONFIG = {
@@ -361,7 +365,8 @@ def test_graphs_of_stages_give_the_logits_of_the_whole_model(checkpoint: Path, m
     """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch."""
 
     def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
-        metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        attention = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        metadata = StepMetadata(attention, None)
         return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -436,7 +441,8 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
     monkeypatch.setattr("holdfast.lm.kernels.lora.groups.FEW_TOKENS", few)
 
     def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
-        metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        attention = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        metadata = StepMetadata(attention, None)
         return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -486,3 +492,64 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
                 )
             )  # fmt: skip
         torch.testing.assert_close(started[1], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
+def test_graphs_of_recurrent_layers_give_the_logits_of_unpadded_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch."""
+
+    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
+        metadata = self._rehearse(work, size, segments)
+        return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    make(tmp_path, "Qwen3_5Text")
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, plain = (load(tmp_path, device=where, dtype="float32") for _ in range(2))
+    assert isinstance(model, Decoder) and isinstance(plain, Decoder)
+    model._ops, plain._ops = FusedLayerOps(model._ops.shape), LayerOps(plain._ops.shape)
+    heads = dict(num_kv_heads=2, head_dim=16, block_size=4)
+
+    def parts() -> tuple[Batch, list[Any]]:
+        cache = KVCache.allocate(layers=1, num_blocks=12, dtype=torch.float32, device=where, **heads)
+        return Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where), [cache.layer(0)]
+
+    attention, oracle = (
+        PagedAttention(device=where, num_processors=4, num_heads=4, **heads),
+        TorchAttention(device=where, num_heads=4, **heads),
+    )
+    states = RecurrentStates(model.spec, TritonRecurrence(where), 8)
+    exact = RecurrentStates(plain.spec, TorchRecurrence(where), 8)
+    (batch, layers), (whole, whole_layers) = parts(), parts()
+    graphs = StepGraphs(model, attention, batch, layers, GraphSizes.of(6, 20).kinds(), states=states)
+    with torch.inference_mode():
+        graphs.capture()
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    rows = (4, 0, 2)
+    prompts = StepPlan(
+        0,
+        tuple(Segment(str(row), row, 0, 5, (row, 3, 1, 4, 1), None if row == 0 else greedy) for row in rows),
+        tuple(TableWrite(row, 0, (2 * row, 2 * row + 1)) for row in rows),
+    )
+    decodes = StepPlan(1, tuple(Segment(str(row), row, 5, 6, (7,), greedy) for row in rows))
+    mixed = StepPlan(2, (Segment("0", 0, 6, 7, (3,), greedy), Segment("2", 2, 6, 8, (5, 9), greedy)))
+    with torch.inference_mode():
+        for plan in (prompts, decodes, mixed):
+            started = graphs.run(batch.stage(plan))
+            assert started is not None
+            staged = whole.stage(plan)
+            packed = whole.enter(staged)
+            expected = plain.forward(
+                StepInput(
+                    packed.ids, packed.positions, packed.sample_at, packed.slot_mapping, whole.block_tables,
+                    whole_layers, oracle, oracle.make_metadata(staged.segments), recurrent=exact.step(staged.segments),
+                )
+            )  # fmt: skip
+            torch.testing.assert_close(started[1], expected, rtol=0, atol=1e-3)
+        for ours, theirs in zip(states.layers, exact.layers, strict=True):
+            for found, wanted in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+                assert not found[[1, 3, 5, 6, 7]].any(), "a row without a segment, or a snapshot, was written"

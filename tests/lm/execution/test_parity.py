@@ -19,12 +19,17 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.models.base import Model, StepInput
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.states.device import StateExecutor
+from holdfast.lm.scheduler.hybrid import HybridKind
+from holdfast.lm.scheduler.kind import MemoryKind
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import StepPlan
+from holdfast.lm.types import StateShape, StepPlan
 from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
 from tests.paged import allocated
@@ -46,8 +51,12 @@ FAMILIES = (
     "Olmo2",
     "Falcon",
     "Qwen3Moe",
+    "Qwen3_5Text",
+    "Qwen3_5MoeText",
+    "Qwen3Next",
 )
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
+SNAPSHOTS = 12  # fewer than sequences end
 WITH_OPTIONS = ("Gemma2", "GptOss")  # windows, caps and sinks
 CASES = [(family, "auto") for family in FAMILIES] + [(family, "fp8") for family in ("Llama", "Gemma2", "GptOss")]
 ON_CPU = [pytest.param((*case, "cpu"), id="-".join(case)) for case in CASES]
@@ -122,14 +131,15 @@ def test_chunked_logits_equal_those_of_one_forward_pass(case: Case) -> None:
     for plan, rows in zip(plans, watched.logits, strict=True):
         for segment, row in zip(sampled(plan), rows, strict=True):
             logits[segment.sequence_id].append(row)
-    off = []
+    # Rounding errors go on from token to token in a recurrent state: Transformers' own are as large.
+    limit, off = 2e-3 if case.model.spec.recurrent_layers else 1e-4, []
     for request in case.requests:
         generated = case.expected[request.id]
         whole = torch.tensor([request.prompt + generated], device=case.model.spec.device)
         with torch.inference_mode():
             options = {"use_cache": False} | cache_for(case.module, case.kv_cache_dtype)
             expected = case.module(whole, **options).logits[0, len(request.prompt) - 1 : -1]
-        if float((torch.stack(logits[request.id]) - expected).abs().max()) > 1e-4:
+        if float((torch.stack(logits[request.id]) - expected).abs().max()) > limit:
             off.append(request.id)
     # A value midway between two numbers of FP8 may go to either, by the order in which sums were taken. A single
     # one moves the logits of all that read it, by 0.01 to 2 in these models.
@@ -162,6 +172,15 @@ class WatchedExecutor(PagedExecutor):
         super().submit(plan)
 
 
+def kind_of(model: Model, pool: BlockPool) -> MemoryKind:
+    """Paged blocks, and the states of recurrent layers if the model has any."""
+    if not model.spec.recurrent_layers:
+        return PagedKind(pool)
+    shape = StateShape(snapshots=SNAPSHOTS, slot_bytes=model.spec.state_bytes)
+    rule = RetentionRule(EVICTIONS["retention"], cost=float, block_size=pool.block_size)
+    return HybridKind(pool, StatePool(shape, REQUESTS, pool, rule))
+
+
 def run(
     case: Case,
     model: Model,
@@ -182,12 +201,12 @@ def run(
         kv_cache_dtype=case.kv_cache_dtype,
     )
     blocks = blocks or 2048 // block_size
-    device = allocated(model, config, blocks)
-    executor = WatchedExecutor(device.model, device.attention, device.memory)
+    device = allocated(model, config, blocks, snapshots=SNAPSHOTS)
+    executor = WatchedExecutor(device.model, device.attention, device.memory, (StateExecutor(device.memory),))
     assert attention_backend == "auto" or device.memory.graphs == ()
     scheduler = Scheduler(
         StallFree(budget),
-        PagedKind(BlockPool(blocks, block_size)),
+        kind_of(model, BlockPool(blocks, block_size)),
         max_sequences=REQUESTS,
         max_model_len=model.spec.max_model_len,
         headroom=0.0,

@@ -105,8 +105,9 @@ OWN_NAMES: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_missing_config_fields_have_the_defaults_of_transformers(architecture: str) -> None:
-    known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    kind = {name: kind for kind, name in known.items()}[architecture]
+    with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    known = (*with_images.items(), *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    kind = {name: kind for kind, name in known}[architecture]
     given: dict[str, Any] = OWN_NAMES.get(architecture, PLAIN)
     if architecture in WITH_IMAGES:
         kind = "gemma3" if architecture.startswith("Gemma3") else kind

@@ -1,0 +1,279 @@
+"""Recurrent layers on CUDA: which Triton kernels compute a step, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+import triton
+from triton.runtime import driver
+
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.launch import SideStream
+from holdfast.lm.kernels.recurrent.chunk_kernels import prepare_kernel, scan_kernel
+from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
+from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, CapturableRecurrence
+from holdfast.lm.kernels.recurrent.step_kernel import step_kernel
+from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists, WorkListsBuilder
+
+MAX_KEY_DIM = 256
+"""Largest key dimension whose state fits the registers of one program."""
+LEVELS = CHUNK.bit_length() - 1
+OTHER_BYTES = 12 << 10
+"""Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Launch settings of one kernel."""
+
+    block: int
+    """Columns of the value, or channels, in one program."""
+    num_warps: int
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a recurrence in common terms, [T, heads, D]; see `step_kernel`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    log_decay: torch.Tensor
+    rate: torch.Tensor
+    skip: torch.Tensor | None
+    state: torch.Tensor
+    out: torch.Tensor
+    scale: float
+    delta: bool
+    normalize: bool
+
+    @property
+    def heads(self) -> int:
+        """Number of value heads, which is that of states."""
+        return self.value.shape[1]
+
+    @property
+    def input_strides(self) -> tuple[int, ...]:
+        """Strides of query, key and value by token and head."""
+        return (*self.query.stride()[:2], *self.key.stride()[:2], *self.value.stride()[:2])
+
+    @property
+    def rate_strides(self) -> tuple[int, int]:
+        """Strides of log_decay and rate by token. A decay that all tokens share has a stride of 0."""
+        return (self.log_decay.stride(0) if self.log_decay.dim() > 1 else 0), self.rate.stride(0)
+
+    @property
+    def state_strides(self) -> tuple[int, ...]:
+        """Strides of the state by slot, head, key dimension and value dimension."""
+        slot, head, third, fourth = self.state.stride()
+        return (slot, head, third, fourth) if self.delta else (slot, head, fourth, third)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that all kernels are compiled for. Raises ValueError for a key dimension out of range."""
+        key_dim = self.key.shape[2]
+        if key_dim > MAX_KEY_DIM:
+            raise ValueError(f"the keys of a recurrent layer have {key_dim} dimensions; at most {MAX_KEY_DIM} fit")
+        return dict(
+            GROUP_SIZE=self.heads // self.key.shape[1],
+            KEY_DIM=key_dim,
+            BLOCK_K=padded(key_dim),
+        )
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Results of `prepare_kernel` that `scan_kernel` reads. The names are those of the kernels' arguments."""
+
+    weights: torch.Tensor
+    solution: torch.Tensor
+    query_factor: torch.Tensor
+    key_factor: torch.Tensor
+    write_factor: torch.Tensor
+    total_factor: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: Inputs, chunks: int) -> Scratch:
+        """Memory for these inputs and number of chunks; empty if there is no chunk."""
+        key, rows = inputs.key, (len(inputs.value) if chunks else 0, inputs.heads)
+        used = rows if inputs.delta else (0, 0)
+        factors = partial(key.new_empty, dtype=torch.float32)
+        return cls(
+            weights=key.new_empty(*rows, CHUNK),
+            solution=key.new_empty(*used, CHUNK),
+            query_factor=factors(rows),
+            key_factor=factors(used),
+            write_factor=factors(rows),
+            total_factor=factors((chunks, inputs.heads)),
+        )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in the order of the kernels' arguments."""
+        factors = (self.query_factor, self.key_factor, self.write_factor, self.total_factor)
+        return self.weights, self.solution, *factors
+
+
+class TritonRecurrence(CapturableRecurrence[WorkLists]):
+    """`Recurrence` in Triton: segments of few tokens token by token, long ones in chunks.
+
+    Records of zeros do nothing, so captured launches of fixed size serve smaller batches. Products of bfloat16 and
+    float16 are on tensor cores, with sums in float32; float32 is computed exactly (no TF32).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lists = WorkListsBuilder(device)
+        self._side_stream = SideStream(device)
+        self._shared_bytes = shared_bytes(device)
+
+    def make_metadata(self, segments: Segments) -> WorkLists:
+        return self.lists.build(segments)
+
+    def reserve(self, segments: int, tokens: int | None = None) -> WorkLists:
+        return self.lists.reserve(segments, tokens)
+
+    def refill(self, metadata: WorkLists, segments: Segments) -> bool:
+        return self.lists.refill(metadata, segments)
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: WorkLists,
+        *,
+        activation: Activation | None,
+    ) -> torch.Tensor:
+        out = x.new_empty(x.shape)
+        channels, width = weight.shape
+
+        def launch(work: torch.Tensor, block_t: int, block_c: int, tile: int) -> None:
+            convolution_kernel[(triton.cdiv(channels, block_c), len(work))](
+                x, weight, bias, state, work, out, channels,
+                x.stride(0), weight.stride(0), *state.stride()[:2], out.stride(0),
+                WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_T=block_t, BLOCK_C=block_c, TILE=tile,
+                SILU=activation == "silu", num_warps=4,
+            )  # fmt: skip
+
+        self._both(
+            metadata,
+            few=lambda: launch(metadata.few, block_t=1, block_c=256, tile=0),
+            many=lambda: launch(metadata.chunks, block_t=CHUNK // 4, block_c=128, tile=CHUNK),
+        )
+        return out
+
+    def gated_delta(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        metadata: WorkLists,
+        *,
+        scale: float,
+        normalize: bool,
+    ) -> torch.Tensor:
+        out = value.new_empty(value.shape)
+        return self._recur(
+            Inputs(query, key, value, log_decay, beta, None, state, out, scale, delta=True, normalize=normalize),
+            metadata,
+        )
+
+    def selective_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        decay: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        skip: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: WorkLists,
+    ) -> torch.Tensor:
+        out = x.new_empty(x.shape)
+        return self._recur(Inputs(c, b, x, decay, dt, skip, state, out, 1.0, delta=False, normalize=False), metadata)
+
+    def _recur(self, inputs: Inputs, metadata: WorkLists) -> torch.Tensor:
+        """Launch both kinds of work; returns `inputs.out`."""
+        # Memory freed before `join` could be reused while the side stream still writes it.
+        scratch = Scratch.of(inputs, len(metadata.chunks))
+        self._both(
+            metadata,
+            few=lambda: self._step(inputs, metadata.few),
+            many=lambda: self._scan(inputs, metadata, scratch),
+        )
+        return inputs.out
+
+    def _both(self, metadata: WorkLists, *, few: Callable[[], object], many: Callable[[], object]) -> None:
+        """Run the launches for each kind of segment that the step has. The two kinds overlap."""
+        if len(metadata.few) and len(metadata.many):
+            with self._side_stream.fork():
+                many()
+            few()
+            self._side_stream.join()
+        elif len(metadata.few):
+            few()
+        elif len(metadata.many):
+            many()
+
+    def _step(self, inputs: Inputs, work: torch.Tensor) -> None:
+        """Launch segments of few tokens."""
+        launch = self.step_launch(inputs)
+        step_kernel[(triton.cdiv(inputs.value.shape[2], launch.block), inputs.heads, len(work))](
+            inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.rate, inputs.skip, inputs.state, work,
+            inputs.out, *inputs.input_strides, *inputs.rate_strides, *inputs.state_strides, *inputs.out.stride()[:2],
+            inputs.scale, NORM_EPS, **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
+            DELTA=inputs.delta, NORMALIZE=inputs.normalize, num_warps=launch.num_warps,
+        )  # fmt: skip
+
+    def _scan(self, inputs: Inputs, metadata: WorkLists, scratch: Scratch) -> None:
+        """Launch long segments: all their chunks, then the chunks of each in order."""
+        query, key, value, chunks = inputs.query, inputs.key, inputs.value, metadata.chunks
+        query_strides, key_strides, value_strides = (each.stride()[:2] for each in (query, key, value))
+        exact = key.dtype == torch.float32
+        common = dict(
+            **inputs.sizes, HEADS=inputs.heads, CHUNK=CHUNK, DELTA=inputs.delta, PRECISION="ieee" if exact else "tf32"
+        )
+        prepare_kernel[(inputs.heads, len(chunks))](
+            query, key, inputs.log_decay, inputs.rate, chunks, *scratch.tensors, *query_strides, *key_strides,
+            *inputs.rate_strides, inputs.scale, NORM_EPS, **common, LEVELS=LEVELS, NORMALIZE=inputs.normalize,
+            INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8 if exact else 4,
+        )  # fmt: skip
+        launch = self.scan_launch(inputs)
+        scan_kernel[(triton.cdiv(value.shape[2], launch.block), inputs.heads, len(metadata.many))](
+            query, key, value, inputs.skip, inputs.state, metadata.many, *scratch.tensors, inputs.out,
+            *query_strides, *key_strides, *value_strides, *inputs.state_strides, *inputs.out.stride()[:2], **common,
+            VALUE_DIM=value.shape[2], BLOCK_V=launch.block, STAGES=launch.num_stages, num_warps=launch.num_warps,
+        )  # fmt: skip
+
+    def step_launch(self, inputs: Inputs) -> Launch:
+        """Launch settings of `step_kernel`: a part of the state that fits the registers of its warps."""
+        return Launch(block=min(32, padded(inputs.value.shape[2])), num_warps=2)
+
+    def scan_launch(self, inputs: Inputs) -> Launch:
+        """Launch settings of `scan_kernel`: the next chunk is on its way, if shared memory has room for two."""
+        if inputs.key.dtype == torch.float32:
+            return Launch(block=16, num_warps=8)
+        block = min(32, padded(inputs.value.shape[2]))
+        chunk = CHUNK * (2 * padded(inputs.key.shape[2]) + 2 * CHUNK + block) * inputs.key.element_size()
+        return Launch(block=block, num_warps=4, num_stages=2 if 2 * chunk + OTHER_BYTES <= self._shared_bytes else 1)
+
+
+def padded(size: int) -> int:
+    """The number of elements of a kernel's block that holds `size` of them: a power of two, at least 16."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on the device. A CPU has none."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -1,0 +1,1 @@
+"""Recurrent states: the copies between the slots of running sequences and those of snapshots."""

@@ -1,0 +1,56 @@
+"""StateExecutor: the copies of recurrent states, and of the KV blocks that go with them, before the segments run."""
+
+from __future__ import annotations
+
+from holdfast.lm.execution.paged_memory import PagedMemory
+from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
+from holdfast.lm.kernels.cache.kv_cache import copy_blocks
+from holdfast.lm.kernels.upload import upload
+from holdfast.lm.types import StepPlan
+from holdfast.lm.types.states import StatePlan
+
+
+class StateExecutor(PartExecutor):
+    """Does the copies of each plan's `StatePlan` on the current stream, so that they are done when its segments run."""
+
+    plans = (StatePlan,)
+
+    def __init__(self, memory: PagedMemory) -> None:
+        self._memory = memory
+
+    def before(self, plan: StepPlan) -> None:
+        copies = plan.part(StatePlan)
+        if not copies.computes:
+            return
+        states = self._memory.states
+        states.copy(copies.saves)
+        states.swap_in(copies.swap_in)
+        states.copy(copies.starts)
+        self._copy_tails(plan, copies)
+        states.swap_out(copies.swap_out)
+
+    def _copy_tails(self, plan: StepPlan, copies: StatePlan) -> None:
+        """Copy KV blocks, once those that the plan waits for have come from the host."""
+        if not copies.tails:
+            return
+        cache, transfers = self._memory.cache, self._memory.transfers
+        if transfers is not None:
+            transfers.follow(min(plan.copies.awaits, plan.step - 1))
+        sources, targets = zip(*copies.tails, strict=True)
+        device = cache.data.device
+        copy_blocks(cache, upload(sources, device), cache, upload(targets, device))
+
+
+class StateDevice(DevicePart):
+    """Snapshots of recurrent states take a share of the cache's memory."""
+
+    def __init__(self, cache_share: float) -> None:
+        """`cache_share` is this share, from 0 to 1."""
+        self._cache_share = cache_share
+
+    @property
+    def cache_share(self) -> float:
+        return self._cache_share
+
+    def executor(self, allocated: Allocated) -> StateExecutor:
+        return StateExecutor(allocated.memory)

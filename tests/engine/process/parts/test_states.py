@@ -1,0 +1,121 @@
+"""Engines of models with recurrent layers: turns of a conversation, sizes, and what they refuse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.types import Request, SamplingParams
+from holdfast.engine.process.build import build, build_engine
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.types import LanguageLoop
+from tests.checkpoints import VOCAB, make
+
+SIZES: dict[str, Any] = dict(
+    device="cpu", threads=1, block_size=4, cache_gb=0.01, max_sequences=4, max_model_len=200, token_budget=32
+)
+
+
+@pytest.fixture(scope="module", params=["Qwen3_5Text", "Qwen3Next"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp("checkpoint")
+    return make(directory, request.param), directory
+
+
+@pytest.fixture
+def loop(served: tuple[Any, Path]) -> Iterator[LanguageLoop]:
+    built, info = build(EngineConfig(model=str(served[1]), **SIZES))
+    assert info.executor == "paged"
+    yield built
+    built.close()
+
+
+def generated(module: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    tokens = module.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return tuple(tokens[0, len(prompt) :].tolist())
+
+
+def answers(loop: LanguageLoop, *requests: Request) -> dict[str, tuple[tuple[int, ...], int]]:
+    """The tokens of each request, and how many tokens of its prompt were not computed."""
+    tokens, cached = {each.id: () for each in requests}, dict[str, int]()
+    for each in requests:
+        loop.add(each)
+    while loop.has_work():
+        for output in loop.step() or ():
+            tokens[output.request_id] += output.tokens
+            cached[output.request_id] = output.cached_tokens
+    return {name: (found, cached[name]) for name, found in tokens.items()}
+
+
+def request(name: str, prompt: tuple[int, ...], count: int = 9) -> Request:
+    return Request(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+
+
+def drawn(length: int, seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(1, VOCAB) for _ in range(length))
+
+
+def test_the_next_turn_computes_only_its_new_tokens(served: tuple[Any, Path], loop: LanguageLoop) -> None:
+    module, prompt = served[0], drawn(41, seed=1)
+    for turn in range(3):
+        found, cached = answers(loop, request(str(turn), prompt))[str(turn)]
+        assert found == generated(module, prompt, 9)
+        assert cached == (0 if not turn else len(prompt) - len(drawn(7, seed=turn)) - 1)
+        prompt += found + drawn(7, seed=turn + 1)
+
+
+def test_branches_of_a_conversation_begin_at_the_end_of_the_same_turn(
+    served: tuple[Any, Path], loop: LanguageLoop
+) -> None:
+    first = drawn(30, seed=5)
+    said, _ = answers(loop, request("first", first))["first"]
+    branches = {str(seed): first + said + drawn(seed, seed=seed) for seed in (3, 6, 11)}
+    found = answers(loop, *(request(name, prompt) for name, prompt in branches.items()))
+    for name, prompt in branches.items():
+        assert found[name] == (generated(served[0], prompt, 9), len(first + said) - 1)
+
+
+def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> None:
+    shapes = {}
+    for share in (0.25, 0.75):
+        config = EngineConfig(model=str(served[1]), **SIZES, snapshot_share=share, host_cache_gb=0.004)
+        engine = build_engine(config)
+        memory, info = engine.info.memory, engine.info
+        slot = memory.rows // SIZES["max_sequences"]
+        assert memory.cache + memory.snapshots * slot == pytest.approx(1e7, abs=slot)
+        assert memory.snapshots == int(1e7 * share) // slot
+        assert memory.host_snapshots == int(4e6 * share) // slot
+        shapes[share] = info.num_blocks
+        engine.close()
+    assert shapes[0.75] < shapes[0.25] / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"speculation": "ngram"}, "cannot take back the tokens of a draft"),
+        ({"max_adapters": 1}, "adapters of a model with recurrent layers run on padded rows"),
+        ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
+        ({"quantization": "fp8"}, "quantization is fp8, which recurrent layers do not have"),
+        ({"tp": 2}, "has recurrent layers, which one device computes"),
+    ],
+)
+def test_options_that_recurrent_layers_do_not_have_are_refused(
+    served: tuple[Any, Path], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build_engine(EngineConfig(model=str(served[1]), **SIZES, **options, executor="paged")).close()
+
+
+def test_a_model_with_adapters_runs_on_padded_rows(served: tuple[Any, Path]) -> None:
+    engine = build_engine(EngineConfig(model=str(served[1]), **SIZES | {"block_size": 16}, max_adapters=1))
+    assert engine.info.executor == "padded"
+    assert engine.info.executor_reason.startswith("adapters of a model with recurrent layers run on padded rows")
+    engine.close()

@@ -1,0 +1,209 @@
+"""The Triton kernels of recurrent layers: under the interpreter without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.lm.kernels.recurrent.tiles import CHUNK, FEW
+from holdfast.lm.kernels.recurrent.triton_recurrence import TritonRecurrence
+from tests.lm.kernels.recurrent_oracle import (
+    CASES,
+    ConvolutionCase,
+    DeltaCase,
+    LayerCase,
+    ScanCase,
+    assert_close,
+    scattered,
+    segments_of,
+)
+
+MIXED = [1, FEW + 1, 3, CHUNK + 40, 1, CHUNK, FEW, 2 * CHUNK + 1]
+
+
+def on_device(case: LayerCase, device: str) -> tuple[LayerCase, TritonRecurrence]:
+    return case.each(lambda tensor: tensor.to(device)), TritonRecurrence(torch.device(device))
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_mixed_batch_equals_the_oracle(kind: Any, device: str) -> None:
+    assert_close(*on_device(kind.random(scattered(MIXED)), device))
+
+
+@pytest.mark.parametrize(
+    ("groups", "heads", "key_dim", "value_dim"), [(1, 3, 48, 16), (3, 3, 16, 40), (1, 1, 128, 128), (1, 2, 20, 72)]
+)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_sizes_that_are_no_powers_of_two_are_padded(
+    groups: int, heads: int, key_dim: int, value_dim: int, normalize: bool, device: str
+) -> None:
+    segments = scattered([2, 1, CHUNK + 21])
+    sizes = {"key_heads": groups, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+    assert_close(*on_device(DeltaCase.random(segments, normalize=normalize, **sizes), device))
+    sizes = {"groups": groups, "heads": heads, "state_dim": key_dim, "head_dim": value_dim}
+    assert_close(*on_device(ScanCase.random(segments, with_skip=normalize, **sizes), device))
+
+
+@pytest.mark.parametrize("width", [2, 4, 5])
+@pytest.mark.parametrize(("with_bias", "silu"), [(False, True), (True, False)])
+def test_convolutions_of_any_width_read_the_state(width: int, with_bias: bool, silu: bool, device: str) -> None:
+    segments = scattered([1, 2, FEW, FEW + 1, CHUNK + 1])
+    case = ConvolutionCase.random(segments, channels=300, width=width, with_bias=with_bias, silu=silu)
+    assert_close(*on_device(case, device))
+
+
+@pytest.mark.parametrize("least", [-1e-4, -30.0, -1e6])
+@pytest.mark.parametrize("kind", [DeltaCase, ScanCase])
+def test_weak_and_strong_decays_stay_exact(kind: Any, least: float, device: str) -> None:
+    assert_close(*on_device(kind.random(scattered([300, FEW]), heads=2, least=least), device))
+
+
+def test_infinite_decays_leave_their_neighbours_exact(device: str) -> None:
+    case = DeltaCase.random(scattered([200, FEW]), heads=2, least=-1e-3)
+    case.log_decay[::7] = -torch.inf
+    assert_close(*on_device(case, device))
+
+
+def test_equal_keys_without_decay_do_not_overflow(device: str) -> None:
+    """The powers of the chunk's matrix of products would exceed float32 here."""
+    case = DeltaCase.random(scattered([4096]), key_heads=1, heads=1, least=0.0)
+    case.key[:] = case.key[0]
+    case.beta[:] = 1.0
+    assert_close(*on_device(case, device))
+
+
+def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> None:
+    case, backend = on_device(DeltaCase.random(scattered([1, CHUNK + 3]), key_heads=2, heads=4), device)
+    assert isinstance(case, DeltaCase)
+    query, key, value = torch.cat([case.query, case.key, case.value], 1).split([2, 2, 4], 1)
+    log_decay, beta = torch.cat([case.log_decay, case.beta], 1).split([4, 4], 1)
+    views = replace(case, query=query, key=key, value=value, log_decay=log_decay, beta=beta)
+    assert not any(view.is_contiguous() for view in (query, key, value, log_decay, beta))
+    assert_close(views, backend)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("room", [(12, 400), (12, None)])
+def test_reserved_metadata_serves_one_batch_after_another(kind: Any, room: tuple[int, int | None], device: str) -> None:
+    metadata = None
+    for lengths in ([1, 20, 3], [1] * 12, [CHUNK + 30, 1]):
+        case, backend = on_device(kind.random(scattered(lengths)), device)
+        metadata = backend.reserve(*room) if metadata is None else metadata
+        assert backend.refill(metadata, case.segments)
+        assert_close(case, backend, metadata)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_metadata_without_a_batch_changes_nothing(kind: Any, device: str) -> None:
+    case, backend = on_device(kind.random(scattered([3, 20])), device)
+    before = case.state.clone()
+    case.run(backend, backend.reserve(4, 100))
+    assert torch.equal(case.state, before)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_tokens_after_the_last_segment_change_no_state(kind: Any, device: str) -> None:
+    case, backend = on_device(kind.random(scattered([5, 1, 30])), device)
+    longer = case.each(lambda tensor: torch.cat([tensor, tensor[:4]]) if len(tensor) == 36 else tensor)
+    assert_close(case, backend)
+    assert len(longer.run(backend)) == 40
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_sequence_gives_the_same_numbers_in_pieces_of_any_length(kind: Any, device: str) -> None:
+    whole, backend = on_device(kind.random(segments_of([150], [2])), device)
+    expected, states = whole.expected()
+    found, start = [], 0
+    for length in (1, 1, 5, 64, 70, 1, 8):
+        found.append(whole.part(start, start + length, whole.state).run(backend))
+        start += length
+    torch.testing.assert_close(torch.cat(found).double().cpu(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole.state.double().cpu(), states, rtol=1e-4, atol=1e-4)
+
+
+def test_a_key_that_is_too_wide_is_refused(device: str) -> None:
+    case, backend = on_device(DeltaCase.random(scattered([1]), key_dim=257), device)
+    with pytest.raises(ValueError, match="257 dimensions; at most 256"):
+        case.run(backend)
+
+
+def narrow(case: LayerCase, dtype: torch.dtype) -> LayerCase:
+    """The case with inputs of this dtype. States of recurrences and decays stay in float32."""
+    exact = ("log_decay", "dt", "decay") if isinstance(case, ConvolutionCase) else ("log_decay", "dt", "decay", "state")
+    kept = {name: getattr(case, name) for name in exact if hasattr(case, name)}
+    return replace(case.each(lambda tensor: tensor.to(dtype)), **kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("groups", "heads", "key_dim", "value_dim"), [(16, 32, 128, 128), (2, 6, 48, 40), (1, 5, 64, 128), (3, 3, 256, 64)]
+)
+@pytest.mark.parametrize("least", [-1e-3, -1.0, -100.0])
+def test_compiled_kernels_stay_within_the_precision_of_the_type(
+    dtype: torch.dtype, groups: int, heads: int, key_dim: int, value_dim: int, least: float
+) -> None:
+    segments = scattered([1, 1, 300, 5, 64, 1, 17, 129])
+    cases: list[LayerCase] = [
+        DeltaCase.random(
+            segments, key_heads=groups, heads=heads, key_dim=key_dim, value_dim=value_dim, least=least
+        ),
+        ScanCase.random(
+            segments, groups=groups, heads=heads, state_dim=key_dim, head_dim=value_dim, least=least
+        ),
+        ConvolutionCase.random(segments, channels=heads * value_dim),
+    ]  # fmt: skip
+    for case in cases:
+        found, backend = on_device(narrow(case, dtype), "cuda")
+        expected, states = found.expected()
+        out = found.run(backend)
+        assert out.dtype == dtype
+        limit = 2e-5 if dtype == torch.float32 else 2e-2
+        assert (out.double().cpu() - expected).norm() < limit * expected.norm()
+        assert (found.state.double().cpu() - states).norm() < limit * states.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("least", [0.0, -1e-4, -30.0])
+def test_long_prompts_stay_exact_compiled(least: float) -> None:
+    case = DeltaCase.random(scattered([4096, 1, 4000]), key_heads=2, heads=4, key_dim=128, value_dim=128, least=least)
+    case.key[:2048] = case.key[0]
+    found, backend = on_device(narrow(case, torch.bfloat16), "cuda")
+    expected, states = found.expected()
+    out = found.run(backend)
+    assert (out.double().cpu() - expected).norm() < 2e-2 * expected.norm()
+    assert (found.state.double().cpu() - states).norm() < 2e-2 * states.norm()
+
+
+@pytest.mark.gpu
+def test_random_batches_compiled() -> None:
+    random = np.random.default_rng(7)
+    for trial in range(30):
+        lengths = [1 if random.random() < 0.6 else int(random.integers(1, 301)) for _ in range(random.integers(1, 40))]
+        for kind in CASES:
+            assert_close(*on_device(kind.random(scattered(lengths, trial), seed=trial), "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(("room", "tokens"), [((16, None), 16), ((16, 512), 512)])
+def test_a_captured_graph_serves_one_batch_after_another(kind: Any, room: tuple[int, int | None], tokens: int) -> None:
+    """Replays read the batch from the same memory; padding to the captured number of tokens is random numbers."""
+    padded, backend = on_device(kind.random(scattered([tokens])), "cuda")
+    padded = replace(padded, state=torch.cat([padded.state] * 6))
+    metadata = backend.reserve(*room)
+    padded.run(backend, metadata)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = padded.run(backend, metadata)
+    for lengths in ([1] * 16, [1, 2, 3, 4], [5, 1], [9, 1, 6] if room[1] is None else [300, 1, 70]):
+        case = replace(padded, segments=scattered(lengths))
+        expected, states = case.expected()
+        assert backend.refill(metadata, case.segments)
+        graph.replay()
+        torch.testing.assert_close(out[: len(expected)].double().cpu(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(padded.state.double().cpu(), states, rtol=1e-4, atol=1e-4)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from holdfast.lm.memory.state_pool import NO_SLOT
+from holdfast.lm.memory.snapshots import NO_SLOT
 from holdfast.lm.types import StatePlan
 from tests.invariants import check_pool
 from tests.scheduling import FakeDevice
@@ -68,11 +68,11 @@ def check_hybrid(scheduler):
 
 def check_states(states):
     """Raise RuntimeError unless free + kept + used = total, and the copies to come are those that pin snapshots."""
-    snapshots = [snapshot for snapshot in states.snapshots if snapshot.slot != NO_SLOT]
+    snapshots = [snapshot for snapshot in states.snapshots() if snapshot.slot != NO_SLOT]
     rows = min(states._free + [snapshot.slot for snapshot in snapshots])
     slots = sorted([*states._free, *(snapshot.slot for snapshot in snapshots)])
-    on_host = sorted([*states._host_free, *(each.host for each in states.snapshots if each.host != NO_SLOT)])
-    if on_host != list(range(states.host_total)) or not all(each.is_kept for each in states.snapshots):
+    on_host = sorted([*states._host_free, *(each.host for each in states.snapshots() if each.host != NO_SLOT)])
+    if on_host != list(range(states.host_total)) or not all(each.is_kept for each in states.snapshots()):
         raise RuntimeError(f"slots of the host are lost or hold two snapshots: {on_host}")
     if slots != list(range(rows, rows + states.total)):
         raise RuntimeError(f"slots are lost or hold two snapshots: {slots}")
@@ -81,8 +81,8 @@ def check_states(states):
     pins = Counter(snapshot for _, snapshot in states._saves) + Counter(
         snapshot for snapshot in states._starts.values() if snapshot.length
     )
-    if any(snapshot.pins != pins[snapshot] for snapshot in states.snapshots) or not {*pins} <= {*states.snapshots}:
+    if any(snapshot.pins != pins[snapshot] for snapshot in states.snapshots()) or not {*pins} <= {*states.snapshots()}:
         raise RuntimeError("a snapshot is pinned without a copy to come, or a copy needs one that is not pinned")
-    keys = [(snapshot.key.parent, tuple(snapshot.key.tail)) for snapshot in states.snapshots]
+    keys = [(snapshot.key.parent, tuple(snapshot.key.tail)) for snapshot in states.snapshots()]
     if len(set(keys)) != len(keys):
         raise RuntimeError("two snapshots are of the same tokens")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
-from holdfast.lm.memory.state_pool import NOTHING_KEPT, Snapshot, StateKey, StatePool
+from holdfast.lm.memory.snapshots import NOTHING_KEPT, Snapshot, StateKey
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.types import BlockCopy, BlockMove
 
 LONG = 1024

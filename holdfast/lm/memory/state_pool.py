@@ -4,92 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.memory.lowest_first import LowestFirst
 from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
+from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
 from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, StateCopy, StatePlan, StateShape
-
-NO_SLOT = -1
-"""Stands for no slot. As the source of a start it stands for the state before the first token."""
-
-
-class StateKey(NamedTuple):
-    """The tokens that a state has seen."""
-
-    length: int
-    """Number of these tokens."""
-    parent: bytes
-    """Digest of the last full block before the tail; the root of the identity if there is none."""
-    tail: array[int]
-    """The tokens after the last full block; fewer than a block has."""
-    tail_digest: bytes
-    """Digest under which the KV block of the tail is cached; empty without a tail."""
-
-    @classmethod
-    def of(cls, root: bytes, digests: Sequence[bytes], tokens: Sequence[int], length: int, size: int) -> StateKey:
-        """The key of the first `length` tokens. `digests` are those of their full blocks of `size` tokens, or more."""
-        full = length // size
-        parent = digests[full - 1] if full else root
-        tail = array("I", tokens[full * size : length])
-        return cls(length, parent, tail, block_digests(parent, tail, size)[0] if tail else b"")
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """The state after some tokens, kept for sequences that begin with them. Only its pool changes it."""
-
-    key: StateKey
-    previous: Snapshot
-    """The snapshot from which the state was computed; NOTHING_KEPT if it was computed from the first token on."""
-    slot: int = NO_SLOT
-    """Slot on the device; NO_SLOT if it has none."""
-    host: int = NO_SLOT
-    """Slot on the host; NO_SLOT if it has none."""
-    used: Use = (0.0, 0)
-    """When it was last used."""
-    pins: int = 0
-    """Number of copies of the next plan that read or write its slots."""
-    shared: bool = False
-    """Whether it stands for a prefix that several sequences have had."""
-    starts: int = 0
-    """Number of sequences that began with it."""
-    is_continued: bool = False
-    """Whether a snapshot was made of a sequence that began with it, or that went on after it."""
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that the state has seen."""
-        return self.key.length
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether only the host has it."""
-        return self.host != NO_SLOT and self.slot == NO_SLOT
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether its conversation has gone on, and no other sequence has begun with it."""
-        return self.is_continued and self.starts < 2 and not self.shared
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a tier has it."""
-        return self.slot != NO_SLOT or self.host != NO_SLOT
-
-
-class NothingKept(Snapshot):
-    """The state before the first token. It needs no slot, and each state can be computed from it."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(StateKey(0, b"", array("I"), b""), self)
-
-
-NOTHING_KEPT: Snapshot = NothingKept()
 
 
 class StatePool:
@@ -129,6 +49,12 @@ class StatePool:
         self._rule = rule
         self._free = list(range(rows + shape.snapshots - 1, rows - 1, -1))
         self._host_free = list(range(shape.host_snapshots - 1, -1, -1))
+        self._alone = LowestFirst(lambda each: each.slot != NO_SLOT and each.host == NO_SLOT, self._rank, self.total)
+        """The snapshots that only the device has."""
+        self._on_both = LowestFirst(lambda each: each.slot != NO_SLOT and each.host != NO_SLOT, self._rank, self.total)
+        self._on_host = LowestFirst(lambda each: each.is_on_host, self._rank, self.host_total)
+        self._count = 0
+        """Number of snapshots in `_kept`."""
         self._kept: dict[bytes, list[Snapshot]] = {}
         """The snapshots by the parent of their keys."""
         self._saves: list[tuple[int, Snapshot]] = []
@@ -157,7 +83,6 @@ class StatePool:
         self.tokens_found = 0
         """Number of tokens that these sequences did not have to compute."""
 
-    @property
     def snapshots(self) -> Iterable[Snapshot]:
         """All snapshots that can be found."""
         return [snapshot for snapshots in self._kept.values() for snapshot in snapshots]
@@ -245,6 +170,7 @@ class StatePool:
         if self._length_before(snapshot):
             snapshot.previous.is_continued = True
         self._kept.setdefault(key.parent, []).append(snapshot)
+        self._count += 1
         self._saves.append((row, snapshot))
         self.saved += 1
         self._may_swap_out = self.host_total > 0
@@ -273,6 +199,9 @@ class StatePool:
         if snapshot is not NOTHING_KEPT:
             snapshot.pins += 1
             snapshot.starts += 1
+            if snapshot.slot != NO_SLOT and snapshot.host != NO_SLOT and not self._host_free:
+                self._leave_host(snapshot)  # it will stay on the device for some time
+                self._may_swap_out = True
             self.hits += 1
             self.tokens_found += snapshot.length
 
@@ -326,44 +255,39 @@ class StatePool:
         Snapshots that the host has, too, give up their slots first.
         """
         if not self._free:
-            victims = [each for each in self.snapshots if each.slot != NO_SLOT and not each.pins]
-            if victims:
-                self._leave_device(min(victims, key=lambda each: (each.host == NO_SLOT, *self._rank(each, now))))
+            both = self._on_both.first(self.snapshots, now) if self._num_on_both else ()
+            for victim in both or self._alone.first(self.snapshots, now):
+                self._leave_device(victim)
         return bool(self._free)
+
+    @property
+    def _num_on_both(self) -> int:
+        """Number of snapshots that have a slot in both tiers."""
+        on_device, on_host = self.total - len(self._free), self.host_total - len(self._host_free)
+        return on_device + on_host - self._count
 
     def _swap_out(self, now: float) -> tuple[StateCopy, ...]:
         """Copy snapshots to the host, the lowest value first, if too few slots can be had at once."""
         if not self._may_swap_out:
             return ()
-        idle = [each for each in self.snapshots if each.slot != NO_SLOT and not each.pins]
-        alone = [each for each in idle if each.host == NO_SLOT]
-        short = self._least_ready - (len(self._free) + len(idle) - len(alone))
-        copied: list[Snapshot] = []
-        for snapshot in sorted(alone, key=lambda each: self._rank(each, now))[: max(0, min(short, self._copies_ahead))]:
-            if self._find_room_on_host(snapshot, now):
+        copies = list[StateCopy]()
+        while len(copies) < self._copies_ahead and len(self._free) + self._num_on_both < self._least_ready:
+            found = [each for each in self._alone.first(self.snapshots, now) if self._find_room_on_host(each, now)]
+            if not found:
+                break
+            for snapshot in found:
                 snapshot.host = self._host_free.pop()
-                snapshot.pins += 1  # the next one must not take its slot
-                copied.append(snapshot)
-        for snapshot in copied:
-            self._unpin(snapshot)
-        self.swapped_out += len(copied)
-        self._may_swap_out = bool(copied or self._saves or self._starts)
-        return tuple([StateCopy(snapshot.slot, snapshot.host) for snapshot in copied])
+                copies.append(StateCopy(snapshot.slot, snapshot.host))
+        self.swapped_out += len(copies)
+        self._may_swap_out = bool(copies or self._saves or self._starts)
+        return tuple(copies)
 
     def _find_room_on_host(self, snapshot: Snapshot, now: float) -> bool:
-        """Make a slot of the host free for a snapshot, if it holds anything that is needed there less.
-
-        A copy of a snapshot that leaves the device later than this one goes first: nothing is lost with it. Next comes
-        the snapshot of the lowest value that only the host has, if this one is worth more.
-        """
+        """Make a slot of the host free for a snapshot, unless all that only the host has is worth at least as much."""
         if not self._host_free:
-            rank = self._rank(snapshot, now)
-            on_host = [each for each in self.snapshots if each.host != NO_SLOT and not each.pins]
-            ranked = sorted(on_host, key=lambda each: self._rank(each, now))
-            later = [each for each in reversed(ranked) if each.slot != NO_SLOT and self._rank(each, now) > rank]
-            alone = [each for each in ranked if each.slot == NO_SLOT and self._rank(each, now) < rank]
-            for victim in (*later, *alone)[:1]:
-                self._leave_host(victim)
+            for victim in self._on_host.first(self.snapshots, now):
+                if self._rank(victim, now) < self._rank(snapshot, now):
+                    self._leave_host(victim)
         return bool(self._host_free)
 
     def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
@@ -414,6 +338,7 @@ class StatePool:
             return
         here = self._kept[snapshot.key.parent]
         here.remove(snapshot)
+        self._count -= 1
         if not here:
             del self._kept[snapshot.key.parent]
         self.dropped += 1

@@ -16,7 +16,9 @@ from holdfast.lm.types import StepResult
 
 
 class MemoryKind(Protocol):
-    """One kind of memory: paged blocks (`paged.PagedKind`), or rows of a padded batch (`row_kind.RowKind`).
+    """One kind of memory: paged blocks, with recurrent states or without, or rows of a padded batch.
+
+    They are `paged.PagedKind`, `hybrid.HybridKind` and `row_kind.RowKind`.
 
     A model that keeps state in two kinds at once has a kind of its own, which holds both: its memory and its states
     answer for both (there is room if both have it; the found state is what both have), and its builder plans for both.

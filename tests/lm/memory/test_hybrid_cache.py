@@ -303,7 +303,7 @@ def test_a_partial_block_of_the_host_fills_the_sequences_own_block():
     memory = Memory(blocks=4, host_blocks=8)
     memory.end(range(10))
     memory.plan()
-    digest = next(iter(memory.states.snapshots)).key.tail_digest
+    digest = next(iter(memory.states.snapshots())).key.tail_digest
     for step in range(3):
         memory.pool.fits(4, ())
         memory.pool.swap_out(step, 0, memory.now)

@@ -6,7 +6,8 @@ from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
-from holdfast.lm.memory.state_pool import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey, StatePool
+from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.types import COPIES_AHEAD_BYTES, StateCopy, StateShape
 from tests.hybrid import check_states
 
@@ -232,6 +233,16 @@ def test_snapshots_on_the_host_too_give_up_their_slots_first():
     states.now += 100
     states.save(THIRD)
     assert first.is_on_host and costly.slot != NO_SLOT
+
+
+def test_a_snapshot_that_is_used_again_makes_room_on_a_full_host():
+    states = States(snapshots=2, host=1, low_water=1.0)
+    first, other = states.save(TURN), states.save(OTHER)
+    states.plan()
+    assert [each.host for each in (first, other)] == [0, NO_SLOT]
+    states.pool.start(1, first)
+    states.plan()
+    assert first.slot != NO_SLOT and (first.host, other.host) == (NO_SLOT, 0)
 
 
 def test_a_full_host_gives_up_the_lowest_value_and_copies_stop():

@@ -21,6 +21,7 @@ from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.types import MemoryMeasurement
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import Engines, log_as
@@ -82,6 +83,7 @@ def announce(
         "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
         **lower_tiers(engine, info),
+        **({"states": states(memory)} if memory.rows else {}),
         **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
         **({"tuning": "takes jobs (POST /v1/fine_tuning/jobs)"} if engine.tuning else {}),
         "retention": retention(engine, info),
@@ -104,6 +106,12 @@ def announce(
     console.print(Text(curl_line(url, info.model, keys)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keys)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
+
+
+def states(memory: MemoryMeasurement) -> str:
+    """The recurrent states of a model as text: those of running sequences, and snapshots."""
+    on_host = f", {memory.host_snapshots:,} on the host" if memory.host_snapshots else ""
+    return f"{memory.rows / GB:.2f} GB for running sequences, and {memory.snapshots:,} snapshots on the device{on_host}"
 
 
 def replicas_of(model: EngineClient | Replicas) -> str:

@@ -81,6 +81,15 @@ def test_the_announcement_says_which_executor_runs_and_counts_its_memory_in_posi
     assert "blocks" not in out.getvalue()
 
 
+def test_the_announcement_gives_the_memory_of_recurrent_states() -> None:
+    out = io.StringIO()
+    memory = replace(engine_info().memory, rows=2_500_000_000, snapshots=1200, host_snapshots=30)
+    info = engine_info(memory=memory)
+    announce(Console(file=out, width=200), EngineConfig(), ServerConfig(), info, "http://127.0.0.1:8000", "")
+    assert "2.50 GB for running sequences, and 1,200 snapshots on the device, 30 on the host" in out.getvalue()
+    assert "snapshots" not in announced(EngineConfig(), ServerConfig())
+
+
 @pytest.mark.parametrize("value", ["", " ", ","])
 def test_a_key_variable_without_a_key_ends_the_start_with_2(
     value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

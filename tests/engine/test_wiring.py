@@ -50,9 +50,10 @@ OTHERS = {
     "tuning_share", "memory_reserved",
     "draft_tokens", "revision", "chat_template", "convert", "generation_config", "override_generation_config",
     "chunk_host", "swap_in_groups", "disk_cache_dir", "disk_cache_gb", "remote_cache",
+    "snapshot_share",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
-test_tiers, test_moving or the test of embeddings."""
+test_tiers, test_moving test_states or the test of embeddings."""
 
 
 @pytest.fixture(scope="module")

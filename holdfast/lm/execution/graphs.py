@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
-from holdfast.lm.execution.state_memory import NO_STATES, StateMemory
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.lora.protocol import StepAdapters
-from holdfast.lm.models.base import CapturableModel, RecurrentStep, StepInput
+from holdfast.lm.models.base import NO_STATES, CapturableModel, RecurrentStep, StateMemory, StepInput
 
 KINDS = (1, 4, 16, 32, 64)
 """Token counts up to which kernels have their own variants (`linear.skinny_gemm`, `attention.paged`)."""
@@ -124,7 +123,7 @@ class GraphSizes:
 
 
 class StepMetadata(NamedTuple):
-    """What the layers of a captured step read of its segments."""
+    """The metadata from which the layers of a captured step know its segments."""
 
     attention: Any
     recurrent: RecurrentStep | None

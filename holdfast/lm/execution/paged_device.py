@@ -29,7 +29,7 @@ from holdfast.lm.execution.paged_memory import Layers, PagedMemory
 from holdfast.lm.execution.part import Allocated, DevicePart, Kind, PartExecutor, part_of
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
-from holdfast.lm.execution.state_memory import StateMemory, states_of
+from holdfast.lm.execution.state_memory import states_of
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_for
@@ -41,7 +41,7 @@ from holdfast.lm.kernels.recurrent.backends import recurrence_for
 from holdfast.lm.kernels.recurrent.protocol import CapturableRecurrence
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sampler import Sampler
-from holdfast.lm.models.base import CapturableModel, HiddenModel, Model
+from holdfast.lm.models.base import CapturableModel, HiddenModel, Model, StateMemory
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.types import (
     BUDGET_TILE,

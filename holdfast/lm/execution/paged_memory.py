@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
-from holdfast.lm.execution.state_memory import NO_STATES, StateMemory
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.base import LayerCache
+from holdfast.lm.models.base import NO_STATES, LayerCache, StateMemory
 
 Layers = tuple[LayerCache, ...]
 """Key cache and value cache of each layer."""

@@ -1,4 +1,4 @@
-"""StateMemory: the recurrent states of sequences and of snapshots, in slots on the device and on the host."""
+"""RecurrentStates: the recurrent states of sequences and of snapshots, in slots on the device and on the host."""
 
 from __future__ import annotations
 
@@ -12,42 +12,8 @@ from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.recurrent.protocol import CapturableRecurrence, Recurrence
 from holdfast.lm.kernels.upload import upload
-from holdfast.lm.models.base import LayerState, ModelSpec, RecurrentStep
+from holdfast.lm.models.base import NO_STATES, ZEROS, LayerState, ModelSpec, RecurrentStep, StateMemory
 from holdfast.lm.types.states import StateCopy
-
-ZEROS = -1
-"""Stands for the state before the first token in place of a slot, which is all zeros."""
-
-
-class StateMemory:
-    """The states of a model's recurrent layers. This base class is for models without any: it keeps none."""
-
-    def step(self, segments: Segments) -> RecurrentStep | None:
-        """The input of the recurrent layers for a batch."""
-        return None
-
-    def reserve(self, segments: int, tokens: int | None) -> RecurrentStep | None:
-        """The input that a CUDA graph reads, as `CapturableRecurrence.reserve` has room for it."""
-        return None
-
-    def refill(self, step: RecurrentStep | None, segments: Segments) -> bool:
-        """Write a batch into an input from `reserve`. If there is no room, return False and write nothing."""
-        return True
-
-    def copy(self, copies: Sequence[StateCopy]) -> None:
-        """Copy states from slot to slot on the device. The source ZEROS stands for a state of zeros.
-
-        All slots are read before any is written. The copies run on the current stream.
-        """
-
-    def swap_out(self, copies: Sequence[StateCopy]) -> None:
-        """Copy states from slots on the device to slots on the host, on the current stream."""
-
-    def swap_in(self, copies: Sequence[StateCopy]) -> None:
-        """Copy states from slots on the host to slots on the device, on the current stream."""
-
-
-NO_STATES = StateMemory()
 
 
 class RecurrentStates(StateMemory):

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from holdfast.lm.kernels.attention.protocol import Attention
+from holdfast.lm.kernels.attention.protocol import Attention, Segments
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
+from holdfast.lm.types.states import StateCopy
 
 
 class UnsupportedCheckpoint(ValueError):
@@ -126,12 +127,47 @@ LayerState = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStep:
-    """What recurrent layers need to compute one packed batch."""
+    """The input of recurrent layers for one packed batch, besides the stream."""
 
     recurrence: Recurrence[Any]
     metadata: Any  # from `recurrence.make_metadata` for this batch
     states: Sequence[LayerState]
     """The states of each recurrent layer. The layer updates the slots of the batch's rows."""
+
+
+ZEROS = -1
+"""Stands for the state before the first token in place of a slot, which is all zeros."""
+
+
+class StateMemory:
+    """The states of a model's recurrent layers. This base class is for models without any: it keeps none."""
+
+    def step(self, segments: Segments) -> RecurrentStep | None:
+        """The input of the recurrent layers for a batch."""
+        return None
+
+    def reserve(self, segments: int, tokens: int | None) -> RecurrentStep | None:
+        """The input that a CUDA graph reads, as `CapturableRecurrence.reserve` has room for it."""
+        return None
+
+    def refill(self, step: RecurrentStep | None, segments: Segments) -> bool:
+        """Write a batch into an input from `reserve`. If there is no room, return False and write nothing."""
+        return True
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Copy states from slot to slot on the device. The source ZEROS stands for a state of zeros.
+
+        All slots are read before any is written. The copies run on the current stream.
+        """
+
+    def swap_out(self, copies: Sequence[StateCopy]) -> None:
+        """Copy states from slots on the device to slots on the host, on the current stream."""
+
+    def swap_in(self, copies: Sequence[StateCopy]) -> None:
+        """Copy states from slots on the host to slots on the device, on the current stream."""
+
+
+NO_STATES = StateMemory()
 
 
 @dataclass(frozen=True, slots=True)

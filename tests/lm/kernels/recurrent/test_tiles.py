@@ -7,25 +7,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.lm.kernels.recurrent.tiles import CHUNK, FEW, FIELDS, WorkListsBuilder, work_lists
+from holdfast.lm.kernels.recurrent.tiles import CHUNK, EXACT_CHUNK, FEW, FIELDS, WorkListsBuilder, work_lists
 from tests.lm.kernels.recurrent_oracle import scattered
 
-BUILDER = WorkListsBuilder(torch.device("cpu"))
+BUILDER = WorkListsBuilder(torch.device("cpu"), CHUNK)
 LENGTHS = st.lists(st.one_of(st.just(1), st.integers(1, 300)), min_size=1, max_size=20)
 
 
-@given(LENGTHS)
-def test_every_segment_is_in_one_list_and_every_long_one_is_cut_into_chunks(lengths: list[int]) -> None:
+@given(LENGTHS, st.sampled_from([EXACT_CHUNK, CHUNK]))
+def test_every_segment_is_in_one_list_and_every_long_one_is_cut_into_chunks(lengths: list[int], chunk: int) -> None:
     segments = scattered(lengths)
-    few, many, chunks = (records.tolist() for records in work_lists(segments))
+    few, many, chunks = (records.tolist() for records in work_lists(segments, chunk))
     expected = list(zip(segments.query_start.tolist(), lengths, segments.row.tolist(), strict=False))
     assert [tuple(record) for record in few] == [(*record, 0) for record in expected if record[1] <= FEW]
     assert sorted(tuple(record[:3]) for record in many) == [record for record in expected if record[1] > FEW]
     assert [record[1] for record in many] == sorted((record[1] for record in many), reverse=True)
     for first, length, slot, number in many:
-        count = -(-length // CHUNK)
-        assert chunks[number : number + count] == [[first, length, slot, CHUNK * index] for index in range(count)]
-    assert len(chunks) == sum(-(-length // CHUNK) for length in lengths if length > FEW)
+        count = -(-length // chunk)
+        assert chunks[number : number + count] == [[first, length, slot, chunk * index] for index in range(count)]
+    assert len(chunks) == sum(-(-length // chunk) for length in lengths if length > FEW)
 
 
 @given(LENGTHS)
@@ -33,7 +33,7 @@ def test_any_batch_of_the_reserved_size_fits(lengths: list[int]) -> None:
     segments = scattered(lengths)
     reserved = BUILDER.reserve(len(lengths), sum(lengths))
     assert BUILDER.refill(reserved, segments)
-    for place, records in zip(reserved.tensors, work_lists(segments), strict=True):
+    for place, records in zip(reserved.tensors, work_lists(segments, CHUNK), strict=True):
         assert np.array_equal(place[: len(records)].numpy(), records)
         assert not place[len(records) :].any()
 

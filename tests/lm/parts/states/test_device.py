@@ -9,10 +9,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from holdfast.lm.execution.state_memory import ZEROS, RecurrentStates, StateMemory
+from holdfast.lm.execution.state_memory import RecurrentStates
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
-from holdfast.lm.models.base import StateTensor
+from holdfast.lm.models.base import ZEROS, StateMemory, StateTensor
 from holdfast.lm.parts.states.device import StateExecutor
 from holdfast.lm.types import StateCopy, StatePlan, StepPlan
 from holdfast.lm.types.plan import BlockMove, TierCopies

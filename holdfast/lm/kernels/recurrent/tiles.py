@@ -45,7 +45,7 @@ class WorkLists:
 def work_lists(segments: Segments, chunk: int, most: int | None = None) -> tuple[Records, Records, Records]:
     """The records of `WorkLists` on the host, with chunks of `chunk` tokens.
 
-    With `most`, at most so many segments are cut into chunks: the longest. Others are computed token by token.
+    With `most`, only that number of segments is cut into chunks, the longest. Others are computed token by token.
     """
     lengths = segments.query_length
     records = np.stack([segments.query_start[:-1], lengths, segments.row, np.zeros_like(lengths)], 1)

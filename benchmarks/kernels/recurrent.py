@@ -32,7 +32,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.gemv_gpu import RING_BYTES, captured, copy_rate, milliseconds
 from benchmarks.lib.invocation import provenance
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists
+from holdfast.lm.kernels.recurrent.tiles import WorkLists
 from holdfast.lm.kernels.recurrent.triton_recurrence import Inputs, Launch, TritonRecurrence
 
 STEP_LAUNCHES = [Launch(block, warps) for block in (8, 16, 32, 64, 128) for warps in (1, 2, 4, 8)]
@@ -72,7 +72,7 @@ class Tuned(TritonRecurrence):
     """The backend with other launch settings; None leaves those of the rule."""
 
     def __init__(self, device: torch.device, step: Launch | None = None, scan: Launch | None = None) -> None:
-        super().__init__(device, chunk=CHUNK)
+        super().__init__(device)
         self.step, self.scan = step, scan
 
     def step_launch(self, inputs: Inputs) -> Launch:

@@ -29,7 +29,6 @@ from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
-from holdfast.lm.kernels.recurrent.tiles import EXACT_CHUNK
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 from holdfast.lm.kernels.recurrent.triton_recurrence import TritonRecurrence
 from holdfast.lm.models.adapted import adapted_modules
@@ -523,7 +522,7 @@ def test_graphs_of_recurrent_layers_give_the_logits_of_unpadded_steps(
         PagedAttention(device=where, num_processors=4, num_heads=4, **heads),
         TorchAttention(device=where, num_heads=4, **heads),
     )
-    states = RecurrentStates(model.spec, TritonRecurrence(where, chunk=EXACT_CHUNK), 8)
+    states = RecurrentStates(model.spec, TritonRecurrence(where), 8)
     exact = RecurrentStates(plain.spec, TorchRecurrence(where), 8)
     (batch, layers), (whole, whole_layers) = parts(), parts()
     graphs = StepGraphs(model, attention, batch, layers, GraphSizes.of(6, 20).kinds(), states=states)

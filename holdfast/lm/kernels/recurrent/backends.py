@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
-from holdfast.lm.kernels.recurrent.tiles import CHUNK, EXACT_CHUNK
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,4 +27,4 @@ def recurrence_for(device: torch.device | str, dtype: torch.dtype) -> Recurrence
     # Imported here because a CPU installation has no Triton.
     from holdfast.lm.kernels.recurrent.triton_recurrence import TritonRecurrence
 
-    return TritonRecurrence(device, chunk=EXACT_CHUNK if dtype == torch.float32 else CHUNK)
+    return TritonRecurrence(device)

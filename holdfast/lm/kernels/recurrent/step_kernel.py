@@ -7,8 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-
 
 @triton.jit
 def step_kernel(
@@ -18,7 +16,6 @@ def step_kernel(
     out_stride, out_stride_head, scale, eps,
     GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr, NORMALIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The tokens of one segment of `WorkLists.few`, for one head. Program (part of the value, head, record).
 
@@ -26,20 +23,18 @@ def step_kernel(
     With DELTA, the recurrence is `Recurrence.gated_delta`, and `rate` is beta. Otherwise it is
     `Recurrence.selective_scan`: c, b and x are query, key and value, log_decay is [H], the paper's A, and `rate` is dt.
     """
-    launch_dependents(DEPENDENT)
     head = tl.program_id(1).to(tl.int64)
     record = work + tl.program_id(2) * 4
     first = tl.load(record).to(tl.int64)
     count = tl.load(record + 1)
-    if (count == 0) & (tl.program_id(2) > 0):
-        return  # without waiting, because programs of the first record wait for the whole kernel
+    if count == 0:
+        return
     dim = tl.arange(0, BLOCK_K)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key, in_value = dim < KEY_DIM, column < VALUE_DIM
-    held = in_key[:, None] & in_value[None, :] & (count > 0)
+    held = in_key[:, None] & in_value[None, :]
     state += tl.load(record + 2).to(tl.int64) * state_stride + head * state_stride_head
     state_at = state + dim[:, None] * state_stride_key + column[None, :] * state_stride_value
-    wait_for_previous(DEPENDENT)
     sums = tl.load(state_at, mask=held, other=0.0)
 
     query_at = query + first * query_stride + head // GROUP_SIZE * query_stride_head + dim

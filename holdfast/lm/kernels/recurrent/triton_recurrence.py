@@ -11,16 +11,17 @@ import triton
 from triton.runtime import driver
 
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
+from holdfast.lm.kernels.launch import SideStream
 from holdfast.lm.kernels.recurrent.chunk_kernels import prepare_kernel, scan_kernel
 from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
 from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, CapturableRecurrence
 from holdfast.lm.kernels.recurrent.step_kernel import step_kernel
-from holdfast.lm.kernels.recurrent.tiles import WorkLists, WorkListsBuilder
+from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists, WorkListsBuilder
 
 MAX_KEY_DIM = 256
 """Largest key dimension whose state fits the registers of one program."""
-OTHER_BYTES = 16 << 10
+LEVELS = CHUNK.bit_length() - 1
+OTHER_BYTES = 12 << 10
 """Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
 
@@ -96,14 +97,14 @@ class Scratch:
     total_factor: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: Inputs, chunks: int, chunk: int) -> Scratch:
-        """Memory for these inputs and this number of chunks of `chunk` tokens; empty if there is no chunk."""
+    def of(cls, inputs: Inputs, chunks: int) -> Scratch:
+        """Memory for these inputs and number of chunks; empty if there is no chunk."""
         key, rows = inputs.key, (len(inputs.value) if chunks else 0, inputs.heads)
         used = rows if inputs.delta else (0, 0)
         factors = partial(key.new_empty, dtype=torch.float32)
         return cls(
-            weights=key.new_empty(*rows, chunk),
-            solution=key.new_empty(*used, chunk),
+            weights=key.new_empty(*rows, CHUNK),
+            solution=key.new_empty(*used, CHUNK),
             query_factor=factors(rows),
             key_factor=factors(used),
             write_factor=factors(rows),
@@ -124,10 +125,8 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     float16 are on tensor cores, with sums in float32; float32 is computed exactly (no TF32).
     """
 
-    def __init__(self, device: torch.device, *, chunk: int) -> None:
-        """`chunk` counts the tokens of a chunk, a power of two from 16 on; see `tiles` for good ones."""
-        self.chunk = chunk
-        self.lists = WorkListsBuilder(device, chunk)
+    def __init__(self, device: torch.device) -> None:
+        self.lists = WorkListsBuilder(device)
         self._side_stream = SideStream(device)
         self._shared_bytes = shared_bytes(device)
 
@@ -153,18 +152,18 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         out = x.new_empty(x.shape)
         channels, width = weight.shape
 
-        def launch(work: torch.Tensor, block_t: int, block_c: int, tile: int, **options: bool) -> None:
+        def launch(work: torch.Tensor, block_t: int, block_c: int, tile: int) -> None:
             convolution_kernel[(triton.cdiv(channels, block_c), len(work))](
                 x, weight, bias, state, work, out, channels,
                 x.stride(0), weight.stride(0), *state.stride()[:2], out.stride(0),
                 WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_T=block_t, BLOCK_C=block_c, TILE=tile,
-                SILU=activation == "silu", num_warps=4, **options,
+                SILU=activation == "silu", num_warps=4,
             )  # fmt: skip
 
         self._both(
             metadata,
-            few=lambda: launch(metadata.few, 1, 256, 0, **dependent_launch_options(x.device)),
-            many=lambda: launch(metadata.chunks, 16, 64, self.chunk, DEPENDENT=False),
+            few=lambda: launch(metadata.few, block_t=1, block_c=256, tile=0),
+            many=lambda: launch(metadata.chunks, block_t=CHUNK // 4, block_c=128, tile=CHUNK),
         )
         return out
 
@@ -204,7 +203,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def _recur(self, inputs: Inputs, metadata: WorkLists) -> torch.Tensor:
         """Launch both kinds of work; returns `inputs.out`."""
         # Memory freed before `join` could be reused while the side stream still writes it.
-        scratch = Scratch.of(inputs, len(metadata.chunks), self.chunk)
+        scratch = Scratch.of(inputs, len(metadata.chunks))
         self._both(
             metadata,
             few=lambda: self._step(inputs, metadata.few),
@@ -232,7 +231,6 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
             inputs.out, *inputs.input_strides, *inputs.rate_strides, *inputs.state_strides, *inputs.out.stride()[:2],
             inputs.scale, NORM_EPS, **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
             DELTA=inputs.delta, NORMALIZE=inputs.normalize, num_warps=launch.num_warps,
-            **dependent_launch_options(inputs.out.device),
         )  # fmt: skip
 
     def _scan(self, inputs: Inputs, metadata: WorkLists, scratch: Scratch) -> None:
@@ -241,16 +239,11 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         query_strides, key_strides, value_strides = (each.stride()[:2] for each in (query, key, value))
         exact = key.dtype == torch.float32
         common = dict(
-            **inputs.sizes,
-            HEADS=inputs.heads,
-            CHUNK=self.chunk,
-            DELTA=inputs.delta,
-            PRECISION="ieee" if exact else "tf32",
+            **inputs.sizes, HEADS=inputs.heads, CHUNK=CHUNK, DELTA=inputs.delta, PRECISION="ieee" if exact else "tf32"
         )
         prepare_kernel[(inputs.heads, len(chunks))](
             query, key, inputs.log_decay, inputs.rate, chunks, *scratch.tensors, *query_strides, *key_strides,
-            *inputs.rate_strides, inputs.scale, NORM_EPS, **common,
-            LEVELS=self.chunk.bit_length() - 1, NORMALIZE=inputs.normalize,
+            *inputs.rate_strides, inputs.scale, NORM_EPS, **common, LEVELS=LEVELS, NORMALIZE=inputs.normalize,
             INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8 if exact else 4,
         )  # fmt: skip
         launch = self.scan_launch(inputs)
@@ -269,9 +262,8 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         if inputs.key.dtype == torch.float32:
             return Launch(block=16, num_warps=8)
         block = min(32, padded(inputs.value.shape[2]))
-        numbers = self.chunk * (2 * padded(inputs.key.shape[2]) + 2 * self.chunk + block)
-        fits = 2 * numbers * inputs.key.element_size() + OTHER_BYTES <= self._shared_bytes
-        return Launch(block=block, num_warps=4, num_stages=2 if fits else 1)
+        chunk = CHUNK * (2 * padded(inputs.key.shape[2]) + 2 * CHUNK + block) * inputs.key.element_size()
+        return Launch(block=block, num_warps=4, num_stages=2 if 2 * chunk + OTHER_BYTES <= self._shared_bytes else 1)
 
 
 def padded(size: int) -> int:

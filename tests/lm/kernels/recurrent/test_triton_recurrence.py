@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.lm.kernels.recurrent.tiles import CHUNK, EXACT_CHUNK, FEW
+from holdfast.lm.kernels.recurrent.tiles import CHUNK, FEW
 from holdfast.lm.kernels.recurrent.triton_recurrence import TritonRecurrence
 from tests.lm.kernels.recurrent_oracle import (
     CASES,
@@ -25,20 +25,13 @@ from tests.lm.kernels.recurrent_oracle import (
 MIXED = [1, FEW + 1, 3, CHUNK + 40, 1, CHUNK, FEW, 2 * CHUNK + 1]
 
 
-def on_device(case: LayerCase, device: str, chunk: int | None = None) -> tuple[LayerCase, TritonRecurrence]:
-    """The case on the device, and a backend for it: by default with chunks of float32 if it is compiled."""
-    chunk = chunk or (CHUNK if device == "cpu" else EXACT_CHUNK)
-    return case.each(lambda tensor: tensor.to(device)), TritonRecurrence(torch.device(device), chunk=chunk)
+def on_device(case: LayerCase, device: str) -> tuple[LayerCase, TritonRecurrence]:
+    return case.each(lambda tensor: tensor.to(device)), TritonRecurrence(torch.device(device))
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_mixed_batch_equals_the_oracle(kind: Any, device: str) -> None:
     assert_close(*on_device(kind.random(scattered(MIXED)), device))
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_a_mixed_batch_in_chunks_of_float32_equals_the_oracle(kind: Any, device: str) -> None:
-    assert_close(*on_device(kind.random(scattered(MIXED)), device, EXACT_CHUNK))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +158,7 @@ def test_compiled_kernels_stay_within_the_precision_of_the_type(
         ConvolutionCase.random(segments, channels=heads * value_dim),
     ]  # fmt: skip
     for case in cases:
-        found, backend = on_device(narrow(case, dtype), "cuda", EXACT_CHUNK if dtype == torch.float32 else CHUNK)
+        found, backend = on_device(narrow(case, dtype), "cuda")
         expected, states = found.expected()
         out = found.run(backend)
         assert out.dtype == dtype
@@ -179,7 +172,7 @@ def test_compiled_kernels_stay_within_the_precision_of_the_type(
 def test_long_prompts_stay_exact_compiled(least: float) -> None:
     case = DeltaCase.random(scattered([4096, 1, 4000]), key_heads=2, heads=4, key_dim=128, value_dim=128, least=least)
     case.key[:2048] = case.key[0]
-    found, backend = on_device(narrow(case, torch.bfloat16), "cuda", CHUNK)
+    found, backend = on_device(narrow(case, torch.bfloat16), "cuda")
     expected, states = found.expected()
     out = found.run(backend)
     assert (out.double().cpu() - expected).norm() < 2e-2 * expected.norm()

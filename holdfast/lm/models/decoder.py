@@ -472,13 +472,15 @@ class Decoder:
 
     def _gated(self, normed: Normed, layer: LayerWeights) -> torch.Tensor:
         """The input [T, intermediate] of the MLP's last projection."""
+        inner: torch.Tensor
         if self.decoder.mlp_factors == (1.0, 1.0):
-            return self._ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+            inner = self._ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+            return inner
         of_gate, of_product = self.decoder.mlp_factors
         together = self._ops.linear(normed, layer.gate_up, layer.gate_up_bias)
         together[:, : self.decoder.intermediate_size] *= of_gate
-        product: torch.Tensor = self._ops.gate(together)
-        return product.mul_(of_product)
+        inner = self._ops.gate(together)
+        return inner.mul_(of_product)
 
     def _add_shared(self, stream: torch.Tensor, normed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Add the shared expert's output for `normed` to the stream in place. Returns `normed`."""

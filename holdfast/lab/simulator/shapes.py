@@ -15,7 +15,10 @@ NATIVE = (
     "mixtral", "qwen3_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text",
     "qwen3_vl_moe_text",
 )  # fmt: skip
-"""Values of `model_type` of text decoders that are native in the engine. FP8 weights need one."""
+"""Values of `model_type` of text decoders that are native in the engine and have FP8 weights on demand.
+
+Native decoders with recurrent layers are left out: they have no such weights.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

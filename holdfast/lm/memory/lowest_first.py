@@ -9,7 +9,7 @@ from holdfast.lm.memory.retention import Use
 from holdfast.lm.memory.snapshots import Snapshot
 
 SHARE = 16
-"""One in so many snapshots is chosen at a time."""
+"""For a tier with n slots, n // SHARE snapshots are chosen at a time."""
 
 Rank = tuple[bool, float, Use]
 """The lowest goes first."""
@@ -19,8 +19,8 @@ class LowestFirst:
     """Snapshots of one tier by rank, the lowest first.
 
     Ranks change as time passes, and as KV blocks come and go. So there is no queue that stays in order. Instead a
-    sixteenth of the snapshots, the lowest at that time, are chosen together and then given one after the other. Those
-    that were used meanwhile are left out. With fewer than 32 slots the order is exact.
+    sixteenth of the snapshots, the lowest at that time, are chosen together and then given one after the other.
+    Snapshots that were used meanwhile are left out. With fewer than 32 slots the order is exact.
     """
 
     def __init__(

@@ -52,9 +52,10 @@ def test_sizes_are_read_from_a_config():
 
 def test_native_architectures_are_recognized():
     inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
-    assert inner <= {*NATIVE}
+    assert inner - {"qwen3_5_text", "qwen3_5_moe_text"} <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
-    assert outer == {*families.NATIVE} - {*WITH_IMAGES}
+    recurrent = {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+    assert outer == {*families.NATIVE} - {*WITH_IMAGES} - recurrent
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 100, "max_position_embeddings": 64,

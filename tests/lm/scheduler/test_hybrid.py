@@ -62,6 +62,15 @@ def test_the_next_turn_computes_only_its_new_tokens():
     assert (stats.snapshots_total, stats.snapshots_saved, stats.snapshots_dropped) == (SNAPSHOTS, 2, 0)
 
 
+def test_tokens_found_on_the_host_are_no_more_than_those_found():
+    scheduler, device = create(blocks=5, host_blocks=12)
+    run(scheduler, device, request("a", range(10), max_tokens=1))
+    for name in "bcd":  # they take the blocks of the first one
+        run(scheduler, device, request(name, [ord(name)] * 19, max_tokens=1))
+    run(scheduler, device, request("e", range(11), max_tokens=1))
+    assert scheduler.stats().prefix_hits == scheduler.stats().prefix_hits_on_host == 10
+
+
 def test_the_state_of_an_ended_sequence_is_saved_before_its_row_is_given_on():
     scheduler, device = create(max_sequences=1)
     submit(scheduler, device, request("a", range(9), max_tokens=1), request("b", range(100, 105), max_tokens=1))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.lm.memory import hybrid_cache
 from holdfast.lm.types import SchedulerStats
 from tests.hybrid import HybridDevice, check_hybrid
 from tests.lm.scheduler.test_histories import STEPS, History, check
@@ -87,6 +88,13 @@ def test_states_are_exact_in_any_history(seed, name):
     check(play(seed, name))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_states_at_the_ends_of_long_prompts_are_exact(seed, monkeypatch):
+    monkeypatch.setattr(hybrid_cache, "LONG", 6)
+    history = play(1000 + seed, "stall-free")
+    check(history)
+
+
 def test_random_histories_exercise_snapshots_tails_forks_and_preemption():
     seen = Counter()
     for seed in range(60):
@@ -97,3 +105,4 @@ def test_random_histories_exercise_snapshots_tails_forks_and_preemption():
     assert seen["tails"] > 50
     assert seen["preempted"] > 100
     assert seen["swapped in"] > 50
+    assert seen["snapshots_swapped_in"] > 50

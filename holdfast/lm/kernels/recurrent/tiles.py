@@ -19,6 +19,8 @@ EXACT_CHUNK = 16
 """Tokens of a chunk in float32, whose products are not on tensor cores and take more registers and shared memory."""
 FEW = 8
 """A segment of at most this many tokens is computed token by token, with its state in registers."""
+MOST_MANY = 64
+"""Segments that captured launches compute in chunks. Records that a step does not use take time, so there are few."""
 
 Records = npt.NDArray[np.int32]
 
@@ -30,7 +32,7 @@ class WorkLists:
     All records begin with a segment's first token in the batch, its number of tokens, and its slot.
     """
 
-    few: torch.Tensor  # the segments of few tokens; the last number is 0
+    few: torch.Tensor  # the segments that are computed token by token; the last number is 0
     many: torch.Tensor  # the other segments, longest first; the last number is that of the first chunk in `chunks`
     chunks: torch.Tensor  # their chunks; the last number counts the segment's tokens before the chunk
 
@@ -40,22 +42,22 @@ class WorkLists:
         return self.few, self.many, self.chunks
 
 
-def work_lists(segments: Segments, chunk: int, *, all_few: bool = False) -> tuple[Records, Records, Records]:
+def work_lists(segments: Segments, chunk: int, most: int | None = None) -> tuple[Records, Records, Records]:
     """The records of `WorkLists` on the host, with chunks of `chunk` tokens.
 
-    With `all_few`, long segments are computed token by token, too.
+    With `most`, only that number of segments is cut into chunks, the longest. Others are computed token by token.
     """
     lengths = segments.query_length
     records = np.stack([segments.query_start[:-1], lengths, segments.row, np.zeros_like(lengths)], 1)
-    is_few = np.ones(len(lengths), np.bool_) if all_few else lengths <= FEW
-    many = records[~is_few]
+    long = np.flatnonzero(lengths > FEW)
     # Longest first: no program waits for a long segment that started late.
-    many = many[np.argsort(-many[:, 1], kind="stable")]
+    long = long[np.argsort(-lengths[long], kind="stable")][:most]
+    many = records[long]
     count = -(-many[:, 1] // chunk)
     many[:, 3] = np.cumsum(count) - count
     chunks = np.repeat(many, count, 0)
     chunks[:, 3] = (np.arange(len(chunks)) - chunks[:, 3]) * chunk
-    return records[is_few], many, chunks
+    return np.delete(records, long, 0), many, chunks
 
 
 class WorkListsBuilder:
@@ -72,13 +74,13 @@ class WorkListsBuilder:
 
     def reserve(self, segments: int, tokens: int | None) -> WorkLists:
         """Empty lists with the room of `CapturableRecurrence.reserve`. Without `tokens`, there is none for chunks."""
-        most = 0 if tokens is None else min(segments, tokens // (FEW + 1))
+        most = 0 if tokens is None else min(MOST_MANY, segments, tokens // (FEW + 1))
         sizes = [segments, most, 0 if tokens is None else tokens // self.chunk + most]
         return self._cut(torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device), sizes)
 
     def refill(self, reserved: WorkLists, segments: Segments) -> bool:
         """Write the work of a batch into reserved lists. Returns False and writes nothing if they have no room."""
-        lists = work_lists(segments, self.chunk, all_few=not len(reserved.many))
+        lists = work_lists(segments, self.chunk, most=len(reserved.many))
         sizes = [len(place) for place in reserved.tensors]
         if any(len(records) > size for records, size in zip(lists, sizes, strict=True)):
             return False

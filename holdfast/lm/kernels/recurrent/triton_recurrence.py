@@ -20,7 +20,7 @@ from holdfast.lm.kernels.recurrent.tiles import WorkLists, WorkListsBuilder
 
 MAX_KEY_DIM = 256
 """Largest key dimension whose state fits the registers of one program."""
-OTHER_BYTES = 12 << 10
+OTHER_BYTES = 16 << 10
 """Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.lm.kernels.recurrent.tiles import CHUNK, EXACT_CHUNK, FEW, FIELDS, WorkListsBuilder, work_lists
+from holdfast.lm.kernels.recurrent.tiles import CHUNK, EXACT_CHUNK, FEW, FIELDS, MOST_MANY, WorkListsBuilder, work_lists
 from tests.lm.kernels.recurrent_oracle import scattered
 
 BUILDER = WorkListsBuilder(torch.device("cpu"), CHUNK)
@@ -26,6 +26,24 @@ def test_every_segment_is_in_one_list_and_every_long_one_is_cut_into_chunks(leng
         count = -(-length // chunk)
         assert chunks[number : number + count] == [[first, length, slot, chunk * index] for index in range(count)]
     assert len(chunks) == sum(-(-length // chunk) for length in lengths if length > FEW)
+
+
+def test_of_too_many_long_segments_the_longest_are_cut_into_chunks() -> None:
+    segments = scattered([30, 1, 200, 70, 70])
+    few, many, chunks = work_lists(segments, CHUNK, most=2)
+    assert few[:, 1].tolist() == [30, 1, 70]
+    assert many[:, 1].tolist() == [200, 70]
+    assert many[:, 0].tolist() == [31, 231]
+    assert chunks[:, 1].tolist() == [200] * 4 + [70] * 2
+
+
+def test_a_batch_of_more_long_segments_than_launches_have_room_for_fits() -> None:
+    lengths = [FEW + 1] * (MOST_MANY + 5)
+    reserved = BUILDER.reserve(len(lengths), sum(lengths))
+    assert BUILDER.refill(reserved, scattered(lengths))
+    assert len(reserved.many) == MOST_MANY
+    assert (reserved.few[:5, 1] == FEW + 1).all()
+    assert not reserved.few[5:].any()
 
 
 @given(LENGTHS)
@@ -49,7 +67,7 @@ def test_a_batch_without_room_changes_nothing() -> None:
     reserved = BUILDER.reserve(3, 40)
     assert BUILDER.refill(reserved, scattered([20, 1]))
     before = [place.clone() for place in reserved.tensors]
-    for lengths in ([1, 1, 1, 1], [9, 9, 9, 9], [4 * CHUNK]):
+    for lengths in ([1, 1, 1, 1], [9] * 7, [4 * CHUNK]):
         assert not BUILDER.refill(reserved, scattered(lengths))
     assert all(torch.equal(*pair) for pair in zip(reserved.tensors, before, strict=True))
 

@@ -100,7 +100,7 @@ def adapted(
 
 
 class ParallelMixer(Mixer):
-    """Attention and a recurrence beside each other, from one projection (Zuo et al., 2025, Falcon-H1, §2)."""
+    """Attention and a recurrence side by side, from one projection (Zuo et al., 2025, Falcon-H1, §2)."""
 
     def __init__(
         self, weight: Weight, attention: AttentionMixer, recurrence: RecurrentMixer, factors: tuple[float, float]

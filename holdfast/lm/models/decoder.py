@@ -209,8 +209,8 @@ class Decoder:
             rotation, window = int(local[index]), windows[index]
             mixer = kind(weights, spec, index=index, cache=caches, window=window, rotation=rotation)
             caches += 1
-            if recurrent is not None and spec.beside is not None:
-                mixers.append(ParallelMixer(layer.qkv, mixer, recurrent, spec.beside))
+            if recurrent is not None and spec.parallel_factors is not None:
+                mixers.append(ParallelMixer(layer.qkv, mixer, recurrent, spec.parallel_factors))
             else:
                 mixers.append(mixer)
         return tuple(mixers)
@@ -274,7 +274,7 @@ class Decoder:
             self._bytes += experts.nbytes
         for name, parts in pieces.items():
             names = tuple(family.layer.format(index) + part for part in family.fields[name])
-            place = name if self.decoder.beside is not None else PLACES.get(name, name)
+            place = name if self.decoder.parallel_factors is not None else PLACES.get(name, name)
             if name.endswith("_norm"):
                 weights[name] = self._norm(names, parts)
             elif name in PRECISE_FIELDS:
@@ -289,7 +289,7 @@ class Decoder:
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
-        if self.decoder.beside is not None:
+        if self.decoder.parallel_factors is not None:
             weights["qkv"] = self._joined(weights["qkv"], weights.pop("mixer_in"), 0)
             weights["o"] = self._joined(weights["o"], weights.pop("mixer_out"), 1)
         weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}

@@ -88,7 +88,7 @@ class DecoderSpec:
     """For each layer, whether it is an MLP alone; the other layers are a mixer alone. The MLP's activation is relu².
 
     Empty: each layer is a mixer and then an MLP or experts."""
-    beside: tuple[float, float] | None = None
+    parallel_factors: tuple[float, float] | None = None
     """The factors on the results of attention and of the recurrence, in layers that have both; None: a recurrent layer
     has no attention."""
     mlp_factors: tuple[float, float] = (1.0, 1.0)
@@ -105,7 +105,7 @@ class DecoderSpec:
     def cached(self) -> tuple[bool, ...]:
         """For each layer, whether it has attention, and so keeps keys and values."""
         mlps = self.mlps or (False,) * self.num_layers
-        alone = (state and self.beside is None for state in self.recurrent)
+        alone = (state and self.parallel_factors is None for state in self.recurrent)
         return tuple(not (state or mlp) for state, mlp in zip(alone, mlps, strict=True))
 
     @property
@@ -269,7 +269,7 @@ def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...
     if spec.mlps:
         shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
     if spec.recurrence is not None and spec.recurrent[layer]:
-        if spec.beside is None:
+        if spec.parallel_factors is None:
             shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
         shapes |= spec.recurrence.shapes(hidden)
     if experts is not None and experts.sparse[layer]:

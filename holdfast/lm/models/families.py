@@ -214,7 +214,7 @@ def granite_hybrid(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def falcon_h1(config: Mapping[str, Any]) -> DecoderSpec:
-    """Falcon-H1: attention and Mamba-2 beside each other in every layer, and many multipliers."""
+    """Falcon-H1: attention and Mamba-2 side by side in every layer, and many multipliers."""
     defaults: dict[str, Any] = dict(num_key_value_heads=8, intermediate_size=14_336, rms_norm_eps=1e-5)
     config = {**MAMBA_DEFAULTS, **defaults, "max_position_embeddings": 8192, "mamba_d_ssm": 1024, **config}
     return DecoderSpec(**falcon_layers(config, shared(config)))

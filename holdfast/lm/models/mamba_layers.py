@@ -211,7 +211,7 @@ def falcon_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[
         **fields,
         "names": names,
         "recurrence": mamba,
-        "beside": (read * attended, multiplier(config, "ssm_out_multiplier")),
+        "parallel_factors": (read * attended, multiplier(config, "ssm_out_multiplier")),
         "mlp_factors": (float(of_gate), float(of_product)),
         "query_scale": fields["head_dim"] ** -0.5 * read**2 * multiplier(config, "key_multiplier"),
         "stream_scale": multiplier(config, "embedding_multiplier"),

@@ -271,7 +271,7 @@ def test_the_shape_has_the_sizes_of_states(case: tuple[Any, Model]) -> None:
     steps, spec, decoder = Steps(model), model.spec, model.decoder
     slots, layers = ROWS + SNAPSHOTS, steps.device.memory.states.layers
     assert len(layers) == spec.recurrent_layers == sum(decoder.recurrent)
-    kept = len(layers) + spec.num_layers, len(case[0].model.layers) * (1 if decoder.beside is None else 2)
+    kept = len(layers) + spec.num_layers, len(case[0].model.layers) * (1 if decoder.parallel_factors is None else 2)
     assert kept[0] + sum(decoder.mlps) == kept[1]
     assert {len(tensor) for layer in layers for tensor in layer} == {slots}
     size = sum(tensor.nbytes for layer in layers for tensor in layer) // slots

@@ -285,7 +285,7 @@ def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dic
         eps=fields["rms_eps"],
         bias=bool(config.get("use_bias")),
         conv_bias=bool(config["use_conv_bias"]),
-        # Transformers limits the time steps of prompts, but not those of single tokens. Here the limit holds for all, as
+        # Transformers limits the time steps of prompts, but not those of single tokens. Here the limit holds for all:
         # results must not depend on how a sequence is cut into steps.
         time_limits=(float(config["time_step_min"]), float("inf")),
     )

@@ -93,6 +93,19 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Bamba": MAMBA | {"attn_layer_indices": [1]},
     "GraniteMoeHybrid": MAMBA | GRANITE | {"num_local_experts": 0},
+    "FalconH1": MAMBA
+    | {
+        "mamba_d_ssm": 128,
+        "embedding_multiplier": 2.5,
+        "lm_head_multiplier": 0.7,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 0.9,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.75,
+        "ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7],
+        "mlp_multipliers": [0.88, 0.59],
+    },
     "NemotronH": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
         "mamba_num_heads": 8,

@@ -1,4 +1,4 @@
-"""The mixers of attention layers."""
+"""The mixers of layers with attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
-from holdfast.lm.models.mixer import Mixer
+from holdfast.lm.models.mixer import Mixer, RecurrentMixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class AttentionMixer(Mixer):
         self._scale, self._softcap, self._chunked = spec.scale, spec.softcap, spec.chunked
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        return self._attended(ops, self._projected(ops, normed, step), step, rotations)
+        return self.attend(ops, self._projected(ops, normed, step), step, rotations)
 
     def _projected(self, ops: LayerOps, normed: Normed, step: StepInput) -> torch.Tensor:
         """The product with `AttentionWeights.qkv`, and what adapters change of it."""
@@ -59,9 +59,7 @@ class AttentionMixer(Mixer):
         stack = adapters.layers[self._index].qkv
         return adapted(ops, ops.computed(normed), weights.qkv, weights.bias, stack, adapters, adapters.tokens)
 
-    def _attended(
-        self, ops: LayerOps, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]
-    ) -> torch.Tensor:
+    def attend(self, ops: LayerOps, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         """The result [T, H D] of attention, whose keys and values are written to the cache first."""
         weights, cache = self._weights, self._cache
         query = ops.rotate_and_write(
@@ -100,7 +98,7 @@ class GatedAttentionMixer(AttentionMixer):
         shape, projected = ops.shape, self._projected(ops, normed, step)
         gates = shape.num_heads * shape.head_dim
         qkv, gate = projected[:, :-gates], projected[:, -gates:]
-        return self._attended(ops, qkv, step, rotations).mul_(gate.sigmoid())
+        return self.attend(ops, qkv, step, rotations).mul_(gate.sigmoid())
 
 
 def temperatures(temperature: tuple[float, int], positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -131,3 +129,23 @@ def adapted(
         if bias is not None:
             out += bias
     return out
+
+
+class ParallelMixer(Mixer):
+    """Attention and a recurrence side by side, from one projection (Zuo et al., 2025, Falcon-H1, §2)."""
+
+    def __init__(
+        self, weight: Weight, attention: AttentionMixer, recurrence: RecurrentMixer, factors: tuple[float, float]
+    ) -> None:
+        """`weight` has the rows of attention's projection, then those of the recurrence's.
+
+        `factors` are those on the results of both, which stand in the same order.
+        """
+        self._weight, self._attention, self._recurrence, self._factors = weight, attention, recurrence, factors
+
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        shape, projected = ops.shape, ops.linear(normed, self._weight)
+        rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        attended = self._attention.attend(ops, projected[:, :rows], step, rotations)
+        found = self._recurrence.recur(projected[:, rows:], step)
+        return torch.cat((attended * self._factors[0], found * self._factors[1]), dim=1)

@@ -21,6 +21,7 @@ from holdfast.lm.models.attention_mixer import (
     AttentionMixer,
     AttentionWeights,
     GatedAttentionMixer,
+    ParallelMixer,
     TemperedAttentionMixer,
     adapted,
 )
@@ -208,13 +209,13 @@ class Decoder:
         spec, mixers, states, caches = self.decoder, list[Mixer](), 0, 0
         kind = GatedAttentionMixer if spec.attention_gate else AttentionMixer
         for index, layer in enumerate(self.layers):
-            if spec.recurrence is not None and spec.recurrent[self.shard.layers[index]]:
+            number, recurrent = self.shard.layers[index], None
+            if spec.recurrence is not None and spec.recurrent[number]:
                 given = RecurrentWeights(inputs=layer.qkv, bias=layer.qkv_bias, tensors=layer.recurrent)
-                mixers.append(spec.recurrence.mixer(given, states))
+                recurrent = spec.recurrence.mixer(given, states)
                 states += 1
-                continue
-            if not spec.cached[self.shard.layers[index]]:
-                mixers.append(MlpMixer(layer.qkv, layer.qkv_bias))
+            if not spec.cached[number]:
+                mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias))
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
@@ -223,8 +224,12 @@ class Decoder:
             if spec.temperature is not None and local[index]:
                 make = partial(TemperedAttentionMixer, temperature=spec.temperature)
             rotation, window = int(local[index]), windows[index]
-            mixers.append(make(weights, spec, index=index, cache=caches, window=window, rotation=rotation))
+            mixer = make(weights, spec, index=index, cache=caches, window=window, rotation=rotation)
             caches += 1
+            if recurrent is not None and spec.parallel_factors is not None:
+                mixers.append(ParallelMixer(layer.qkv, mixer, recurrent, spec.parallel_factors))
+            else:
+                mixers.append(mixer)
         return tuple(mixers)
 
     @property
@@ -289,7 +294,7 @@ class Decoder:
             weights |= dict.fromkeys(("q_norm", "k_norm"), self._empty(self.decoder.head_dim).fill_(1.0))
         for name, parts in pieces.items():
             names = tuple(family.layer.format(index) + part for part in family.fields[name])
-            place = PLACES.get(name, name)
+            place = name if self.decoder.parallel_factors is not None else PLACES.get(name, name)
             if name.endswith("_norm"):
                 weights[name] = self._norm(names, parts)
             elif name in PRECISE_FIELDS:
@@ -304,8 +309,17 @@ class Decoder:
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
+        if self.decoder.parallel_factors is not None:
+            weights["qkv"] = self._joined(weights["qkv"], weights.pop("mixer_in"), 0)
+            weights["o"] = self._joined(weights["o"], weights.pop("mixer_out"), 1)
         weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
         return LayerWeights(**weights)
+
+    def _joined(self, one: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
+        """Two weights side by side, in the layout of `_fused`."""
+        if self._device.type != "cpu":
+            return torch.cat((one, other), dim)
+        return torch.cat((one.t(), other.t()), 1 - dim).t()
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
         """The weight of a norm: its factors, and after them the bias of a layer norm.
@@ -478,9 +492,21 @@ class Decoder:
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         if spec.norms_stream:
             normed = stream.copy_(normed)
-        inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+        inner = self._gated(normed, layer)
         normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following, out_norm=layer.mlp_out_norm)
         return stream.copy_(normed) if spec.norms_stream else normed
+
+    def _gated(self, normed: Normed, layer: LayerWeights) -> torch.Tensor:
+        """The input [T, intermediate] of the MLP's last projection."""
+        inner: torch.Tensor
+        if self.decoder.mlp_factors == (1.0, 1.0):
+            inner = self._ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+            return inner
+        of_gate, of_product = self.decoder.mlp_factors
+        together = self._ops.linear(normed, layer.gate_up, layer.gate_up_bias)
+        together[:, : self.decoder.intermediate_size] *= of_gate
+        inner = self._ops.gate(together)
+        return inner.mul_(of_product)
 
     def _add_shared(self, stream: torch.Tensor, normed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Add the shared expert's output for `normed` to the stream in place. Returns `normed`."""

@@ -106,6 +106,11 @@ class DecoderSpec:
     """For each layer, whether it is an MLP alone; the other layers are a mixer alone. The MLP's activation is relu².
 
     Empty: each layer is a mixer and then an MLP or experts."""
+    parallel_factors: tuple[float, float] | None = None
+    """The factors on the results of attention and of the recurrence, in layers that have both; None: a recurrent layer
+    has no attention."""
+    mlp_factors: tuple[float, float] = (1.0, 1.0)
+    """The factors on the MLP's gate before the activation, and on the input of the MLP's last projection."""
     query_scale: float | None = None
     """The factor on attention scores; None: head_dim ** -0.5."""
 
@@ -118,7 +123,8 @@ class DecoderSpec:
     def cached(self) -> tuple[bool, ...]:
         """For each layer, whether it has attention, and so keeps keys and values."""
         mlps = self.mlps or (False,) * self.num_layers
-        return tuple(not (state or mlp) for state, mlp in zip(self.recurrent, mlps, strict=True))
+        alone = (state and self.parallel_factors is None for state in self.recurrent)
+        return tuple(not (state or mlp) for state, mlp in zip(alone, mlps, strict=True))
 
     @property
     def other_rope(self) -> Rope | None:
@@ -304,7 +310,8 @@ def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...
     if spec.mlps:
         shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
     if spec.recurrence is not None and spec.recurrent[layer]:
-        shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
+        if spec.parallel_factors is None:
+            shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
         shapes |= spec.recurrence.shapes(hidden)
     if experts is not None and experts.sparse[layer]:
         shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.models.base import Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +59,25 @@ class DeltaSpec(RecurrentSpec):
         inputs = StateTensor((self.channels, self.width - 1), dtype)
         return inputs, StateTensor((self.value_heads, self.key_dim, self.value_dim), torch.float32)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
         return DeltaMixer(weights, self, state)
 
 
-class DeltaMixer(Mixer):
+class DeltaMixer(RecurrentMixer):
     """A gated delta net (Yang et al., 2024, Gated Delta Networks, §3.3), as Qwen3-Next and Qwen3.5 have it."""
 
     def __init__(self, weights: RecurrentWeights, delta: DeltaSpec, state: int) -> None:
-        """`state` is the layer's number among those with a state."""
-        tensors = weights.tensors
-        self._inputs, self._delta, self._state = weights.inputs, delta, state
+        super().__init__(weights, state)
+        self._delta, tensors = delta, weights.tensors
         self._conv, self._gain = tensors["conv"].contiguous(), tensors["gain"]
         self._decay, self._time_bias = tensors["decay"].exp().neg_(), tensors["time_bias"]
 
-    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
         delta, recurrent = self._delta, step.recurrent
         assert recurrent is not None
         conv_state, state = recurrent.states[self._state]
         recurrence, metadata = recurrent.recurrence, recurrent.metadata
         heads, dim = delta.value_heads, delta.value_dim
-        projected = ops.linear(normed, self._inputs)
         mixed, gate, rate, time = torch.split(projected, [delta.channels, delta.values, heads, heads], dim=-1)
         mixed = recurrence.convolve(mixed, self._conv, None, conv_state, metadata, activation="silu")
         query, key, value = torch.split(mixed, [delta.keys, delta.keys, delta.values], dim=-1)

@@ -25,7 +25,13 @@ from holdfast.lm.models.experts import (
 )
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
-from holdfast.lm.models.mamba_layers import bamba_layers, granite_layers, nemotron_config, nemotron_layers
+from holdfast.lm.models.mamba_layers import (
+    bamba_layers,
+    falcon_layers,
+    granite_layers,
+    nemotron_config,
+    nemotron_layers,
+)
 from holdfast.lm.models.rope import rope_of
 from holdfast.lm.models.text_decoders import WITH_IMAGES, text_decoder, without_sections
 
@@ -208,6 +214,13 @@ def granite_hybrid(config: Mapping[str, Any]) -> DecoderSpec:
     if (experts := granite_experts(config, int(config["num_hidden_layers"]))) is None:
         config = {**config, "intermediate_size": config["shared_intermediate_size"]}
     return DecoderSpec(**granite_layers(config, shared(config), experts))
+
+
+def falcon_h1(config: Mapping[str, Any]) -> DecoderSpec:
+    """Falcon-H1: attention and Mamba-2 side by side in every layer, and many multipliers."""
+    defaults: dict[str, Any] = dict(num_key_value_heads=8, intermediate_size=14_336, rms_norm_eps=1e-5)
+    config = {**MAMBA_DEFAULTS, **defaults, "max_position_embeddings": 8192, "mamba_d_ssm": 1024, **config}
+    return DecoderSpec(**falcon_layers(config, shared(config)))
 
 
 def nemotron_h(config: Mapping[str, Any]) -> DecoderSpec:
@@ -521,6 +534,7 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "BambaForCausalLM": bamba,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "NemotronHForCausalLM": nemotron_h,
+    "FalconH1ForCausalLM": falcon_h1,
 }
 """For each architecture, the function that reads its config.json."""
 

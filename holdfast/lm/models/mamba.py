@@ -1,16 +1,14 @@
-"""Mamba-2: the recurrent layers of Bamba and Granite 4."""
+"""Mamba-2: the recurrent layers of Bamba, Granite 4, Nemotron-H and Falcon-H1."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.models.base import Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,10 @@ class MambaSpec(RecurrentSpec):
     conv_bias: bool = True
     time_limits: tuple[float, float] = (0.0, float("inf"))
     """The least and the largest time step."""
+    normed: bool = True
+    """Whether the gated result is normed in each group."""
+    multipliers: tuple[float, ...] = ()
+    """The factors on output gates, heads, B, C and time steps, as the first projection gives them; empty: none."""
 
     @property
     def inner(self) -> int:
@@ -57,41 +59,48 @@ class MambaSpec(RecurrentSpec):
             "decay": ((self.heads,),),
             "time_bias": ((self.heads,),),
             "skip": ((self.heads,),),
-            "gain": ((self.inner,),),
             "mixer_out": ((hidden, self.inner),),
         }
+        if self.normed:
+            shapes["gain"] = ((self.inner,),)
         if self.bias:
             shapes |= {"mixer_in_bias": ((rows,),), "mixer_out_bias": ((hidden,),)}
         if self.conv_bias:
             shapes["conv_bias"] = ((self.channels,),)
         return shapes
 
+    def factors(self, device: torch.device) -> torch.Tensor:
+        """The multipliers by row of `mixer_in`, [rows] float32."""
+        counts = torch.tensor([self.inner, self.inner, self.shared, self.shared, self.heads])
+        return torch.tensor(self.multipliers).repeat_interleave(counts).to(device)
+
     def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The last inputs of the convolution, and the recurrent state, as `Recurrence.selective_scan` takes it."""
         inputs = StateTensor((self.channels, self.width - 1), dtype)
         return inputs, StateTensor((self.heads, self.head_dim, self.state_size), torch.float32)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
         return MambaMixer(weights, self, state)
 
 
-class MambaMixer(Mixer):
+class MambaMixer(RecurrentMixer):
     """Mamba-2 (Dao and Gu, 2024, Transformers are SSMs, §7.1), with a gated norm over each group of heads."""
 
     def __init__(self, weights: RecurrentWeights, mamba: MambaSpec, state: int) -> None:
-        """`state` is the layer's number among those with a state."""
-        tensors = weights.tensors
-        self._inputs, self._bias, self._mamba, self._state = weights.inputs, weights.bias, mamba, state
+        super().__init__(weights, state)
+        self._mamba, tensors = mamba, weights.tensors
         self._conv, self._conv_bias = tensors["conv"].contiguous(), tensors.get("conv_bias")
         self._decay, self._time_bias = tensors["decay"].exp().neg_(), tensors["time_bias"]
-        self._skip, self._gain = tensors["skip"], tensors["gain"]
+        self._skip, self._gain = tensors["skip"], tensors.get("gain")
+        self._factors = mamba.factors(self._skip.device) if mamba.multipliers else None
 
-    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
         mamba, recurrent = self._mamba, step.recurrent
         assert recurrent is not None
         conv_state, state = recurrent.states[self._state]
         recurrence, metadata = recurrent.recurrence, recurrent.metadata
-        projected = ops.linear(normed, self._inputs, self._bias)
+        if self._factors is not None:
+            projected = (projected * self._factors).to(projected.dtype)
         gate, mixed, time = torch.split(projected, [mamba.inner, mamba.channels, mamba.heads], dim=-1)
         mixed = recurrence.convolve(mixed, self._conv, self._conv_bias, conv_state, metadata, activation="silu")
         x, b, c = torch.split(mixed, [mamba.inner, mamba.shared, mamba.shared], dim=-1)
@@ -106,6 +115,8 @@ class MambaMixer(Mixer):
             metadata,
         )
         gated = found.flatten(1).float() * functional.silu(gate.float())
+        if self._gain is None:
+            return gated.to(projected.dtype)
         of_group = gated.view(len(gated), mamba.groups, -1)
         found = functional.rms_norm(of_group, of_group.shape[-1:], None, mamba.eps).flatten(1)
         return found.to(projected.dtype) * self._gain

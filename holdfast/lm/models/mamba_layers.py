@@ -1,4 +1,4 @@
-"""Mamba-2 in checkpoints: how Bamba, Granite 4 and Nemotron-H describe it, and where its tensors are stored."""
+"""Mamba-2 in checkpoints: how Bamba, Granite 4, Falcon-H1 and Nemotron-H describe it, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.lm.models.rope import Rope
 DEFAULTS: dict[str, Any] = dict(
     mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=True
 )
-"""Transformers' defaults for keys that Bamba and Granite 4 have in common."""
+"""Transformers' defaults for keys that Bamba, Granite 4 and Falcon-H1 have in common."""
 
 TENSORS = {
     "mixer_in": "in_proj.weight",
@@ -37,16 +37,18 @@ KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 def bamba_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """The DecoderSpec fields of a Bamba, from those that all families read."""
     count, attention = fields["num_layers"], config.get("attn_layer_indices") or ()
-    mamba = mamba_of(config, fields, [layer not in attention for layer in range(count)])
-    names = mamba_names(fields["names"], mamba)
-    own = {
-        "post_norm": ("pre_ff_layernorm.weight",),
-        **{field: tuple(map(feed_forward, names.fields[field])) for field in ("gate_up", "down")},
-        **{field: tuple(map(feed_forward, names.fields[field])) for field in ("gate_up_bias", "down_bias")},
-    }
-    names = replace(names, norm="model.final_layernorm.weight", fields={**names.fields, **own})
+    mamba = mamba_of(config, fields, with_attention([layer not in attention for layer in range(count)]))
+    names = bamba_names(mamba_names(fields["names"], mamba))
     biased, wide = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     return {**fields, "names": names, "recurrence": mamba, "qkv_bias": biased, "o_bias": biased, "mlp_bias": wide}
+
+
+def bamba_names(names: WeightNames) -> WeightNames:
+    """The tensor names of a Bamba or Falcon-H1, from those of its recurrent layers and Llama's."""
+    mlp = ("gate_up", "gate_up_bias", "down", "down_bias")
+    own = {field: tuple(map(feed_forward, names.fields[field])) for field in mlp}
+    own["post_norm"] = ("pre_ff_layernorm.weight",)
+    return replace(names, norm="model.final_layernorm.weight", fields={**names.fields, **own})
 
 
 def feed_forward(name: str) -> str:
@@ -68,7 +70,7 @@ def granite_layers(config: Mapping[str, Any], fields: Mapping[str, Any], experts
         raise NotNative(f"layer type {min(unknown)!r} is neither full_attention nor linear_attention")
     if len(kinds) != fields["num_layers"]:
         raise UnsupportedCheckpoint(f"layer_types lists {len(kinds)} layers of {fields['num_layers']}")
-    mamba = mamba_of(config, fields, [kind == "linear_attention" for kind in kinds])
+    mamba = mamba_of(config, fields, with_attention([kind == "linear_attention" for kind in kinds]))
     residual, logits = multiplier(config, "residual_multiplier"), multiplier(config, "logits_scaling")
     shared = fields["intermediate_size"]
     if experts is not None:
@@ -91,7 +93,7 @@ def granite_layers(config: Mapping[str, Any], fields: Mapping[str, Any], experts
 
 
 def multiplier(config: Mapping[str, Any], key: str) -> float:
-    """A multiplier of Granite; 1 by default. Raises UnsupportedCheckpoint if it is not positive."""
+    """A multiplier of Granite or Falcon-H1; 1 by default. Raises UnsupportedCheckpoint if it is not positive."""
     value = float(1.0 if config.get(key) is None else config[key])
     if value <= 0:
         raise UnsupportedCheckpoint(f"{key} is {value:g}; it must be above 0")
@@ -109,6 +111,13 @@ def granite_names(names: WeightNames, hidden: int, shared: int) -> WeightNames:
     return replace(names, fields={**names.fields, **own}, parts={**names.parts, **parts})
 
 
+def with_attention(recurrent: Sequence[bool]) -> Sequence[bool]:
+    """For each layer, whether it is recurrent. Raises NotNative if all are, and none has attention."""
+    if all(recurrent):
+        raise NotNative("none of its layers has attention")
+    return recurrent
+
+
 def mamba_names(names: WeightNames, mamba: MambaSpec, prefix: str = "mamba.") -> WeightNames:
     """Tensor names with those of Mamba-2 among them. `prefix` is that of a layer's mixer."""
     own = {field: (prefix + name,) for field, name in TENSORS.items()}
@@ -116,22 +125,29 @@ def mamba_names(names: WeightNames, mamba: MambaSpec, prefix: str = "mamba.") ->
     return replace(names, fields={**names.fields, **own}, parts={own["conv"][0]: conv})
 
 
-def mamba_of(config: Mapping[str, Any], fields: Mapping[str, Any], layers: Sequence[bool]) -> MambaSpec:
-    """The recurrent layers of Bamba or Granite 4; `layers` says which layers are recurrent.
+def mamba_of(
+    config: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    layers: Sequence[bool],
+    *,
+    inner: int | None = None,
+    **options: Any,
+) -> MambaSpec:
+    """The recurrent layers of Bamba, Granite 4 or Falcon-H1; `layers` says which layers are recurrent.
+
+    `inner` is the number of all heads' elements; None: mamba_expand times hidden_size. `options` are other fields.
 
     Raises NotNative and UnsupportedCheckpoint as `checked` does.
     """
     if fields["activation"] != "silu":
         raise NotNative(f"hidden_act is {fields['activation']}, and recurrent layers have silu only")
-    if all(layers):
-        raise NotNative("none of its layers has attention")
-    heads = int(config["mamba_n_heads"])
-    inner, given = int(config["mamba_expand"]) * fields["hidden_size"], config.get("mamba_d_head", "auto")
+    heads, given = int(config["mamba_n_heads"]), config.get("mamba_d_head", "auto")
+    inner = int(config["mamba_expand"]) * fields["hidden_size"] if inner is None else inner
     head_dim = inner // heads if given == "auto" else int(given)
     if heads * head_dim != inner:
         raise UnsupportedCheckpoint(
-            f"mamba_n_heads is {heads} and mamba_d_head is {head_dim}; their product must be mamba_expand times "
-            f"hidden_size, {inner}"
+            f"mamba_n_heads is {heads} and mamba_d_head is {head_dim}; their product must be the width of "
+            f"Mamba-2, {inner}"
         )
     least, most = map(number, config.get("time_step_limit") or (0.0, float("inf")))
     return checked(
@@ -145,6 +161,7 @@ def mamba_of(config: Mapping[str, Any], fields: Mapping[str, Any], layers: Seque
         bias=bool(config.get("mamba_proj_bias")),
         conv_bias=bool(config["mamba_conv_bias"]),
         time_limits=(least, most),
+        **options,
     )
 
 
@@ -161,6 +178,45 @@ def checked(**fields: Any) -> MambaSpec:
     if mamba.width < 2:
         raise NotNative(f"the width of its convolutions is {mamba.width}; it must be at least 2")
     return mamba
+
+
+def falcon_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The DecoderSpec fields of a Falcon-H1, from those that all families read.
+
+    Its multipliers of what attention reads are folded into the scale of scores and the factor on attention's result.
+
+    Raises NotNative for biases of projections, for a norm before the gate, and for other activations.
+    """
+    for key in ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"):
+        if config.get(key):
+            raise NotNative(f"{key} is on")
+    normed = bool(config.get("mamba_rms_norm"))
+    if normed and config.get("mamba_norm_before_gate", True):
+        raise NotNative("mamba_norm_before_gate is on")
+    if fields["activation"] != "silu":
+        raise NotNative(f"hidden_act is {fields['activation']}, and recurrent layers have silu only")
+    read, attended = multiplier(config, "attention_in_multiplier"), multiplier(config, "attention_out_multiplier")
+    scanned, of_scan = multiplier(config, "ssm_in_multiplier"), config.get("ssm_multipliers") or (1.0,) * 5
+    mamba = mamba_of(
+        config,
+        fields,
+        (True,) * fields["num_layers"],
+        inner=config["mamba_d_ssm"],
+        normed=normed,
+        multipliers=tuple(scanned * float(each) for each in of_scan),
+    )
+    of_gate, of_product = config.get("mlp_multipliers") or (1.0, 1.0)
+    names = bamba_names(mamba_names(fields["names"], mamba))
+    return {
+        **fields,
+        "names": names,
+        "recurrence": mamba,
+        "parallel_factors": (read * attended, multiplier(config, "ssm_out_multiplier")),
+        "mlp_factors": (float(of_gate), float(of_product)),
+        "query_scale": fields["head_dim"] ** -0.5 * read**2 * multiplier(config, "key_multiplier"),
+        "stream_scale": multiplier(config, "embedding_multiplier"),
+        "logit_divisor": 1 / multiplier(config, "lm_head_multiplier"),
+    }
 
 
 NEMOTRON_DEFAULTS: dict[str, Any] = dict(
@@ -229,6 +285,8 @@ def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dic
         eps=fields["rms_eps"],
         bias=bool(config.get("use_bias")),
         conv_bias=bool(config["use_conv_bias"]),
+        # Transformers limits the time steps of prompts, but not those of single tokens. Here the limit holds for all:
+        # results must not depend on how a sequence is cut into steps.
         time_limits=(float(config["time_step_min"]), float("inf")),
     )
     return {

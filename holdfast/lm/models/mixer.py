@@ -34,6 +34,21 @@ class RecurrentWeights:
     """The other tensors, by their fields in `RecurrentSpec.shapes`."""
 
 
+class RecurrentMixer(Mixer):
+    """The mixer of a recurrent layer: a projection, and then the recurrence."""
+
+    def __init__(self, weights: RecurrentWeights, state: int) -> None:
+        """`state` is the layer's number among those with a state."""
+        self._inputs, self._bias, self._state = weights.inputs, weights.bias, state
+
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        return self.recur(ops.linear(normed, self._inputs, self._bias), step)
+
+    @abstractmethod
+    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """The result [T, width] of the recurrence, from the first projection [T, rows]. Writes the layer's state."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec(ABC):
     """The recurrent layers of a decoder. All of them are of one kind and of one size."""
@@ -53,5 +68,5 @@ class RecurrentSpec(ABC):
         """The tensors that a layer keeps of a sequence. `dtype` is that of the activations."""
 
     @abstractmethod
-    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
         """The mixer of a layer with these weights. `state` is its number among the recurrent layers."""

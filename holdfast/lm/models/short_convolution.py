@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.models.base import Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import Mixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +36,22 @@ class ConvolutionSpec(RecurrentSpec):
     def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         return (StateTensor((self.channels, self.width - 1), dtype),)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> Mixer:
+    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
         return ConvolutionMixer(weights, state)
 
 
-class ConvolutionMixer(Mixer):
+class ConvolutionMixer(RecurrentMixer):
     """A causal convolution of gated inputs, whose results are gated again."""
 
     def __init__(self, weights: RecurrentWeights, state: int) -> None:
-        """`state` is the layer's number among those with a state."""
-        self._inputs, self._bias, self._state = weights.inputs, weights.bias, state
+        super().__init__(weights, state)
         self._conv, self._conv_bias = weights.tensors["conv"].contiguous(), weights.tensors.get("conv_bias")
 
-    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
         recurrent = step.recurrent
         assert recurrent is not None
         (state,) = recurrent.states[self._state]
-        before, after, x = ops.linear(normed, self._inputs, self._bias).chunk(3, dim=-1)
+        before, after, x = projected.chunk(3, dim=-1)
         convolved = recurrent.recurrence.convolve(
             before * x, self._conv, self._conv_bias, state, recurrent.metadata, activation=None
         )

@@ -50,11 +50,24 @@ def test_sizes_are_read_from_a_config():
     assert shape_from_config(opt, "opt-13b") == MODELS["opt-13b"]
 
 
+RECURRENT = (
+    "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+    "Lfm2",
+    "Bamba",
+    "GraniteMoeHybrid",
+    "FalconH1",
+    "NemotronH",
+)
+"""Native families with recurrent layers, whose steps are not simulated."""
+
+
 def test_native_architectures_are_recognized():
     inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
     assert inner - {"qwen3_5_text", "qwen3_5_moe_text"} <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
-    recurrent = {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+    recurrent = {f"{name}ForCausalLM" for name in RECURRENT}
     assert outer == {*families.NATIVE} - {*WITH_IMAGES} - recurrent
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,

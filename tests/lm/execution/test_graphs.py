@@ -495,7 +495,7 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "Lfm2", "GraniteMoeHybrid", "NemotronH"])
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Lfm2", "GraniteMoeHybrid", "NemotronH", "FalconH1"])
 def test_graphs_of_recurrent_layers_give_the_logits_of_unpadded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -515,8 +515,11 @@ def test_graphs_of_recurrent_layers_give_the_logits_of_unpadded_steps(
     heads = dict(num_kv_heads=2, head_dim=16, block_size=4)
 
     def parts() -> tuple[Batch, list[Any]]:
-        cache = KVCache.allocate(layers=1, num_blocks=12, dtype=torch.float32, device=where, **heads)
-        return Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where), [cache.layer(0)]
+        count = model.spec.num_layers
+        cache = KVCache.allocate(layers=count, num_blocks=12, dtype=torch.float32, device=where, **heads)
+        return Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where), [
+            cache.layer(layer) for layer in range(count)
+        ]
 
     attention, oracle = (
         PagedAttention(device=where, num_processors=4, num_heads=4, **heads),

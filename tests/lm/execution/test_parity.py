@@ -62,6 +62,7 @@ FAMILIES = (
     "Bamba",
     "GraniteMoeHybrid",
     "NemotronH",
+    "FalconH1",
 )
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 SNAPSHOTS = 12  # fewer than sequences end

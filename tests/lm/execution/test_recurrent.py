@@ -85,7 +85,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-odd": ("Bamba", {**ODD_MAMBA, "attn_layer_indices": [0, 3]}),
     "bamba-biased": ("Bamba", {**BIASED, "time_step_limit": (0.5, 0.9)}),
     "granite-4": ("GraniteMoeHybrid", {}),
-    "granite-4-odd": ("GraniteMoeHybrid", {**ODD_MAMBA, "layer_types": THIRD, "position_embedding_type": "rope"}),
+    "granite-4-odd": (
+        "GraniteMoeHybrid",
+        {**ODD_MAMBA, "layer_types": THIRD, "position_embedding_type": "rope", "rms_norm_eps": 0.05},
+    ),
+    "falcon-h1": ("FalconH1", {}),
+    "falcon-h1-odd": (
+        "FalconH1",
+        {**ODD_MAMBA, "mamba_d_ssm": 144, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
     "nemotron-h": ("NemotronH", {}),
     "nemotron-h-odd": (
         "NemotronH",
@@ -263,7 +271,8 @@ def test_the_shape_has_the_sizes_of_states(case: tuple[Any, Model]) -> None:
     steps, spec, decoder = Steps(model), model.spec, model.decoder
     slots, layers = ROWS + SNAPSHOTS, steps.device.memory.states.layers
     assert len(layers) == spec.recurrent_layers == sum(decoder.recurrent)
-    assert len(layers) + spec.num_layers + sum(decoder.mlps) == len(case[0].model.layers)
+    kept = len(layers) + spec.num_layers, len(case[0].model.layers) * (1 if decoder.parallel_factors is None else 2)
+    assert kept[0] + sum(decoder.mlps) == kept[1]
     assert {len(tensor) for layer in layers for tensor in layer} == {slots}
     size = sum(tensor.nbytes for layer in layers for tensor in layer) // slots
     assert steps.shape.states == StateShape(snapshots=SNAPSHOTS, host_snapshots=HOST_SNAPSHOTS, slot_bytes=size)

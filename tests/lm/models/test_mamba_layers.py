@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = dict(
 )
 BAMBA: dict[str, Any] = dict(SIZES, mamba_n_heads=8, attn_layer_indices=[1])
 GRANITE: dict[str, Any] = dict(SIZES, mamba_n_heads=8, layer_types=["mamba", "attention"], num_local_experts=0)
+FALCON: dict[str, Any] = dict(SIZES, mamba_n_heads=8)
 NEMOTRON: dict[str, Any] = dict(SIZES, mamba_num_heads=8, hybrid_override_pattern="M*-M")
 
 
@@ -42,6 +43,9 @@ def mamba_of(spec: DecoderSpec) -> MambaSpec:
         ("Bamba", BAMBA, {"mamba_d_conv": 1}, "width of its convolutions is 1"),
         ("GraniteMoeHybrid", GRANITE, {"layer_types": None}, "none of its layers has attention"),
         ("GraniteMoeHybrid", GRANITE, {"layer_types": ["mamba", "sparse"]}, "'sparse' is neither"),
+        ("FalconH1", FALCON, {"mamba_rms_norm": True}, "mamba_norm_before_gate is on"),
+        ("FalconH1", FALCON, {"projectors_bias": True}, "projectors_bias is on"),
+        ("FalconH1", FALCON, {"hidden_act": "gelu"}, "hidden_act is gelu"),
         ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M*E"}, "it has experts"),
         ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M-"}, "none of its layers has attention"),
         ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "*-"}, "none of its layers has Mamba-2"),
@@ -60,6 +64,13 @@ def test_variants_that_are_not_computed_run_by_other_code(
     [
         ("Bamba", BAMBA, {"mamba_d_head": 30}, "mamba_d_head is 30; their product must be .* 256"),
         ("Bamba", BAMBA, {"mamba_n_groups": 3}, "8 heads; they must be a multiple of its 3 groups"),
+        (
+            "FalconH1",
+            FALCON,
+            {"mamba_d_ssm": 100, "mamba_d_head": 12},
+            "mamba_d_head is 12; their product must be .* 100",
+        ),
+        ("FalconH1", FALCON, {"key_multiplier": -1}, "key_multiplier is -1; it must be above 0"),
         ("GraniteMoeHybrid", GRANITE, {"layer_types": ["attention"]}, "lists 1 layers of 2"),
         ("GraniteMoeHybrid", GRANITE, {"residual_multiplier": 0}, "residual_multiplier is 0; it must be above 0"),
         ("GraniteMoeHybrid", GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 5}, "of 4 experts, at most 4"),

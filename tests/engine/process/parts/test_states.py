@@ -21,7 +21,9 @@ SIZES: dict[str, Any] = dict(
 )
 
 
-@pytest.fixture(scope="module", params=["Qwen3_5Text", "Qwen3Next", "Lfm2", "GraniteMoeHybrid", "NemotronH"])
+@pytest.fixture(
+    scope="module", params=["Qwen3_5Text", "Qwen3Next", "Lfm2", "GraniteMoeHybrid", "NemotronH", "FalconH1"]
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("checkpoint")

@@ -140,6 +140,7 @@ RECURRENT = {
     "BambaForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
 }
 """Architectures with recurrent layers. Their adapters run on padded rows."""
 

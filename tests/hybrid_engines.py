@@ -20,7 +20,7 @@ LONGEST = 120
 """Most tokens of a sequence."""
 NEAR = 1e-3
 """Logits that differ by less are a tie, which the order of sums may decide."""
-BLOCK_BYTES, SLOT_BYTES = 256, 3328
+TOKEN_BYTES, SLOT_BYTES = 256, 3200
 """Bytes of KV of one token, and of one recurrent state, in the models of these histories."""
 
 
@@ -48,8 +48,10 @@ class Turn:
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Number of leading tokens that two sequences share."""
-    return next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
-                min(len(one), len(other)))
+    return next(
+        (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
 
 
 class EngineHistory:
@@ -67,18 +69,18 @@ class EngineHistory:
         self.system = self.draw(choose.randint(5, 40))
         block = choose.choice((1, 4, 8, 16))
         snapshots, host_snapshots = choose.choice((1, 2, 5, 20)), choose.choice((0, 1, 4, 20))
-        tokens = int(LONGEST * choose.choice((1.3, 1.6, 3, 6))) + 2 * block
+        tokens = int(LONGEST * choose.choice((1, 1, 1.3, 2, 6))) + 2 * block
         host = choose.choice((0, LONGEST // 2, 4 * LONGEST)) if host_snapshots else 0
-        cache = tokens * BLOCK_BYTES + snapshots * SLOT_BYTES
+        cache = tokens * TOKEN_BYTES + snapshots * SLOT_BYTES
         share = min(0.9, (snapshots + 0.5) * SLOT_BYTES / cache)
         self.settings: dict[str, Any] = dict(
             device="cpu",
             threads=1,
             block_size=block,
             cache_gb=cache / 1e9,
-            host_cache_gb=(host * BLOCK_BYTES + host_snapshots * SLOT_BYTES) / 1e9 if host else 0.0,
+            host_cache_gb=(host * TOKEN_BYTES + host_snapshots * SLOT_BYTES) / 1e9 if host else 0.0,
             snapshot_share=share,
-            max_sequences=choose.choice((1, 2, 4, 8)),
+            max_sequences=choose.choice((1, 2, 4, 8, 8)),
             max_model_len=LONGEST,
             token_budget=choose.choice((3, 7, 17, 33, 64)),
             steps_in_flight=choose.choice((1, 2, 3)),
@@ -96,7 +98,7 @@ class EngineHistory:
         for _ in range(operations):
             (verb,) = self.random.choices(list(verbs), list(verbs.values()))
             verb()
-            for _ in range(self.random.choice((0, 1, 2, 5, 20))):
+            for _ in range(self.random.choice((0, 0, 1, 2, 3, 5, 20))):
                 self.step()
             while len(self.running) > 10:
                 self.step()
@@ -146,8 +148,8 @@ class EngineHistory:
     def ask(self, prompt: tuple[int, ...]) -> None:
         """Send a request with this prompt, or the beginning of it if it is too long."""
         prompt = prompt[: LONGEST - 5]
-        limit = min(self.random.randint(1, 16), LONGEST - len(prompt))
-        turn = Turn(prompt, self.draw(self.random.choice((0, 40))), limit)
+        limit = min(self.random.choice((1, 5, 16, 40)), LONGEST - len(prompt))
+        turn = Turn(prompt, self.draw(self.random.choice((0, 20))), limit)
         name = str(len(self.turns))
         self.turns[name] = self.running[name] = turn
         stops = SamplingParams(temperature=0, max_tokens=limit, stop_token_ids=turn.ends, ignore_eos=True)
@@ -162,7 +164,6 @@ class EngineHistory:
             turn.said += output.tokens
             if output.finish_reason:
                 turn.reason = output.finish_reason
-                self.seen["preempted"] += output.preemptions
                 self.running.pop(output.request_id, None)
         check_hybrid(self.loop.planner)
 
@@ -181,7 +182,7 @@ class EngineHistory:
         pool, states = self.loop.planner._kind.memory, self.loop.planner._kind.states
         assert pool.used == len(set(states.tails)), f"{pool.used} blocks are used, and no sequence runs"
         assert not states.coming, "a state is announced, and no sequence runs"
-        for field in ("snapshot_hits", "snapshots_dropped", "snapshots_swapped_in", "snapshots_swapped_out"):
+        for field in ("preemptions", "suspensions", "snapshot_hits", "snapshots_dropped", "snapshots_swapped_in"):
             self.seen[field] += getattr(stats, field)
         self.seen["answers"] += len(self.turns)
         self.seen["tokens"] += sum(len(turn.said) for turn in self.turns.values())
@@ -198,6 +199,7 @@ class EngineHistory:
         assert behind.max() < NEAR, f"request {name}: token {int(behind.argmax())} of its answer is not the likeliest"
         assert not set(turn.said[:-1]) & set(turn.ends), f"request {name} went on after a token that ends it"
         if not turn.is_aborted:
+            self.seen[f"ended by {turn.reason}"] += 1
             ended = turn.said[-1] in turn.ends
             assert ended == (turn.reason == "stop") and (ended or len(turn.said) == turn.limit)
 

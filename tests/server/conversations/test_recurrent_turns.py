@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
+import openai
+import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.checkpoints import make
-from tests.served import started, write_tokenizer
+from tests.served import eventually, started, write_tokenizer
 
 LETTERS = 94
 """Number of tokens of the tokenizer that are printable by themselves. Their text reads as the same tokens again."""
@@ -38,3 +44,87 @@ def test_each_turn_computes_only_its_new_tokens_and_says_what_transformers_says(
             assert answer.usage.input_tokens_details.cached_tokens == max(0, known - 1)
             known, text, previous = prompt.shape[1] + 20, text + answer.output_text, answer.id
         assert serving.gauge("snapshot_hits_total") == 2
+
+
+class Speaker:
+    """A model that `holdfast serve` can serve, and what Transformers says with it."""
+
+    def __init__(self, directory: Path) -> None:
+        torch.set_num_threads(1)
+        self.directory = directory
+        self.module: Any = make(directory, "Qwen3_5Text", max_position_embeddings=1024)
+        with torch.no_grad():
+            self.module.lm_head.weight[LETTERS:] = 0
+        self.module.save_pretrained(directory)
+        self.tokenizer: Tokenizer = write_tokenizer(directory)
+
+    def options(self, store: Path) -> tuple[str, ...]:
+        """The words after `holdfast serve`."""
+        sizes = ("--cache-gb", "0.02", "--max-sequences", "4")
+        return (str(self.directory), "--api-key", "one", "--store", str(store), *sizes)
+
+    def says(self, text: str) -> tuple[str, int]:
+        """The next 20 tokens after a text, and the number of tokens before them."""
+        prompt = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False).ids])
+        said = self.module.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
+        return self.tokenizer.decode(said.tolist()), prompt.shape[1]
+
+    def check_turn(self, client: openai.OpenAI, text: str, previous: str | None, message: str, cached: int) -> Any:
+        """Ask, check the answer and its usage, and return the text with it, and its id."""
+        answer = client.responses.create(
+            model=client.models.list().data[0].id,
+            input=message,
+            previous_response_id=previous,
+            max_output_tokens=20,
+            temperature=0,
+        )
+        text += f"<user>{message}<assistant>"
+        said, length = self.says(text)
+        assert answer.output_text == said and answer.usage is not None
+        assert (answer.usage.input_tokens, answer.usage.input_tokens_details.cached_tokens) == (length, cached)
+        return text + said, answer.id, length + 19
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
+    return Speaker(tmp_path_factory.mktemp("model"))
+
+
+def test_a_conversation_goes_on_after_a_kill_of_the_server(speaker: Speaker, tmp_path: Path) -> None:
+    options = speaker.options(tmp_path / "store.sqlite")
+    with started(*options) as serving:
+        client = serving.client()
+        first, first_id, kept = speaker.check_turn(client, "", None, "Tell me of the sea.", cached=0)
+        text, previous, _ = speaker.check_turn(client, first, first_id, "And then?", cached=kept)
+        speaker.check_turn(client, first, first_id, "No, why?", cached=kept)  # a fork of the first turn
+        engines = serving.engine_pids()
+        os.kill(serving.process.pid, signal.SIGKILL)
+        serving.process.wait()
+    eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in engines))
+    with started(*options) as serving:
+        client = serving.client()
+        text, previous, kept = speaker.check_turn(client, text, previous, "Once more?", cached=0)
+        speaker.check_turn(client, text, previous, "And now?", cached=kept)
+
+
+def test_chats_without_a_store_begin_at_the_end_of_the_last_turn(speaker: Speaker, tmp_path: Path) -> None:
+    with started(*speaker.options(tmp_path / "store.sqlite")) as serving:
+        client = serving.client()
+        model = client.models.list().data[0].id
+        messages: list[Any] = []
+        text, known = "", 0
+        for turn, message in enumerate(("Count the ships.", "Again?", "A fork.")):
+            if turn == 2:  # after the first turn, in place of the second
+                messages, text, known = messages[:2], first_text, first_known
+            messages.append({"role": "user", "content": message})
+            text += f"<user>{message}<assistant>"
+            answer = client.chat.completions.create(model=model, messages=messages, max_tokens=20, temperature=0)
+            said, length = speaker.says(text)
+            assert answer.choices[0].message.content == said
+            assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+            assert answer.usage.prompt_tokens == length
+            assert answer.usage.prompt_tokens_details.cached_tokens == known
+            messages.append({"role": "assistant", "content": said})
+            text, known = text + said, length + 19
+            if turn == 0:
+                first_text, first_known = text, known

@@ -140,9 +140,8 @@ class Queues:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
             self.order.started(entry)
-            on_host = min(
-                len(found.host) * self.pool.block_size, sequence.cached_tokens
-            )  # the last may be full in part
+            # The last block may be full only in part.
+            on_host = min(len(found.host) * self.pool.block_size, sequence.cached_tokens)
             self.prefix_hits_on_host += on_host
             sequence.cached_by_tier = on_host, 0, 0
         for part in self.hooks.started:

@@ -42,7 +42,9 @@ def main() -> int:
         module = make(Path(directory), "Qwen3_5Text")
         for seed in range(options.first, options.first + options.seeds):
             try:
-                seen += play(seed, module, Path(directory), options.operations // options.seeds)
+                happened = play(seed, module, Path(directory), options.operations // options.seeds)
+                print(f"seed {seed}: {dict(happened)}", file=sys.stderr, flush=True)
+                seen += happened
             except AssertionError as error:
                 failures.append(str(error))
                 print(error, file=sys.stderr)

@@ -111,20 +111,18 @@ def test_chats_without_a_store_begin_at_the_end_of_the_last_turn(speaker: Speake
     with started(*speaker.options(tmp_path / "store.sqlite")) as serving:
         client = serving.client()
         model = client.models.list().data[0].id
-        messages: list[Any] = []
-        text, known = "", 0
-        for turn, message in enumerate(("Count the ships.", "Again?", "A fork.")):
-            if turn == 2:  # after the first turn, in place of the second
-                messages, text, known = messages[:2], first_text, first_known
-            messages.append({"role": "user", "content": message})
-            text += f"<user>{message}<assistant>"
+
+        def check_chat(text: str, messages: list[Any], message: str, cached: int) -> tuple[str, list[Any], int]:
+            """Ask, check the answer and its usage, and return the text and the messages with it, and what is kept."""
+            messages, text = [*messages, {"role": "user", "content": message}], f"{text}<user>{message}<assistant>"
             answer = client.chat.completions.create(model=model, messages=messages, max_tokens=20, temperature=0)
-            said, length = speaker.says(text)
+            (said, length), usage = speaker.says(text), answer.usage
             assert answer.choices[0].message.content == said
-            assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-            assert answer.usage.prompt_tokens == length
-            assert answer.usage.prompt_tokens_details.cached_tokens == known
-            messages.append({"role": "assistant", "content": said})
-            text, known = text + said, length + 19
-            if turn == 0:
-                first_text, first_known = text, known
+            assert usage is not None and usage.prompt_tokens_details is not None
+            assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (length, cached)
+            return text + said, [*messages, {"role": "assistant", "content": said}], length + 19
+
+        *first, kept = check_chat("", [], "Count the ships.", cached=0)
+        *second, further = check_chat(*first, "Again?", cached=kept)
+        check_chat(*second, "And again?", cached=further)
+        check_chat(*first, "A fork.", cached=kept)

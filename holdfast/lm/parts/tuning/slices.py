@@ -89,9 +89,9 @@ class TrainingSlices(Policy):
             return
         idle = not step.num_tokens
         late = (self.progress or tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
-        if ((self._must_yield(step) or not self.share.allows) and not late) or (
-            idle and step.in_flight and step.running
-        ):
+        if (self._must_yield(step) or not self.share.allows) and not late:
+            return
+        if idle and step.in_flight and step.running:  # the sequences that run wait for the result of their step
             return
         streams = any(entry.sequence.request.priority < BATCH_CLASS for entry in chain(step.running, step.swapping_in))
         left = self.target * (1 - RESERVE) - (seconds if streams else 0.0)

@@ -54,6 +54,11 @@ KINDS = {  # by the start or a part of a kernel's name, in this order
     "gemm": "products",
     "decode_kernel": "attention",
     "prefill_kernel": "attention",
+    "step_kernel": "recurrence",
+    "prepare_kernel": "recurrence",
+    "scan_kernel": "recurrence",
+    "output_kernel": "recurrence",
+    "convolution_kernel": "convolution",
     "attend_kernel": "attention",
     "merge_kernel": "attention",
     "norm_kernel": "norms",
@@ -299,9 +304,11 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def measure(batches: list[int], steps: int, budgets: list[int], chunks: list[int]) -> dict[str, Any]:
+def measure(
+    batches: list[int], steps: int, budgets: list[int], chunks: list[int], shape: dict[str, Any]
+) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="breakdown-"))
-    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | shape))
     most = max([8, *batches, *[DECODES + 1 for _ in chunks]])
     options: dict[str, Any] = dict(max_sequences=most, prefix_sharing=False, max_waiting=10_000)
     if budgets:
@@ -324,13 +331,15 @@ def main() -> None:
         "--prefill", nargs="*", type=int, default=[], metavar="BUDGET", help="token budgets of prefills"
     )
     parser.add_argument("--mixed", nargs="*", type=int, default=[], metavar="TOKENS", help="prompts beside decodes")
+    parser.add_argument("--shape", default="{}", help="JSON that changes the model's shape")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--after", type=Path, help="do not measure: take this JSON")
     parser.add_argument("--before", type=Path, help="a JSON to draw beside it")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     found = json.loads(arguments.after.read_text()) if arguments.after else None
-    found = found or measure(arguments.batches, arguments.steps, arguments.prefill, arguments.mixed)
+    shape = json.loads(arguments.shape)
+    found = found or measure(arguments.batches, arguments.steps, arguments.prefill, arguments.mixed, shape)
     for line in found["results"]:
         kinds = "  ".join(f"{kind} {us / 1e3:.3f}" for kind, us in line["kinds_us"].items())
         if "batch" in line:

@@ -1,7 +1,8 @@
-"""The Triton kernels of recurrences for long segments: what each chunk needs, then the chunks in order.
+"""The Triton kernels of recurrences for long segments, in chunks of tokens.
 
 `prepare_kernel` computes all chunks in parallel, up to what depends on the state before them. `scan_kernel` goes
-through the chunks of a segment with the state in registers.
+through the chunks of a segment with the state in registers, and does as little as it can, because each chunk waits for
+the one before it. It leaves the state before each chunk. From these `output_kernel` computes all outputs in parallel.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -48,11 +49,12 @@ def inverse_norm(vectors, eps):
 
 @triton.jit
 def prepare_kernel(
-    query, key, log_decay, rate, chunks, weights, solution, query_factor, key_factor, write_factor, total_factor,
-    query_stride, query_stride_head, key_stride, key_stride_head, decay_stride, rate_stride, scale, eps,
-    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, DELTA: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    query, key, value, log_decay, rate, chunks, weights, read, target, query_factor, write_factor, total_factor,
+    query_stride, query_stride_head, key_stride, key_stride_head, value_stride, value_stride_head,
+    decay_stride, rate_stride, scale, eps,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of `WorkLists.chunks` for one head. Program (head, chunk). Arguments are `step_kernel`'s, and:
 
@@ -60,9 +62,9 @@ def prepare_kernel(
     query_factor [T, H]: factor on what the query reads of the state before the chunk.
     write_factor [T, H]: factor on what the token adds to the state after the chunk.
     total_factor [chunks, H]: decay of the state over the chunk.
-    With DELTA, a token writes the sum over the chunk of `solution` [T, H, CHUNK] times (value less `key_factor` [T, H]
-    times what the key reads of the state before the chunk): Yang et al., 2024, Gated Delta Networks, §3.3. Otherwise
-    it writes its value.
+    With DELTA, a token writes its row of `target` [T, H, VALUE_DIM] less what its row of `read` [T, H, KEY_DIM] reads
+    of the state before the chunk (U and W of Yang et al., 2024, Gated Delta Networks, §3.3). Otherwise it writes its
+    value.
     """
     record = chunks + tl.program_id(1) * 4
     length = tl.load(record + 1)
@@ -100,27 +102,35 @@ def prepare_kernel(
         written = k_factor * r
 
     place = token * HEADS + head
-    square = place[:, None] * CHUNK + row[None, :]
     found = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     found *= decays_between(sums, row) * q_factor[:, None] * written[None, :]
-    tl.store(weights + square, found.to(weights.dtype.element_ty), mask=real[:, None])
+    tl.store(weights + place[:, None] * CHUNK + row[None, :], found.to(weights.dtype.element_ty), mask=real[:, None])
     tl.store(query_factor + place, since * q_factor, mask=real)
     tl.store(write_factor + place, until * written, mask=real)
     tl.store(total_factor + tl.program_id(1).to(tl.int64) * HEADS + head, tl.exp(total.to(tl.float32)))
     if DELTA:
-        tl.store(key_factor + place, since * k_factor, mask=real)
         same = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         same *= decays_between(sums, row) * (r * k_factor)[:, None] * k_factor[None, :]
         below = tl.where(row[:, None] > row[None, :], same, 0.0)
         inverse = unit_lower_inverse(below, CHUNK, LEVELS, INVERSE_PRECISION)
-        tl.store(solution + square, (inverse * r[None, :]).to(solution.dtype.element_ty), mask=real[:, None])
+        of_key = (inverse * (r * since * k_factor)[None, :]).to(k.dtype)
+        found = tl.dot(of_key, k, input_precision=PRECISION)
+        tl.store(read + place[:, None] * KEY_DIM + dim[None, :], found.to(read.dtype.element_ty), mask=held)
+        of_value = (inverse * r[None, :]).to(k.dtype)
+        for part in tl.static_range(tl.cdiv(VALUE_DIM, BLOCK_V)):
+            column = part * BLOCK_V + tl.arange(0, BLOCK_V)
+            held_value = real[:, None] & (column < VALUE_DIM)[None, :]
+            value_at = value + (token * value_stride + head * value_stride_head)[:, None] + column[None, :]
+            v = tl.load(value_at, mask=held_value, other=0.0)
+            found = tl.dot(of_value, v, input_precision=PRECISION)
+            target_at = target + place[:, None] * VALUE_DIM + column[None, :]
+            tl.store(target_at, found.to(target.dtype.element_ty), mask=held_value)
 
 
 @triton.jit
 def scan_kernel(
-    query, key, value, skip, state, segments,
-    weights, solution, query_factor, key_factor, write_factor, total_factor, out,
-    query_stride, query_stride_head, key_stride, key_stride_head, value_stride, value_stride_head,
+    key, value, state, segments, read, target, write_factor, total_factor, states, out,
+    key_stride, key_stride_head, value_stride, value_stride_head,
     state_stride, state_stride_head, state_stride_key, state_stride_value, out_stride, out_stride_head,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr,
@@ -128,7 +138,8 @@ def scan_kernel(
 ):  # fmt: skip
     """One segment of `WorkLists.many` for one head. Program (part of the value, head, record).
 
-    Arguments are `step_kernel`'s and `prepare_kernel`'s.
+    Arguments are `step_kernel`'s and `prepare_kernel`'s, and states [chunks, H, KEY_DIM, VALUE_DIM]: the state before
+    each chunk. With DELTA, `out` has what each token writes.
     """
     head = tl.program_id(1).to(tl.int64)
     record = segments + tl.program_id(2) * 4
@@ -146,38 +157,80 @@ def scan_kernel(
     held = in_key[:, None] & in_value[None, :]
     sums = tl.load(state_at, mask=held, other=0.0)
 
-    query += head // GROUP_SIZE * query_stride_head
     key += head // GROUP_SIZE * key_stride_head
     value += head * value_stride_head
     out += head * out_stride_head
+    kept_at = states + ((chunk * HEADS + head) * KEY_DIM + dim[:, None]) * VALUE_DIM + column[None, :]
     for before in tl.range(0, length, CHUNK, num_stages=STAGES):
         real = before + row < length
         token = first + before + row
         place = token * HEADS + head
         held_key = real[:, None] & in_key[None, :]
         held_value = real[:, None] & in_value[None, :]
-        q = tl.load(query + token[:, None] * query_stride + dim[None, :], mask=held_key, other=0.0)
         k = tl.load(key + token[:, None] * key_stride + dim[None, :], mask=held_key, other=0.0)
-        value_at = value + token[:, None] * value_stride + column[None, :]
-        added = tl.load(value_at, mask=held_value, other=0.0)
-        weight = tl.load(weights + place[:, None] * CHUNK + row[None, :], mask=real[:, None], other=0.0)
         total = tl.load(total_factor + (chunk + before // CHUNK) * HEADS + head)
-        of_query = tl.load(query_factor + place, mask=real, other=0.0)
         of_write = tl.load(write_factor + place, mask=real, other=0.0)
         narrow = sums.to(k.dtype)
+        tl.store(kept_at, narrow.to(states.dtype.element_ty), mask=held)
+        kept_at += HEADS * KEY_DIM * VALUE_DIM
         if DELTA:
-            share = tl.load(solution + place[:, None] * CHUNK + row[None, :], mask=real[:, None], other=0.0)
-            of_key = tl.load(key_factor + place, mask=real, other=0.0)
-            missing = added.to(tl.float32) - tl.dot(k, narrow, input_precision=PRECISION) * of_key[:, None]
-            added = tl.dot(share, missing.to(k.dtype), input_precision=PRECISION)
-        found = tl.dot(q, narrow, input_precision=PRECISION) * of_query[:, None]
-        found = tl.dot(weight, added.to(k.dtype), found, input_precision=PRECISION)
-        if skip is not None:
-            found += tl.load(skip + head).to(tl.float32) * added
-        out_at = out + token[:, None] * out_stride + column[None, :]
-        tl.store(out_at, found.to(out.dtype.element_ty), mask=held_value)
+            w = tl.load(read + place[:, None] * KEY_DIM + dim[None, :], mask=held_key, other=0.0)
+            u = tl.load(target + place[:, None] * VALUE_DIM + column[None, :], mask=held_value, other=0.0)
+            added = u.to(tl.float32) - tl.dot(w, narrow, input_precision=PRECISION)
+            out_at = out + token[:, None] * out_stride + column[None, :]
+            tl.store(out_at, added.to(out.dtype.element_ty), mask=held_value)
+        else:
+            value_at = value + token[:, None] * value_stride + column[None, :]
+            added = tl.load(value_at, mask=held_value, other=0.0).to(tl.float32)
         kept = (added * of_write[:, None]).to(k.dtype)
         sums = tl.dot(tl.trans(k), kept, sums * total, input_precision=PRECISION)
     # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()
     tl.store(state_at, sums, mask=held)
+
+
+@triton.jit
+def output_kernel(
+    query, value, skip, chunks, weights, query_factor, states, out,
+    query_stride, query_stride_head, value_stride, value_stride_head, out_stride, out_stride_head,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The outputs of one chunk of `WorkLists.chunks` for one head. Program (part of the value, head, chunk).
+
+    Arguments are those of the other kernels. With DELTA, `out` has what each token writes, and gets the outputs.
+    """
+    record = chunks + tl.program_id(2) * 4
+    length = tl.load(record + 1)
+    if length == 0:
+        return
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, CHUNK)
+    dim = tl.arange(0, BLOCK_K)
+    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    before = tl.load(record + 3)
+    real = before + row < length
+    token = tl.load(record).to(tl.int64) + before + row
+    place = token * HEADS + head
+    in_key, in_value = dim < KEY_DIM, column < VALUE_DIM
+    held_value = real[:, None] & in_value[None, :]
+    query += head // GROUP_SIZE * query_stride_head
+    q = tl.load(query + token[:, None] * query_stride + dim[None, :], mask=real[:, None] & in_key[None, :], other=0.0)
+    state_at = states + ((tl.program_id(2).to(tl.int64) * HEADS + head) * KEY_DIM + dim[:, None]) * VALUE_DIM
+    kept = tl.load(state_at + column[None, :], mask=in_key[:, None] & in_value[None, :], other=0.0)
+    weight = tl.load(weights + place[:, None] * CHUNK + row[None, :], mask=real[:, None], other=0.0)
+    of_query = tl.load(query_factor + place, mask=real, other=0.0)
+    out_at = out + head * out_stride_head + token[:, None] * out_stride + column[None, :]
+    if DELTA:
+        added = tl.load(out_at, mask=held_value, other=0.0)
+    else:
+        value_at = value + head * value_stride_head + token[:, None] * value_stride + column[None, :]
+        added = tl.load(value_at, mask=held_value, other=0.0)
+    found = tl.dot(q, kept, input_precision=PRECISION) * of_query[:, None]
+    found = tl.dot(weight, added.to(q.dtype), found, input_precision=PRECISION)
+    if skip is not None:
+        found += tl.load(skip + head).to(tl.float32) * added.to(tl.float32)
+    # Several threads may hold the same element, and all must read it before one writes it.
+    tl.debug_barrier()
+    tl.store(out_at, found.to(out.dtype.element_ty), mask=held_value)

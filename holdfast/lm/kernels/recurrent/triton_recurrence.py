@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.launch import SideStream
-from holdfast.lm.kernels.recurrent.chunk_kernels import prepare_kernel, scan_kernel
+from holdfast.lm.kernels.recurrent.chunk_kernels import output_kernel, prepare_kernel, scan_kernel
 from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
 from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, CapturableRecurrence
 from holdfast.lm.kernels.recurrent.step_kernel import step_kernel
@@ -87,35 +87,32 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Results of `prepare_kernel` that `scan_kernel` reads. The names are those of the kernels' arguments."""
+    """What the kernels of chunks leave for each other. The names are those of their arguments."""
 
     weights: torch.Tensor
-    solution: torch.Tensor
+    read: torch.Tensor
+    target: torch.Tensor
     query_factor: torch.Tensor
-    key_factor: torch.Tensor
     write_factor: torch.Tensor
     total_factor: torch.Tensor
+    states: torch.Tensor
 
     @classmethod
     def of(cls, inputs: Inputs, chunks: int) -> Scratch:
         """Memory for these inputs and number of chunks; empty if there is no chunk."""
         key, rows = inputs.key, (len(inputs.value) if chunks else 0, inputs.heads)
         used = rows if inputs.delta else (0, 0)
+        key_dim, value_dim = key.shape[2], inputs.value.shape[2]
         factors = partial(key.new_empty, dtype=torch.float32)
         return cls(
             weights=key.new_empty(*rows, CHUNK),
-            solution=key.new_empty(*used, CHUNK),
+            read=key.new_empty(*used, key_dim),
+            target=key.new_empty(*used, value_dim),
             query_factor=factors(rows),
-            key_factor=factors(used),
             write_factor=factors(rows),
             total_factor=factors((chunks, inputs.heads)),
+            states=key.new_empty(chunks, inputs.heads, key_dim, value_dim),
         )
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, in the order of the kernels' arguments."""
-        factors = (self.query_factor, self.key_factor, self.write_factor, self.total_factor)
-        return self.weights, self.solution, *factors
 
 
 class TritonRecurrence(CapturableRecurrence[WorkLists]):
@@ -234,23 +231,31 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         )  # fmt: skip
 
     def _scan(self, inputs: Inputs, metadata: WorkLists, scratch: Scratch) -> None:
-        """Launch long segments: all their chunks, then the chunks of each in order."""
-        query, key, value, chunks = inputs.query, inputs.key, inputs.value, metadata.chunks
+        """Launch long segments: all their chunks, the chunks of each in order, and the outputs of all chunks."""
+        query, key, value, chunks, out = inputs.query, inputs.key, inputs.value, metadata.chunks, inputs.out
         query_strides, key_strides, value_strides = (each.stride()[:2] for each in (query, key, value))
         exact = key.dtype == torch.float32
+        value_dim = value.shape[2]
         common = dict(
-            **inputs.sizes, HEADS=inputs.heads, CHUNK=CHUNK, DELTA=inputs.delta, PRECISION="ieee" if exact else "tf32"
-        )
+            **inputs.sizes, HEADS=inputs.heads, VALUE_DIM=value_dim, CHUNK=CHUNK, DELTA=inputs.delta,
+            PRECISION="ieee" if exact else "tf32",
+        )  # fmt: skip
+        wide = min(32 if exact else 64, padded(value_dim))
         prepare_kernel[(inputs.heads, len(chunks))](
-            query, key, inputs.log_decay, inputs.rate, chunks, *scratch.tensors, *query_strides, *key_strides,
-            *inputs.rate_strides, inputs.scale, NORM_EPS, **common, LEVELS=LEVELS, NORMALIZE=inputs.normalize,
-            INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8 if exact else 4,
+            query, key, value, inputs.log_decay, inputs.rate, chunks, scratch.weights, scratch.read, scratch.target,
+            scratch.query_factor, scratch.write_factor, scratch.total_factor, *query_strides, *key_strides,
+            *value_strides, *inputs.rate_strides, inputs.scale, NORM_EPS, **common, BLOCK_V=wide, LEVELS=LEVELS,
+            NORMALIZE=inputs.normalize, INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8 if exact else 4,
         )  # fmt: skip
         launch = self.scan_launch(inputs)
-        scan_kernel[(triton.cdiv(value.shape[2], launch.block), inputs.heads, len(metadata.many))](
-            query, key, value, inputs.skip, inputs.state, metadata.many, *scratch.tensors, inputs.out,
-            *query_strides, *key_strides, *value_strides, *inputs.state_strides, *inputs.out.stride()[:2], **common,
-            VALUE_DIM=value.shape[2], BLOCK_V=launch.block, STAGES=launch.num_stages, num_warps=launch.num_warps,
+        scan_kernel[(triton.cdiv(value_dim, launch.block), inputs.heads, len(metadata.many))](
+            key, value, inputs.state, metadata.many, scratch.read, scratch.target, scratch.write_factor,
+            scratch.total_factor, scratch.states, out, *key_strides, *value_strides, *inputs.state_strides,
+            *out.stride()[:2], **common, BLOCK_V=launch.block, STAGES=launch.num_stages, num_warps=launch.num_warps,
+        )  # fmt: skip
+        output_kernel[(triton.cdiv(value_dim, wide), inputs.heads, len(chunks))](
+            query, value, inputs.skip, chunks, scratch.weights, scratch.query_factor, scratch.states, out,
+            *query_strides, *value_strides, *out.stride()[:2], **common, BLOCK_V=wide, num_warps=8 if exact else 4,
         )  # fmt: skip
 
     def step_launch(self, inputs: Inputs) -> Launch:
@@ -262,7 +267,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         if inputs.key.dtype == torch.float32:
             return Launch(block=16, num_warps=8)
         block = min(32, padded(inputs.value.shape[2]))
-        chunk = CHUNK * (2 * padded(inputs.key.shape[2]) + 2 * CHUNK + block) * inputs.key.element_size()
+        chunk = CHUNK * (2 * padded(inputs.key.shape[2]) + block) * inputs.key.element_size()
         return Launch(block=block, num_warps=4, num_stages=2 if 2 * chunk + OTHER_BYTES <= self._shared_bytes else 1)
 
 

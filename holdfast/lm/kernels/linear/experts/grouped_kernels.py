@@ -13,7 +13,7 @@ import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
-from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile
+from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile, packed_dot
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -202,23 +202,29 @@ def _tile(
             values = tl.load(x_at + k[:, None])
         else:
             values = tl.load(x_at + k[:, None], mask=inside[:, None], other=0.0)
-        if scale is not None:
-            numbers = mxfp4_tile(weight, scale, first_row + row, first, inputs, BLOCK_N, BLOCK_K, EVEN)
-            tile_a = numbers.to(values.dtype)
-        elif EVEN:
-            tile_a = tl.load(weight_at + k[None, :])
+        if scale is not None and values.dtype == tl.bfloat16:
+            acc = packed_dot(weight, scale, first_row + row, first, inputs, values, acc, BLOCK_N, BLOCK_K, EVEN)
+            if GATED:
+                own = first_row + outputs + row
+                up = packed_dot(weight, scale, own, first, inputs, values, up, BLOCK_N, BLOCK_K, EVEN)
         else:
-            tile_a = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
-        acc = tl.dot(tile_a, values, acc, input_precision="ieee")
-        if GATED:
             if scale is not None:
-                numbers = mxfp4_tile(weight, scale, first_row + outputs + row, first, inputs, BLOCK_N, BLOCK_K, EVEN)
-                tile_b = numbers.to(values.dtype)
+                numbers = mxfp4_tile(weight, scale, first_row + row, first, inputs, BLOCK_N, BLOCK_K, EVEN)
+                tile_a = numbers.to(values.dtype)
             elif EVEN:
-                tile_b = tl.load(weight_at + outputs * inputs + k[None, :])
+                tile_a = tl.load(weight_at + k[None, :])
             else:
-                tile_b = tl.load(weight_at + outputs * inputs + k[None, :], mask=inside[None, :], other=0.0)
-            up = tl.dot(tile_b, values, up, input_precision="ieee")
+                tile_a = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
+            acc = tl.dot(tile_a, values, acc, input_precision="ieee")
+            if GATED:
+                if scale is not None:
+                    own = first_row + outputs + row
+                    tile_b = mxfp4_tile(weight, scale, own, first, inputs, BLOCK_N, BLOCK_K, EVEN).to(values.dtype)
+                elif EVEN:
+                    tile_b = tl.load(weight_at + outputs * inputs + k[None, :])
+                else:
+                    tile_b = tl.load(weight_at + outputs * inputs + k[None, :], mask=inside[None, :], other=0.0)
+                up = tl.dot(tile_b, values, up, input_precision="ieee")
     if GATED and SCALED:
         share = tl.load(shares + pair)[None, :]
         acc *= share

@@ -33,6 +33,27 @@ def mxfp4_tile(
 
 
 @triton.jit
+def packed_dot(
+    data, scale, row, first, inputs, x, acc, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """`acc` [BLOCK_N, M] float32 plus the products of a tile's numbers (see `mxfp4_tile`) and x [BLOCK_K, M], bfloat16.
+
+    The compiler turns packed numbers into bfloat16 with few instructions, after their tile is in shared memory.
+    """
+    block = first // 32 + tl.arange(0, BLOCK_K // 32)
+    byte = first // 2 + tl.arange(0, BLOCK_K // 2)
+    long = row.to(tl.int64)[:, None]
+    byte_at = data + long * (inputs // 2) + byte[None, :]
+    scale_at = scale + long * (inputs // 32) + block[None, :]
+    if EVEN:
+        codes, exponent = tl.load(byte_at), tl.load(scale_at)
+    else:
+        codes = tl.load(byte_at, mask=(byte < inputs // 2)[None, :], other=0)
+        exponent = tl.load(scale_at, mask=(block < inputs // 32)[None, :], other=0)
+    return tl.dot_scaled(codes, exponent, "e2m1", x, None, "bf16", acc, fast_math=True)
+
+
+@triton.jit
 def _number(code):
     """The number of a 4-bit code (`mxfp4.NUMBERS`) in float32, made of bits: 0x3F000000 are those of 0.5."""
     code = code.to(tl.int32)

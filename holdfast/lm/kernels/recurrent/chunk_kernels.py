@@ -117,7 +117,7 @@ def prepare_kernel(
         found = tl.dot(of_key, k, input_precision=PRECISION)
         tl.store(read + place[:, None] * KEY_DIM + dim[None, :], found.to(read.dtype.element_ty), mask=held)
         of_value = (inverse * r[None, :]).to(k.dtype)
-        for part in tl.static_range(tl.cdiv(VALUE_DIM, BLOCK_V)):
+        for part in tl.static_range((VALUE_DIM + BLOCK_V - 1) // BLOCK_V):
             column = part * BLOCK_V + tl.arange(0, BLOCK_V)
             held_value = real[:, None] & (column < VALUE_DIM)[None, :]
             value_at = value + (token * value_stride + head * value_stride_head)[:, None] + column[None, :]

@@ -141,7 +141,10 @@ def scan_kernel(
     dim = tl.arange(0, BLOCK_K)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key, in_value = dim < KEY_DIM, column < VALUE_DIM
-    state += tl.load(record + 2).to(tl.int64) * state_stride + head * state_stride_head
+    slot = tl.load(record + 2).to(tl.int64)
+    moves = slot >= 0
+    slot = tl.where(moves, slot, -1 - slot)
+    state += slot * state_stride + head * state_stride_head
     state_at = state + dim[:, None] * state_stride_key + column[None, :] * state_stride_value
     held = in_key[:, None] & in_value[None, :]
     sums = tl.load(state_at, mask=held, other=0.0)
@@ -180,4 +183,4 @@ def scan_kernel(
         sums = tl.dot(tl.trans(k), kept, sums * total, input_precision=PRECISION)
     # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()
-    tl.store(state_at, sums, mask=held)
+    tl.store(state_at, sums, mask=held & moves)

@@ -18,14 +18,17 @@ def convolution_kernel(
     """Tokens of one segment, for some channels. Program (channels, record of `WorkLists`); arguments as `convolve`'s.
 
     A program computes at most TILE tokens, or all of the segment if TILE is 0. The one of a segment's first tokens is
-    the only one that reads the state, so it also writes the new one.
+    the only one that reads the state, so it also writes the new one, unless the segment verifies a draft.
     """
     record = work + tl.program_id(1) * 4
     first = tl.load(record).to(tl.int64)
     length = tl.load(record + 1)
     if length == 0:
         return
-    state += tl.load(record + 2).to(tl.int64) * state_stride
+    slot = tl.load(record + 2).to(tl.int64)
+    moves = slot >= 0
+    slot = tl.where(moves, slot, -1 - slot)
+    state += slot * state_stride
     start = tl.load(record + 3)
     stop = length
     if TILE > 0:
@@ -54,7 +57,7 @@ def convolution_kernel(
         out_at = out + token[:, None].to(tl.int64) * out_stride + channel[None, :]
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=(token < stop)[:, None] & inside[None, :])
 
-    if start == 0:
+    if (start == 0) & moves:
         place = tl.arange(0, BLOCK_W)
         source = length - (WIDTH - 1) + place
         held = inside[:, None] & (place < WIDTH - 1)[None, :]

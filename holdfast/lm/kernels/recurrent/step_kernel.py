@@ -19,9 +19,10 @@ def step_kernel(
 ):  # fmt: skip
     """The tokens of one segment of `WorkLists.few`, for one head. Program (part of the value, head, record).
 
-    The part of the state, [BLOCK_K, BLOCK_V], is read once, stays in registers for all tokens, and is written once.
+    The part of the state, [BLOCK_K, BLOCK_V], is read once, stays in registers for all tokens, and is written once,
+    unless the segment verifies a draft.
     With DELTA, the recurrence is `Recurrence.gated_delta`, and `rate` is beta. Otherwise it is
-    `Recurrence.selective_scan`: c, b and x are query, key and value, log_decay is [H], the paper's A, and `rate` is dt.
+    `Recurrence.selective_scan`: c, b and x are query, key and value, log_decay is the paper's A, and `rate` is dt.
     """
     head = tl.program_id(1).to(tl.int64)
     record = work + tl.program_id(2) * 4
@@ -33,7 +34,10 @@ def step_kernel(
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key, in_value = dim < KEY_DIM, column < VALUE_DIM
     held = in_key[:, None] & in_value[None, :]
-    state += tl.load(record + 2).to(tl.int64) * state_stride + head * state_stride_head
+    slot = tl.load(record + 2).to(tl.int64)
+    moves = slot >= 0
+    slot = tl.where(moves, slot, -1 - slot)
+    state += slot * state_stride + head * state_stride_head
     state_at = state + dim[:, None] * state_stride_key + column[None, :] * state_stride_value
     sums = tl.load(state_at, mask=held, other=0.0)
 
@@ -71,4 +75,4 @@ def step_kernel(
         out_at += out_stride
     # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()
-    tl.store(state_at, sums, mask=held)
+    tl.store(state_at, sums, mask=held & moves)

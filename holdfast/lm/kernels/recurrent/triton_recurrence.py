@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -14,13 +14,16 @@ from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.launch import SideStream
 from holdfast.lm.kernels.recurrent.chunk_kernels import prepare_kernel, scan_kernel
 from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
-from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, CapturableRecurrence
+from holdfast.lm.kernels.recurrent.keep_kernel import keep_kernel
+from holdfast.lm.kernels.recurrent.protocol import MOST_KEPT, NORM_EPS, Activation, CapturableRecurrence
 from holdfast.lm.kernels.recurrent.step_kernel import step_kernel
 from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists, WorkListsBuilder
 
 MAX_KEY_DIM = 256
 """Largest key dimension whose state fits the registers of one program."""
 LEVELS = CHUNK.bit_length() - 1
+KEPT_BLOCK = 2048
+"""Numbers of a token that one program of `keep_kernel` copies of each tensor."""
 OTHER_BYTES = 12 << 10
 """Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
@@ -133,11 +136,25 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def make_metadata(self, segments: Segments) -> WorkLists:
         return self.lists.build(segments)
 
-    def reserve(self, segments: int, tokens: int | None = None) -> WorkLists:
-        return self.lists.reserve(segments, tokens)
+    def reserve(self, segments: int, tokens: int | None = None, places: int = 0) -> WorkLists:
+        return self.lists.reserve(segments, tokens, places)
 
     def refill(self, metadata: WorkLists, segments: Segments) -> bool:
         return self.lists.refill(metadata, segments)
+
+    def keep(self, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], metadata: WorkLists) -> None:
+        if len(inputs) > MOST_KEPT:
+            raise ValueError(f"{len(inputs)} inputs of a recurrent layer are to be kept; at most {MOST_KEPT} can be")
+        if not len(metadata.kept):
+            return
+        arguments: list[torch.Tensor | int | None] = []
+        for numbers, places in zip(inputs, kept, strict=True):
+            arguments += [numbers, places, numbers.stride(0), places[0].numel()]
+        arguments += [None, None, 0, 0] * (MOST_KEPT - len(inputs))
+        widest = max(places[0].numel() for places in kept)
+        keep_kernel[(triton.cdiv(widest, KEPT_BLOCK), len(metadata.kept))](
+            metadata.kept, *arguments, BLOCK=KEPT_BLOCK, num_warps=4
+        )
 
     def convolve(
         self,

@@ -47,6 +47,7 @@ class StatePool:
             raise ValueError(f"{rows} rows and {shape.snapshots} snapshots of states; each must be at least 1")
         self.total = shape.snapshots
         self.host_total = shape.host_snapshots
+        self.places = shape.places
         self._copies_ahead = max(1, COPIES_AHEAD_BYTES // shape.slot_bytes)
         self._least_ready = max(1, int(shape.snapshots * low_water))
         self._pool = pool

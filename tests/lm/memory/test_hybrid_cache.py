@@ -1,6 +1,5 @@
 """HybridCache: where a sequence can start, which states are saved, and the copies of blocks that are partly full."""
 
-import pytest
 
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
@@ -326,10 +325,3 @@ def test_a_waiting_sequence_keeps_its_snapshot_and_blocks_recent():
     memory.now += 1
     memory.end(range(200, 210))
     assert (memory.found(range(11)), memory.found(range(100, 111))) == (10, 0)
-
-
-def test_a_recurrent_state_cannot_be_rolled_back():
-    memory = Memory()
-    cache = memory.run(range(10))
-    with pytest.raises(RuntimeError, match="row 0 is rolled back to 9 positions"):
-        cache.rollback(9)

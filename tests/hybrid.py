@@ -93,7 +93,7 @@ def check_hybrid(scheduler):
 def check_states(states):
     """Raise RuntimeError unless free + kept + used = total, and the copies to come are those that pin snapshots.
 
-    Each place of a draft must be free, verifying or accepted.
+    Each place of a draft must be free or verifying.
     """
     snapshots = [snapshot for snapshot in states.snapshots() if snapshot.slot != NO_SLOT]
     rows = min(states._free + [snapshot.slot for snapshot in snapshots])
@@ -110,8 +110,8 @@ def check_states(states):
     )
     if any(snapshot.pins != pins[snapshot] for snapshot in states.snapshots()) or not {*pins} <= {*states.snapshots()}:
         raise RuntimeError("a snapshot is pinned without a copy to come, or a copy needs one that is not pinned")
-    places = [*states._free_places, *chain(*states._verifying.values(), *states._accepted.values())]
-    if sorted(places) != list(range(states.places)):
+    places = [*states._free_places, *chain(*states._verifying.values())]
+    if sorted(places) != list(range(states.places)) or not {*chain(*states._accepted.values())} <= {*places}:
         raise RuntimeError(f"places of drafts are lost or have two owners: {places}")
     keys = [(snapshot.key.parent, tuple(snapshot.key.tail)) for snapshot in states.snapshots()]
     if len(set(keys)) != len(keys):

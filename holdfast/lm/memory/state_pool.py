@@ -30,8 +30,9 @@ class StatePool:
     needed. A sequence that starts with a snapshot of the host has it copied to its row.
 
     A plan that verifies a draft leaves the state of the row as it is, because only its result says which tokens count.
-    The recurrent layers keep the inputs of these tokens in `places`: free + verifying + accepted = all places. The
-    plan after the result moves the state on by the accepted tokens, before it saves any state.
+    The recurrent layers keep the inputs of these tokens in `places`: free + verifying = all places. The plan after the
+    result moves the state on by the accepted tokens, before it saves any state and before its segments run. So a place
+    is free once the result is known: what the plan writes there comes later.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class StatePool:
     def accept(self, row: int, count: int) -> None:
         """Have the next plan move the state of a row on by the first `count` tokens that were verified."""
         places = self._verifying.pop(row)
-        self._free_places += places[count:]
+        self._free_places += places
         self._accepted[row] = places[:count]
 
     def take_back(self, row: int, count: int) -> bool:
@@ -259,15 +260,14 @@ class StatePool:
         places = self._accepted.get(row, ())
         if not places:
             return False
-        self._free_places += places[-count:]
         self._accepted[row] = places[:-count]
         return True
 
     def leave(self, row: int, *, saved: bool) -> None:
-        """Free the places of a row, because its sequence leaves. Accepted ones stay if its state is to be `saved`."""
+        """Forget the draft of a row, because its sequence leaves. Accepted tokens count if its state is `saved`."""
         self._free_places += self._verifying.pop(row, ())
         if not saved:
-            self._free_places += self._accepted.pop(row, ())
+            self._accepted.pop(row, None)
 
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
@@ -288,9 +288,6 @@ class StatePool:
             self._unpin(snapshot)
         for move in self._tails.values():
             self._pool.free([move.source], now)
-        # The device runs the replays before later plans write to these places.
-        for places in self._accepted.values():
-            self._free_places += places
         self._saves, self._starts, self._tails, self._drafts, self._accepted = [], {}, {}, [], {}
         later, self._later = self._later, []
         for row, snapshot in later:

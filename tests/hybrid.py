@@ -1,11 +1,12 @@
 """Shared by tests of hybrid models: a device that knows the tokens of each state, and checks of the snapshots."""
 
 from collections import Counter
+from itertools import chain
 
 from holdfast.lm.memory.snapshots import NO_SLOT
 from holdfast.lm.types import StatePlan
 from tests.invariants import check_pool
-from tests.scheduling import FakeDevice
+from tests.scheduling import FakeDevice, sampled
 
 
 class HybridDevice(FakeDevice):
@@ -13,6 +14,8 @@ class HybridDevice(FakeDevice):
 
     A slot holds None until it is written. The copies of a plan run in order before its segments, and those to and from
     the host are complete when they have run. A segment may only begin with the state of all tokens before it.
+
+    A segment that verifies a draft leaves the state as it is, and puts its tokens with their positions into `places`.
     """
 
     def __init__(self, num_blocks, block_size, slots, host_blocks=0, host_slots=0, choose=None):
@@ -21,6 +24,12 @@ class HybridDevice(FakeDevice):
         self.seen_on_host = [None] * host_slots
         self.tails = 0
         """Blocks copied because they are full only in part."""
+        self.places = {}
+        """Position and token of each kept input, by place."""
+        self.verifies = {}
+        """The places of the current plan's drafts, by row."""
+        self.replayed = 0
+        """Tokens by which states were moved on after a draft."""
 
     def _move_blocks(self, plan):
         super()._move_blocks(plan)
@@ -28,6 +37,16 @@ class HybridDevice(FakeDevice):
         for copies in (states.saves, states.starts, states.swap_out, states.swap_in):
             targets = [target for _, target in copies]
             assert len(set(targets)) == len(targets), "two copies write to one slot"
+        for row, places in states.replays:
+            for place in places:
+                position, token = self.places.pop(place)
+                assert len(self.seen[row]) == position, f"row {row} is moved on by the token at {position}"
+                self.seen[row] += (token,)
+                self.replayed += 1
+        self.verifies = dict(states.verifies)
+        assert len(self.verifies) == len(states.verifies) and all(self.verifies.values())
+        drafted = {segment.row for segment, most in zip(sampled(plan), plan.samples or (), strict=False) if most > 1}
+        assert drafted == {*self.verifies}, "a draft has no places, or a segment without a draft has some"
         self._copy(states.saves, self.seen, self.seen)
         self._copy(states.swap_in, self.seen_on_host, self.seen)
         self._copy(states.starts, self.seen, self.seen)
@@ -54,7 +73,12 @@ class HybridDevice(FakeDevice):
     def _write(self, segment, states):
         stream = tuple(self.streams[segment.sequence_id])
         assert self.seen[segment.row] == stream[: segment.start], f"{segment} begins with the state of other tokens"
-        self.seen[segment.row] = stream[: segment.stop]
+        if places := self.verifies.get(segment.row):
+            tokens = (stream[segment.start], *segment.tokens[1:])
+            kept = zip(range(segment.start, segment.stop), tokens, strict=True)
+            self.places |= dict(zip(places, kept, strict=True))
+        else:
+            self.seen[segment.row] = stream[: segment.stop]
         return super()._write(segment, states)
 
 
@@ -67,7 +91,10 @@ def check_hybrid(scheduler):
 
 
 def check_states(states):
-    """Raise RuntimeError unless free + kept + used = total, and the copies to come are those that pin snapshots."""
+    """Raise RuntimeError unless free + kept + used = total, and the copies to come are those that pin snapshots.
+
+    Each place of a draft must be free or verifying.
+    """
     snapshots = [snapshot for snapshot in states.snapshots() if snapshot.slot != NO_SLOT]
     rows = min(states._free + [snapshot.slot for snapshot in snapshots])
     slots = sorted([*states._free, *(snapshot.slot for snapshot in snapshots)])
@@ -83,6 +110,9 @@ def check_states(states):
     )
     if any(snapshot.pins != pins[snapshot] for snapshot in states.snapshots()) or not {*pins} <= {*states.snapshots()}:
         raise RuntimeError("a snapshot is pinned without a copy to come, or a copy needs one that is not pinned")
+    places = [*states._free_places, *chain(*states._verifying.values())]
+    if sorted(places) != list(range(states.places)) or not {*chain(*states._accepted.values())} <= {*places}:
+        raise RuntimeError(f"places of drafts are lost or have two owners: {places}")
     keys = [(snapshot.key.parent, tuple(snapshot.key.tail)) for snapshot in states.snapshots()]
     if len(set(keys)) != len(keys):
         raise RuntimeError("two snapshots are of the same tokens")

@@ -47,6 +47,7 @@ def create_scheduler(
     by_layer=False,
     snapshots=0,
     host_snapshots=0,
+    places=0,
     forks=True,
     **options,
 ):
@@ -55,7 +56,8 @@ def create_scheduler(
     pool = BlockPool(blocks, block_size, rule=kept, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water)
     kind = PagedKind(pool, by_layer=by_layer)
     if snapshots:
-        shape = StateShape(snapshots=snapshots, host_snapshots=host_snapshots, slot_bytes=1 << 20)
+        sizes = {"snapshots": snapshots, "host_snapshots": host_snapshots, "places": places}
+        shape = StateShape(**sizes, slot_bytes=1 << 20)
         states = StatePool(shape, max_sequences, pool, rule, low_water=low_water)
         kind = HybridKind(pool, states, by_layer=by_layer, forks=forks)
     if lower is not None:

@@ -420,6 +420,11 @@ class CoreConfig:
         return self.max_sequences
 
     @property
+    def draft_places(self) -> int:
+        """Number of drafted tokens whose inputs recurrent layers keep at once; 0: such layers verify no drafts."""
+        return 0
+
+    @property
     def moves_blocks(self) -> bool:
         """Whether blocks of the host tier are sent to other engines or to lower tiers."""
         return False

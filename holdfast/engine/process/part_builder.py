@@ -195,11 +195,6 @@ EXCLUSIONS = (
         "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "
         "remote_cache, or set executor to padded",
     ),
-    Exclusion(
-        "speculation",
-        "recurrent layers",
-        "a model with recurrent layers cannot take back the tokens of a draft; leave out speculation",
-    ),
     Exclusion("moves", "recurrent layers", "the states of recurrent layers do not move with their blocks"),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.sampling.sampler import Wishes
 from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, PartPlan, Sampling, StepPlan
 from holdfast.lm.types.penalties import PenaltyPlan
+from holdfast.lm.types.states import KeptInputs, StatePlan
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 
@@ -378,7 +379,9 @@ class Batch:
         arrays["token_rows"][:total] = token_rows
         arrays["positions"][:total] = positions
         arrays["slots"][:total] = blocks.astype(np.int64) * self.block_size + offset
-        return Segments(query_start.astype(np.int32), stops.astype(np.int32), rows.astype(np.int32))
+        segments = Segments(query_start.astype(np.int32), stops.astype(np.int32), rows.astype(np.int32))
+        verifies = plan.part(StatePlan).verifies if plan.samples is not None else ()
+        return replace(segments, places=places_of(verifies, segments)) if verifies else segments
 
     def _pack_sampling(
         self, plan: StepPlan, segments: Segments, arrays: Arrays
@@ -421,3 +424,19 @@ class Batch:
             records = [drawn[index] for index in at.tolist()]
             wishes = Wishes.of(records, rows.tolist(), positions.tolist(), plan.part(PenaltyPlan).histories)
         return count, any_random, any_filtered, wishes
+
+
+def places_of(verifies: Sequence[KeptInputs], segments: Segments) -> npt.NDArray[np.int32]:
+    """`Segments.places` of a step in which the segments of these rows verify drafts.
+
+    Raises ValueError for a row without a segment of as many tokens.
+    """
+    places = np.full(segments.num_tokens, -1, np.int32)
+    of_row = {row: number for number, row in enumerate(segments.row.tolist())}
+    for row, kept in verifies:
+        number = of_row.get(row, -1)
+        first, stop = (0, 0) if number < 0 else segments.query_start[number : number + 2].tolist()
+        if stop - first != len(kept):
+            raise ValueError(f"row {row} has {stop - first} tokens to verify, and {len(kept)} places for them")
+        places[first:stop] = kept
+    return places

@@ -29,7 +29,7 @@ from holdfast.lm.execution.paged_memory import Layers, PagedMemory
 from holdfast.lm.execution.part import Allocated, DevicePart, Kind, PartExecutor, part_of
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
-from holdfast.lm.execution.state_memory import states_of
+from holdfast.lm.execution.state_memory import REPLAY_BYTES, states_of
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_for
@@ -114,8 +114,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self._recurrence = recurrence_for(spec.device, spec.dtype) if spec.recurrent_layers else None
-        self._row_bytes = config.max_sequences * spec.state_bytes
-        """Bytes of the recurrent states of running sequences."""
+        self._places = config.draft_places if spec.recurrent_layers else 0
+        self._row_bytes = config.max_sequences * spec.state_bytes + self._places * spec.kept_bytes
+        """Bytes of the recurrent states of running sequences, and of the kept inputs of drafts."""
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
         sizes = spec, self.max_step_tokens, config.max_samples
         link = None if place is None else place.link(*sizes, back=any(part.sends_back for part in parts))
@@ -226,7 +227,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         captured.
         """
         _, layers, batch = self._empty(1)
-        graphs = self._graphs(batch, layers, self._graph_sizes.kinds(), self._states(0, 0))
+        states = self._states(0, 0)
+        graphs = self._graphs(batch, layers, self._graph_sizes.kinds(), states)
         if not graphs:
             return
         spec, sampler = self.model.spec, Sampler(self.group, self.model.spec.vocab_size)
@@ -238,7 +240,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         ]
         masks = torch.zeros(1, mask_words(spec.vocab_size), dtype=torch.int32, device=self.device)
         draws.append(partial(forbid, logits, masks, np.zeros(1, np.int64)))
-        works: list[Callable[[], object]] = [*graphs[0].rehearsals(), *draws]
+        works: list[Callable[[], object]] = [*graphs[0].rehearsals(), *draws, *states.rehearsals()]
         for more in graphs[1:]:
             works += more.rehearsals()
         from holdfast.lm.kernels.compilation import compile_once  # a CPU installation has no Triton
@@ -285,7 +287,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         before = taken_memory(self.device)
         self._run_once(plans, blocks)
         activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes - self._row_bytes)
-        activations += sum(part.workspace_bytes() for part in self.parts)
+        activations += sum(part.workspace_bytes() for part in self.parts) + self._replay_bytes
         if on_gpu:
             torch.cuda.empty_cache()
         sharing = max(1, self.config.gpus.count(self.device.index)) if on_gpu else 1
@@ -365,13 +367,21 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if self._recurrence is None:
             return None
         return StateShape(
-            snapshots=sizes.snapshots, host_snapshots=sizes.host_snapshots, slot_bytes=self.model.spec.state_bytes
+            snapshots=sizes.snapshots,
+            host_snapshots=sizes.host_snapshots,
+            slot_bytes=self.model.spec.state_bytes,
+            places=self._places,
         )
 
+    @property
+    def _replay_bytes(self) -> int:
+        """Bytes that a replay of accepted drafts takes: its inputs, and results that nobody reads."""
+        return 2 * min(REPLAY_BYTES, self._places * self.model.spec.kept_bytes)
+
     def _states(self, snapshots: int, host_snapshots: int) -> StateMemory:
-        """The recurrent states of all rows, and of this many snapshots."""
+        """The recurrent states of all rows and of this many snapshots, and the places of drafts."""
         rows = self.config.max_sequences
-        return states_of(self.model.spec, self._recurrence, rows + snapshots, host_snapshots)
+        return states_of(self.model.spec, self._recurrence, rows + snapshots, host_snapshots, self._places)
 
     @property
     def _graph_sizes(self) -> GraphSizes:

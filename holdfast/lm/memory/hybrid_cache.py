@@ -137,9 +137,20 @@ class HybridCache:
                 self._states.save_after(self._row, fork)
                 self._source = fork
 
-    def rollback(self, length: int) -> None:
-        """Raises RuntimeError: a recurrent state cannot forget a position."""
-        raise RuntimeError(f"row {self._row} is rolled back to {length} positions; recurrent states verify no drafts")
+    def draft(self, start: int, stop: int) -> int:
+        """Have the current plan verify a draft at [start + 1, stop), as far as blocks and places have room for it.
+
+        See `protocol.SequenceState.draft`. The state of the row stays the one before `start`.
+        """
+        stop = self._cache.draft(start, min(stop, start + self._states.free_places))
+        if stop > start + 1:
+            self._states.verify(self._row, stop - start)
+        return stop
+
+    def accept(self, count: int) -> None:
+        """Have the next plan move the state on by the first `count` positions of the verified draft."""
+        self._cache.accept(count)
+        self._states.accept(self._row, count)
 
     def match(self, tokens: Sequence[int]) -> FoundState:
         """Find the longest snapshot of these tokens whose KV blocks are all kept. The last token never counts."""
@@ -267,7 +278,13 @@ class HybridCache:
             return
         if self._states.begins(row):
             self._states.cancel(row, now)
-        elif self._root is not None and self._source.length < self.planned <= len(tokens):
+            return
+        beyond = self.planned - len(tokens)
+        if beyond > 0 and self._states.take_back(row, beyond):  # a token in the middle of the draft ended the sequence
+            self._cache.rollback(len(tokens))
+        saved = self._root is not None and self._source.length < self.planned <= len(tokens)
+        self._states.leave(row, saved=saved)
+        if self._root is not None and saved:
             self._save(self._root, row, tokens, now)
 
     def _save(self, root: bytes, row: int, tokens: Sequence[int], now: float) -> None:

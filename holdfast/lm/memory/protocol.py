@@ -5,7 +5,7 @@
 | is there room | `admits`, `needed`, `holds`, `can_grow`, `shortage` | |
 | find | | `match`, `lacking`, `touch`, `missing` |
 | allocate, fork | | `allocate`, with state that `match` found: it is shared, or copied |
-| append | `can_grow` | `grow`, `plan`, `rollback`, `cache_blocks` |
+| append | `can_grow` | `grow`, `plan`, `draft`, `accept`, `cache_blocks` |
 | free | `freed_by` | `end`, `suspend` |
 | swap | `swap_out`, `copied` | `allocate`, which returns the copies from the host |
 | lend | `can_lend`, `lend`, `reclaim`, `lent` | `move` |
@@ -95,8 +95,16 @@ class SequenceState(Protocol[FoundT]):
         """Record that a plan computes [start, stop), the beginning of the first missing range."""
         ...
 
-    def rollback(self, length: int) -> None:
-        """Count the positions from `length` on as not computed."""
+    def draft(self, start: int, stop: int) -> int:
+        """Have the current plan, which computes `start`, verify a draft at [start + 1, stop), as far as there is room.
+
+        Returns the stop for which there is room. No position from `start` on counts as computed until `accept` says
+        how many do. Without room for any of the draft, the result is start + 1 and nothing changes.
+        """
+        ...
+
+    def accept(self, count: int) -> None:
+        """Count the first `count` positions of the verified draft as computed, as its result says."""
         ...
 
     def match(self, tokens: Sequence[int]) -> FoundT:

@@ -162,9 +162,13 @@ class RowState:
         if self.place == "nowhere":
             self.place = "apart"
 
-    def rollback(self, length: int) -> None:
+    def draft(self, start: int, stop: int) -> int:
         """Raises RuntimeError: no state of a row can forget a position."""
-        raise RuntimeError(f"row {self.row} is rolled back to {length} positions; rows verify no drafts")
+        raise RuntimeError(f"row {self.row} gets a draft at {start + 1} to {stop}; rows verify no drafts")
+
+    def accept(self, count: int) -> None:
+        """Raises RuntimeError: there is no draft."""
+        raise RuntimeError(f"row {self.row} accepts {count} positions of a draft; rows verify no drafts")
 
     def match(self, tokens: Sequence[int]) -> FoundRow:
         """Find the suspended state of this sequence, or the state of an ended one that saves most of its tokens."""

@@ -112,6 +112,22 @@ class SequenceCache:
             assert stop == self._islands[0][0]
             self.planned = self._islands.popleft()[1]
 
+    def draft(self, start: int, stop: int) -> int:
+        """Have the current plan verify a draft at [start + 1, stop), as far as the blocks have room for it.
+
+        See `protocol.SequenceState.draft`.
+        """
+        stop = min(stop, self.capacity)
+        if stop <= start + 1:
+            return start + 1
+        self.rollback(start)
+        return stop
+
+    def accept(self, count: int) -> None:
+        """Count the first `count` positions of the verified draft as computed."""
+        if count:
+            self.plan(self.planned, self.planned + count)
+
     def rollback(self, length: int) -> None:
         """Count the positions from `length` on as not computed. None of them may be in a cached block."""
         assert not self._islands and self._cached * self._pool.block_size <= length <= self.planned

@@ -9,7 +9,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.lowest_first import LowestFirst
 from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
 from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
-from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, StateCopy, StatePlan, StateShape
+from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, KeptInputs, StateCopy, StatePlan, StateShape
 
 
 class StatePool:
@@ -28,6 +28,11 @@ class StatePool:
     With slots on the host, a snapshot leaves the device in two steps. Ahead of need, when few slots are free, a plan
     copies the snapshots of the lowest value to the host. Their slots on the device are given up first when a slot is
     needed. A sequence that starts with a snapshot of the host has it copied to its row.
+
+    A plan that verifies a draft leaves the state of the row as it is, because only its result says which tokens count.
+    The recurrent layers keep the inputs of these tokens in `places`: free + verifying = all places. The plan after the
+    result moves the state on by the accepted tokens, before it saves any state and before its segments run. So a place
+    is free once the result is known: what the plan writes there comes later.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class StatePool:
             raise ValueError(f"{rows} rows and {shape.snapshots} snapshots of states; each must be at least 1")
         self.total = shape.snapshots
         self.host_total = shape.host_snapshots
+        self.places = shape.places
         self._copies_ahead = max(1, COPIES_AHEAD_BYTES // shape.slot_bytes)
         self._least_ready = max(1, int(shape.snapshots * low_water))
         self._pool = pool
@@ -67,6 +73,13 @@ class StatePool:
         """Snapshots with which the next plan fills rows, by row."""
         self._tails: dict[int, BlockMove] = {}
         """Copies of tails that the next plan does, by row. The pool counts an owner more for each source."""
+        self._free_places = list(range(shape.places - 1, -1, -1))
+        self._drafts: list[KeptInputs] = []
+        """The drafts that the next plan verifies."""
+        self._verifying: dict[int, tuple[int, ...]] = {}
+        """The places of drafts whose results are to come, by row."""
+        self._accepted: dict[int, tuple[int, ...]] = {}
+        """The places of the tokens by which the next plan moves states on, by row."""
         self._may_swap_out = False
         """Whether the last plan may have left snapshots to copy to the host."""
         self._uses = 0
@@ -222,11 +235,48 @@ class StatePool:
         if row in self._tails:
             self._pool.free([self._tails.pop(row).source], now)
 
+    @property
+    def free_places(self) -> int:
+        """Number of drafted tokens whose inputs can be kept now."""
+        return len(self._free_places)
+
+    def verify(self, row: int, count: int) -> None:
+        """Have the next plan verify a draft of a row, and keep the inputs of its `count` tokens.
+
+        As many places must be free. The result is due (`accept`) unless the row's sequence leaves before (`leave`).
+        """
+        places = tuple([self._free_places.pop() for _ in range(count)])
+        self._verifying[row] = places
+        self._drafts.append(KeptInputs(row, places))
+
+    def accept(self, row: int, count: int) -> None:
+        """Have the next plan move the state of a row on by the first `count` tokens that were verified."""
+        places = self._verifying.pop(row)
+        self._free_places += places
+        self._accepted[row] = places[:count]
+
+    def take_back(self, row: int, count: int) -> bool:
+        """Accept the last `count` tokens of a row no more. Returns False if no plan is to move its state on."""
+        places = self._accepted.get(row, ())
+        if not places:
+            return False
+        self._accepted[row] = places[:-count]
+        return True
+
+    def leave(self, row: int, *, saved: bool) -> None:
+        """Forget the draft of a row, because its sequence leaves. Accepted tokens count if its state is `saved`."""
+        self._free_places += self._verifying.pop(row, ())
+        if not saved:
+            self._accepted.pop(row, None)
+
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
-        if not (self._saves or self._starts or self._later or self._may_swap_out):
+        drafts = bool(self._drafts or self._accepted)
+        if not (drafts or self._saves or self._starts or self._later or self._may_swap_out):
             return ()
         plan = StatePlan(
+            replays=tuple([KeptInputs(row, places) for row, places in self._accepted.items() if places]),
+            verifies=tuple(self._drafts),
             saves=tuple([StateCopy(row, snapshot.slot) for row, snapshot in self._saves]),
             starts=tuple([StateCopy(each.slot, row) for row, each in self._starts.items() if not each.is_on_host]),
             tails=tuple(self._tails.values()),
@@ -238,12 +288,12 @@ class StatePool:
             self._unpin(snapshot)
         for move in self._tails.values():
             self._pool.free([move.source], now)
-        self._saves, self._starts, self._tails = [], {}, {}
+        self._saves, self._starts, self._tails, self._drafts, self._accepted = [], {}, {}, [], {}
         later, self._later = self._later, []
         for row, snapshot in later:
             self.save(row, snapshot, now)
             self.withdraw(snapshot)
-        return (plan,) if plan.computes else ()
+        return (plan,) if plan.computes or plan.verifies else ()
 
     def _unpin(self, snapshot: Snapshot) -> None:
         if snapshot is not NOTHING_KEPT:

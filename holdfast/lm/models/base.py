@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,7 +12,7 @@ import torch
 from holdfast.lm.kernels.attention.protocol import Attention, Segments
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
-from holdfast.lm.types.states import StateCopy
+from holdfast.lm.types.states import KeptInputs, StateCopy
 
 Shape = tuple[int, ...]
 
@@ -73,6 +73,26 @@ class StateTensor(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+LayerState = tuple[torch.Tensor, ...]
+"""The states of one recurrent layer: for each tensor of `ModelSpec.state`, one with a slot for each state first."""
+
+
+class RecurrentLayers(Protocol):
+    """The kind of a model's recurrent layers, as far as it computes states from kept inputs."""
+
+    def kept(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The inputs of one token in one layer from which its state can be computed. `dtype` is the activations'."""
+
+    def replay(
+        self, recurrence: Recurrence[Any], states: LayerState, inputs: Sequence[torch.Tensor], metadata: Any
+    ) -> None:
+        """Move states on by the tokens of a batch, from their inputs [T, ...] as `kept` lists them.
+
+        The batch may hold segments of several layers, as nothing here depends on the layer. `metadata` is that of
+        `recurrence` for this batch.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Facts about a model of any architecture that the engine needs.
@@ -106,6 +126,18 @@ class ModelSpec:
     """Number of layers that keep a recurrent state in place of keys and values."""
     state: tuple[StateTensor, ...] = ()
     """The tensors of the state that each of these layers keeps of a sequence."""
+    recurrence: RecurrentLayers | None = None
+    """The kind of these layers; None for a model without any."""
+
+    @property
+    def kept(self) -> tuple[StateTensor, ...]:
+        """The inputs of one token that a recurrent layer keeps while a draft is verified."""
+        return () if self.recurrence is None else self.recurrence.kept(self.dtype)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the kept inputs of one token in all recurrent layers."""
+        return self.recurrent_layers * sum(tensor.nbytes for tensor in self.kept)
 
     @property
     def state_bytes(self) -> int:
@@ -123,10 +155,6 @@ class LayerCaches(Protocol):
     def __getitem__(self, layer: int, /) -> LayerCache: ...
 
 
-LayerState = tuple[torch.Tensor, ...]
-"""The states of one recurrent layer: for each tensor of `ModelSpec.state`, one with a slot for each state first."""
-
-
 @dataclass(frozen=True, slots=True)
 class RecurrentStep:
     """The input of recurrent layers for one packed batch, besides the stream."""
@@ -135,6 +163,16 @@ class RecurrentStep:
     metadata: Any  # from `recurrence.make_metadata` for this batch
     states: Sequence[LayerState]
     """The states of each recurrent layer. The layer updates the slots of the batch's rows."""
+    places: Sequence[LayerState] = ()
+    """For each recurrent layer, the kept inputs of drafted tokens, as `ModelSpec.kept` lists them, with a place first.
+
+    Empty if no drafts are verified.
+    """
+
+    def keep(self, layer: int, *inputs: torch.Tensor) -> None:
+        """Keep the inputs of drafted tokens of a layer: tensors [T, ...] as `ModelSpec.kept` lists them."""
+        if self.places:
+            self.recurrence.keep(inputs, self.places[layer], self.metadata)
 
 
 ZEROS = -1
@@ -161,6 +199,13 @@ class StateMemory:
 
         All slots are read before any is written. The copies run on the current stream.
         """
+
+    def replay(self, replays: Sequence[KeptInputs]) -> None:
+        """Move the states of rows on by the kept inputs of accepted tokens, on the current stream."""
+
+    def rehearsals(self) -> Sequence[Callable[[], None]]:
+        """Calls that launch the kernels of `replay` once, to compile them. They change the state of row 0."""
+        return ()
 
     def swap_out(self, copies: Sequence[StateCopy]) -> None:
         """Copy states from slots on the device to slots on the host, on the current stream."""

@@ -202,6 +202,7 @@ class Decoder:
             last=shard.last,
             recurrent_layers=sum(decoder.recurrent),
             state=() if decoder.recurrence is None else decoder.recurrence.state(dtype),
+            recurrence=decoder.recurrence,
         )
 
     def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:

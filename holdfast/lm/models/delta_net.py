@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn import functional
 
-from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.kernels.recurrent.protocol import Recurrence
+from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
 from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
 
 
@@ -59,6 +61,25 @@ class DeltaSpec(RecurrentSpec):
         inputs = StateTensor((self.channels, self.width - 1), dtype)
         return inputs, StateTensor((self.value_heads, self.key_dim, self.value_dim), torch.float32)
 
+    def kept(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The input of the convolution; keys and values after it; logarithms of decays; and update rates."""
+        return (
+            StateTensor((self.channels,), dtype),
+            StateTensor((self.key_heads, self.key_dim), dtype),
+            StateTensor((self.value_heads, self.value_dim), dtype),
+            StateTensor((self.value_heads,), torch.float32),
+            StateTensor((self.value_heads,), dtype),
+        )
+
+    def replay(
+        self, recurrence: Recurrence[Any], states: LayerState, inputs: Sequence[torch.Tensor], metadata: Any
+    ) -> None:
+        conv_state, state = states
+        mixed, key, value, log_decay, beta = inputs
+        recurrence.shift(mixed, conv_state, metadata)
+        # The state does not depend on queries, so any will do.
+        recurrence.gated_delta(key, key, value, log_decay, beta, state, metadata, scale=1.0, normalize=True)
+
     def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
         return DeltaMixer(weights, self, state)
 
@@ -79,18 +100,21 @@ class DeltaMixer(RecurrentMixer):
         recurrence, metadata = recurrent.recurrence, recurrent.metadata
         heads, dim = delta.value_heads, delta.value_dim
         mixed, gate, rate, time = torch.split(projected, [delta.channels, delta.values, heads, heads], dim=-1)
-        mixed = recurrence.convolve(mixed, self._conv, None, conv_state, metadata, activation="silu")
-        query, key, value = torch.split(mixed, [delta.keys, delta.keys, delta.values], dim=-1)
+        convolved = recurrence.convolve(mixed, self._conv, None, conv_state, metadata, activation="silu")
+        query, key, value = torch.split(convolved, [delta.keys, delta.keys, delta.values], dim=-1)
+        key = key.view(len(key), delta.key_heads, delta.key_dim)
+        value = value.view(len(value), heads, dim)
+        log_decay, beta = recurrence.gates(time, rate, self._time_bias, self._decay)
+        recurrent.keep(self._state, mixed, key, value, log_decay, beta)
         found = recurrence.gated_delta(
             query.view(len(query), delta.key_heads, delta.key_dim),
-            key.view(len(key), delta.key_heads, delta.key_dim),
-            value.view(len(value), heads, dim),
-            functional.softplus(time.float() + self._time_bias) * self._decay,
-            rate.sigmoid(),
+            key,
+            value,
+            log_decay,
+            beta,
             state,
             metadata,
             scale=delta.key_dim**-0.5,
             normalize=True,
         )
-        found = functional.rms_norm(found.float(), (dim,), None, delta.eps).to(self._gain.dtype) * self._gain
-        return (found.flatten(1) * functional.silu(gate.float())).to(projected.dtype)
+        return recurrence.gated_norm(found, gate, self._gain, delta.eps)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.kernels.recurrent.protocol import Recurrence
+from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
 from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
 
 
@@ -79,6 +82,25 @@ class MambaSpec(RecurrentSpec):
         inputs = StateTensor((self.channels, self.width - 1), dtype)
         return inputs, StateTensor((self.heads, self.head_dim, self.state_size), torch.float32)
 
+    def kept(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The input of the convolution; heads after it; time steps; decays A, which differ by layer; and B."""
+        return (
+            StateTensor((self.channels,), dtype),
+            StateTensor((self.heads, self.head_dim), dtype),
+            StateTensor((self.heads,), torch.float32),
+            StateTensor((self.heads,), torch.float32),
+            StateTensor((self.groups, self.state_size), dtype),
+        )
+
+    def replay(
+        self, recurrence: Recurrence[Any], states: LayerState, inputs: Sequence[torch.Tensor], metadata: Any
+    ) -> None:
+        conv_state, state = states
+        mixed, x, dt, decay, b = inputs
+        recurrence.shift(mixed, conv_state, metadata)
+        # The state does not depend on C, so any will do.
+        recurrence.selective_scan(x, dt, decay, b, b, None, state, metadata)
+
     def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
         return MambaMixer(weights, self, state)
 
@@ -102,13 +124,16 @@ class MambaMixer(RecurrentMixer):
         if self._factors is not None:
             projected = (projected * self._factors).to(projected.dtype)
         gate, mixed, time = torch.split(projected, [mamba.inner, mamba.channels, mamba.heads], dim=-1)
-        mixed = recurrence.convolve(mixed, self._conv, self._conv_bias, conv_state, metadata, activation="silu")
-        x, b, c = torch.split(mixed, [mamba.inner, mamba.shared, mamba.shared], dim=-1)
+        convolved = recurrence.convolve(mixed, self._conv, self._conv_bias, conv_state, metadata, activation="silu")
+        x, b, c = torch.split(convolved, [mamba.inner, mamba.shared, mamba.shared], dim=-1)
+        x, b = x.view(len(x), mamba.heads, mamba.head_dim), b.view(len(b), mamba.groups, mamba.state_size)
+        dt = functional.softplus(time.float() + self._time_bias).clamp(*mamba.time_limits)
+        recurrent.keep(self._state, mixed, x, dt, self._decay.expand_as(dt), b)
         found = recurrence.selective_scan(
-            x.view(len(x), mamba.heads, mamba.head_dim),
-            functional.softplus(time.float() + self._time_bias).clamp(*mamba.time_limits),
+            x,
+            dt,
             self._decay,
-            b.view(len(b), mamba.groups, mamba.state_size),
+            b,
             c.view(len(c), mamba.groups, mamba.state_size),
             self._skip,
             state,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
-from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.kernels.recurrent.protocol import Recurrence
+from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
 
 
 class Mixer(ABC):
@@ -46,7 +48,10 @@ class RecurrentMixer(Mixer):
 
     @abstractmethod
     def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
-        """The result [T, width] of the recurrence, from the first projection [T, rows]. Writes the layer's state."""
+        """The result [T, width] of the recurrence, from the first projection [T, rows].
+
+        Writes the layer's state, and keeps the inputs of drafted tokens.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,19 @@ class RecurrentSpec(ABC):
     @abstractmethod
     def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The tensors that a layer keeps of a sequence. `dtype` is that of the activations."""
+
+    @abstractmethod
+    def kept(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The inputs that a layer keeps of a drafted token. `dtype` is that of the activations.
+
+        `RecurrentMixer.recur` gives them to `RecurrentStep.keep`. They are few numbers compared with a state.
+        """
+
+    @abstractmethod
+    def replay(
+        self, recurrence: Recurrence[Any], states: LayerState, inputs: Sequence[torch.Tensor], metadata: Any
+    ) -> None:
+        """Move states on by kept inputs (`RecurrentLayers.replay`)."""
 
     @abstractmethod
     def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:

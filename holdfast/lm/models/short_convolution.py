@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.kernels.recurrent.protocol import Recurrence
+from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
 from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
 
 
@@ -36,6 +39,16 @@ class ConvolutionSpec(RecurrentSpec):
     def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         return (StateTensor((self.channels, self.width - 1), dtype),)
 
+    def kept(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The input of the convolution."""
+        return (StateTensor((self.channels,), dtype),)
+
+    def replay(
+        self, recurrence: Recurrence[Any], states: LayerState, inputs: Sequence[torch.Tensor], metadata: Any
+    ) -> None:
+        (state,), (gated,) = states, inputs
+        recurrence.shift(gated, state, metadata)
+
     def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
         return ConvolutionMixer(weights, state)
 
@@ -52,7 +65,9 @@ class ConvolutionMixer(RecurrentMixer):
         assert recurrent is not None
         (state,) = recurrent.states[self._state]
         before, after, x = projected.chunk(3, dim=-1)
+        gated = before * x
+        recurrent.keep(self._state, gated)
         convolved = recurrent.recurrence.convolve(
-            before * x, self._conv, self._conv_bias, state, recurrent.metadata, activation=None
+            gated, self._conv, self._conv_bias, state, recurrent.metadata, activation=None
         )
         return after * convolved

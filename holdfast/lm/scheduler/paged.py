@@ -117,14 +117,14 @@ class PagedBuilder(StepBuilder):
         stop = self._stops[index]
         added = tuple(tokens[: max(0, min(self.budget, entry.limit - 1 - stop))])
         self._preemption.grow_freely(entry, stop + len(added))
-        added = added[: entry.cache.capacity - stop]
+        if added:
+            added = added[: entry.cache.draft(self._starts[index], stop + len(added)) - stop]
         if added:
             self._stops[index] += len(added)
             self._tokens[index] += added
             self._samples[place] = 1 + len(added)
             self.num_tokens += len(added)
             self.budget -= len(added)
-            entry.cache.rollback(self._starts[index])
             entry.sequence.length += len(added)
             entry.next_step = AWAITED
         return added

@@ -146,8 +146,7 @@ class Results:
             sequence, cache, known = entry.sequence, entry.cache, len(entry.sequence.tokens)
             if limit > 1:  # of its positions, those in front of the last token that was given are computed
                 sequence.rollback(known + len(tokens))
-                if tokens:
-                    cache.plan(cache.planned, cache.planned + len(tokens))
+                cache.accept(len(tokens))
                 entry.next_step = 0
             for index, token in enumerate(tokens):
                 if not sequence.ended:

@@ -46,7 +46,7 @@ from holdfast.lm.types.rows import (
 )
 from holdfast.lm.types.sampling import SAMPLING_COLUMNS, History, Sampling, Shaping
 from holdfast.lm.types.sequence import Sequence
-from holdfast.lm.types.states import StateCopy, StatePlan, StateShape
+from holdfast.lm.types.states import KeptInputs, StateCopy, StatePlan, StateShape
 from holdfast.lm.types.stats import SchedulerStats
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "Forward",
     "History",
     "HostTier",
+    "KeptInputs",
     "LanguageDevice",
     "LanguageExecutor",
     "LanguageLoop",

@@ -38,7 +38,7 @@ class MemoryMeasurement:
     adapters: int = 0
     """Bytes of the slots of adapters."""
     rows: int = 0
-    """Bytes of the recurrent states of running sequences."""
+    """Bytes of the recurrent states of running sequences, and of the kept inputs of drafts."""
     snapshots: int = 0
     """Number of snapshots of recurrent states on the device, besides `cache`."""
     host_snapshots: int = 0

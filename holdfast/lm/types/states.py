@@ -17,13 +17,28 @@ class StateCopy(NamedTuple):
     """Slot to write."""
 
 
+class KeptInputs(NamedTuple):
+    """The inputs of tokens in the recurrent layers, kept until it is known which of these tokens count."""
+
+    row: int
+    """Row of the tokens' sequence."""
+    places: tuple[int, ...]
+    """The place of each token, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class StatePlan(PartPlan):
     """The copies of recurrent states that a plan does, in the order of the fields, before its segments run.
 
     Slot r below the number of rows is the state of the sequence in row r: segments read it and leave the new state in
     it. Slots above hold snapshots, which only copies write.
+
+    A segment that verifies a draft leaves the state of its row as it is, and keeps the inputs of its tokens. The first
+    plan after its result moves the state on by the accepted ones.
     """
+
+    replays: tuple[KeptInputs, ...] = ()
+    """The accepted tokens of drafts that earlier plans verified. The states of their rows move on by them."""
 
     saves: tuple[StateCopy, ...] = ()
     """Copies from rows to snapshots: states as the plans before this one leave them."""
@@ -38,11 +53,13 @@ class StatePlan(PartPlan):
     """
     swap_out: tuple[StateCopy, ...] = ()
     """Copies from snapshots on the device to slots on the host. Each is complete before the next plan runs."""
+    verifies: tuple[KeptInputs, ...] = ()
+    """The segments of this plan that verify drafts, by row, and the place of each of their tokens."""
 
     @property
     def computes(self) -> bool:
-        """Whether the device has copies to do."""
-        return bool(self.saves or self.starts or self.tails or self.swap_out or self.swap_in)
+        """Whether the device has work to do before the segments."""
+        return bool(self.replays or self.saves or self.starts or self.tails or self.swap_out or self.swap_in)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +72,5 @@ class StateShape:
     """Number of slots for snapshots on the host."""
     slot_bytes: int
     """Bytes of a slot: the states of all layers of one sequence."""
+    places: int = 0
+    """Number of drafted tokens whose inputs the recurrent layers can keep; 0: no drafts are verified."""

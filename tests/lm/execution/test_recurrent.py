@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.execution import state_memory
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model, StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.speculation.options import SpeculationName
 from holdfast.lm.parts.states.device import StateDevice
 from holdfast.lm.types import (
+    KeptInputs,
     MemoryMeasurement,
     Sampling,
     Segment,
@@ -127,9 +130,11 @@ class Watched:
 class Steps:
     """Runs plans that a test makes, on a device with snapshots. Row r has the blocks from r * WIDTH on."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, speculation: SpeculationName = "off") -> None:
         self.model = Watched(model)
-        config = EngineConfig(max_sequences=ROWS, block_size=BLOCK, device="cpu", host_cache_gb=0.0)
+        config = EngineConfig(
+            max_sequences=ROWS, block_size=BLOCK, device="cpu", host_cache_gb=0.0, speculation=speculation
+        )
         self.device = PagedDevice(self.model, config, parts=[StateDevice(0.25)])
         self.shape = self.device.allocate(
             MemoryMeasurement(
@@ -156,7 +161,10 @@ class Steps:
             Segment(str(row), row, start, start + len(tokens), tokens, GREEDY) for row, start, tokens in work
         )
         parts = () if states is None else (states,)
-        self.device.executor.submit(StepPlan(self.number, segments, table_writes=self._tables, parts=parts))
+        verified = {row for row, _ in states.verifies} if states is not None else set()
+        samples = tuple(len(tokens) if row in verified else 1 for row, _, tokens in work) if verified else None
+        plan = StepPlan(self.number, segments, table_writes=self._tables, parts=parts, samples=samples)
+        self.device.executor.submit(plan)
         self.number, self._tables = self.number + 1, ()
         self.device.executor.collect()
         return [] if not work else list(self.model.logits.split([len(tokens) for *_, tokens in work]))
@@ -257,6 +265,63 @@ def test_a_snapshot_comes_back_from_the_host(case: tuple[Any, Model]) -> None:
     back = StatePlan(swap_in=(StateCopy(1, slot - 1),), starts=(StateCopy(slot - 1, 4),))
     (found,) = steps.run((4, len(first), turn), states=back)
     same(found, expected(module, first + turn)[len(first) :])
+
+
+@pytest.mark.parametrize("accepted", [1, 3, 5])
+def test_a_state_moves_on_by_the_accepted_tokens_of_a_draft(case: tuple[Any, Model], accepted: int) -> None:
+    module, model = case
+    steps, first, draft = Steps(model, "ngram"), prompt(9), prompt(5, seed=4)
+    other, long, chunk = prompt(7, seed=5), prompt(20, seed=6), 11
+    steps.run((0, 0, first), (1, 0, other[:-2]), states=StatePlan(starts=(StateCopy(-1, 0), StateCopy(-1, 1))))
+    places = KeptInputs(0, (63, 2, 40, 7, 11))
+    beside = (1, len(other) - 2, other[-2:-1]), (2, 0, long[:chunk])
+    states = StatePlan(starts=(StateCopy(-1, 2),), verifies=(places,))
+    found = steps.run((0, len(first), draft), *beside, states=states)
+    same(found[0], expected(module, first + draft)[len(first) :])
+    same(found[2], expected(module, long[:chunk]))
+    replay = StatePlan(replays=(KeptInputs(0, places.places[:accepted]),), saves=(StateCopy(0, ROWS),))
+    known, turn = first + draft[:accepted], prompt(3, seed=8)
+    beside = (1, len(other) - 1, other[-1:]), (2, chunk, long[chunk:])
+    found = steps.run((0, len(known), turn), *beside, states=replay)
+    same(found[0], expected(module, known + turn)[len(known) :])
+    same(found[1], expected(module, other)[-1:])
+    same(found[2], expected(module, long)[chunk:])
+    steps.write(4, blocks(0))  # the saved state is the one after the accepted tokens
+    (found,) = steps.run((4, len(known), turn), states=start(4, ROWS))
+    same(found, expected(module, known + turn)[len(known) :])
+
+
+def test_several_replays_are_computed_in_batches_of_bounded_size(
+    case: tuple[Any, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, model = case
+    monkeypatch.setattr(state_memory, "REPLAY_BYTES", 4 * model.spec.kept_bytes)
+    steps, sequences = Steps(model, "ngram"), [prompt(8 + row, seed=row) for row in range(4)]
+    work = [(row, 0, tokens[:5]) for row, tokens in enumerate(sequences)]
+    steps.run(*work, states=StatePlan(starts=tuple(StateCopy(-1, row) for row in range(4))))
+    kept = [KeptInputs(row, tuple(range(8 * row, 8 * row + 2 + row))) for row in range(4)]
+    work = [(row, 5, tokens[5:-1]) for row, tokens in enumerate(sequences)]
+    steps.run(*work, states=StatePlan(verifies=tuple(kept)))
+    work = [(row, len(tokens) - 1, tokens[-1:]) for row, tokens in enumerate(sequences)]
+    for found, tokens in zip(steps.run(*work, states=StatePlan(replays=tuple(kept))), sequences, strict=True):
+        same(found, expected(module, tokens)[-1:])
+
+
+def test_places_that_do_not_fit_a_draft_are_refused(case: tuple[Any, Model]) -> None:
+    for places, message in (
+        ((0, 1, 64), "place 64; there are 64 places"),
+        ((0, 1), "3 tokens to verify, and 2 places"),
+    ):
+        steps = Steps(case[1], "ngram")
+        with pytest.raises(ValueError, match=message):
+            steps.run((1, 0, prompt(3)), states=StatePlan(verifies=(KeptInputs(1, places),)))
+
+
+def test_no_inputs_are_kept_if_no_drafter_is_named(case: tuple[Any, Model]) -> None:
+    for speculation, places in (("off", 0), ("auto", 0), ("suffix", 64)):
+        states = Steps(case[1], speculation).shape.states
+        assert states is not None
+        assert states.places == places
 
 
 def test_two_segments_of_a_row_are_refused(case: tuple[Any, Model]) -> None:

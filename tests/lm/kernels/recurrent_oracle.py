@@ -31,6 +31,16 @@ def scattered(lengths: Sequence[int], seed: int = 0) -> Segments:
     return segments_of(lengths, slots.tolist())
 
 
+def with_drafts(segments: Segments, drafted: Sequence[int], seed: int = 0) -> Segments:
+    """The segments, of which these verify drafts. Their tokens have random places, none of them twice."""
+    places = np.full(segments.num_tokens, -1, np.int32)
+    free = np.random.default_rng(seed).permutation(segments.num_tokens).astype(np.int32)
+    for number in drafted:
+        first, stop = segments.query_start[number : number + 2].tolist()
+        places[first:stop] = free[first:stop]
+    return replace(segments, places=places)
+
+
 Case = TypeVar("Case", bound="LayerCase")
 
 
@@ -66,9 +76,13 @@ class LayerCase:
         exact = self.each(lambda tensor: tensor.double().cpu())
         exact = replace(exact, state=exact.state.clone())
         rows = []
+        verifies = self.segments.verifies.tolist()
         for segment, slot in enumerate(self.segments.row.tolist()):
             first, stop = self.segments.query_start[segment : segment + 2].tolist()
+            before = exact.state[slot].clone()
             rows += [exact.token(token, slot) for token in range(first, stop)]
+            if verifies[segment]:
+                exact.state[slot] = before
         return torch.stack(rows), exact.state
 
     def token(self, token: int, slot: int) -> torch.Tensor:
@@ -247,13 +261,32 @@ class ConvolutionCase(LayerCase):
 CASES = [DeltaCase, ScanCase, ConvolutionCase]
 
 
+def kept_like(inputs: Sequence[torch.Tensor], places: int) -> list[torch.Tensor]:
+    """Room for the kept inputs of this many tokens, filled with -1."""
+    return [torch.full((places, *each.shape[1:]), -1.0, dtype=each.dtype, device=each.device) for each in inputs]
+
+
+def check_kept(inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], segments: Segments) -> None:
+    """Raise AssertionError unless each place holds its token's inputs, and all other places hold -1."""
+    assert segments.places is not None
+    tokens = np.flatnonzero(segments.places >= 0)
+    for numbers, found in zip(inputs, kept, strict=True):
+        expected = torch.full_like(found, -1.0)
+        expected[segments.places[tokens].tolist()] = numbers[tokens.tolist()]
+        assert torch.equal(found, expected)
+
+
 def assert_close(case: LayerCase, backend: Recurrence[Any], metadata: Any = None, tolerance: float = 2e-5) -> None:
-    """Run the case, and compare results and states with the oracle's. Slots of no segment must keep their bits."""
+    """Run the case, and compare results and states with the oracle's.
+
+    Slots of no segment, and those of segments that verify drafts, must keep their bits.
+    """
     expected, states = case.expected()
     before = case.state.clone()
     found = case.run(backend, metadata)[: len(expected)]
     for name, got, wanted in (("results", found, expected), ("states", case.state, states)):
         error = (got.double().cpu() - wanted).abs().max() / wanted.abs().max()
         assert error < tolerance, f"{name} differ by {error:.1e} of the largest number"
-    idle = [slot for slot in range(len(before)) if slot not in case.segments.row]
+    moved = case.segments.row[~case.segments.verifies]
+    idle = [slot for slot in range(len(before)) if slot not in moved]
     assert torch.equal(case.state[idle], before[idle])

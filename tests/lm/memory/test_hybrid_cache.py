@@ -8,7 +8,7 @@ from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.hybrid_cache import LONG, HybridCache
 from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.memory.state_pool import StatePool
-from holdfast.lm.types import BlockCopy, BlockMove, StateCopy, StatePlan, StateShape, TierCopied
+from holdfast.lm.types import BlockCopy, BlockMove, KeptInputs, StateCopy, StatePlan, StateShape, TierCopied
 from tests.hybrid import check_states
 from tests.invariants import check_pool
 
@@ -19,10 +19,11 @@ SIZE = 4
 class Memory:
     """Blocks and states, with plans made one after the other."""
 
-    def __init__(self, blocks=16, rows=4, snapshots=4, host_blocks=0, forks=True):
+    def __init__(self, blocks=16, rows=4, snapshots=4, host_blocks=0, forks=True, places=0):
         rule = RetentionRule(cost=float, chunk_blocks=1, block_size=SIZE)
         self.pool = BlockPool(blocks, SIZE, rule=rule.from_the_end(), host_blocks=host_blocks)
-        self.states = StatePool(StateShape(snapshots=snapshots, slot_bytes=1), rows, self.pool, rule)
+        shape = StateShape(snapshots=snapshots, slot_bytes=1, places=places)
+        self.states = StatePool(shape, rows, self.pool, rule)
         self.forks = forks
         self.now = 0.0
         self.steps = 0
@@ -328,8 +329,102 @@ def test_a_waiting_sequence_keeps_its_snapshot_and_blocks_recent():
     assert (memory.found(range(11)), memory.found(range(100, 111))) == (10, 0)
 
 
-def test_a_recurrent_state_cannot_be_rolled_back():
-    memory = Memory()
-    cache = memory.run(range(10))
-    with pytest.raises(RuntimeError, match="row 0 is rolled back to 9 positions"):
-        cache.rollback(9)
+def drafting(places=8):
+    """A sequence that has computed six tokens in row 0, and verifies a draft after the next one."""
+    memory = Memory(places=places)
+    cache = memory.run(range(6))
+    cache.grow(memory.now)
+    cache.planned = 7
+    assert cache.draft(6, 10) == 10
+    return memory, cache, memory.plan().verifies[0].places
+
+
+def test_a_draft_has_a_place_for_each_token_and_no_position_counts_before_its_result():
+    memory, cache, places = drafting()
+    assert len(set(places)) == 4 and memory.states.free_places == 4
+    assert cache.planned == 6 and cache.missing(7) == ((6, 7),)
+    assert memory.plan() == StatePlan(), "nothing moves on before the result"
+
+
+@pytest.mark.parametrize(("places", "stop"), [(0, 7), (1, 7), (2, 8), (3, 9), (4, 10)])
+def test_a_draft_is_cut_where_no_place_is_free(places, stop):
+    memory = Memory(places=places)
+    cache = memory.run(range(6))
+    cache.grow(memory.now)
+    cache.planned = 7
+    assert cache.draft(6, 10) == stop
+    assert cache.planned == (7 if stop == 7 else 6), "without a draft, the decode is planned as any other"
+    assert len(memory.plan().verifies) == (stop > 7)
+
+
+def test_a_draft_is_cut_where_the_blocks_end():
+    memory = Memory(places=8)
+    cache = memory.run(range(6))
+    cache.planned = 7
+    assert (cache.capacity, cache.draft(6, 10)) == (8, 8)
+    assert len(memory.plan().verifies[0].places) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_plan_after_the_result_moves_the_state_on_by_the_accepted_tokens(count):
+    memory, cache, places = drafting()
+    cache.accept(count)
+    assert (cache.planned, memory.states.free_places) == (6 + count, 8)
+    assert memory.plan() == StatePlan(replays=(KeptInputs(0, places[:count]),))
+    assert memory.plan() == StatePlan()
+
+
+def test_a_draft_without_accepted_tokens_leaves_the_state():
+    memory, cache, _ = drafting()
+    cache.accept(0)
+    assert (cache.planned, memory.states.free_places, memory.plan()) == (6, 8, StatePlan())
+
+
+def test_a_turn_that_ends_with_its_draft_is_saved_after_the_accepted_tokens():
+    memory, cache, places = drafting()
+    cache.accept(3)
+    cache.end(range(10), memory.now)
+    assert memory.plan() == StatePlan(replays=(KeptInputs(0, places[:3]),), saves=(StateCopy(0, 4),))
+    assert memory.found(range(12)) == 9
+
+
+def test_a_turn_that_ends_in_the_middle_of_its_draft_is_saved_at_its_last_token():
+    memory, cache, places = drafting()
+    cache.accept(4)
+    cache.end(range(8), memory.now)
+    assert memory.plan() == StatePlan(replays=(KeptInputs(0, places[:2]),), saves=(StateCopy(0, 4),))
+    assert memory.found(range(12)) == 8
+
+
+def test_a_sequence_that_leaves_before_its_result_is_saved_without_the_draft():
+    memory, cache, _ = drafting()
+    cache.end(range(7), memory.now)
+    assert memory.states.free_places == 8
+    assert memory.plan() == StatePlan(saves=(StateCopy(0, 4),))
+    assert memory.found(range(12)) == 6
+
+
+def test_a_sequence_that_keeps_nothing_leaves_its_draft_behind():
+    memory = Memory(places=8)
+    cache = memory.run(range(6), root=None)
+    for accepted in (False, True):
+        cache, _ = memory.start(range(6), root=None)
+        memory.compute(cache, 6)
+        cache.planned = 7
+        cache.draft(6, 8)
+        memory.plan()
+        if accepted:
+            cache.accept(2)
+        cache.end(range(9), memory.now)
+        assert (memory.states.free_places, memory.plan()) == (8, StatePlan())
+
+
+def test_places_of_accepted_tokens_serve_the_next_draft_of_the_same_plan():
+    memory, cache, places = drafting(places=4)
+    cache.accept(4)
+    cache.grow(memory.now)
+    cache.planned = 11
+    assert cache.draft(10, 12) == 12
+    plan = memory.plan()
+    assert plan.replays == (KeptInputs(0, places),)
+    assert {*plan.verifies[0].places} < {*places}

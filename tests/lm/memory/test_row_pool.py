@@ -172,7 +172,9 @@ def test_memory_shrinks_when_a_step_is_lost_and_grows_again():
 
 def test_a_row_verifies_no_drafts():
     with pytest.raises(RuntimeError, match="verify no drafts"):
-        running(pool_of(), 0, 5).rollback(3)
+        running(pool_of(), 0, 5).draft(3, 6)
+    with pytest.raises(RuntimeError, match="verify no drafts"):
+        running(pool_of(), 0, 5).accept(1)
 
 
 ROOT = b"r" * 32

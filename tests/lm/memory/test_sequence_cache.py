@@ -203,6 +203,20 @@ def test_rolled_back_positions_are_missing_again_and_cached_ones_cannot_be():
         cache.rollback(3)
 
 
+def test_a_draft_is_cut_where_the_blocks_end_and_counts_once_it_is_accepted():
+    cache = SequenceCache(BlockPool(4, 4), ROOT)
+    cache.allocate(Found(), 8, 0.0)
+    cache.plan(0, 6)
+    assert cache.draft(5, 12) == 8
+    assert cache.planned == 5
+    cache.accept(0)
+    assert cache.planned == 5
+    cache.accept(2)
+    assert cache.planned == 7
+    cache.plan(7, 8)
+    assert (cache.draft(7, 12), cache.planned) == (8, 8), "there is no room for a draft"
+
+
 def two_tiers(tokens):
     """A pool whose host alone has the first block of these tokens, and whose device alone has the third."""
     pool = BlockPool(8, 4, rule=RetentionRule(chunk_blocks=1, block_size=4), host_blocks=4)

@@ -17,6 +17,7 @@ from tests.hybrid import HybridDevice, check_hybrid
 from tests.lm.scheduler.test_histories import STEPS, History, check
 
 POLICIES = ("request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified", "latency-target")
+SPECULATING = ("speculating", "where it pays")
 
 
 class HybridHistory(History):
@@ -40,6 +41,8 @@ class HybridHistory(History):
         self.host_snapshots = self.random.choice((0, 1, 5, 30))
         whole = not self.any_order and not getattr(self.policy_class(), "chunks", True)
         sizes = {"snapshots": self.snapshots, "host_snapshots": self.host_snapshots}
+        if self.parts:
+            sizes["places"] = self.random.choice((0, 1, 2, 5, 64))
         return {**sizes, "forks": not whole and self.random.random() < 0.7}
 
     def policy(self, name):
@@ -72,18 +75,21 @@ def seen_in(seed, name):
     check(history)
     stats = history.scheduler.stats()
     names = [name for name in SchedulerStats.__dataclass_fields__ if "snapshot" in name and "total" not in name]
-    return history.seen + Counter({name: getattr(stats, name) for name in names}, tails=history.device.tails)
+    found = {"tails": history.device.tails, "replayed": history.device.replayed}
+    return history.seen + Counter({name: getattr(stats, name) for name in names}, **found)
 
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("stall-free", seed) for seed in range(80)] + [(name, seed) for name in POLICIES for seed in range(8)],
+    [("stall-free", seed) for seed in range(80)]
+    + [(name, seed) for name in POLICIES for seed in range(8)]
+    + [(name, seed) for name in SPECULATING for seed in range(40)],
 )
 def test_every_segment_of_a_random_history_begins_with_the_state_of_the_tokens_before_it(name, seed):
     seen_in(seed, name)
 
 
-@given(seed=st.integers(0, 1 << 32), name=st.sampled_from(("stall-free", "stall-free", *POLICIES)))
+@given(seed=st.integers(0, 1 << 32), name=st.sampled_from(("stall-free", "stall-free", *POLICIES, *SPECULATING)))
 def test_states_are_exact_in_any_history(seed, name):
     check(play(seed, name))
 
@@ -106,3 +112,15 @@ def test_random_histories_exercise_snapshots_tails_forks_and_preemption():
     assert seen["preempted"] > 100
     assert seen["swapped in"] > 50
     assert seen["snapshots_swapped_in"] > 50
+
+
+@pytest.mark.parametrize(("name", "often"), [("speculating", 200), ("where it pays", 50)])
+def test_random_histories_exercise_states_that_move_on_after_drafts(name, often):
+    seen = Counter()
+    for seed in range(40):
+        seen += seen_in(seed, name)
+    assert seen["replayed"] > often
+    assert seen["several"] > often / 2
+    assert seen["preempted"] > 20
+    assert seen["snapshot_hits"] > 50
+    assert seen["snapshots_swapped_in"] > 10

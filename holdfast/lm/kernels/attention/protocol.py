@@ -25,6 +25,19 @@ class Segments:
     query_start: npt.NDArray[np.int32]  # [S + 1]
     context_stop: npt.NDArray[np.int32]  # [S] positions attended: the segment's stop position
     row: npt.NDArray[np.int32]  # [S]
+    places: npt.NDArray[np.int32] | None = None
+    """[T] for each token of a draft, the place where recurrent layers keep its inputs; -1 for all other tokens.
+
+    A segment that verifies a draft has places for all of its tokens, others for none. None: there are no drafts.
+    """
+
+    @property
+    def verifies(self) -> npt.NDArray[np.bool_]:
+        """Whether each segment verifies a draft, [S]."""
+        if self.places is None:
+            return np.zeros(len(self.row), np.bool_)
+        verifies: npt.NDArray[np.bool_] = self.places[self.query_start[:-1]] >= 0
+        return verifies
 
     @property
     def query_length(self) -> npt.NDArray[np.int32]:

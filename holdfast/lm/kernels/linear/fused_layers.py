@@ -14,7 +14,7 @@ from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.experts.experts import Experts
-from holdfast.lm.kernels.linear.experts.launches import FEW_TOKENS, experts_of_few, grouped_experts
+from holdfast.lm.kernels.linear.experts.launches import experts_of_few, grouped_experts, reads_by_pair
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,
@@ -162,7 +162,7 @@ class FusedLayerOps(LayerOps):
     def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
         if self.shape.layer_norm:
             return super().add_experts_norm(stream, x, experts, norm)
-        if len(stream) > FEW_TOKENS:
+        if not reads_by_pair(len(stream), experts):
             partials = grouped_experts(self.computed(x), experts)
             if self.group is not None:
                 return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
@@ -176,7 +176,7 @@ class FusedLayerOps(LayerOps):
         return Unnormed(stream, norm) if len(stream) == 1 else self._normed(stream, None, None, norm)
 
     def _experts_output(self, x: Normed, experts: Experts) -> torch.Tensor:
-        if len(x) > FEW_TOKENS:
+        if not reads_by_pair(len(x), experts):
             return grouped_experts(x, experts).sum(0)
         out = torch.empty_like(x)
         experts_of_few(x, experts, out, added=False)

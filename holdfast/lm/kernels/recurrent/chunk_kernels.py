@@ -21,12 +21,23 @@ def unit_lower_inverse(below, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISIO
     """The inverse of the identity plus `below` [SIZE, SIZE], which has numbers below the diagonal only.
 
     The inverse of each pair of blocks on the diagonal is made from those of the two, for blocks of 1, 2, 4, …
-    numbers. No power of `below` is formed: with similar keys it would be huge.
+    numbers. No power of `below` is formed: with similar keys it would be huge. Up to 16 numbers, only the blocks on the
+    diagonal are multiplied.
     """
+    BLOCKS: tl.constexpr = SIZE // 16
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     apart = tl.where(row > column, row ^ column, 0)
-    inverse = tl.where(row == column, 1.0, tl.where(apart == 1, -below, 0.0))
-    for level in range(1, LEVELS):
+    same_block = tl.reshape(tl.where(row // 16 == column // 16, below, 0.0), (BLOCKS, 16, BLOCKS, 16))
+    blocks = tl.sum(same_block, 2)
+    inner_row, inner_column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    inner_apart = tl.where(inner_row > inner_column, inner_row ^ inner_column, 0)
+    found = tl.where(inner_row == inner_column, 1.0, tl.where(inner_apart == 1, -blocks, 0.0))
+    for level in tl.static_range(1, 4):
+        link = tl.where((inner_apart >> level) == 1, blocks, 0.0)
+        found -= tl.dot(found, tl.dot(link, found, input_precision=PRECISION), input_precision=PRECISION)
+    wide = tl.reshape(tl.broadcast_to(found[:, :, None, :], (BLOCKS, 16, BLOCKS, 16)), (SIZE, SIZE))
+    inverse = tl.where(row // 16 == column // 16, wide, 0.0)
+    for level in tl.static_range(4, LEVELS):
         link = tl.where((apart >> level) == 1, below, 0.0)
         linked = tl.dot(link, inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, linked, input_precision=PRECISION)
@@ -88,20 +99,20 @@ def prepare_kernel(
     dim = tl.arange(0, BLOCK_K)
     held = real[:, None] & (dim < KEY_DIM)[None, :]
     key_head = head // GROUP_SIZE
-    query_at = query + (token * query_stride + key_head * query_stride_head)[:, None] + dim[None, :]
-    key_at = key + (token * key_stride + key_head * key_stride_head)[:, None] + dim[None, :]
-    q = tl.load(query_at, mask=held, other=0.0)
-    k = tl.load(key_at, mask=held, other=0.0)
-    q_factor = tl.full([CHUNK], scale, tl.float32)
+    place = token * HEADS + head
+    k = tl.load(key + (token * key_stride + key_head * key_stride_head)[:, None] + dim[None, :], mask=held, other=0.0)
     k_factor = tl.full([CHUNK], 1.0, tl.float32)
     if NORMALIZE:
-        q_factor *= inverse_norm(q, eps)
         k_factor *= inverse_norm(k, eps)
     written = k_factor
     if not DELTA:
-        written = k_factor * r
+        written *= r
 
-    place = token * HEADS + head
+    query_at = query + (token * query_stride + key_head * query_stride_head)[:, None] + dim[None, :]
+    q = tl.load(query_at, mask=held, other=0.0)
+    q_factor = tl.full([CHUNK], scale, tl.float32)
+    if NORMALIZE:
+        q_factor *= inverse_norm(q, eps)
     found = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     found *= decays_between(sums, row) * q_factor[:, None] * written[None, :]
     tl.store(weights + place[:, None] * CHUNK + row[None, :], found.to(weights.dtype.element_ty), mask=real[:, None])
@@ -112,19 +123,17 @@ def prepare_kernel(
         same = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         same *= decays_between(sums, row) * (r * k_factor)[:, None] * k_factor[None, :]
         below = tl.where(row[:, None] > row[None, :], same, 0.0)
-        inverse = unit_lower_inverse(below, CHUNK, LEVELS, INVERSE_PRECISION)
-        of_key = (inverse * (r * since * k_factor)[None, :]).to(k.dtype)
-        found = tl.dot(of_key, k, input_precision=PRECISION)
+        inverse = unit_lower_inverse(below, CHUNK, LEVELS, INVERSE_PRECISION) * r[None, :]
+        found = tl.dot((inverse * (since * k_factor)[None, :]).to(k.dtype), k, input_precision=PRECISION)
         tl.store(read + place[:, None] * KEY_DIM + dim[None, :], found.to(read.dtype.element_ty), mask=held)
-        of_value = (inverse * r[None, :]).to(k.dtype)
-        for part in tl.static_range((VALUE_DIM + BLOCK_V - 1) // BLOCK_V):
+        for part in range(0, (VALUE_DIM + BLOCK_V - 1) // BLOCK_V):
             column = part * BLOCK_V + tl.arange(0, BLOCK_V)
             held_value = real[:, None] & (column < VALUE_DIM)[None, :]
             value_at = value + (token * value_stride + head * value_stride_head)[:, None] + column[None, :]
             v = tl.load(value_at, mask=held_value, other=0.0)
-            found = tl.dot(of_value, v, input_precision=PRECISION)
+            wanted = tl.dot(inverse.to(k.dtype), v, input_precision=PRECISION)
             target_at = target + place[:, None] * VALUE_DIM + column[None, :]
-            tl.store(target_at, found.to(target.dtype.element_ty), mask=held_value)
+            tl.store(target_at, wanted.to(target.dtype.element_ty), mask=held_value)
 
 
 @triton.jit
@@ -152,7 +161,10 @@ def scan_kernel(
     dim = tl.arange(0, BLOCK_K)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key, in_value = dim < KEY_DIM, column < VALUE_DIM
-    state += tl.load(record + 2).to(tl.int64) * state_stride + head * state_stride_head
+    slot = tl.load(record + 2).to(tl.int64)
+    moves = slot >= 0
+    slot = tl.where(moves, slot, -1 - slot)
+    state += slot * state_stride + head * state_stride_head
     state_at = state + dim[:, None] * state_stride_key + column[None, :] * state_stride_value
     held = in_key[:, None] & in_value[None, :]
     sums = tl.load(state_at, mask=held, other=0.0)
@@ -186,7 +198,7 @@ def scan_kernel(
         sums = tl.dot(tl.trans(k), kept, sums * total, input_precision=PRECISION)
     # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()
-    tl.store(state_at, sums, mask=held)
+    tl.store(state_at, sums, mask=held & moves)
 
 
 @triton.jit

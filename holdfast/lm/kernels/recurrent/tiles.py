@@ -17,6 +17,8 @@ CHUNK = 64
 """Tokens of a chunk. Programs compute a chunk's tokens together."""
 FEW = 8
 """A segment of at most this many tokens is computed token by token, with its state in registers."""
+MOST_LONG = 64
+"""Largest number of longer segments in a captured step. More room would mean more programs without work."""
 
 Records = npt.NDArray[np.int32]
 
@@ -25,23 +27,26 @@ Records = npt.NDArray[np.int32]
 class WorkLists:
     """The work of one step on the device, [., 4] int32 each. A record of zeros does nothing, so a list may be padded.
 
-    All records begin with a segment's first token in the batch, its number of tokens, and its slot.
+    The records of the first three lists begin with a segment's first token in the batch, its number of tokens, and its
+    slot. A segment that verifies a draft leaves its state as it is, and has -1 - slot in place of its slot.
     """
 
     few: torch.Tensor  # the segments of few tokens; the last number is 0
     many: torch.Tensor  # the other segments, longest first; the last number is that of the first chunk in `chunks`
     chunks: torch.Tensor  # their chunks; the last number counts the segment's tokens before the chunk
+    kept: torch.Tensor  # the tokens with a place: the token in the batch, 1, its place, and 0
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The three lists, in the order in which they are uploaded."""
-        return self.few, self.many, self.chunks
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The four lists, in the order in which they are uploaded."""
+        return self.few, self.many, self.chunks, self.kept
 
 
-def work_lists(segments: Segments, *, all_few: bool = False) -> tuple[Records, Records, Records]:
+def work_lists(segments: Segments, *, all_few: bool = False) -> tuple[Records, Records, Records, Records]:
     """The records of `WorkLists` on the host. With `all_few`, long segments are computed token by token, too."""
     lengths = segments.query_length
-    records = np.stack([segments.query_start[:-1], lengths, segments.row, np.zeros_like(lengths)], 1)
+    slots = np.where(segments.verifies, -1 - segments.row, segments.row)
+    records = np.stack([segments.query_start[:-1], lengths, slots, np.zeros_like(lengths)], 1)
     is_few = np.ones(len(lengths), np.bool_) if all_few else lengths <= FEW
     many = records[~is_few]
     # Longest first: no program waits for a long segment that started late.
@@ -50,7 +55,15 @@ def work_lists(segments: Segments, *, all_few: bool = False) -> tuple[Records, R
     many[:, 3] = np.cumsum(count) - count
     chunks = np.repeat(many, count, 0)
     chunks[:, 3] = (np.arange(len(chunks)) - chunks[:, 3]) * CHUNK
-    return records[is_few], many, chunks
+    return records[is_few], many, chunks, kept_records(segments)
+
+
+def kept_records(segments: Segments) -> Records:
+    """The records of `WorkLists.kept` on the host."""
+    if segments.places is None:
+        return np.zeros((0, FIELDS), np.int32)
+    tokens = np.flatnonzero(segments.places >= 0).astype(np.int32)
+    return np.stack([tokens, np.ones_like(tokens), segments.places[tokens], np.zeros_like(tokens)], 1)
 
 
 class WorkListsBuilder:
@@ -65,10 +78,10 @@ class WorkListsBuilder:
         host = self._packed(lists, [len(records) for records in lists])
         return self._cut(host.to(self.device, non_blocking=True), [len(records) for records in lists])
 
-    def reserve(self, segments: int, tokens: int | None) -> WorkLists:
+    def reserve(self, segments: int, tokens: int | None, places: int = 0) -> WorkLists:
         """Empty lists with the room of `CapturableRecurrence.reserve`. Without `tokens`, there is none for chunks."""
-        most = 0 if tokens is None else min(segments, tokens // (FEW + 1))
-        sizes = [segments, most, 0 if tokens is None else tokens // CHUNK + most]
+        most = 0 if tokens is None else min(segments, tokens // (FEW + 1), MOST_LONG)
+        sizes = [segments, most, 0 if tokens is None else tokens // CHUNK + most, min(places, tokens or segments)]
         return self._cut(torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device), sizes)
 
     def refill(self, reserved: WorkLists, segments: Segments) -> bool:
@@ -91,5 +104,5 @@ class WorkListsBuilder:
 
     def _cut(self, records: torch.Tensor, sizes: Sequence[int]) -> WorkLists:
         """Work lists of these sizes, which lie one after the other in `records`."""
-        few, many, chunks = torch.split(records, list(sizes))
-        return WorkLists(few, many, chunks)
+        few, many, chunks, kept = torch.split(records, list(sizes))
+        return WorkLists(few, many, chunks, kept)

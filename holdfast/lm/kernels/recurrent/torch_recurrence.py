@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, Recurrence
+from holdfast.lm.kernels.recurrent.protocol import MOST_KEPT, NORM_EPS, Activation, Recurrence
 
 WIDTHS = (1, 16, 64)
 """Tokens that a chunk is padded to. Longer segments are cut into chunks of the last width."""
@@ -67,6 +67,10 @@ class RoundMetadata:
     start: torch.Tensor  # [S] first token of each segment
     stop: torch.Tensor  # [S] token after each segment's last
     slots: torch.Tensor  # [S]
+    moving: torch.Tensor  # [M] segments that leave a new state: those that verify no draft
+    unmoved: torch.Tensor  # [S - M] slots of the other segments
+    kept: torch.Tensor  # [K] tokens with a place
+    places: torch.Tensor  # [K] places of these tokens
 
 
 class TorchRecurrence(Recurrence[RoundMetadata]):
@@ -82,14 +86,26 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
 
     def make_metadata(self, segments: Segments) -> RoundMetadata:
         lengths, start = segments.query_length.astype(np.int64), segments.query_start[:-1].astype(np.int64)
-        slots = segments.row.astype(np.int64)
+        slots, verifies = segments.row.astype(np.int64), segments.verifies
+        places = np.zeros(0, np.int64) if segments.places is None else segments.places.astype(np.int64)
         return RoundMetadata(
             rounds=tuple(self._rounds(start, lengths, slots)),
             segment=self._upload(np.repeat(np.arange(len(lengths)), lengths)),
             start=self._upload(start),
             stop=self._upload(start + lengths),
             slots=self._upload(slots),
+            moving=self._upload(np.flatnonzero(~verifies)),
+            unmoved=self._upload(slots[verifies]),
+            kept=self._upload(np.flatnonzero(places >= 0)),
+            places=self._upload(places[places >= 0]),
         )
+
+    def keep(self, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], metadata: RoundMetadata) -> None:
+        if len(inputs) > MOST_KEPT:
+            raise ValueError(f"{len(inputs)} inputs of a recurrent layer are to be kept; at most {MOST_KEPT} can be")
+        if len(metadata.kept):
+            for numbers, places in zip(inputs, kept, strict=True):
+                places.index_copy_(0, metadata.places, numbers.index_select(0, metadata.kept))
 
     def convolve(
         self,
@@ -108,7 +124,9 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
         before = (torch.arange(segments, device=x.device) * kept)[:, None] + torch.arange(kept, device=x.device)
         inputs[place + kept] = x[:tokens].float()
         inputs[metadata.start[:, None] + before] = state[metadata.slots].transpose(1, 2).float()
-        state[metadata.slots] = inputs[metadata.stop[:, None] + before].transpose(1, 2).to(state.dtype)
+        moving = metadata.moving
+        newest = metadata.stop[moving, None] + before[moving]
+        state[metadata.slots[moving]] = inputs[newest].transpose(1, 2).to(state.dtype)
 
         columns = weight.float().t().contiguous()
         added = None if bias is None else bias.float()
@@ -165,11 +183,12 @@ class TorchRecurrence(Recurrence[RoundMetadata]):
         def compute(chunk: Round, held: torch.Tensor) -> torch.Tensor:
             time = chunk.without_padding(dt[chunk.tokens])
             inputs = chunk_heads(x, chunk)
+            rates = decay if decay.dim() == 1 else chunk.without_padding(decay[chunk.tokens])
             found = scan_chunk(
                 chunk_heads(c, chunk),
                 chunk_heads(b, chunk),
                 inputs * time.transpose(1, 2)[..., None],
-                (time * decay).transpose(1, 2),
+                (time * rates).transpose(1, 2),
                 held.transpose(2, 3),
             )
             return found if skip is None else found + inputs * skip.float()[:, None, None]
@@ -206,14 +225,18 @@ def recur(
     """Run the rounds over copies of their states, write these back, and return results shaped as `like` [T, H, D].
 
     `compute` takes a round and its states [B, H, ., .], which it updates. It returns results [B, H, width, D].
+    The states of segments that verify drafts are put back at the end.
     """
     out = like.new_empty(like.shape)
+    before = state.index_select(0, metadata.unmoved)
     slot_bytes = state[0].numel() * state.element_size()
     for chunks in metadata.rounds:
         for piece in chunks.pieces(slot_bytes):
             held = state.index_select(0, piece.slots)
             piece.put(out, compute(piece, held))
             state.index_copy_(0, piece.slots, held)
+    if len(before):
+        state.index_copy_(0, metadata.unmoved, before)
     return out
 
 

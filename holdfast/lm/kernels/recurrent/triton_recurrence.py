@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -14,13 +14,30 @@ from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.launch import SideStream
 from holdfast.lm.kernels.recurrent.chunk_kernels import output_kernel, prepare_kernel, scan_kernel
 from holdfast.lm.kernels.recurrent.convolution_kernel import convolution_kernel
-from holdfast.lm.kernels.recurrent.protocol import NORM_EPS, Activation, CapturableRecurrence
+from holdfast.lm.kernels.recurrent.gate_kernels import gated_norm_kernel, gates_kernel
+from holdfast.lm.kernels.recurrent.keep_kernel import keep_kernel
+from holdfast.lm.kernels.recurrent.protocol import MOST_KEPT, NORM_EPS, Activation, CapturableRecurrence
 from holdfast.lm.kernels.recurrent.step_kernel import step_kernel
 from holdfast.lm.kernels.recurrent.tiles import CHUNK, WorkLists, WorkListsBuilder
 
 MAX_KEY_DIM = 256
 """Largest key dimension whose state fits the registers of one program."""
 LEVELS = CHUNK.bit_length() - 1
+KEPT_BLOCK = 2048
+"""Numbers of a token that one program of `keep_kernel` copies of each tensor."""
+INVERSE_PRECISION = "bf16x3"
+"""How 16-bit inputs' triangular matrices are inverted: in products of numbers that are three bfloat16 each."""
+GATES_AT_A_TIME = 512
+"""Number of decays and rates that one program computes."""
+NORMED_AT_A_TIME = 2048
+"""Numbers of a token that one program norms and gates."""
+MOST_PROGRAMS = 65_535
+"""Largest size of the last dimension of a launch."""
+MIXED_PROGRAMS = 64
+"""Largest number of programs for the segments of few tokens in a step that has long ones, too.
+
+Captured steps have a place for every sequence, and empty programs would take processors from the long segments.
+"""
 OTHER_BYTES = 12 << 10
 """Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
@@ -130,11 +147,25 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
     def make_metadata(self, segments: Segments) -> WorkLists:
         return self.lists.build(segments)
 
-    def reserve(self, segments: int, tokens: int | None = None) -> WorkLists:
-        return self.lists.reserve(segments, tokens)
+    def reserve(self, segments: int, tokens: int | None = None, places: int = 0) -> WorkLists:
+        return self.lists.reserve(segments, tokens, places)
 
     def refill(self, metadata: WorkLists, segments: Segments) -> bool:
         return self.lists.refill(metadata, segments)
+
+    def keep(self, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], metadata: WorkLists) -> None:
+        if len(inputs) > MOST_KEPT:
+            raise ValueError(f"{len(inputs)} inputs of a recurrent layer are to be kept; at most {MOST_KEPT} can be")
+        if not len(metadata.kept):
+            return
+        arguments: list[torch.Tensor | int | None] = []
+        for numbers, places in zip(inputs, kept, strict=True):
+            arguments += [numbers, places, numbers.stride(0), places[0].numel()]
+        arguments += [None, None, 0, 0] * (MOST_KEPT - len(inputs))
+        widest = max(places[0].numel() for places in kept)
+        keep_kernel[(triton.cdiv(widest, KEPT_BLOCK), len(metadata.kept))](
+            metadata.kept, *arguments, BLOCK=KEPT_BLOCK, num_warps=4
+        )
 
     def convolve(
         self,
@@ -162,6 +193,28 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
             few=lambda: launch(metadata.few, block_t=1, block_c=256, tile=0),
             many=lambda: launch(metadata.chunks, block_t=CHUNK // 4, block_c=128, tile=CHUNK),
         )
+        return out
+
+    def gates(
+        self, time: torch.Tensor, rate: torch.Tensor, time_bias: torch.Tensor, decay: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_decay, beta = torch.empty(time.shape, dtype=torch.float32, device=time.device), torch.empty_like(rate)
+        tokens, heads = time.shape
+        gates_kernel[(triton.cdiv(tokens * heads, GATES_AT_A_TIME),)](
+            time, rate, time_bias, decay, log_decay, beta, tokens, time.stride(0), rate.stride(0),
+            HEADS=heads, BLOCK=GATES_AT_A_TIME, num_warps=4,
+        )  # fmt: skip
+        return log_decay, beta
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+        tokens, heads, dim = x.shape
+        out = x.new_empty(tokens, heads * dim)
+        block_d = int(triton.next_power_of_2(dim))
+        block_h = max(1, NORMED_AT_A_TIME // block_d)
+        gated_norm_kernel[(triton.cdiv(heads, block_h), tokens)](
+            x, gate, gain, out, heads, *x.stride()[:2], gate.stride(0), eps,
+            DIM=dim, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
         return out
 
     def gated_delta(
@@ -203,7 +256,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         scratch = Scratch.of(inputs, len(metadata.chunks))
         self._both(
             metadata,
-            few=lambda: self._step(inputs, metadata.few),
+            few=lambda: self._step(inputs, metadata.few, most=MIXED_PROGRAMS if len(metadata.many) else MOST_PROGRAMS),
             many=lambda: self._scan(inputs, metadata, scratch),
         )
         return inputs.out
@@ -220,13 +273,13 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         elif len(metadata.many):
             many()
 
-    def _step(self, inputs: Inputs, work: torch.Tensor) -> None:
-        """Launch segments of few tokens."""
+    def _step(self, inputs: Inputs, work: torch.Tensor, most: int) -> None:
+        """Launch segments of few tokens, in at most this many programs for each part of a state."""
         launch = self.step_launch(inputs)
-        step_kernel[(triton.cdiv(inputs.value.shape[2], launch.block), inputs.heads, len(work))](
+        step_kernel[(triton.cdiv(inputs.value.shape[2], launch.block), inputs.heads, min(len(work), most))](
             inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.rate, inputs.skip, inputs.state, work,
             inputs.out, *inputs.input_strides, *inputs.rate_strides, *inputs.state_strides, *inputs.out.stride()[:2],
-            inputs.scale, NORM_EPS, **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
+            inputs.scale, NORM_EPS, len(work), **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
             DELTA=inputs.delta, NORMALIZE=inputs.normalize, num_warps=launch.num_warps,
         )  # fmt: skip
 
@@ -245,7 +298,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
             query, key, value, inputs.log_decay, inputs.rate, chunks, scratch.weights, scratch.read, scratch.target,
             scratch.query_factor, scratch.write_factor, scratch.total_factor, *query_strides, *key_strides,
             *value_strides, *inputs.rate_strides, inputs.scale, NORM_EPS, **common, BLOCK_V=wide, LEVELS=LEVELS,
-            NORMALIZE=inputs.normalize, INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8 if exact else 4,
+            NORMALIZE=inputs.normalize, INVERSE_PRECISION="ieee" if exact else INVERSE_PRECISION, num_warps=8 if exact else 4,
         )  # fmt: skip
         launch = self.scan_launch(inputs)
         scan_kernel[(triton.cdiv(value_dim, launch.block), inputs.heads, len(metadata.many))](

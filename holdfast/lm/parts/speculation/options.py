@@ -49,3 +49,11 @@ class SpeculationOptions(CoreConfig):
     @property
     def max_samples(self) -> int:
         return max(super().max_samples, LEAST_SAMPLES if self.drafter else 0)
+
+    @property
+    def draft_places(self) -> int:
+        """As many as a step draws at most, if a drafter is named.
+
+        With auto there are none: whether drafts pay in models with recurrent layers has not been measured on a GPU.
+        """
+        return self.max_samples if self.speculation != "auto" and self.drafter else 0

@@ -1,4 +1,4 @@
-"""StateExecutor: the copies of recurrent states, and of the KV blocks that go with them, before the segments run."""
+"""StateExecutor: moves and copies of recurrent states, and of KV blocks that go with them, before the segments run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.lm.types.states import StatePlan
 
 
 class StateExecutor(PartExecutor):
-    """Does the copies of each plan's `StatePlan` on the current stream, so that they are done when its segments run."""
+    """Does the work of each plan's `StatePlan` on the current stream, so that it is done when its segments run."""
 
     plans = (StatePlan,)
 
@@ -23,6 +23,7 @@ class StateExecutor(PartExecutor):
         if not copies.computes:
             return
         states = self._memory.states
+        states.replay(copies.replays)
         states.copy(copies.saves)
         states.swap_in(copies.swap_in)
         states.copy(copies.starts)

@@ -13,8 +13,10 @@ import torch
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build, build_engine
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.models.loader import load
 from holdfast.lm.types import LanguageLoop
 from tests.checkpoints import VOCAB, make
+from tests.combinations.place import paced
 
 SIZES: dict[str, Any] = dict(
     device="cpu", threads=1, block_size=4, cache_gb=0.01, max_sequences=4, max_model_len=200, token_budget=32
@@ -84,6 +86,35 @@ def test_branches_of_a_conversation_begin_at_the_end_of_the_same_turn(
         assert found[name] == (generated(served[0], prompt, 9), len(first + said) - 1)
 
 
+def test_drafts_change_no_token_of_a_conversation(served: tuple[Any, Path]) -> None:
+    few = SamplingParams(temperature=0.7, seed=1, max_tokens=60, ignore_eos=True, logit_bias=((3, 40.0), (7, 40.0)))
+    said = dict[str, list[tuple[tuple[int, ...], int]]]()
+    for speculation in ("off", "ngram"):
+        with paced("free"):
+            loop, info = build(EngineConfig(model=str(served[1]), **SIZES, speculation=speculation))
+        assert info.executor == "paged"
+        prompt, said[speculation] = drawn(5, seed=1), []
+        for turn in range(3):
+            found = answers(loop, Request(str(turn), prompt, few))[str(turn)]
+            said[speculation].append(found)
+            prompt += found[0] + drawn(4, seed=turn + 1)
+        stats = loop.stats()
+        loop.close()
+    assert [tokens for tokens, _ in said["ngram"]] == [tokens for tokens, _ in said["off"]]
+    assert stats.tokens_drafted > stats.drafts_accepted > 0
+    assert all(cached >= 60 * turn for turn, (_, cached) in enumerate(said["ngram"])), "each turn goes on from the last"
+
+
+def test_kept_inputs_of_drafts_count_as_memory_of_running_sequences(served: tuple[Any, Path]) -> None:
+    spec, rows = load(served[1], device="cpu", dtype="float32").spec, dict[str, int]()
+    for speculation in ("auto", "ngram"):
+        loop, info = build(EngineConfig(model=str(served[1]), **SIZES, speculation=speculation))
+        rows[speculation] = info.memory.rows
+        loop.close()
+    assert rows["auto"] == SIZES["max_sequences"] * spec.state_bytes
+    assert rows["ngram"] == rows["auto"] + 64 * spec.kept_bytes > rows["auto"]
+
+
 def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> None:
     shapes = {}
     for share in (0.25, 0.75):
@@ -102,7 +133,6 @@ def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> No
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"speculation": "ngram"}, "cannot take back the tokens of a draft"),
         ({"max_adapters": 1}, "adapters of a model with recurrent layers run on padded rows"),
         ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
         ({"quantization": "fp8"}, "quantization is fp8, which recurrent layers do not have"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.lm.kernels.recurrent.tiles import CHUNK, FEW, FIELDS, WorkListsBuilder, work_lists
-from tests.lm.kernels.recurrent_oracle import scattered
+from tests.lm.kernels.recurrent_oracle import scattered, with_drafts
 
 BUILDER = WorkListsBuilder(torch.device("cpu"))
 LENGTHS = st.lists(st.one_of(st.just(1), st.integers(1, 300)), min_size=1, max_size=20)
@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.one_of(st.just(1), st.integers(1, 300)), min_size=1, max_s
 @given(LENGTHS)
 def test_every_segment_is_in_one_list_and_every_long_one_is_cut_into_chunks(lengths: list[int]) -> None:
     segments = scattered(lengths)
-    few, many, chunks = (records.tolist() for records in work_lists(segments))
+    few, many, chunks, _ = (records.tolist() for records in work_lists(segments))
     expected = list(zip(segments.query_start.tolist(), lengths, segments.row.tolist(), strict=False))
     assert [tuple(record) for record in few] == [(*record, 0) for record in expected if record[1] <= FEW]
     assert sorted(tuple(record[:3]) for record in many) == [record for record in expected if record[1] > FEW]
@@ -26,6 +26,36 @@ def test_every_segment_is_in_one_list_and_every_long_one_is_cut_into_chunks(leng
         count = -(-length // CHUNK)
         assert chunks[number : number + count] == [[first, length, slot, CHUNK * index] for index in range(count)]
     assert len(chunks) == sum(-(-length // CHUNK) for length in lengths if length > FEW)
+
+
+@given(LENGTHS, st.data())
+def test_segments_of_drafts_are_marked_in_all_lists_and_their_tokens_have_places(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    drafted = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    plain = scattered(lengths)
+    segments = with_drafts(plain, [number for number, chosen in enumerate(drafted) if chosen])
+    assert segments.places is not None
+    lists = work_lists(segments)
+    slots = dict(zip(plain.query_start.tolist(), plain.row.tolist(), strict=False))
+    marks = dict(zip(plain.query_start.tolist(), drafted, strict=False))
+    for records, unmarked in zip(lists[:3], work_lists(plain), strict=False):
+        assert len(records) == len(unmarked)
+        for first, _, slot, _ in records.tolist():
+            assert slot == (-1 - slots[first] if marks[first] else slots[first])
+    kept = [[token, 1, place, 0] for token, place in enumerate(segments.places.tolist()) if place >= 0]
+    assert lists[3].tolist() == kept
+    assert len(kept) == sum(length for length, chosen in zip(lengths, drafted, strict=True) if chosen)
+
+
+def test_lists_without_room_for_all_drafted_tokens_are_left_as_they_are() -> None:
+    reserved = BUILDER.reserve(4, None, 3)
+    assert BUILDER.refill(reserved, with_drafts(scattered([3, 1]), [0]))
+    before = [place.clone() for place in reserved.tensors]
+    assert not BUILDER.refill(reserved, with_drafts(scattered([2, 2]), [0, 1]))
+    assert all(torch.equal(*pair) for pair in zip(reserved.tensors, before, strict=True))
+    assert BUILDER.refill(reserved, scattered([2]))
+    assert not reserved.kept.any()
 
 
 @given(LENGTHS)

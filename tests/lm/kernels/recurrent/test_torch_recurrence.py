@@ -17,8 +17,11 @@ from tests.lm.kernels.recurrent_oracle import (
     LayerCase,
     ScanCase,
     assert_close,
+    check_kept,
+    kept_like,
     scattered,
     segments_of,
+    with_drafts,
 )
 
 MIXED = [1, 70, 3, 130, 1, 64, 17, 16, 2]
@@ -128,3 +131,52 @@ def test_tokens_after_the_last_segment_change_no_state(kind: Any) -> None:
     case = kind.random(scattered([5, 1, 30]))
     assert torch.equal(found[:36], case.run(BACKEND))
     assert torch.equal(state, case.state)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_segments_that_verify_drafts_leave_their_states(kind: Any) -> None:
+    assert_close(kind.random(with_drafts(scattered(MIXED), [1, 2, 4, 7])), BACKEND)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("accepted", [1, 3, 12])
+def test_a_draft_and_a_replay_of_its_accepted_tokens_give_the_state_of_these_tokens(kind: Any, accepted: int) -> None:
+    whole: LayerCase = kind.random(segments_of([16], [1]))
+    expected = whole.part(0, accepted, whole.state.clone())
+    _, states = expected.expected()
+    replace(whole, segments=with_drafts(whole.segments, [0])).run(BACKEND)
+    whole.part(0, accepted, whole.state).run(BACKEND)
+    torch.testing.assert_close(whole.state.double().cpu(), states, rtol=1e-4, atol=1e-4)
+
+
+def test_a_shift_updates_a_convolution_as_a_whole_call_does() -> None:
+    case = ConvolutionCase.random(scattered(MIXED))
+    _, states = case.expected()
+    BACKEND.shift(case.x, case.state, BACKEND.make_metadata(case.segments))
+    torch.testing.assert_close(case.state.double().cpu(), states, rtol=0, atol=0)
+
+
+def test_a_scan_takes_decays_by_token() -> None:
+    case = ScanCase.random(scattered(MIXED))
+    assert_close(case, BACKEND)
+    state = case.state.clone()
+    by_token = replace(case, decay=case.decay.expand_as(case.dt), state=state)
+    assert torch.equal(by_token.run(BACKEND), case.run(BACKEND))
+    assert torch.equal(state, case.state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_of_drafted_tokens_are_kept_at_their_places(dtype: torch.dtype) -> None:
+    segments = with_drafts(scattered([3, 1, 7, 70]), [0, 2])
+    noise = torch.randn(81, 5000)
+    wide, narrow = noise.split([4990, 10], 1)  # strided views of one tensor
+    inputs = [wide.to(dtype), narrow.view(81, 5, 2), noise[0, :3].expand(81, 3)]
+    kept = kept_like(inputs, 81)
+    BACKEND.keep(inputs, kept, BACKEND.make_metadata(segments))
+    check_kept(inputs, kept, segments)
+
+
+def test_more_inputs_than_a_call_can_keep_are_refused() -> None:
+    segments, inputs = with_drafts(scattered([2]), [0]), [torch.zeros(2, 1)] * 6
+    with pytest.raises(ValueError, match="6 inputs of a recurrent layer are to be kept; at most 5"):
+        BACKEND.keep(inputs, inputs, BACKEND.make_metadata(segments))

@@ -18,8 +18,11 @@ from tests.lm.kernels.recurrent_oracle import (
     LayerCase,
     ScanCase,
     assert_close,
+    check_kept,
+    kept_like,
     scattered,
     segments_of,
+    with_drafts,
 )
 
 MIXED = [1, FEW + 1, 3, CHUNK + 40, 1, CHUNK, FEW, 2 * CHUNK + 1]
@@ -131,6 +134,63 @@ def test_a_key_that_is_too_wide_is_refused(device: str) -> None:
         case.run(backend)
 
 
+@pytest.mark.parametrize("kind", CASES)
+def test_segments_that_verify_drafts_leave_their_states(kind: Any, device: str) -> None:
+    assert_close(*on_device(kind.random(with_drafts(scattered(MIXED), [1, 2, 3, 6])), device))
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("accepted", [1, 3, 12])
+def test_a_draft_and_a_replay_of_its_accepted_tokens_give_the_state_of_these_tokens(
+    kind: Any, accepted: int, device: str
+) -> None:
+    whole, backend = on_device(kind.random(segments_of([16], [1])), device)
+    expected = whole.part(0, accepted, whole.state.clone())
+    _, states = expected.expected()
+    replace(whole, segments=with_drafts(whole.segments, [0])).run(backend)
+    whole.part(0, accepted, whole.state).run(backend)
+    torch.testing.assert_close(whole.state.double().cpu(), states, rtol=1e-4, atol=1e-4)
+
+
+def test_a_shift_updates_a_convolution_as_a_whole_call_does(device: str) -> None:
+    case, backend = on_device(ConvolutionCase.random(scattered(MIXED)), device)
+    assert isinstance(case, ConvolutionCase)
+    _, states = case.expected()
+    backend.shift(case.x, case.state, backend.make_metadata(case.segments))
+    torch.testing.assert_close(case.state.double().cpu(), states, rtol=0, atol=0)
+
+
+def test_a_scan_takes_decays_by_token(device: str) -> None:
+    case, backend = on_device(ScanCase.random(scattered(MIXED)), device)
+    assert isinstance(case, ScanCase)
+    assert_close(case, backend)
+    state = case.state.clone()
+    by_token = replace(case, decay=case.decay.expand_as(case.dt), state=state)
+    assert torch.equal(by_token.run(backend), case.run(backend))
+    assert torch.equal(state, case.state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_of_drafted_tokens_are_kept_at_their_places(dtype: torch.dtype, device: str) -> None:
+    segments = with_drafts(scattered([3, 1, 7, 70]), [0, 2])
+    noise = torch.randn(81, 5000, device=device)
+    wide, narrow = noise.split([4990, 10], 1)  # strided views of one tensor
+    inputs = [wide.to(dtype), narrow.view(81, 5, 2), noise[0, :3].expand(81, 3)]
+    kept = kept_like(inputs, 81)
+    TritonRecurrence(torch.device(device)).keep(
+        inputs, kept, TritonRecurrence(torch.device(device)).make_metadata(segments)
+    )
+    check_kept(inputs, kept, segments)
+
+
+def test_more_inputs_than_a_call_can_keep_are_refused(device: str) -> None:
+    segments, inputs = with_drafts(scattered([2]), [0]), [torch.zeros(2, 1, device=device)] * 6
+    with pytest.raises(ValueError, match="6 inputs of a recurrent layer are to be kept; at most 5"):
+        TritonRecurrence(torch.device(device)).keep(
+            inputs, inputs, TritonRecurrence(torch.device(device)).make_metadata(segments)
+        )
+
+
 def narrow(case: LayerCase, dtype: torch.dtype) -> LayerCase:
     """The case with inputs of this dtype. States of recurrences and decays stay in float32."""
     exact = ("log_decay", "dt", "decay") if isinstance(case, ConvolutionCase) else ("log_decay", "dt", "decay", "state")
@@ -207,3 +267,38 @@ def test_a_captured_graph_serves_one_batch_after_another(kind: Any, room: tuple[
         graph.replay()
         torch.testing.assert_close(out[: len(expected)].double().cpu(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(padded.state.double().cpu(), states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(("room", "tokens"), [((16, None, 16), 16), ((16, 512, 128), 512)])
+def test_a_captured_graph_serves_drafts_and_batches_without_any(
+    kind: Any, room: tuple[int, int | None, int], tokens: int
+) -> None:
+    padded, backend = on_device(kind.random(scattered([tokens])), "cuda")
+    padded = replace(padded, state=torch.cat([padded.state] * 6))
+    metadata = backend.reserve(*room)
+    inputs = [torch.randn(tokens, 3000, device="cuda")]
+    kept = kept_like(inputs, tokens)
+
+    def run() -> torch.Tensor:
+        backend.keep(inputs, kept, metadata)
+        return padded.run(backend, metadata)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for lengths, drafted in (
+        ([5, 1, 4], [0, 2]),
+        ([1] * 16, []),
+        ([9, 1, 6] if room[1] is None else [300, 1, 70], [2]),
+    ):
+        case = replace(padded, segments=with_drafts(scattered(lengths), drafted))
+        expected, states = case.expected()
+        assert backend.refill(metadata, case.segments)
+        kept[0].fill_(-1.0)
+        graph.replay()
+        torch.testing.assert_close(out[: len(expected)].double().cpu(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(padded.state.double().cpu(), states, rtol=1e-4, atol=1e-4)
+        check_kept(inputs, kept, case.segments)

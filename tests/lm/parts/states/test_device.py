@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,14 +14,19 @@ from holdfast.lm.execution.state_memory import RecurrentStates
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 from holdfast.lm.models.base import ZEROS, StateMemory, StateTensor
+from holdfast.lm.models.short_convolution import ConvolutionSpec
 from holdfast.lm.parts.states.device import StateExecutor
-from holdfast.lm.types import StateCopy, StatePlan, StepPlan
+from holdfast.lm.types import KeptInputs, StateCopy, StatePlan, StepPlan
 from holdfast.lm.types.plan import BlockMove, TierCopies
+from tests.lm.kernels.recurrent_oracle import segments_of, with_drafts
 
 SPEC: Any = SimpleNamespace(
     recurrent_layers=3,
     state=(StateTensor((2, 3), torch.bfloat16), StateTensor((2, 4, 5), torch.float32)),
     device=torch.device("cpu"),
+    recurrence=None,
+    kept=(),
+    kept_bytes=0,
 )
 
 
@@ -51,6 +57,30 @@ def test_a_row_is_saved_before_it_gets_another_state() -> None:
     plan = StatePlan(saves=(StateCopy(0, 4), StateCopy(1, 5)), starts=(StateCopy(3, 0), StateCopy(4, 1)))
     before(states, StepPlan(0, (), parts=(plan,)))
     assert numbers(states) == [4, 1, 3, 4, 1, 2]
+
+
+def test_a_row_moves_on_by_accepted_tokens_before_it_is_saved() -> None:
+    layers = ConvolutionSpec(layers=(True, True), channels=2, width=3)
+    spec: Any = SimpleNamespace(
+        recurrent_layers=2,
+        state=layers.state(torch.float32),
+        device=torch.device("cpu"),
+        recurrence=layers,
+        kept=layers.kept(torch.float32),
+        kept_bytes=16,
+    )
+    states = RecurrentStates(spec, TorchRecurrence(spec.device), 3, places=4)
+    step = states.step(with_drafts(segments_of([3], [1]), [0]))
+    order = np.argsort(step.metadata.places.numpy())  # the token whose inputs each place holds
+    assert order.tolist() != [0, 1, 2], "tokens must not lie at the places of their own numbers"
+    for layer in range(2):
+        step.keep(layer, torch.tensor([[1.0, 10], [2, 20], [3, 30]]) * (layer + 1))
+    places = tuple(step.metadata.places.tolist())
+    plan = StatePlan(replays=(KeptInputs(1, places[:2]),), saves=(StateCopy(1, 2),), starts=(StateCopy(ZEROS, 1),))
+    before(states, StepPlan(0, (), parts=(plan,)))
+    for layer, (state,) in enumerate(states.layers):
+        assert state[2].tolist() == [[layer + 1, 2 * layer + 2], [10 * layer + 10, 20 * layer + 20]]
+        assert not state[:2].any()
 
 
 def test_a_sequence_without_a_snapshot_begins_with_zeros() -> None:

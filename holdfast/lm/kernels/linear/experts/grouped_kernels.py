@@ -202,7 +202,8 @@ def _tile(
             values = tl.load(x_at + k[:, None])
         else:
             values = tl.load(x_at + k[:, None], mask=inside[:, None], other=0.0)
-        if scale is not None and values.dtype == tl.bfloat16:
+        # With more pairs the conversion is a small share, and its own code leaves more registers.
+        if scale is not None and values.dtype == tl.bfloat16 and BLOCK_M <= 32:
             acc = packed_dot(weight, scale, first_row + row, first, inputs, values, acc, BLOCK_N, BLOCK_K, EVEN)
             if GATED:
                 own = first_row + outputs + row

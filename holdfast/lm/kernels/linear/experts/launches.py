@@ -12,10 +12,13 @@ from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
 from holdfast.lm.kernels.linear.experts.few_kernels import down_few_kernel, gate_few_kernel, router_kernel
 from holdfast.lm.kernels.linear.experts.grouped_kernels import grouped_kernel, route_kernel, sort_kernel
 from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
-from holdfast.lm.kernels.mxfp4 import BLOCK, ExpertWeights, stored
+from holdfast.lm.kernels.mxfp4 import BLOCK, ExpertWeights, Mxfp4Matrices, stored
 
 FEW_TOKENS = 4
 """Largest number of tokens for which each pair of a token and an expert reads the expert's weights separately."""
+
+FEW_TOKENS_PACKED = 1
+"""The same for MXFP4 weights: tensor cores need fewer instructions for each number than separate products."""
 
 SKINNY_TOKENS = 128
 """Largest number of 16-bit tokens for which a skinny GEMM computes the router's logits in parts."""
@@ -80,11 +83,25 @@ GROUPED = (
 Tuned on an H200 (benchmarks/engine/experts_gpu.py --tune).
 """
 
+GROUPED_PACKED = (
+    (0.05, GroupedLaunch(16, ExpertLaunch(32, 128, 4, 5), ExpertLaunch(32, 256, 4, 3))),
+    (10, GroupedLaunch(16, ExpertLaunch(128, 64, 4, 4), ExpertLaunch(128, 64, 4, 4))),
+    (20, GroupedLaunch(32, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 64, 4, 4))),
+    *GROUPED[2:],
+)
+"""The same for MXFP4 weights."""
+
+
+def reads_by_pair(tokens: int, experts: Experts) -> bool:
+    """Whether each pair of a token and an expert reads the expert's weights separately, in a step of `tokens`."""
+    return tokens <= (FEW_TOKENS_PACKED if isinstance(experts.down, Mxfp4Matrices) else FEW_TOKENS)
+
 
 def grouped_launch_for(tokens: int, experts: Experts) -> GroupedLaunch:
-    """The launch for this number of tokens."""
+    """The launch for this number of tokens and form of weights."""
     mean = tokens * experts.rule.per_token / experts.down.shape[0]
-    return next(launch for most, launch in GROUPED if mean <= most)
+    rule = GROUPED_PACKED if isinstance(experts.down, Mxfp4Matrices) else GROUPED
+    return next(launch for most, launch in rule if mean <= most)
 
 
 def experts_of_few(

@@ -36,9 +36,7 @@ from holdfast.lm.kernels.recurrent.tiles import WorkLists
 from holdfast.lm.kernels.recurrent.triton_recurrence import Inputs, Launch, TritonRecurrence
 
 STEP_LAUNCHES = [Launch(block, warps) for block in (8, 16, 32, 64, 128) for warps in (1, 2, 4, 8)]
-SCAN_LAUNCHES = [
-    Launch(block, warps, stages) for block in (16, 32, 64, 128) for warps in (2, 4, 8) for stages in (1, 2, 3)
-]
+SCAN_LAUNCHES = [Launch(block, 4, stages) for block in (16, 32, 64) for stages in (1, 2, 3)]
 Call = Callable[[], object]
 
 

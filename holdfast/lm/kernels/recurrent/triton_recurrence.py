@@ -298,7 +298,8 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
             query, key, value, inputs.log_decay, inputs.rate, chunks, scratch.weights, scratch.read, scratch.target,
             scratch.query_factor, scratch.write_factor, scratch.total_factor, *query_strides, *key_strides,
             *value_strides, *inputs.rate_strides, inputs.scale, NORM_EPS, **common, BLOCK_V=wide, LEVELS=LEVELS,
-            NORMALIZE=inputs.normalize, INVERSE_PRECISION="ieee" if exact else INVERSE_PRECISION, num_warps=8 if exact else 4,
+            NORMALIZE=inputs.normalize, INVERSE_PRECISION="ieee" if exact else INVERSE_PRECISION,
+            num_warps=8 if exact else 4,
         )  # fmt: skip
         launch = self.scan_launch(inputs)
         scan_kernel[(triton.cdiv(value_dim, launch.block), inputs.heads, len(metadata.many))](

@@ -33,47 +33,48 @@ def step_kernel(
     held = in_key[:, None] & in_value[None, :]
     for number in range(tl.program_id(2), records, tl.num_programs(2)):
         record = work + number * 4
-        first = tl.load(record).to(tl.int64)
         count = tl.load(record + 1)
-        slot = tl.load(record + 2).to(tl.int64)
-        moves = slot >= 0
-        slot = tl.where(moves, slot, -1 - slot)
-        state_at = state + slot * state_stride + head * state_stride_head
-        state_at += dim[:, None] * state_stride_key + column[None, :] * state_stride_value
-        sums = tl.load(state_at, mask=held & (count > 0), other=0.0)
+        if count > 0:
+            first = tl.load(record).to(tl.int64)
+            slot = tl.load(record + 2).to(tl.int64)
+            moves = slot >= 0
+            slot = tl.where(moves, slot, -1 - slot)
+            state_at = state + slot * state_stride + head * state_stride_head
+            state_at += dim[:, None] * state_stride_key + column[None, :] * state_stride_value
+            sums = tl.load(state_at, mask=held, other=0.0)
 
-        query_at = query + first * query_stride + head // GROUP_SIZE * query_stride_head + dim
-        key_at = key + first * key_stride + head // GROUP_SIZE * key_stride_head + dim
-        value_at = value + first * value_stride + head * value_stride_head + column
-        rate_at = rate + first * rate_stride + head
-        decay_at = log_decay + first * decay_stride + head
-        out_at = out + first * out_stride + head * out_stride_head + column
-        for _ in range(count):
-            q = tl.load(query_at, mask=in_key, other=0.0).to(tl.float32)
-            k = tl.load(key_at, mask=in_key, other=0.0).to(tl.float32)
-            v = tl.load(value_at, mask=in_value, other=0.0).to(tl.float32)
-            r = tl.load(rate_at).to(tl.float32)
-            decay = tl.load(decay_at).to(tl.float32)
-            if NORMALIZE:
-                q *= tl.rsqrt(tl.sum(q * q, 0) + eps)
-                k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
-            if DELTA:
-                sums *= tl.exp(decay)
-                written = r * (v - tl.sum(sums * k[:, None], 0))
-            else:
-                sums *= tl.exp(r * decay)
-                written = r * v
-            sums += k[:, None] * written[None, :]
-            found = scale * tl.sum(sums * q[:, None], 0)
-            if skip is not None:
-                found += tl.load(skip + head).to(tl.float32) * v
-            tl.store(out_at, found.to(out.dtype.element_ty), mask=in_value)
-            query_at += query_stride
-            key_at += key_stride
-            value_at += value_stride
-            rate_at += rate_stride
-            decay_at += decay_stride
-            out_at += out_stride
-        # Several threads may hold the same element, and all must read it before one writes it.
-        tl.debug_barrier()
-        tl.store(state_at, sums, mask=held & moves & (count > 0))
+            query_at = query + first * query_stride + head // GROUP_SIZE * query_stride_head + dim
+            key_at = key + first * key_stride + head // GROUP_SIZE * key_stride_head + dim
+            value_at = value + first * value_stride + head * value_stride_head + column
+            rate_at = rate + first * rate_stride + head
+            decay_at = log_decay + first * decay_stride + head
+            out_at = out + first * out_stride + head * out_stride_head + column
+            for _ in range(count):
+                q = tl.load(query_at, mask=in_key, other=0.0).to(tl.float32)
+                k = tl.load(key_at, mask=in_key, other=0.0).to(tl.float32)
+                v = tl.load(value_at, mask=in_value, other=0.0).to(tl.float32)
+                r = tl.load(rate_at).to(tl.float32)
+                decay = tl.load(decay_at).to(tl.float32)
+                if NORMALIZE:
+                    q *= tl.rsqrt(tl.sum(q * q, 0) + eps)
+                    k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
+                if DELTA:
+                    sums *= tl.exp(decay)
+                    written = r * (v - tl.sum(sums * k[:, None], 0))
+                else:
+                    sums *= tl.exp(r * decay)
+                    written = r * v
+                sums += k[:, None] * written[None, :]
+                found = scale * tl.sum(sums * q[:, None], 0)
+                if skip is not None:
+                    found += tl.load(skip + head).to(tl.float32) * v
+                tl.store(out_at, found.to(out.dtype.element_ty), mask=in_value)
+                query_at += query_stride
+                key_at += key_stride
+                value_at += value_stride
+                rate_at += rate_stride
+                decay_at += decay_stride
+                out_at += out_stride
+            # Several threads may hold the same element, and all must read it before one writes it.
+            tl.debug_barrier()
+            tl.store(state_at, sums, mask=held & moves)

@@ -314,7 +314,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
 
     def step_launch(self, inputs: Inputs) -> Launch:
         """Launch settings of `step_kernel`: a part of the state that fits the registers of its warps."""
-        return Launch(block=min(32, padded(inputs.value.shape[2])), num_warps=2)
+        return Launch(block=16, num_warps=1)
 
     def scan_launch(self, inputs: Inputs) -> Launch:
         """Launch settings of `scan_kernel`: the next chunk is on its way, if shared memory has room for two."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.recurrent.tiles import CHUNK, FEW
+from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 from holdfast.lm.kernels.recurrent.triton_recurrence import TritonRecurrence
 from tests.lm.kernels.recurrent_oracle import (
     CASES,
@@ -196,6 +197,32 @@ def narrow(case: LayerCase, dtype: torch.dtype) -> LayerCase:
     exact = ("log_decay", "dt", "decay") if isinstance(case, ConvolutionCase) else ("log_decay", "dt", "decay", "state")
     kept = {name: getattr(case, name) for name in exact if hasattr(case, name)}
     return replace(case.each(lambda tensor: tensor.to(dtype)), **kept)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 3, 16), (5, 32, 128), (70, 7, 40)])
+def test_gates_and_norms_around_a_rule_equal_pytorch(tokens: int, heads: int, dim: int, device: str) -> None:
+    """All of them read columns of one projection."""
+    noise = torch.Generator().manual_seed(tokens)
+    projected = torch.randn(tokens, heads * dim + 2 * heads, generator=noise) * 20
+    gate, rate, time = projected.to(device).split([heads * dim, heads, heads], 1)
+    bias, decay, gain = (torch.randn(size, generator=noise).to(device) for size in (heads, heads, dim))
+    x = torch.randn(tokens, heads, dim, generator=noise).to(device)
+    triton, reference = TritonRecurrence(torch.device(device)), TorchRecurrence(torch.device(device))
+    for found, expected in zip(
+        (*triton.gates(time, rate, bias, decay), triton.gated_norm(x, gate, gain, 1e-6)),
+        (*reference.gates(time, rate, bias, decay), reference.gated_norm(x, gate, gain, 1e-6)),
+        strict=True,
+    ):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_programs_of_several_records_skip_empty_ones(device: str) -> None:
+    """With more records than programs, each program goes through some, and those of zeros change no state."""
+    case, backend = on_device(DeltaCase.random(scattered([1] * 70 + [FEW + 1])), device)
+    metadata = backend.reserve(80, 80)
+    assert backend.refill(metadata, case.segments)
+    assert_close(case, backend, metadata)
 
 
 @pytest.mark.gpu

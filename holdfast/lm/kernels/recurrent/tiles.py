@@ -17,8 +17,6 @@ CHUNK = 64
 """Tokens of a chunk. Programs compute a chunk's tokens together."""
 FEW = 8
 """A segment of at most this many tokens is computed token by token, with its state in registers."""
-MOST_LONG = 64
-"""Largest number of longer segments in a captured step. More room would mean more programs without work."""
 
 Records = npt.NDArray[np.int32]
 
@@ -80,7 +78,7 @@ class WorkListsBuilder:
 
     def reserve(self, segments: int, tokens: int | None, places: int = 0) -> WorkLists:
         """Empty lists with the room of `CapturableRecurrence.reserve`. Without `tokens`, there is none for chunks."""
-        most = 0 if tokens is None else min(segments, tokens // (FEW + 1), MOST_LONG)
+        most = 0 if tokens is None else min(segments, tokens // (FEW + 1))
         sizes = [segments, most, 0 if tokens is None else tokens // CHUNK + most, min(places, tokens or segments)]
         return self._cut(torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device), sizes)
 

@@ -31,13 +31,6 @@ GATES_AT_A_TIME = 512
 """Number of decays and rates that one program computes."""
 NORMED_AT_A_TIME = 2048
 """Numbers of a token that one program norms and gates."""
-MOST_PROGRAMS = 65_535
-"""Largest size of the last dimension of a launch."""
-MIXED_PROGRAMS = 64
-"""Largest number of programs for the segments of few tokens in a step that has long ones, too.
-
-Captured steps have a place for every sequence, and empty programs would take processors from the long segments.
-"""
 OTHER_BYTES = 12 << 10
 """Shared memory of a program of `scan_kernel`, besides chunks that are on their way."""
 
@@ -256,7 +249,7 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         scratch = Scratch.of(inputs, len(metadata.chunks))
         self._both(
             metadata,
-            few=lambda: self._step(inputs, metadata.few, most=MIXED_PROGRAMS if len(metadata.many) else MOST_PROGRAMS),
+            few=lambda: self._step(inputs, metadata.few),
             many=lambda: self._scan(inputs, metadata, scratch),
         )
         return inputs.out
@@ -273,13 +266,13 @@ class TritonRecurrence(CapturableRecurrence[WorkLists]):
         elif len(metadata.many):
             many()
 
-    def _step(self, inputs: Inputs, work: torch.Tensor, most: int) -> None:
-        """Launch segments of few tokens, in at most this many programs for each part of a state."""
+    def _step(self, inputs: Inputs, work: torch.Tensor) -> None:
+        """Launch segments of few tokens."""
         launch = self.step_launch(inputs)
-        step_kernel[(triton.cdiv(inputs.value.shape[2], launch.block), inputs.heads, min(len(work), most))](
+        step_kernel[(triton.cdiv(inputs.value.shape[2], launch.block), inputs.heads, len(work))](
             inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.rate, inputs.skip, inputs.state, work,
             inputs.out, *inputs.input_strides, *inputs.rate_strides, *inputs.state_strides, *inputs.out.stride()[:2],
-            inputs.scale, NORM_EPS, len(work), **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
+            inputs.scale, NORM_EPS, **inputs.sizes, VALUE_DIM=inputs.value.shape[2], BLOCK_V=launch.block,
             DELTA=inputs.delta, NORMALIZE=inputs.normalize, num_warps=launch.num_warps,
         )  # fmt: skip
 

@@ -217,14 +217,6 @@ def test_gates_and_norms_around_a_rule_equal_pytorch(tokens: int, heads: int, di
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_programs_of_several_records_skip_empty_ones(device: str) -> None:
-    """With more records than programs, each program goes through some, and those of zeros change no state."""
-    case, backend = on_device(DeltaCase.random(scattered([1] * 70 + [FEW + 1])), device)
-    metadata = backend.reserve(80, 80)
-    assert backend.refill(metadata, case.segments)
-    assert_close(case, backend, metadata)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(

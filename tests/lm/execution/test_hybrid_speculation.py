@@ -118,6 +118,9 @@ def play(
     )
     device = PagedDevice(model, config, parts=[StateDevice(0.25)])
     shape = device.allocate(replace(sizes(BLOCKS, host, SNAPSHOTS), host_snapshots=4 if host else 0))
+    if device.memory.host is not None:
+        device.memory.host.begin()
+        device.memory.host.wait()
     planning = make_planning(config, shape, FREE)
     guessing = Guessing(expected or {}, random.Random(seed))
     own = make_parts(planning, make_drafter(config, shape, "cpu")) if expected is None else [guessing]
@@ -181,6 +184,20 @@ def test_random_conversations_give_the_tokens_that_they_get_without_drafts(model
     assert seen["guessed"] > seen["right guesses"] + 60, "many guesses must be wrong"
     assert seen["preemptions"] > 2
     assert seen["snapshot_hits"] > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_give_the_tokens_that_models_give_without_drafts(family: str, tmp_path: Path) -> None:
+    make(tmp_path, family)
+    on_gpu, seen = load(tmp_path, device="cuda", dtype="float32"), Counter[str]()
+    for seed in range(4):
+        plain, _, _ = play(on_gpu, seed, "off", aborts=False)
+        answers, aborted, events = play(on_gpu, seed, "ngram", expected=plain)
+        seen += events
+        check(answers, plain, aborted)
+    assert seen["right guesses"] > 150
+    assert seen["guessed"] > seen["right guesses"] + 60, "many guesses must be wrong"
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "suffix"])

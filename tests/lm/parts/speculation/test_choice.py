@@ -1,0 +1,34 @@
+"""The drafter that a configuration asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.speculation.choice import make_drafter
+from holdfast.lm.parts.speculation.drafts import NgramDrafter, SuffixDrafter
+from holdfast.lm.types import StateShape
+from tests.lm.test_choice import SHAPE
+
+
+@pytest.mark.parametrize(
+    ("speculation", "kind", "drafter"),
+    [("ngram", "cpu", NgramDrafter), ("suffix", "cpu", SuffixDrafter), ("auto", "cuda", SuffixDrafter)],
+)
+def test_a_drafter_is_made_as_the_configuration_says(speculation: Any, kind: str, drafter: type) -> None:
+    assert isinstance(make_drafter(EngineConfig(speculation=speculation), SHAPE, kind), drafter)
+
+
+@pytest.mark.parametrize(("speculation", "kind"), [("off", "cuda"), ("auto", "cpu")])
+def test_no_drafter_is_made_where_none_is_wanted(speculation: Any, kind: str) -> None:
+    assert make_drafter(EngineConfig(speculation=speculation), SHAPE, kind) is None
+
+
+@pytest.mark.parametrize(("places", "drafted"), [(0, False), (64, True)])
+def test_recurrent_layers_verify_drafts_if_they_have_places_for_their_inputs(places: int, drafted: bool) -> None:
+    shape = replace(SHAPE, states=StateShape(snapshots=3, slot_bytes=1, places=places))
+    drafter = make_drafter(EngineConfig(speculation="suffix"), shape, "cuda")
+    assert isinstance(drafter, SuffixDrafter) is drafted

@@ -270,6 +270,9 @@ ATTENTION_FIELDS = ("qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "sinks
 LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
 """The fields of LayerWeights that may be FP8. They are nearly all bytes that a step reads, except the LM head."""
 
+QUANTIZED_FIELDS = (*LINEAR_FIELDS, "mixer_in", "mixer_out", "mlp_in", "mlp_out", "shared_gate_up", "shared_down")
+"""The fields of a checkpoint's layers that become one of LINEAR_FIELDS."""
+
 
 def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     """For each field of LayerWeights, the shapes of the parts that are fused along their rows.

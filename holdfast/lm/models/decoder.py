@@ -32,6 +32,7 @@ from holdfast.lm.models.decoder_spec import QUANTIZED_FIELDS, DecoderSpec, eleme
 from holdfast.lm.models.experts import read_experts
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
 from holdfast.lm.models.mlp_mixer import MlpMixer
+from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, pieces_of_layer, vocabulary_piece
 
@@ -66,6 +67,14 @@ class LayerWeights:
     mixer_tail: torch.Tensor | None = None  # [last rows, hidden]: `RecurrentWeights.tail`
     recurrent: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of a recurrent layer's mixer between the two projections (`RecurrentWeights.tensors`)."""
+
+    def rows(self, field: str, columns: slice) -> torch.Tensor:
+        """The rows of a linear field that give these outputs, as plain numbers."""
+        weight: Weight = getattr(self, field)
+        plain = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
+        if field == "qkv" and self.mixer_tail is not None:
+            plain = torch.cat((plain, self.mixer_tail.to(plain.dtype)))
+        return plain[columns]
 
 
 PLACES = {
@@ -149,7 +158,8 @@ class Decoder:
         """Names of the tensors that are read row by row."""
         self._pairs = decoder.rope.pairs(decoder.head_dim)
         fields = names.fields
-        self._paired = (*fields["qkv"][:2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
+        gates = int(decoder.attention_gate)
+        self._paired = (*fields["qkv"][gates : gates + 2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
         self._paired += fields.get("k_norm", ())
         self.decoder = decoder
         """The spec of the whole decoder, of which this may be a shard."""
@@ -222,12 +232,12 @@ class Decoder:
             number, recurrent = self.shard.layers[index], None
             if spec.recurrence is not None and spec.recurrent[number]:
                 given = RecurrentWeights(
-                    inputs=layer.qkv, bias=layer.qkv_bias, tail=layer.mixer_tail, tensors=layer.recurrent
+                    inputs=layer.qkv, bias=layer.qkv_bias, index=index, tail=layer.mixer_tail, tensors=layer.recurrent
                 )
                 recurrent = spec.recurrence.mixer(given, states)
                 states += 1
             if not spec.cached[number]:
-                mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias))
+                mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias, index))
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
@@ -239,7 +249,9 @@ class Decoder:
             mixer = make(weights, spec, index=index, cache=caches, window=window, rotation=rotation)
             caches += 1
             if recurrent is not None and spec.parallel_factors is not None:
-                mixers.append(ParallelMixer(layer.qkv, mixer, recurrent, spec.parallel_factors))
+                mixers.append(
+                    ParallelMixer(Projection(layer.qkv, None, index), mixer, recurrent, spec.parallel_factors)
+                )
             else:
                 mixers.append(mixer)
         return tuple(mixers)
@@ -568,6 +580,21 @@ class Decoder:
         self._ops.add_linear_norm(stream, inner, layer.down, None, self._no_norm)
         return normed
 
+    def _gated_adapted(
+        self, normed: torch.Tensor, layer: LayerWeights, stack: LoraStack, adapters: StepAdapters, lora: Lora
+    ) -> torch.Tensor:
+        """`_gated` with adapters."""
+        of_gate, of_product = self.decoder.mlp_factors
+        if adapters.scaled or of_gate != 1.0:
+            together = adapted(self._ops, normed, layer.gate_up, layer.gate_up_bias, stack, adapters, lora)
+            if of_gate != 1.0:
+                together[:, : self.decoder.intermediate_size] *= of_gate
+            inner = self._ops.gate(together)
+        else:
+            finish = lora.begin(normed, stack)
+            inner = self._ops.gate(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
+        return inner if of_product == 1.0 else inner.mul_(of_product)
+
     def _finish_adapted(
         self,
         index: int,
@@ -591,27 +618,32 @@ class Decoder:
 
         def add(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, stack: LoraStack, norms: Norms) -> Normed:
             norm, out_norm = norms
+            read = x[:, : stack.inputs]  # attention's part, where a recurrence is next to it
             if out_norm is not None or adapters.scaled:
-                change = self._change(x, stack, adapters, lora)
+                change = self._change(read, stack, adapters, lora)
                 return ops.add_linear_norm(stream, x, weight, bias, norm, out_norm=out_norm, change=change)
             if self.group is not None:
-                return ops.add_adapted_norm(stream, x, weight, bias, norm, lora.begin(x, stack))
+                return ops.add_adapted_norm(stream, x, weight, bias, norm, lora.begin(read, stack))
             # A projection that writes to the stream has its adapters write to the stream too.
-            first = partial(lora.begin(x, stack, stream).add, stream)
+            first = partial(lora.begin(read, stack, stream).add, stream)
             return ops.add_linear_norm(stream, x, weight, bias, norm, first)
 
+        if self.decoder.mlps:
+            return add(attended, layer.o, layer.o_bias, stacks.o, (following, None))
         normed = add(attended, layer.o, layer.o_bias, stacks.o, (layer.post_norm, layer.attention_out_norm))
-        if layer.experts is not None:
+        if layer.experts is not None and stacks.gate_up is None:
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         assert stacks.gate_up is not None and stacks.down is not None
         normed = ops.computed(normed)
+        if layer.experts is not None:
+            inner = self._gated_adapted(normed, layer, stacks.gate_up, adapters, lora)
+            if layer.shared_gate is not None:
+                inner *= (normed @ layer.shared_gate.t()).sigmoid()
+            add(inner, layer.down, None, stacks.down, (self._no_norm, None))
+            return ops.add_experts_norm(stream, normed, layer.experts, following)
         if self.decoder.norms_stream:
             normed = stream.copy_(normed)
-        if adapters.scaled:
-            inner = ops.gate(adapted(ops, normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
-        else:
-            finish = lora.begin(normed, stacks.gate_up)
-            inner = ops.gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
+        inner = self._gated_adapted(normed, layer, stacks.gate_up, adapters, lora)
         normed = add(inner, layer.down, layer.down_bias, stacks.down, (following, layer.mlp_out_norm))
         return stream.copy_(ops.computed(normed)) if self.decoder.norms_stream else normed
 

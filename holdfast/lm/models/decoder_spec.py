@@ -284,7 +284,7 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     norm: tuple[Shape, ...] = ((hidden,), (hidden,)) if spec.layer_norm else ((hidden,),)
     mlp = 2 if spec.gated else 1
     shapes: dict[str, tuple[Shape, ...]] = {
-        "qkv": ((q, hidden), (kv, hidden), (kv, hidden)) + ((q, hidden),) * spec.attention_gate,
+        "qkv": ((q, hidden),) * spec.attention_gate + ((q, hidden), (kv, hidden), (kv, hidden)),
         "o": ((hidden, q),),
         "gate_up": ((inner, hidden),) * mlp,
         "down": ((hidden, inner),),

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.models.base import Shape, StateTensor, StepInput
+from holdfast.lm.models.projection import Projection, SplitProjection
 
 
 class Mixer(ABC):
@@ -31,42 +31,19 @@ class RecurrentWeights:
 
     inputs: Weight  # [rows, hidden]: the first projection, without the rows of `tail`
     bias: torch.Tensor | None  # [rows]
+    index: int
+    """The layer's number among those of the device."""
     tail: torch.Tensor | None = None  # [last rows, hidden]
     """The last rows of the first projection, where they are plain numbers beside quantized ones."""
     tensors: Mapping[str, torch.Tensor]
     """The other tensors, by their fields in `RecurrentSpec.shapes`."""
 
 
-class Projection:
-    """The first projection of a mixer."""
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
-        """`weight` is [rows, hidden], and `bias` [rows]."""
-        self._weight, self._bias = weight, bias
-
-    def of(self, ops: LayerOps, normed: Normed) -> torch.Tensor:
-        """The projection [T, rows] of the normed stream."""
-        return ops.linear(normed, self._weight, self._bias)
-
-
-class SplitProjection(Projection):
-    """A first projection whose last rows have a weight of their own."""
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None, tail: torch.Tensor) -> None:
-        """`tail` [last rows, hidden] has no bias."""
-        super().__init__(weight, bias)
-        self._tail = tail
-
-    def of(self, ops: LayerOps, normed: Normed) -> torch.Tensor:
-        x = ops.computed(normed)
-        return torch.cat((super().of(ops, x), functional.linear(x, self._tail)), dim=1)
-
-
 def projection_of(weights: RecurrentWeights) -> Projection:
     """The first projection of a recurrent layer with these weights."""
     if weights.tail is None:
-        return Projection(weights.inputs, weights.bias)
-    return SplitProjection(weights.inputs, weights.bias, weights.tail)
+        return Projection(weights.inputs, weights.bias, weights.index)
+    return SplitProjection(weights.inputs, weights.bias, weights.index, weights.tail)
 
 
 class RecurrentMixer(Mixer):
@@ -77,7 +54,7 @@ class RecurrentMixer(Mixer):
         self._projection, self._state = projection_of(weights), state
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        return self.recur(self._projection.of(ops, normed), step)
+        return self.recur(self._projection.of(ops, normed, step), step)
 
     @abstractmethod
     def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:

@@ -564,8 +564,11 @@ class Decoder:
         if self.decoder.mlp_factors == (1.0, 1.0):
             inner = self._ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
             return inner
+        return self._activated(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+
+    def _activated(self, together: torch.Tensor) -> torch.Tensor:
+        """The input [T, intermediate] of the MLP's last projection, from its first one, which may be overwritten."""
         of_gate, of_product = self.decoder.mlp_factors
-        together = self._ops.linear(normed, layer.gate_up, layer.gate_up_bias)
         together[:, : self.decoder.intermediate_size] *= of_gate
         inner = self._ops.gate(together)
         return inner.mul_(of_product)
@@ -576,24 +579,25 @@ class Decoder:
             inner = self._ops.gated_linear(normed, layer.gate_up)
         else:  # its gate scales plain numbers, which the result of `gated_linear` may not be
             inner = self._ops.gate(self._ops.linear(normed, layer.gate_up))
-            inner *= (normed @ layer.shared_gate.t()).sigmoid()
+            self._scale_shared(inner, normed, layer.shared_gate)
         self._ops.add_linear_norm(stream, inner, layer.down, None, self._no_norm)
         return normed
+
+    @staticmethod
+    def _scale_shared(inner: torch.Tensor, normed: torch.Tensor, gate: torch.Tensor) -> None:
+        """Multiply what a shared expert's last projection reads, [T, inner], by its gate for `normed`, in place."""
+        inner *= (normed @ gate.t()).sigmoid()
 
     def _gated_adapted(
         self, normed: torch.Tensor, layer: LayerWeights, stack: LoraStack, adapters: StepAdapters, lora: Lora
     ) -> torch.Tensor:
         """`_gated` with adapters."""
-        of_gate, of_product = self.decoder.mlp_factors
-        if adapters.scaled or of_gate != 1.0:
-            together = adapted(self._ops, normed, layer.gate_up, layer.gate_up_bias, stack, adapters, lora)
-            if of_gate != 1.0:
-                together[:, : self.decoder.intermediate_size] *= of_gate
-            inner = self._ops.gate(together)
-        else:
+        plain = self.decoder.mlp_factors == (1.0, 1.0)
+        if plain and not adapters.scaled:
             finish = lora.begin(normed, stack)
-            inner = self._ops.gate(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
-        return inner if of_product == 1.0 else inner.mul_(of_product)
+            return self._ops.gate(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
+        together = adapted(self._ops, normed, layer.gate_up, layer.gate_up_bias, stack, adapters, lora)
+        return self._ops.gate(together) if plain else self._activated(together)
 
     def _finish_adapted(
         self,
@@ -638,7 +642,7 @@ class Decoder:
         if layer.experts is not None:
             inner = self._gated_adapted(normed, layer, stacks.gate_up, adapters, lora)
             if layer.shared_gate is not None:
-                inner *= (normed @ layer.shared_gate.t()).sigmoid()
+                self._scale_shared(inner, normed, layer.shared_gate)
             add(inner, layer.down, None, stacks.down, (self._no_norm, None))
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         if self.decoder.norms_stream:

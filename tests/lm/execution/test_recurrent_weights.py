@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
@@ -55,6 +56,22 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, name: 
     if name == "falcon-h1" and not method.endswith("-32"):
         wanted = torch.Tensor  # attention's inputs and Mamba-2's have other scales or another order
     assert {type(layer.o) for layer in model.layers} == {wanted}
+
+
+@pytest.mark.parametrize("left", ["self_attn.o_proj", "mamba.out_proj"])
+def test_outputs_of_a_falcon_h1_of_which_a_part_is_plain_are_dequantized(tmp_path: Path, left: str) -> None:
+    module = quantized(tmp_path, "FalconH1", "awq-32", **MAMBA)
+    stored = load_file(tmp_path / "model.safetensors")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    for layer in range(2):
+        stem = f"model.layers.{layer}.{left}"
+        for part in ("qweight", "qzeros", "scales"):
+            del stored[f"{stem}.{part}"]
+        stored[f"{stem}.weight"] = plain[f"{stem}.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder) and isinstance(model.layers[0].o, torch.Tensor)
+    check(model, module, 3e-4)
 
 
 @pytest.mark.parametrize("name", DENSE)

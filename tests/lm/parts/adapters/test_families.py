@@ -302,6 +302,29 @@ def test_a_dora_is_refused_where_the_slots_have_no_gains(tmp_path: Path) -> None
         store.read("x", case.directories["dora"])
 
 
+def test_several_devices_take_no_adapters_of_a_model_with_recurrent_layers(tmp_path: Path) -> None:
+    case = family("bamba", tmp_path)
+    with pytest.raises(
+        ValueError, match="tp is 2 and pp is 1, and adapters of a model with recurrent layers run on one"
+    ):
+        AdapterDevice(case.model, EngineConfig(max_adapters=1, tp=2, device="cpu"))
+
+
+def test_a_dora_of_outputs_that_mamba_adds_to_is_refused(tmp_path: Path) -> None:
+    case = family("falcon-h1", tmp_path)
+    tensors = load_file(case.directories["wide"] / WEIGHTS_FILE)
+    for name, tensor in [*tensors.items()]:
+        if name.endswith("lora_B.weight"):
+            tensors[name.removesuffix("lora_B.weight") + "lora_magnitude_vector"] = torch.ones(len(tensor))
+    save_file(tensors, case.directories["wide"] / WEIGHTS_FILE)
+    config = case.directories["wide"] / CONFIG_FILE
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    with pytest.raises(
+        UnsupportedAdapter, match=r"o_proj has magnitudes \(use_dora\), and a recurrent layer adds to its"
+    ):
+        read_peft(case.directories["wide"], case.model.decoder)
+
+
 @pytest.mark.gpu
 def test_a_gpu_takes_a_dora_only_if_the_engine_was_started_for_it(tmp_path: Path) -> None:
     case = family("llama", tmp_path)

@@ -34,7 +34,7 @@ class RecurrentWeights:
     index: int
     """The layer's number among those of the device."""
     tail: torch.Tensor | None = None  # [last rows, hidden]
-    """The last rows of the first projection, where they are plain numbers beside quantized ones."""
+    """The last rows of the first projection, where they are plain numbers and the others are quantized."""
     tensors: Mapping[str, torch.Tensor]
     """The other tensors, by their fields in `RecurrentSpec.shapes`."""
 

@@ -20,7 +20,7 @@ SHORT_NAMES = (
     *("shared_gate", "shared_up", "shared_gate_up", "shared_down"),
     *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 )
-"""All short names of modules, in the order in which they are listed. Recurrent layers' names in files end with them."""
+"""All short names of modules, in the order in which they are listed. A recurrent layer's are the ends of its names."""
 
 SOURCES = {
     "qkv": ("qkv", "mixer_in", "mlp_in"),

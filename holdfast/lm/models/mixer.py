@@ -70,7 +70,7 @@ class RecurrentSpec(ABC):
 
     @property
     def precise(self) -> int:
-        """Number of the last parts of `mixer_in` that are not quantized with the others: what they decide is fine."""
+        """Number of the last parts of `mixer_in` that may stay plain numbers where the others are quantized."""
         return 0
 
     @abstractmethod

@@ -39,7 +39,8 @@ EFFECTS = """
 REASONS = """
 ## Why a pair does not work
 
-These are the engine's words, for a Llama, or for a T5 where the model is an encoder-decoder.
+These are the engine's words, for a Llama, for a T5 where the model is an encoder-decoder, or for a Bamba where it has
+recurrent layers. A Bamba with a disk tier runs on padded rows.
 
 """
 TAIL = """

@@ -53,6 +53,34 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """For each case, its architecture, one of `checkpoints.FAMILIES`, and how it differs from that one."""
 
 
+MAMBA: dict[str, Any] = dict(mamba_n_groups=2, mamba_n_heads=8, mamba_d_head=16)
+HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5ForCausalLM", "qwen3.5", {}),
+    "qwen3-next": ("Qwen3NextForCausalLM", "qwen3-next", {}),
+    "qwen3-next-dense": ("Qwen3NextForCausalLM", "qwen3-next", dict(mlp_only_layers=[1])),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2", dict(conv_bias=True)),
+    "bamba": ("BambaForCausalLM", "bamba", MAMBA | dict(mamba_proj_bias=True, attention_bias=True, mlp_bias=True)),
+    "granite-4": (
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        MAMBA | dict(num_local_experts=0, residual_multiplier=0.4),
+    ),
+    "granite-4-experts": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", MAMBA),
+    "falcon-h1": (
+        "FalconH1ForCausalLM",
+        "falcon-h1",
+        MAMBA
+        | dict(attention_in_multiplier=0.8, key_multiplier=0.6, ssm_in_multiplier=1.25, mlp_multipliers=[0.88, 0.59]),
+    ),
+    "nemotron-h": (
+        "NemotronHForCausalLM",
+        "nemotron-h",
+        dict(layers_block_type=["linear_attention", "mlp", "full_attention"], n_groups=2, use_bias=True, mlp_bias=True),
+    ),
+}
+"""Likewise for families with recurrent layers."""
+
+
 def every_linear(module: Any) -> list[str]:
     """The linear modules of a layer that PEFT's "all-linear" finds, by the ends of their names.
 
@@ -66,6 +94,25 @@ def every_linear(module: Any) -> list[str]:
             found[name.removeprefix(prefix).partition(".")[2]] = None
     experts = any("experts" in name for name, _ in module.named_modules())
     return [name for name in found if name.startswith("self_attn") or not experts]
+
+
+def every_hybrid_linear(module: Any) -> list[str]:
+    """The linear modules of a model with recurrent layers that adapters may change, by the ends of their names.
+
+    PEFT takes no adapters of the last projection of some families' Mamba-2, and makes the names of the MLP those of the
+    experts if there are experts.
+    """
+    found = dict.fromkeys(
+        name.removeprefix("model.layers.").partition(".")[2]
+        for name, part in module.named_modules()
+        if name.startswith("model.layers.") and type(part).__name__ == "Linear"
+    )
+    refused: tuple[str, ...] = ()
+    if any("experts" in name for name, _ in module.named_modules()):
+        refused = ("block_sparse_moe", "mlp.", "shared_mlp.")
+    if module.config.model_type in ("falcon_h1", "nemotron_h"):
+        refused = ("mamba.out_proj", "mixer.out_proj")
+    return [name for name in found if not name.startswith(refused)]
 
 
 @dataclass
@@ -89,14 +136,17 @@ def family(name: str, directory: Path) -> Family:
     """
     import peft
 
-    architecture, stem, differences = NATIVE_FAMILIES[name]
+    hybrid = name in HYBRID_FAMILIES
+    architecture, stem, differences = (HYBRID_FAMILIES if hybrid else NATIVE_FAMILIES)[name]
     # Its plainest attention: PyTorch's own leaves out Gemma 2's cap in some versions of Transformers.
     module = tiny(stem, attn_implementation="eager", **differences)
     module.save_pretrained(directory / "base")
     model = load(directory / "base", device="cpu", dtype="float32")
     assert isinstance(model, Decoder) and model.spec.architecture == architecture
-    targets = every_linear(module)
+    targets = every_hybrid_linear(module) if hybrid else every_linear(module)
     first, last = targets[0], targets[-1]
+    # Attention's outputs in Falcon-H1 have Mamba-2's among them, so a DoRA of the two has no gains of its own.
+    scaled = [target for target in targets if name != "falcon-h1" or target != "self_attn.o_proj"]
     options: dict[str, dict[str, Any]] = {
         "wide": dict(r=4, lora_alpha=6, target_modules=targets, use_rslora=True),
         "some": dict(
@@ -105,10 +155,14 @@ def family(name: str, directory: Path) -> Family:
             target_modules=[first, last],
             rank_pattern={first: 5},
             alpha_pattern={last: 4},
-            layers_to_transform=[1],
-            layers_pattern="h" if model.decoder.names.layer.startswith("transformer.h") else "layers",
+            layers_to_transform=None if hybrid else [1],
+            layers_pattern=None
+            if hybrid
+            else "h"
+            if model.decoder.names.layer.startswith("transformer.h")
+            else "layers",
         ),
-        "dora": dict(r=4, lora_alpha=6, target_modules=targets, use_dora=True),
+        "dora": dict(r=4, lora_alpha=6, target_modules=scaled, use_dora=True),
     }
     adapted, directories = {"": module}, {}
     for seed, (key, given) in enumerate(options.items()):

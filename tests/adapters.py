@@ -51,7 +51,8 @@ def merged(module: Any, weights: AdapterWeights) -> Any:
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for (layer, name), pair in weights.pairs.items():
-            parameters[f"{weights.names.of(layer, name)}.weight"] += pair.scale * (pair.b @ pair.a)
+            stored = next(each for each in weights.names.all_of(layer, name) if f"{each}.weight" in parameters)
+            parameters[f"{stored}.weight"] += pair.scale * (pair.b @ pair.a)
     return module
 
 

@@ -54,11 +54,15 @@ def write_gguf(
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    kinds_of_layers = config.get("layer_types") or ()
+    convolutional = "conv" in kinds_of_layers
+    writer.add_head_count_kv(
+        [0 if kind == "conv" else kv_heads for kind in kinds_of_layers] if convolutional else kv_heads
+    )
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config["norm_eps" if convolutional else "rms_norm_eps"])
     for key, value in (more or {}).items():
         name = f"{architecture}.{key}"
         if isinstance(value, str):
@@ -84,12 +88,14 @@ def write_gguf(
             tensor = permuted(tensor, kv_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
+        if name.endswith("conv.conv.weight"):
+            tensor = tensor.squeeze(1)
         stem, _, ending = name.rpartition(".")
         stored[f"{names.get_name(stem)}.{ending}"] = tensor
     stored |= {name: torch.stack(parts) for name, parts in experts.items()}
     for name, tensor in stored.items():
         data = tensor.float().numpy()
-        if kind != "F32" and tensor.ndim > 1 and "ffn_gate_inp" not in name:
+        if kind != "F32" and tensor.ndim > 1 and not any(word in name for word in ("ffn_gate_inp", "shortconv.conv")):
             own, encoder = next((each for word, each in (others or {}).items() if word in name), (kind, encode))
             data = encoder(data) if encoder else quantize(data, GGMLQuantizationType[own])
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[own])

@@ -53,6 +53,8 @@ class CostProfile:
     """A computed token budget is a multiple of this many tokens."""
     token_bytes: int = 0
     """Bytes of one position in the KV cache, over all layers; 0 if unknown."""
+    state_bytes: int = 0
+    """Bytes of the recurrent states of one sequence, over all layers; 0 for a model without recurrent layers."""
     copy_rate: float = 0.0
     """Bytes per second between device and host memory; 0 if it was not measured."""
     measured: bool = True

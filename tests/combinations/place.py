@@ -51,6 +51,12 @@ SMALL: dict[str, Any] = {
 }
 TIERS = {"host", "disk", "remote", "moves"}
 """Features that need a host tier."""
+HYBRID: dict[str, Any] = dict(
+    mamba_n_heads=32, mamba_d_head=4, mamba_d_state=16, max_position_embeddings=512, eos_token_id=1
+)
+"""Sizes of a model with recurrent layers, which can be quantized."""
+STATES, STATE_BYTES = 8, (192 * 3 + 128 * 16) * 4
+"""Snapshots that a tier has room for, and the bytes of one: the convolution's inputs and the state, in float32."""
 ON_ROWS = {"padded", "encoder-decoder"}
 TARGETS = {"paged": 1390.0, "padded": 0.001, "tuning": 60_000.0}
 """Latency targets in ms, by what they bind."""
@@ -78,6 +84,18 @@ class Place:
         return self._with_tokenizer("llama-4-bit")
 
     @cached_property
+    def hybrid(self) -> Path:
+        """A Bamba of two layers, one of which is recurrent, and random weights."""
+        make(self.root / "bamba", "Bamba", **HYBRID)
+        return self._with_tokenizer("bamba")
+
+    @cached_property
+    def hybrid_four_bits(self) -> Path:
+        """The same, with layers in 4 bits."""
+        quantized(self.root / "bamba-4-bit", "Bamba", "awq-32", **HYBRID)
+        return self._with_tokenizer("bamba-4-bit")
+
+    @cached_property
     def encoder_decoder(self) -> Path:
         """A T5 of random weights."""
         make_encoder_decoder("T5", vocab_size=VOCAB, eos_token_id=1).save_pretrained(self.root / "t5")
@@ -97,6 +115,11 @@ class Place:
     def adapter(self) -> Path:
         """An adapter of the Llama that changes what it says."""
         return write(self.root / "adapter", drawn(decoder_spec(self.plain), 8, seed=1, strength=0.8))
+
+    @cached_property
+    def hybrid_adapter(self) -> Path:
+        """An adapter of the Bamba."""
+        return write(self.root / "hybrid-adapter", drawn(decoder_spec(self.hybrid), 8, seed=1, strength=0.8))
 
     @cached_property
     def _service(self) -> str:
@@ -126,13 +149,15 @@ class Place:
     def model(self, features: frozenset[str]) -> Path:
         if "encoder-decoder" in features:
             return self.encoder_decoder
+        if "hybrid" in features:
+            return self.hybrid_four_bits if "4-bit" in features else self.hybrid
         return self.four_bits if "4-bit" in features else self.plain
 
     def kind(self, features: frozenset[str]) -> dict[str, Any]:
         """Options of the model and of its numbers, by which an answer may differ, and the adapter if it takes any."""
         found: dict[str, Any] = {"model": str(self.model(features))}
         if "encoder-decoder" not in features:
-            found["adapter"] = (f"own={self.adapter}",)
+            found["adapter"] = (f"own={self.hybrid_adapter if 'hybrid' in features else self.adapter}",)
         for name in features & {"fp8-weights", "fp8-cache"}:
             found |= FEATURES[name].options
         return found
@@ -142,7 +167,7 @@ class Place:
         found = SMALL | self.kind(features)
         if "adapters" not in features:
             found.pop("adapter", None)
-        if not features & ON_ROWS:
+        if not on_rows(features):
             found["speculation"] = "off"
         for name in features & {"paged", "padded", "tp", "pp", "moves", "drafts", "tenants"}:
             found |= FEATURES[name].options
@@ -159,17 +184,18 @@ class Place:
             found["tuning_memory_fraction"] = 0.95
             found |= {} if "target" in features else {"deferral_bound": 0.0}
         if "target" in features:
-            binds = "tuning" if "tuning" in features else "padded" if features & ON_ROWS else "paged"
+            binds = "tuning" if "tuning" in features else "padded" if on_rows(features) else "paged"
             found |= {"tbt_target": TARGETS[binds], "token_budget": None}
         return found
 
     def _sizes(self, features: frozenset[str]) -> dict[str, Any]:
         """Sizes of a device and a host tier that are too small for the talks."""
-        if features & ON_ROWS:
+        if on_rows(features):
             row = LONGEST * TOKEN_BYTES * (4 if "encoder-decoder" in features else 1)
             return {"cache_gb": 3.2 * row / 1e9, "host_cache_gb": 3 * row / 1e9}
         sizes = {"cache_gb": device_blocks(features), "host_cache_gb": HOST}
-        return {name: (blocks + 0.5) * block_bytes(features) / 1e9 for name, blocks in sizes.items()}
+        states = STATES * STATE_BYTES if "hybrid" in features else 0
+        return {name: ((blocks + 0.5) * block_bytes(features) + states) / 1e9 for name, blocks in sizes.items()}
 
     def start(self, options: dict[str, Any], pace: str = "free") -> Bench:
         """An engine with a pace that does not depend on the machine."""
@@ -189,7 +215,7 @@ class Place:
 
     def reference(self, features: frozenset[str]) -> Plain:
         """The plain engine whose tokens one with these features gives."""
-        like = features & {"4-bit", "fp8-weights", "fp8-cache", "encoder-decoder"}
+        like = features & {"4-bit", "fp8-weights", "fp8-cache", "encoder-decoder", "hybrid"}
         if like not in self._plain:
             bench = self.start(SMALL | self.kind(like) | {"prefix_sharing": False})
             self._plain[like] = Plain(bench)
@@ -218,9 +244,15 @@ class Plain:
         return {name: self._given[each] for name, each in plain.items()}
 
 
+def on_rows(features: frozenset[str]) -> bool:
+    """Whether an engine with these features computes padded rows, as one does that keeps recurrent states on a disk."""
+    return bool(features & ON_ROWS) or features >= {"hybrid", "disk"}
+
+
 def block_bytes(features: frozenset[str]) -> int:
     """Bytes of a block of the cache."""
-    return BLOCK * TOKEN_BYTES // (4 if "fp8-cache" in features else 1)
+    layers = 2 if "hybrid" in features else 1  # one of the two layers has no cache
+    return BLOCK * TOKEN_BYTES // layers // (4 if "fp8-cache" in features else 1)
 
 
 def device_blocks(features: frozenset[str]) -> int:

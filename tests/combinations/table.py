@@ -38,6 +38,10 @@ FEATURES = {
         "encoder-decoder", "T5", "a model such as T5",
         "a T5 gives the answers of an engine without other features", {"model": "t5"},
     ),
+    "hybrid": Feature(
+        "recurrent layers", "hybrid", "a model such as Qwen3.5 or Bamba",
+        "a later turn goes on from the recurrent state at the end of the one before", {"model": "hybrid"},
+    ),
     "tp": Feature(
         "tensor parallelism", "tp", "`--tp 2`",
         "each process has a part of every layer, and the answers are those of one process", {"tp": 2},
@@ -108,6 +112,7 @@ FEATURES = {
 
 T5 = "T5ForConditionalGeneration is an encoder-decoder; only causal decoders are served"
 ON_ROWS = "which is for the paged executor, and executor is padded; drop one"
+NO_RANKS = "BambaForCausalLM has recurrent layers, which one device computes: leave both out"
 NO_MOVES = "The engine starts, and moves nothing."
 
 
@@ -131,6 +136,21 @@ REFUSALS = (
         options=(("executor", "paged"), ("scheduler", "run-to-completion")),
     ),
     Refusal(("paged", "encoder-decoder"), T5),
+    Refusal(("encoder-decoder", "hybrid"), T5, options=(("model", "t5"), ("executor", "paged"))),
+    Refusal(("hybrid", "tp"), f"tp is 2 and pp is 1; {NO_RANKS}"),
+    Refusal(("hybrid", "pp"), f"tp is 1 and pp is 2; {NO_RANKS}"),
+    Refusal(
+        ("hybrid", "remote"),
+        "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "
+        "remote_cache, or set executor to padded",
+    ),
+    Refusal(("hybrid", "moves"), "the states of recurrent layers do not move with their blocks", starts=NO_MOVES),
+    Refusal(
+        ("hybrid", "drafts"),
+        "speculation is ngram, and a model with recurrent layers cannot take back the tokens of a draft; leave out "
+        "speculation",
+    ),
+    Refusal(("hybrid", "tuning"), "a model with recurrent layers cannot be tuned; leave tuning out"),
     Refusal(("encoder-decoder", "tp"), T5),
     Refusal(("encoder-decoder", "pp"), T5),
     Refusal(("padded", "tp"), "tp is 2, and executor is padded: padded rows run on one device; drop one"),

@@ -20,6 +20,7 @@ def options_of(place: Place, refusal: Refusal) -> dict[str, Any]:
     asked = {**SMALL, "model": "plain", **first, **second, **dict(refusal.options)}
     models = {
         "plain": place.plain,
+        "hybrid": place.hybrid,
         "t5": place.encoder_decoder,
         "4-bit": place.four_bits,
         "t5-4-bit": place.encoder_decoder_four_bits,

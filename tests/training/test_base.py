@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from holdfast.lm.execution.stage_link import GlooLink
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from holdfast.training.base import digest_of_model, digest_of_shards, training_shape
+from holdfast.training.base import described, digest_of_model, digest_of_shards, training_shape
 from tests.lm.models.test_quantized import make_mxfp4
 from tests.ranks import Rank, in_ranks
 from tests.tuning import native
@@ -36,6 +38,39 @@ def test_equal_models_have_one_digest_and_any_changed_or_moved_weight_another(tm
         found.add(digest_of_model(model))
         weights.copy_(before)
     assert len(found) == 5 and digest_of_model(model) == first
+
+
+def test_a_new_field_with_a_default_leaves_the_text_of_older_models_as_it_was() -> None:
+    inner = [("size", int), ("layers", tuple[int, ...], field(default=()))]
+    Older = make_dataclass("Spec", [("width", int), ("inner", object)])
+    Newer = make_dataclass(
+        "Spec", [*[("width", int), ("inner", object)], ("names", dict[str, int], field(default_factory=dict))]
+    )
+    Inner, Wider = make_dataclass("Inner", inner), make_dataclass("Inner", [*inner, ("scale", float, 1.0)])
+    text = described(Older(3, {"a": (Inner(1),)}))
+    assert described(Newer(3, {"a": (Wider(1),)})) == text
+    changed = [
+        Newer(4, {"a": (Wider(1),)}),
+        Newer(3, {"a": (Wider(2),)}),
+        Newer(3, {"a": (Wider(1, (2,)),)}),
+        Newer(3, {"a": (Wider(1, (), 2.0),)}),
+        Newer(3, {"b": (Wider(1),)}),
+        Newer(3, {"a": (Wider(1),)}, {"x": 1}),
+    ]
+    assert len({text, *map(described, changed)}) == 7
+
+
+def test_options_and_dtype_of_a_model_change_its_digest(tmp_path: Path) -> None:
+    _, model = native("llama", tmp_path / "base")
+    found = {digest_of_model(model)}
+    for change in (
+        {"rms_eps": 0.25},
+        {"qk_norm": True},
+        {"names": replace(model.decoder.names, heads=("head.weight",))},
+    ):
+        with mock.patch.object(model, "decoder", replace(model.decoder, **change)):
+            found.add(digest_of_model(model))
+    assert len(found) == 4
 
 
 def test_a_changed_bit_of_packed_experts_changes_the_digest(tmp_path: Path) -> None:

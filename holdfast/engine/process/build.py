@@ -507,6 +507,7 @@ def make_profile(
         token_budget=DEFAULT_TOKEN_BUDGET[device.kind],
         tile=shape.tile,
         token_bytes=device.block_bytes // config.block_size,
+        state_bytes=spec.state_bytes,
         measured=in_full,
         tp=config.tp,
         pp=config.pp,

@@ -185,11 +185,6 @@ EXCLUSIONS = (
     ),
     Exclusion("tuning", "recurrent layers", "a model with recurrent layers cannot be tuned; leave tuning out"),
     Exclusion(
-        "adapters",
-        "recurrent layers",
-        "adapters of a model with recurrent layers run on padded rows: set executor to padded, or leave it out",
-    ),
-    Exclusion(
         "lower tiers",
         "recurrent layers",
         "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "

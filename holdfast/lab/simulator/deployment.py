@@ -7,9 +7,10 @@ shape and the device's data sheet. The name of a profile of several devices ends
 The linear layers of a step do arithmetic and read the weights. The two overlap, but not fully: the root of the sum of
 their squares is within 10% of an H200's time for 1 to 8,192 tokens, while their maximum, the textbook roofline, is up
 to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens (tile quantisation, Sarathi-Serve
-§4.3). Attention takes the larger of its arithmetic and of reading the cache. Under tensor parallelism each device does
-its share of both, and the all-reduces of each layer are added (Megatron-LM). FP8 weights and an FP8 cache have their
-own rates (`devices.Fp8`).
+§4.3). Attention takes the larger of its arithmetic and of reading the cache. A segment's time in recurrent layers does
+not depend on its position: its states are read and written, and a prompt is scanned (`_Stage.recurrence`). Under tensor
+parallelism each device does its share of all, and the all-reduces of each layer are added (Megatron-LM). FP8 weights
+and an FP8 cache have their own rates (`devices.Fp8`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ QUERIES = (1, 2, *(size for power in range(2, 15) for size in (1 << power, 3 << 
 """Chunk lengths at which the time of attention is given: powers of two, and the numbers midway between them."""
 CONTEXTS = tuple(at for at in QUERIES if at >= 16)
 """End positions at which the time of attention is given."""
+MOST_PACKED = 64
+"""Largest number of tokens of a step whose products read 4-bit weights as they are stored."""
 QUERY_TILE = 64
 """Number of query rows that an attention kernel computes at once. Fewer rows take as long."""
 
@@ -169,6 +172,7 @@ def deploy(
         token_budget=DEFAULT_TOKEN_BUDGET["cuda"],
         tile=BUDGET_TILE["cuda"],
         token_bytes=shape.token_bytes,
+        state_bytes=shape.state_bytes,
         copy_rate=sheet.copy_rate * devices,
         tp=tp,
         pp=pp,
@@ -226,6 +230,8 @@ def cache_tokens(shape: ModelShape, device: Device, *, devices: int, memory_frac
     """
     activations = 2e9
     free = devices * (device.memory * memory_fraction - activations) - shape.weight_bytes
+    if shape.state_bytes:  # of running sequences, and of snapshots
+        free = (free - EngineConfig.max_sequences * shape.state_bytes) * (1 - EngineConfig.snapshot_share)
     if free < shape.token_bytes:
         raise ValueError(
             f"{shape.name} takes {shape.weight_bytes / 1e9:.0f} GB, and {devices} {device.name} have "
@@ -254,6 +260,8 @@ class _Stage:
             rounding = fp8.round_seconds if tokens > 1 else 0.0
         work += 2 * self.layers * self.shape.layer_weights * rows / flops
         read += self.layers * self.shape.layer_bytes / bandwidth
+        if self.shape.stored.packed and self.shape.quantization == "none" and tokens > MOST_PACKED:
+            read += 2 * BYTES * self.layers * self.shape.layer_weights / bandwidth  # written in 16 bits, and read again
         seconds = hypot(work, read) / tp + device.step_seconds + self.layers * (device.layer_seconds + rounding)
         if self.link is not None and tp > 1:
             size = tokens * self.shape.hidden * BYTES
@@ -264,13 +272,28 @@ class _Stage:
         """Seconds of the attention of `query` tokens that end at position `context`; 0 if they would start before 0."""
         if query > context:
             return 0.0
-        shape, device = self.shape, self.device
+        shape, device, layers = self.shape, self.device, self.layers * self.shape.attention_layers / self.shape.layers
         reach = min(context, (shape.window or context) + query - 1)
         pairs = attended_pairs(query, context, shape.window) * (max(query, QUERY_TILE) / query if query > 1 else 1.0)
-        work = 4 * pairs * shape.heads * shape.head_dim * self.layers
+        work = 4 * pairs * shape.heads * shape.head_dim * layers
         read = reach * shape.token_bytes * self.layers / shape.layers
         rates = fp8_of(device, "kv_cache_dtype") if shape.kv_cache_dtype == "fp8" else device
-        return max(work / (device.flops * rates.attention), read / (device.bandwidth * rates.cache)) / self.tp
+        attended = max(work / (device.flops * rates.attention), read / (device.bandwidth * rates.cache))
+        return (attended + self.recurrence(query)) / self.tp
+
+    def recurrence(self, query: int) -> float:
+        """Seconds of the recurrent layers for `query` tokens of a sequence, besides their products with weights.
+
+        The states are read and written once. A prompt also takes a scan over its tokens, and their convolution.
+        """
+        if self.shape.kinds is None:
+            return 0.0
+        device, each = self.device, self.shape.kinds.recurrent
+        seconds = 2 * each.state_bytes / (device.bandwidth * device.states)
+        if query > 1:
+            seconds += query * each.scan_operations / (device.flops * device.scan)
+            seconds += query * each.convolved_bytes / (device.bandwidth * device.convolution)
+        return self.layers * each.layers / self.shape.layers * seconds
 
 
 def round_to_tile(tokens: int) -> int:

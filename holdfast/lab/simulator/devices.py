@@ -54,6 +54,16 @@ class Device:
     """Fixed seconds of each layer, besides its matrices and its attention."""
     link: str
     """The link between devices of one host."""
+    scan: float = 0.066
+    """Share of `flops` that the recurrence of long prompts reaches."""
+    states: float = 0.78
+    """Share of `bandwidth` at which decodes read and write recurrent states."""
+    convolution: float = 0.30
+    """Share of `bandwidth` that the convolutions of recurrent layers reach in long prompts.
+
+    These three are of an H100, by layers of gated delta nets and of Mamba-2 (docs/benchmarks/hybrids.md). Other devices
+    were not measured.
+    """
     fp8: Fp8 | None = None
     """FP8 figures of the device. None before Hopper: the engine's FP8 weights and FP8 cache need Hopper."""
 

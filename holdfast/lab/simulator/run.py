@@ -38,6 +38,7 @@ from holdfast.lm.types import (
     RowBytes,
     RowShape,
     SchedulerStats,
+    StateShape,
     StepPlan,
     StepResult,
 )
@@ -233,6 +234,7 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
     """Number of blocks in the host tier, and seconds to copy one block."""
     if not config.host_cache_bytes or not config.prefix_sharing:
         return 0, 0.0  # "auto" means none: a simulation has no host memory to measure
+    states = _snapshots(config, profile, config.host_cache_bytes, least=0) * profile.state_bytes
     if not (profile.token_bytes and profile.copy_rate):
         cost = profile.cost
         raise ValueError(
@@ -240,7 +242,34 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
             "both the size of a position and how fast it is copied; give the rate with --copy-gbs, or drop the tier"
         )
     block = profile.token_bytes * config.block_size
-    return int(config.host_cache_bytes / block), block / profile.copy_rate
+    return int((config.host_cache_bytes - states) / block), block / profile.copy_rate
+
+
+def _snapshots(config: EngineConfig, profile: CostProfile, memory: float, *, least: int) -> int:
+    """Number of snapshots of recurrent states in their share of this many bytes of cache, and at least this many.
+
+    It is 0 for a model without recurrent layers.
+    """
+    share = config.snapshot_share if config.prefix_sharing else 0.0
+    return max(least, int(memory * share / profile.state_bytes)) if profile.state_bytes else 0
+
+
+def _cache(config: EngineConfig, profile: CostProfile) -> tuple[int, StateShape | None]:
+    """Number of positions in the KV cache, and the sizes of recurrent states, if the model has any.
+
+    The profile's cache is what is left by snapshots of the default share.
+    """
+    if not profile.state_bytes or on_rows(config, profile):
+        return profile.cache_tokens, None
+    memory = profile.cache_tokens * profile.token_bytes / (1 - EngineConfig.snapshot_share)
+    snapshots = _snapshots(config, profile, memory, least=1)
+    host = config.host_cache_bytes if config.prefix_sharing and profile.copy_rate else 0
+    states = StateShape(
+        snapshots=snapshots,
+        host_snapshots=_snapshots(config, profile, host or 0, least=0),
+        slot_bytes=profile.state_bytes,
+    )
+    return max(1, int((memory - snapshots * profile.state_bytes) / profile.token_bytes)), states
 
 
 def nothing() -> None:
@@ -263,7 +292,7 @@ def context_length(config: EngineConfig, profile: CostProfile) -> int:
     """Largest number of tokens in a sequence, prompt and output together."""
     longest = config.max_model_len or profile.max_model_len
     if profile.rows is None:
-        return min(longest, profile.cache_tokens + 1)
+        return min(longest, _cache(config, profile)[0] + 1)
     return row_shape(config, profile).longest_row(min(longest, profile.max_model_len))
 
 
@@ -272,10 +301,11 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
     max_model_len = context_length(config, profile)
     rows = row_shape(config, profile) if on_rows(config, profile) else None
     budget = config.fixed_token_budget or profile.token_budget
+    tokens, states = _cache(config, profile)
     return EngineShape(
         model=profile.cost.model,
         precision=profile.precision,
-        num_blocks=profile.cache_tokens if rows else profile.cache_tokens // config.block_size,
+        num_blocks=tokens if rows else tokens // config.block_size,
         num_host_blocks=host_blocks,
         block_bytes=0 if rows else profile.token_bytes * config.block_size,
         copies_ahead=max(1, COPIES_AHEAD_BYTES // (profile.token_bytes * config.block_size)) if host_blocks else None,
@@ -285,7 +315,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
             token_budget=budget,
             max_model_len=max_model_len,
             max_sequences=config.max_sequences,
-            limit=config.fixed_token_budget or profile.cache_tokens,
+            limit=config.fixed_token_budget or tokens,
             chunks=rows is None or rows.abilities.chunks,
             executor="padded" if rows else "paged",
         ),
@@ -294,6 +324,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
         tile=profile.tile,
         executor="padded" if rows else "paged",
         rows=rows,
+        states=states,
     )
 
 

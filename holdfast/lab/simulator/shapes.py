@@ -2,23 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.config import CacheTypeName, QuantizationName
+from holdfast.lab.simulator.recurrent_shapes import FAMILIES, LayerKinds, has_experts, layer_kinds
 
 BYTES = 2
 """Bytes of a 16-bit number."""
 NATIVE = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "opt", "gpt2", "falcon",
     "stablelm", "nemotron", "mixtral", "phimoe", "qwen3_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl",
-    "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "llama4_text",
+    "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "llama4_text", *FAMILIES,
 )  # fmt: skip
-"""Values of `model_type` of text decoders that are native in the engine and have FP8 weights on demand.
+"""Values of `model_type` of text decoders that are native in the engine and have FP8 weights on demand."""
 
-Native decoders with recurrent layers are left out: they have no such weights.
-"""
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """How a checkpoint stores the weights of layers, as far as the engine keeps them so."""
+
+    bytes: float = float(BYTES)
+    """Bytes of a quantized weight, with its share of scales and zeros."""
+    plain: tuple[str, ...] = ()
+    """The parts of layers that are not quantized: attention, recurrent, mlp."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether products of many tokens must dequantize the weights first."""
+        return self.bytes < 1
+
+    def bytes_of(self, part: str) -> float:
+        """Bytes of a weight of a part of the layers."""
+        return float(BYTES) if part in self.plain else self.bytes
+
+
+PLAIN = StoredWeights()
+"""Weights in 16 bits."""
+
+SAMPLES = {
+    "attention": ("self_attn.q_proj",),
+    "recurrent": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz", "mamba.in_proj", "conv.in_proj"),
+    "mlp": ("mlp.down_proj",),
+}
+"""For each part of layers, the names of modules that stand for all of it, after a layer's prefix."""
+
+
+def stored_weights(config: Mapping[str, Any], hidden: int) -> StoredWeights:
+    """How the checkpoint of a config.json stores its weights.
+
+    4-bit weights have a scale of two bytes and a zero of one for each group of inputs. FP8 weights with one scale for a
+    block are dequantized by the engine.
+    """
+    given = config.get("quantization_config") or {}
+    method, group, excluded = given.get("quant_method"), given.get("group_size", 128), _exclusions(given)
+    weights = next((each.get("weights") or {} for each in (given.get("config_groups") or {}).values()), {})
+    if method == "compressed-tensors" and given.get("format") == "pack-quantized":
+        method, group = "packed", weights.get("group_size") or -1
+    plain = tuple(part for part, names in SAMPLES.items() if any(map(excluded, names)))
+    if method in ("awq", "gptq", "packed"):
+        return StoredWeights(0.5 + 3 / (hidden if group == -1 else int(group)), plain)
+    blocks = given.get("weight_block_size") or weights.get("strategy") == "block"
+    if method in ("fp8", "compressed-tensors") and not blocks:
+        return StoredWeights(1.0, plain)
+    return PLAIN
+
+
+def _exclusions(given: Mapping[str, Any]) -> Callable[[str], bool]:
+    """A function that says whether a quantization leaves a module out, by its name after a layer's prefix."""
+    patterns = [key[2:] for key in given.get("dynamic") or {} if key.startswith("-:")]
+    names = [*(given.get("ignore") or ()), *(given.get("modules_to_not_convert") or ())]
+    patterns += [name.removeprefix("re:") for name in names if name.startswith("re:")]
+    plain = [name for name in names if not name.startswith("re:")]
+
+    def excludes(module: str) -> bool:
+        full = [f"model.layers.{layer}.{module}" for layer in range(8)]
+        return any(re.match(pattern, name) for pattern in patterns for name in full) or any(
+            name in each for name in plain for each in full
+        )
+
+    return excludes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +112,50 @@ class ModelShape:
     quantization: QuantizationName = "none"
     """Type of the layers' weights. Embeddings and the LM head stay in 16 bits."""
     kv_cache_dtype: CacheTypeName = "auto"
+    kinds: LayerKinds | None = None
+    """The layers by kind; None: each has attention and an MLP."""
+    stored: StoredWeights = PLAIN
+    """How the checkpoint stores the layers' weights."""
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.layers if self.kinds is None else self.kinds.attention
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of weights in the matrices of one layer's attention."""
+        heads = 2 * self.heads + 2 * self.kv_heads
+        if self.kinds is not None and self.kinds.gated_attention:
+            heads += self.heads
+        return self.hidden * self.head_dim * heads
+
+    @property
+    def mlp_weights(self) -> int:
+        """Number of weights in the matrices of one layer's MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.intermediate
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Number of weights in the matrices of all layers, by the part of the layers that they belong to."""
+        kinds = self.kinds
+        if kinds is None:
+            return {"attention": self.layers * self.attention_weights, "mlp": self.layers * self.mlp_weights}
+        return {
+            "attention": kinds.attention * self.attention_weights,
+            "recurrent": kinds.recurrent.layers * kinds.recurrent.weights,
+            "mlp": kinds.mlps * self.mlp_weights,
+        }
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights in one layer's matrices."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+        """Number of weights in one layer's matrices; the mean if layers differ."""
+        return sum(self.weights.values()) // self.layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence, all layers together."""
+        return 0 if self.kinds is None else self.kinds.recurrent.layers * self.kinds.recurrent.state_bytes
 
     @property
     def head_weights(self) -> int:
@@ -61,8 +164,10 @@ class ModelShape:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's matrices."""
-        return self.layer_weights * (1 if self.quantization == "fp8" else BYTES)
+        """Bytes of one layer's matrices; the mean if layers differ."""
+        if self.quantization == "fp8":
+            return self.layer_weights
+        return int(sum(self.stored.bytes_of(part) * count for part, count in self.weights.items())) // self.layers
 
     @property
     def weight_bytes(self) -> int:
@@ -72,7 +177,9 @@ class ModelShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of one position in the KV cache, all layers together."""
-        return (1 if self.kv_cache_dtype == "fp8" else BYTES) * 2 * self.layers * self.kv_heads * self.head_dim
+        return (
+            (1 if self.kv_cache_dtype == "fp8" else BYTES) * 2 * self.attention_layers * self.kv_heads * self.head_dim
+        )
 
 
 def _llama(
@@ -129,26 +236,43 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
             raise ValueError(f"{name}: {keys[0]} is {value}; a config.json of a decoder gives it as a whole number")
         return value
 
-    if any(said.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+    if has_experts(said):
         raise ValueError(f"{name} is a mixture of experts, which the simulator does not support; give a dense model")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     kind = said.get("model_type")
     gated = kind not in UNGATED
+    kinds = layer_kinds(said, size)
     return ModelShape(
         name=name,
-        layers=size("num_hidden_layers", "n_layer"),
+        layers=size("num_hidden_layers", "n_layer") if kinds is None else kinds.layers,
         hidden=hidden,
         heads=heads,
         kv_heads=size("num_key_value_heads", "num_kv_heads", default=heads),
         head_dim=size("head_dim", default=max(1, hidden // heads)),
-        intermediate=size("intermediate_size", "ffn_dim", "n_inner", default=None if gated else 4 * hidden),
+        intermediate=size("intermediate_size", "ffn_dim", "n_inner", default=None if gated else 4 * hidden)
+        if kinds is None
+        else kinds.intermediate,
         vocab=size("vocab_size"),
         max_model_len=size("max_position_embeddings", "n_positions", "max_sequence_length"),
         gated=gated,
         native=kind is None or kind in NATIVE,
         window=said.get("sliding_window") if said.get("use_sliding_window", True) else None,
+        kinds=kinds,
+        stored=stored_weights(config, hidden),
     )
 
 
-UNGATED = ("opt", "falcon", "gpt2", "gpt_neox", "gptj", "bloom", "phi", "gpt_bigcode", "starcoder2", "nemotron")
+UNGATED = (
+    "opt",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "bloom",
+    "phi",
+    "gpt_bigcode",
+    "starcoder2",
+    "nemotron",
+    "nemotron_h",
+)
 """Values of `model_type` whose feed-forward part has two matrices."""

@@ -77,6 +77,8 @@ class SimulatedJob:
 
 def job_of(shape: ModelShape, lengths: Sequence[int], *, rank: int = 16, count: int = 1 << 40) -> SimulatedJob:
     """A LoRA job over all linear layers of a decoder of this shape, with activations in 16 bits."""
+    if shape.kinds is not None:
+        raise ValueError(f"{shape.name} has recurrent layers, and such models are not tuned; give another one")
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     products = (  # inputs, outputs of all parts, number of parts with their own adapters
         (shape.hidden, query + 2 * key, 3),
@@ -99,8 +101,7 @@ def job_of(shape: ModelShape, lengths: Sequence[int], *, rank: int = 16, count: 
 
 def training_shape(shape: ModelShape) -> TrainingShape:
     """The sizes that the cost of training depends on."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    return TrainingShape(shape.layers, attention, shape.layer_weights - attention, shape.head_weights)
+    return TrainingShape(shape.layers, shape.attention_weights, shape.mlp_weights, shape.head_weights)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ class Fp8Weight:
         wide = torch.promote_types(dtype, torch.float32)
         return (self.data.to(wide) * self.scale[:, None].to(wide)).to(dtype)
 
+    def ordered(self, rows: torch.Tensor) -> Fp8Weight:
+        """The weight with its rows in another order, `rows` [N] int64."""
+        return Fp8Weight(self.data.view(torch.uint8)[rows].view(FP8), self.scale[rows])
+
 
 Weight = torch.Tensor | Fp8Weight | Int4Weight | Int4CpuWeight
 """A weight [N, K] of a linear layer."""

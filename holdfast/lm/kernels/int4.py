@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,11 @@ class Int4Weight:
             into.copy_(plain.view(*more.shape, self.group).add_(more[:, :, None]).view(plain.shape))
         return whole
 
+    def ordered(self, rows: torch.Tensor) -> Int4Weight:
+        """The weight with its rows in another order, `rows` [N] int64."""
+        added = None if self.added is None else self.added[rows]
+        return Int4Weight(self.data[rows], self.scale[rows], self.zero[rows], self.group, self.half, added)
+
 
 def half_for(inputs: int, group: int) -> int | None:
     """The number of inputs in half a chunk, for rows of `inputs` inputs; None if they cannot be cut into chunks."""
@@ -73,6 +79,19 @@ def pack(
     first, second = numbers.view(len(numbers), -1, 2, half).unbind(2)
     data = (first | second << 4).reshape(len(numbers), -1)
     return Int4Weight(data, scale.contiguous(), zero.contiguous(), group, half, added)
+
+
+def side_by_side(weights: Sequence[Int4Weight], count: int) -> Int4Weight | None:
+    """One weight with the inputs of `count` weights [N, ...], one after the other.
+
+    None if some of them are missing, or if their groups or the order of their numbers differ.
+    """
+    if len(weights) < count or len({(each.group, each.half, each.added is None) for each in weights}) > 1:
+        return None
+    first = weights[0]
+    data, scale, zero = (torch.cat(each, 1) for each in zip(*((w.data, w.scale, w.zero) for w in weights), strict=True))
+    added = [each.added for each in weights if each.added is not None]
+    return Int4Weight(data, scale, zero, first.group, first.half, torch.cat(added, 1) if added else None)
 
 
 def dequantize(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int) -> torch.Tensor:

@@ -6,16 +6,29 @@ qkv), or all of it (Phi-3's qkv_proj), and its outputs may be in another order t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, layer_shapes
+from holdfast.lm.models.base import Shape
+from holdfast.lm.models.decoder_spec import DecoderSpec, shapes_of_layer
 
-SHORT_NAMES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
-"""All short names of modules, in the order in which they are listed."""
+SHORT_NAMES = (
+    *("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down"),
+    *("shared_gate", "shared_up", "shared_gate_up", "shared_down"),
+    *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+)
+"""All short names of modules, in the order in which they are listed. A recurrent layer's are the ends of its names."""
+
+SOURCES = {
+    "qkv": ("qkv", "mixer_in", "mlp_in"),
+    "o": ("o", "mixer_out", "mlp_out"),
+    "gate_up": ("gate_up", "shared_gate_up"),
+    "down": ("down", "shared_down"),
+}
+"""For each linear field of LayerWeights, the fields of a checkpoint's layers that it may hold, in their order there."""
 
 LLAMA = {
     "q": "self_attn.q_proj",
@@ -57,6 +70,8 @@ class AdaptedModule:
     inputs: int
     rows: torch.Tensor | None = None  # [outputs] int64
     """For each of `columns`, the number of that output in the module itself; None: the order is the same."""
+    takes_gains: bool = True
+    """Whether the field's outputs are the module's alone, so that a DoRA can scale them."""
 
     @property
     def outputs(self) -> int:
@@ -83,7 +98,9 @@ class AdaptedModules:
     modules: Mapping[str, AdaptedModule]
     """By short name, in the order of the fields and of their outputs."""
     sparse: tuple[bool, ...]
-    """For each layer, whether experts replace its MLP, so that it has the modules of attention only."""
+    """For each layer, whether experts replace its MLP."""
+    layers: Mapping[str, tuple[bool, ...]]
+    """For each module, which layers have it."""
 
     @property
     def num_layers(self) -> int:
@@ -96,7 +113,7 @@ class AdaptedModules:
 
     def has(self, layer: int, module: str) -> bool:
         """Whether a layer has a module."""
-        return not (self.sparse[layer] and self.modules[module].field in ("gate_up", "down"))
+        return self.layers[module][layer]
 
     def fields(self, layer: int) -> dict[str, tuple[str, ...]]:
         """For each linear field that a layer has, its modules, from its first output on."""
@@ -112,33 +129,86 @@ class AdaptedModules:
 
 
 def adapted_modules(spec: DecoderSpec) -> AdaptedModules:
-    """The modules of a decoder. A mixture of experts has those of the MLP only in layers without experts."""
+    """The modules of a decoder. A mixture of experts has those of the MLP only in layers without experts.
+
+    Layers of one kind have the same ones.
+    """
     sparse = spec.experts.sparse if spec.experts is not None else (False,) * spec.num_layers
-    shapes, names = layer_shapes(spec), dict[str, str]()
-    modules: dict[str, AdaptedModule] = {}
-    for fused in LINEAR_FIELDS if not all(sparse) else ("qkv", "o"):
-        parts = spec.names.fields[fused]
-        short = part_names(spec, fused)
-        stored = [spec.names.parts[part].name if part in spec.names.parts else part for part in parts]
-        rows = [_rows(spec, fused, number, shape[0]) for number, shape in enumerate(shapes[fused])]
-        at = 0
-        for tensor in dict.fromkeys(stored):
-            own = torch.cat([part for part, name in zip(rows, stored, strict=True) if name == tensor])
-            name = fused if stored.count(tensor) > 1 else short[stored.index(tensor)]
-            identity = torch.equal(own, torch.arange(len(own)))
-            columns = slice(at, at + len(own))
-            modules[name] = AdaptedModule(fused, columns, shapes[fused][0][1], None if identity else own)
-            names[name] = tensor.removesuffix(".weight")
-            at = columns.stop
+    kinds: dict[tuple[str, ...], dict[str, tuple[str, AdaptedModule]]] = {}
+    found: list[dict[str, tuple[str, AdaptedModule]]] = []
+    for layer in range(spec.num_layers):
+        shapes = shapes_of_layer(spec, layer)
+        kind = tuple(shapes)
+        if kind not in kinds:
+            kinds[kind] = _modules_of_layer(spec, shapes)
+        found.append(kinds[kind])
+    known = {name: place for kind_of in kinds.values() for name, place in kind_of.items()}
+    names = {name: stored for name, (stored, _) in known.items()}
+    layers = {name: tuple(name in own for own in found) for name in known}
     prefix, base = spec.names.layer, spec.names.base
     others = [other + prefix.removeprefix(base) for other in reversed(spec.names.bases) if other]
-    return AdaptedModules(AdaptedNames(names, (*others, prefix)), modules, sparse)
+    modules = {name: module for name, (_, module) in known.items()}
+    return AdaptedModules(AdaptedNames(names, (*others, prefix)), modules, sparse, layers)
+
+
+def _modules_of_layer(
+    spec: DecoderSpec, shapes: Mapping[str, tuple[Shape, ...]]
+) -> dict[str, tuple[str, AdaptedModule]]:
+    """The modules of a layer with these fields, by short name: each one's name after the layer's prefix, and its place.
+
+    Where attention and a recurrence are side by side, the recurrence's last projection is left out: it reads other
+    inputs than attention's, and PEFT takes no adapters of it.
+    """
+    found: dict[str, tuple[str, AdaptedModule]] = {}
+    for linear, sources in SOURCES.items():
+        own = [source for source in sources if source in shapes]
+        alone, at = linear != "o" or len(own) < 2, 0
+        for source in own if alone else own[:1]:
+            for name, stored, rows in _modules_of_field(spec, source, shapes[source]):
+                identity = torch.equal(rows, torch.arange(len(rows)))
+                columns = slice(at, at + len(rows))
+                inputs = shapes[source][0][1]
+                found[name] = stored, AdaptedModule(linear, columns, inputs, None if identity else rows, alone)
+                at = columns.stop
+    return found
+
+
+def _modules_of_field(
+    spec: DecoderSpec, source: str, shapes: tuple[Shape, ...]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The modules that a field of a checkpoint's layer holds, from its first output on.
+
+    Each is a short name, the name in files after the layer's prefix, and the number of each output in the module.
+    """
+    parts = spec.names.fields[source]
+    short = part_names(spec, source)
+    stored = [spec.names.parts[part].name if part in spec.names.parts else part for part in parts]
+    rows = [_rows(spec, source, number, shape[0]) for number, shape in enumerate(shapes)]
+    for tensor in dict.fromkeys(stored):
+        own = [number for number, name in enumerate(stored) if name == tensor]
+        module, names = tensor.removesuffix(".weight"), {short[number] for number in own}
+        name = names.pop() if len(names) == 1 else source
+        if source.startswith("mixer_"):
+            name = module.rpartition(".")[2]
+        yield name, module, torch.cat([rows[number] for number in own])
 
 
 def part_names(spec: DecoderSpec, fused: str) -> tuple[str, ...]:
-    """The short names of the parts of a linear field, from its first output on."""
+    """The short names of the parts of a linear field, from its first output on. An output gate is one of q's parts.
+
+    The modules of recurrent layers have their names in files instead.
+    """
     gate_up = ("gate", "up") if spec.gated else ("up",)
-    return {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": gate_up, "down": ("down",)}[fused]
+    return {
+        "qkv": ("q",) * spec.attention_gate + ("q", "k", "v"),
+        "o": ("o",),
+        "gate_up": gate_up,
+        "down": ("down",),
+        "shared_gate_up": ("shared_gate", "shared_up"),
+        "shared_down": ("shared_down",),
+        "mlp_in": ("up",),
+        "mlp_out": ("down",),
+    }.get(fused, ("",) * len(spec.names.fields[fused]))
 
 
 def _rows(spec: DecoderSpec, fused: str, number: int, outputs: int) -> torch.Tensor:
@@ -149,7 +219,8 @@ def _rows(spec: DecoderSpec, fused: str, number: int, outputs: int) -> torch.Ten
         dimension, start, stop = stored.at
         whole = torch.arange(stored.shape[-1 if stored.transposed else 0]).view(stored.rows)
         rows = whole.narrow(dimension, start, stop - start).flatten()
-    pairs = spec.rope.pairs(spec.head_dim) if fused == "qkv" and number < 2 else None
+    gates = int(spec.attention_gate)
+    pairs = spec.rope.pairs(spec.head_dim) if fused == "qkv" and gates <= number < gates + 2 else None
     if pairs is not None:  # queries and keys of a rotation of a share of each head are reordered within the head
         rows = rows[(torch.arange(0, outputs, len(pairs))[:, None] + pairs).flatten()]
     return rows

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group, in_rows
-from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.lora.protocol import LayerStacks, LoraStack
 from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules
 from holdfast.lm.models.decoder import LayerWeights
@@ -172,7 +171,7 @@ class AdapterSlots:
                 if self.takes_gains and pair.magnitude is not None:
                     columns = slice(place.gain + module.columns.start, place.gain + module.columns.stop)
                     magnitudes[columns] = module.placed(pair.magnitude).float()
-                    squares[columns] = squares_of(getattr(layers[layer], field), module, pair).cpu()
+                    squares[columns] = squares_of(layers[layer].rows(field, module.columns), module, pair).cpu()
             if most:
                 add(place.b, b)
         numbers = torch.empty(total, dtype=self.dtype, pin_memory=pinned)
@@ -243,14 +242,12 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def squares_of(weight: Weight, module: AdaptedModule, pair: LoraPair) -> torch.Tensor:
-    """The squared norm of each row of W + scale · B A [outputs] float32, in the order of the module's field.
+def squares_of(rows: torch.Tensor, module: AdaptedModule, pair: LoraPair) -> torch.Tensor:
+    """The squared norm of each row of W + scale · B A [outputs] float32, from the module's rows W of its field.
 
     A DoRA's gain is the pair's magnitude over the norm (DoRA, Liu et al., 2024, eq. 5). Where devices share rows, each
     has the squares of its own inputs.
     """
-    whole: Any = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
-    rows = whole[module.columns]
     return row_squares(rows, pair.a.to(rows.device), module.placed(pair.b).to(rows.device), pair.scale)
 
 

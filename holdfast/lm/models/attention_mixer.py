@@ -14,13 +14,14 @@ from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.mixer import Mixer, RecurrentMixer
+from holdfast.lm.models.projection import Projection, with_adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
     """The weights of a layer's attention. A tensor that the architecture lacks is None."""
 
-    qkv: Weight  # [(H + 2 Hkv) D, hidden]; with output gates [(2 H + 2 Hkv) D, hidden], gates last
+    qkv: Weight  # [(H + 2 Hkv) D, hidden]; with output gates [(2 H + 2 Hkv) D, hidden], gates first
     bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -44,20 +45,12 @@ class AttentionMixer(Mixer):
 
         `rotation` is the layer's kind of rotation.
         """
-        self._weights = weights
-        self._index, self._cache, self._window, self._rotation = index, cache, window, rotation
+        self._weights, self._projection = weights, Projection(weights.qkv, weights.bias, index)
+        self._cache, self._window, self._rotation = cache, window, rotation
         self._scale, self._softcap, self._chunked = spec.scale, spec.softcap, spec.chunked
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        return self.attend(ops, self._projected(ops, normed, step), step, rotations)
-
-    def _projected(self, ops: LayerOps, normed: Normed, step: StepInput) -> torch.Tensor:
-        """The product with `AttentionWeights.qkv`, and what adapters change of it."""
-        weights, adapters = self._weights, step.adapters
-        if adapters is None:
-            return ops.linear(normed, weights.qkv, weights.bias)
-        stack = adapters.layers[self._index].qkv
-        return adapted(ops, ops.computed(normed), weights.qkv, weights.bias, stack, adapters, adapters.tokens)
+        return self.attend(ops, self._projection.of(ops, normed, step), step, rotations)
 
     def attend(self, ops: LayerOps, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         """The result [T, H D] of attention, whose keys and values are written to the cache first."""
@@ -95,9 +88,9 @@ class GatedAttentionMixer(AttentionMixer):
     """Attention whose heads have output gates (Qiu et al., 2025, Gated Attention for Large Language Models, §2)."""
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        shape, projected = ops.shape, self._projected(ops, normed, step)
+        shape, projected = ops.shape, self._projection.of(ops, normed, step)
         gates = shape.num_heads * shape.head_dim
-        qkv, gate = projected[:, :-gates], projected[:, -gates:]
+        gate, qkv = projected[:, :gates], projected[:, gates:]
         return self.attend(ops, qkv, step, rotations).mul_(gate.sigmoid())
 
 
@@ -121,30 +114,28 @@ def adapted(
     lora: Lora,
 ) -> torch.Tensor:
     """x [T, K] times weight transposed, plus bias, with the adapters' changes: [T, N]."""
-    finish = lora.begin(x, stack)
-    out = ops.linear(x, weight, None if adapters.scaled else bias)
-    finish.add(out)
-    if adapters.scaled:  # gains do not scale the bias
-        lora.scale(out, stack)
-        if bias is not None:
-            out += bias
-    return out
+    return with_adapters(lambda added: ops.linear(x, weight, added), x, bias, stack, adapters, lora)
 
 
 class ParallelMixer(Mixer):
     """Attention and a recurrence side by side, from one projection (Zuo et al., 2025, Falcon-H1, §2)."""
 
     def __init__(
-        self, weight: Weight, attention: AttentionMixer, recurrence: RecurrentMixer, factors: tuple[float, float]
+        self,
+        projection: Projection,
+        attention: AttentionMixer,
+        recurrence: RecurrentMixer,
+        factors: tuple[float, float],
     ) -> None:
-        """`weight` has the rows of attention's projection, then those of the recurrence's.
+        """`projection` has the rows of attention's projection, then those of the recurrence's.
 
         `factors` are those on the results of both, which stand in the same order.
         """
-        self._weight, self._attention, self._recurrence, self._factors = weight, attention, recurrence, factors
+        self._projection, self._attention, self._recurrence = projection, attention, recurrence
+        self._factors = factors
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        shape, projected = ops.shape, ops.linear(normed, self._weight)
+        shape, projected = ops.shape, self._projection.of(ops, normed, step)
         rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         attended = self._attention.attend(ops, projected[:, :rows], step, rotations)
         found = self._recurrence.recur(projected[:, rows:], step)

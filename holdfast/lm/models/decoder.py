@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
+from holdfast.lm.kernels.int4 import Int4Weight, side_by_side
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
@@ -26,12 +28,13 @@ from holdfast.lm.models.attention_mixer import (
     adapted,
 )
 from holdfast.lm.models.base import ModelSpec, StepInput
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
+from holdfast.lm.models.decoder_spec import QUANTIZED_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
 from holdfast.lm.models.mlp_mixer import MlpMixer
+from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
-from holdfast.lm.models.shard import Piece, Shard, layer_pieces, pieces_of_layer, vocabulary_piece
+from holdfast.lm.models.shard import Piece, Shard, pieces_of_layer, vocabulary_piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,17 @@ class LayerWeights:
     experts: Experts | None = None
     """The layer's experts, which replace the MLP. The MLP's weights are empty then, unless there is a shared expert."""
     shared_gate: torch.Tensor | None = None  # [1, hidden]: the gate of the shared expert, which is the MLP
+    mixer_tail: torch.Tensor | None = None  # [last rows, hidden]: `RecurrentWeights.tail`
     recurrent: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of a recurrent layer's mixer between the two projections (`RecurrentWeights.tensors`)."""
+
+    def rows(self, field: str, columns: slice) -> torch.Tensor:
+        """The rows of a linear field that give these outputs, as plain numbers."""
+        weight: Weight = getattr(self, field)
+        plain = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
+        if field == "qkv" and self.mixer_tail is not None:
+            plain = torch.cat((plain, self.mixer_tail.to(plain.dtype)))
+        return plain[columns]
 
 
 PLACES = {
@@ -84,6 +96,9 @@ PRECISE_FIELDS = ("decay", "time_bias", "skip")
 
 RECURRENT_FIELDS = ("conv", "conv_bias", "gain", *PRECISE_FIELDS)
 """The fields of `LayerWeights.recurrent`."""
+
+Fused = tuple[tuple[str, ...], tuple[Piece, ...], int]
+"""The names of the parts of a weight, their pieces, and the dimension along which they are joined."""
 
 Norms = tuple[torch.Tensor, torch.Tensor | None]
 """The norm of the stream after a projection, and the norm of the projection itself."""
@@ -128,7 +143,7 @@ class Decoder:
         shard: Shard | None = None,
         group: Group | None = None,
     ) -> None:
-        """Fill the weights from `source`. With `fp8`, quantize those of LINEAR_FIELDS as each one is loaded.
+        """Fill the weights from `source`. With `fp8`, quantize those of QUANTIZED_FIELDS as each one is loaded.
 
         `shard` is the part that this device holds; by default it holds the whole model. `group` is the devices that
         share its layers, if there are several; they load at the same time.
@@ -143,7 +158,8 @@ class Decoder:
         """Names of the tensors that are read row by row."""
         self._pairs = decoder.rope.pairs(decoder.head_dim)
         fields = names.fields
-        self._paired = (*fields["qkv"][:2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
+        gates = int(decoder.attention_gate)
+        self._paired = (*fields["qkv"][gates : gates + 2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
         self._paired += fields.get("k_norm", ())
         self.decoder = decoder
         """The spec of the whole decoder, of which this may be a shard."""
@@ -151,11 +167,15 @@ class Decoder:
         own = shard.own(decoder)
         tokens = vocabulary_piece(decoder, shard)
         self.embedding = self._fused((names.embedding,), (tokens,)) if shard.first else self._none
-        pieces = layer_pieces(decoder, shard)
-        quantized = LINEAR_FIELDS if fp8 else ()
+        quantized = QUANTIZED_FIELDS if fp8 else ()
         # All weights that are quantized pass through one buffer. A buffer for each would fragment memory when it is
         # freed.
-        sizes = (elements_of(tuple(piece.shape for piece in pieces[field])) for field in quantized)
+        sizes = (
+            elements_of(tuple(piece.shape for piece in pieces))
+            for index in shard.layers
+            for field, (_, pieces, _) in self._fields(index).items()
+            if field in quantized
+        )
         self._unquantized = self._empty(max(sizes, default=0))
         self.layers = tuple(self._layer(index, quantized) for index in shard.layers)
         del self._unquantized
@@ -212,11 +232,13 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             number, recurrent = self.shard.layers[index], None
             if spec.recurrence is not None and spec.recurrent[number]:
-                given = RecurrentWeights(inputs=layer.qkv, bias=layer.qkv_bias, tensors=layer.recurrent)
+                given = RecurrentWeights(
+                    inputs=layer.qkv, bias=layer.qkv_bias, index=index, tail=layer.mixer_tail, tensors=layer.recurrent
+                )
                 recurrent = spec.recurrence.mixer(given, states)
                 states += 1
             if not spec.cached[number]:
-                mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias))
+                mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias, index))
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
@@ -228,7 +250,9 @@ class Decoder:
             mixer = make(weights, spec, index=index, cache=caches, window=window, rotation=rotation)
             caches += 1
             if recurrent is not None and spec.parallel_factors is not None:
-                mixers.append(ParallelMixer(layer.qkv, mixer, recurrent, spec.parallel_factors))
+                mixers.append(
+                    ParallelMixer(Projection(layer.qkv, None, index), mixer, recurrent, spec.parallel_factors)
+                )
             else:
                 mixers.append(mixer)
         return tuple(mixers)
@@ -282,8 +306,7 @@ class Decoder:
         return ops, layer_ops_for(shape, self.group)
 
     def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
-        pieces = pieces_of_layer(self.decoder, self.shard, index)
-        family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
+        weights = dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
         weights |= {"gate_up": self._none, "down": self._none.t()}
         if self.decoder.experts is not None and self.decoder.experts.sparse[index]:
             experts = read_experts(
@@ -293,34 +316,52 @@ class Decoder:
             self._bytes += experts.nbytes
         if self.decoder.unit_qk_norm and not self.decoder.other_layers[index]:
             weights |= dict.fromkeys(("q_norm", "k_norm"), self._empty(self.decoder.head_dim).fill_(1.0))
-        for name, parts in pieces.items():
-            names = tuple(family.layer.format(index) + part for part in family.fields[name])
-            place = name if self.decoder.parallel_factors is not None else PLACES.get(name, name)
+        for name, fused in self._fields(index).items():
             if name.endswith("_norm"):
-                weights[name] = self._norm(names, parts)
+                weights[name] = self._norm(*fused[:2])
             elif name in PRECISE_FIELDS:
-                weights[name] = self._precise(names, parts)
+                weights[name] = self._precise(*fused[:2])
+            elif name == "mixer_in":
+                weights |= self._mixer_in(fused, fp8=name in quantized)
             elif name in quantized:
-                weights[name] = self._quantized(names, parts)
+                weights[PLACES.get(name, name)] = self._quantized(*fused)
             else:
-                # Kernels read rows in the checkpoint's order. Rows that must be reordered are read as plain numbers.
-                as_stored = name in LINEAR_FIELDS and (name != "qkv" or self._pairs is None)
-                packed = self._packed(names, parts) if as_stored else None
-                weights[place] = self._fused(names, parts) if packed is None else packed
+                packed = self._packed(*fused) if name in QUANTIZED_FIELDS else None
+                weights[PLACES.get(name, name)] = self._fused(*fused) if packed is None else packed
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
-        if self.decoder.parallel_factors is not None:
-            weights["qkv"] = self._joined(weights["qkv"], weights.pop("mixer_in"), 0)
-            weights["o"] = self._joined(weights["o"], weights.pop("mixer_out"), 1)
         weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
         return LayerWeights(**weights)
 
-    def _joined(self, one: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
-        """Two weights side by side, in the layout of `_fused`."""
-        if self._device.type != "cpu":
-            return torch.cat((one, other), dim)
-        return torch.cat((one.t(), other.t()), 1 - dim).t()
+    def _fields(self, index: int) -> dict[str, Fused]:
+        """For each field that a layer reads from the checkpoint, its parts. Experts are not among them.
+
+        Where attention and a recurrence are side by side, their projections are one weight.
+        """
+        family, found = self.decoder.names, dict[str, Fused]()
+        for name, pieces in pieces_of_layer(self.decoder, self.shard, index).items():
+            names = tuple(family.layer.format(index) + part for part in family.fields[name])
+            found[name] = names, pieces, 0
+        if self.decoder.parallel_factors is not None:
+            for one, other, dim in (("qkv", "mixer_in", 0), ("o", "mixer_out", 1)):
+                (names, pieces, _), (more, others, _) = found[one], found.pop(other)
+                found[one] = names + more, pieces + others, dim
+        return found
+
+    def _mixer_in(self, fused: Fused, *, fp8: bool) -> dict[str, Weight]:
+        """The first projection of a recurrent layer, in two weights if its last parts are not quantized."""
+        assert self.decoder.recurrence is not None
+        names, pieces, _ = fused
+        whole, precise = None if fp8 else self._packed(*fused), self.decoder.recurrence.precise
+        if whole is not None:
+            return {"qkv": whole}
+        count = len(names) - precise
+        first = names[:count], pieces[:count]
+        packed = self._quantized(*first) if fp8 else self._packed(*first) if precise else None
+        if packed is None:
+            return {"qkv": self._fused(*fused)}
+        return {"qkv": packed} | ({"mixer_tail": self._fused(names[count:], pieces[count:])} if precise else {})
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
         """The weight of a norm: its factors, and after them the bias of a layer norm.
@@ -346,38 +387,60 @@ class Decoder:
         """A tensor that every device holds whole."""
         return self._fused((name,), (Piece.all_of(*shape),))
 
-    def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
-        """One tensor with the rows of all parts."""
-        rows = [piece.shape[0] for piece in pieces]
-        shape = (sum(rows), *pieces[0].shape[1:])
+    def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...], dim: int = 0) -> torch.Tensor:
+        """One tensor with all parts, one after the other along a dimension."""
+        sizes, shape = joined(pieces, dim)
         if self._device.type == "cpu" and len(shape) == 2 and names[0] not in self._tables:
             # The layout is by inputs: MKL then computes products of few tokens up to twice as fast.
             whole = self._empty(*shape[::-1]).t()
         else:
             whole = self._empty(*shape)
-        self._fill(names, pieces, torch.split(whole, rows))
+        self._fill(names, pieces, torch.split(whole, sizes, dim))
         self._bytes += whole.nbytes
         return whole
 
-    def _packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
-        """A weight that the checkpoint holds in a kernel's format, with the rows of all parts.
+    def _packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], dim: int = 0) -> Weight | None:
+        """A weight that the checkpoint holds in a kernel's format, with all parts along a dimension.
 
-        None for other weights.
+        None for other weights, and for parts along dimension 1 that are not of one 4-bit format.
         """
-        weight = self._source.packed(names, pieces, self._device, self._dtype)
+        weight = self._packed_rows(names, pieces) if dim == 0 else self._packed_columns(names, pieces)
         self._bytes += 0 if weight is None else weight.nbytes
         return weight
 
-    def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Fp8Weight:
-        """One FP8 weight with the rows of all parts.
+    def _ordered(self, weight: Weight | None, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
+        """A packed weight whose rows are in the order of `_fill`; None if its format fixes their order."""
+        if self._pairs is None or not any(name.endswith(self._paired) for name in names):
+            return weight
+        if not isinstance(weight, Fp8Weight | Int4Weight):
+            return None
+        orders, at = list[torch.Tensor](), 0
+        for name, piece in zip(names, pieces, strict=True):
+            rows = piece.shape[0]
+            order = in_pairs(rows, self._pairs) if name.endswith(self._paired) else torch.arange(rows)
+            orders, at = [*orders, at + order], at + rows
+        return weight.ordered(torch.cat(orders).to(weight.data.device))
+
+    def _packed_rows(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
+        """`_packed` of parts one below the other."""
+        return self._ordered(self._source.packed(names, pieces, self._device, self._dtype), names, pieces)
+
+    def _packed_columns(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
+        """`_packed` of parts side by side."""
+        parts = zip(names, pieces, strict=True)
+        found = [self._source.packed((name,), (piece,), self._device, self._dtype) for name, piece in parts]
+        return side_by_side([each for each in found if isinstance(each, Int4Weight)], len(found))
+
+    def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...], dim: int = 0) -> Fp8Weight:
+        """One FP8 weight with all parts along a dimension.
 
         Each scale covers a whole row, even if devices share its columns.
         """
-        rows, columns = [piece.shape[0] for piece in pieces], pieces[0].shape[1]
-        whole = self._unquantized[: sum(rows) * columns].view(-1, columns)
-        self._fill(names, pieces, torch.split(whole, rows))
+        sizes, shape = joined(pieces, dim)
+        whole = self._unquantized[: prod(shape)].view(shape)
+        self._fill(names, pieces, torch.split(whole, sizes, dim))
         maxima = row_maxima(whole)
-        if self.group is not None and columns < pieces[0].whole[1]:
+        if self.group is not None and pieces[0].shape[1] < pieces[0].whole[1]:
             maxima = self.group.gather(maxima).amax(0)
         weight = quantize(whole, maxima)
         self._bytes += weight.nbytes
@@ -389,8 +452,7 @@ class Decoder:
                 continue
             self._source.fill(name, piece, part)
             if self._pairs is not None and name.endswith(self._paired):
-                heads = torch.arange(0, len(part), len(self._pairs))[:, None]
-                part.copy_(part[(heads + self._pairs).flatten().to(part.device)])
+                part.copy_(part[in_pairs(len(part), self._pairs).to(part.device)])
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -503,19 +565,40 @@ class Decoder:
         if self.decoder.mlp_factors == (1.0, 1.0):
             inner = self._ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
             return inner
+        return self._activated(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+
+    def _activated(self, together: torch.Tensor) -> torch.Tensor:
+        """The input [T, intermediate] of the MLP's last projection, from its first one, which may be overwritten."""
         of_gate, of_product = self.decoder.mlp_factors
-        together = self._ops.linear(normed, layer.gate_up, layer.gate_up_bias)
         together[:, : self.decoder.intermediate_size] *= of_gate
         inner = self._ops.gate(together)
         return inner.mul_(of_product)
 
     def _add_shared(self, stream: torch.Tensor, normed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         """Add the shared expert's output for `normed` to the stream in place. Returns `normed`."""
-        inner = self._ops.gated_linear(normed, layer.gate_up)
-        if layer.shared_gate is not None:
-            inner *= (normed @ layer.shared_gate.t()).sigmoid()
+        if layer.shared_gate is None:
+            inner = self._ops.gated_linear(normed, layer.gate_up)
+        else:  # its gate scales plain numbers, which the result of `gated_linear` may not be
+            inner = self._ops.gate(self._ops.linear(normed, layer.gate_up))
+            self._scale_shared(inner, normed, layer.shared_gate)
         self._ops.add_linear_norm(stream, inner, layer.down, None, self._no_norm)
         return normed
+
+    @staticmethod
+    def _scale_shared(inner: torch.Tensor, normed: torch.Tensor, gate: torch.Tensor) -> None:
+        """Multiply what a shared expert's last projection reads, [T, inner], by its gate for `normed`, in place."""
+        inner *= (normed @ gate.t()).sigmoid()
+
+    def _gated_adapted(
+        self, normed: torch.Tensor, layer: LayerWeights, stack: LoraStack, adapters: StepAdapters, lora: Lora
+    ) -> torch.Tensor:
+        """`_gated` with adapters."""
+        plain = self.decoder.mlp_factors == (1.0, 1.0)
+        if plain and not adapters.scaled:
+            finish = lora.begin(normed, stack)
+            return self._ops.gate(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
+        together = adapted(self._ops, normed, layer.gate_up, layer.gate_up_bias, stack, adapters, lora)
+        return self._ops.gate(together) if plain else self._activated(together)
 
     def _finish_adapted(
         self,
@@ -540,27 +623,32 @@ class Decoder:
 
         def add(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, stack: LoraStack, norms: Norms) -> Normed:
             norm, out_norm = norms
+            read = x[:, : stack.inputs]  # attention's part, where a recurrence is next to it
             if out_norm is not None or adapters.scaled:
-                change = self._change(x, stack, adapters, lora)
+                change = self._change(read, stack, adapters, lora)
                 return ops.add_linear_norm(stream, x, weight, bias, norm, out_norm=out_norm, change=change)
             if self.group is not None:
-                return ops.add_adapted_norm(stream, x, weight, bias, norm, lora.begin(x, stack))
+                return ops.add_adapted_norm(stream, x, weight, bias, norm, lora.begin(read, stack))
             # A projection that writes to the stream has its adapters write to the stream too.
-            first = partial(lora.begin(x, stack, stream).add, stream)
+            first = partial(lora.begin(read, stack, stream).add, stream)
             return ops.add_linear_norm(stream, x, weight, bias, norm, first)
 
+        if self.decoder.mlps:
+            return add(attended, layer.o, layer.o_bias, stacks.o, (following, None))
         normed = add(attended, layer.o, layer.o_bias, stacks.o, (layer.post_norm, layer.attention_out_norm))
-        if layer.experts is not None:
+        if layer.experts is not None and stacks.gate_up is None:
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         assert stacks.gate_up is not None and stacks.down is not None
         normed = ops.computed(normed)
+        if layer.experts is not None:
+            inner = self._gated_adapted(normed, layer, stacks.gate_up, adapters, lora)
+            if layer.shared_gate is not None:
+                self._scale_shared(inner, normed, layer.shared_gate)
+            add(inner, layer.down, None, stacks.down, (self._no_norm, None))
+            return ops.add_experts_norm(stream, normed, layer.experts, following)
         if self.decoder.norms_stream:
             normed = stream.copy_(normed)
-        if adapters.scaled:
-            inner = ops.gate(adapted(ops, normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
-        else:
-            finish = lora.begin(normed, stacks.gate_up)
-            inner = ops.gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
+        inner = self._gated_adapted(normed, layer, stacks.gate_up, adapters, lora)
         normed = add(inner, layer.down, layer.down_bias, stacks.down, (following, layer.mlp_out_norm))
         return stream.copy_(ops.computed(normed)) if self.decoder.norms_stream else normed
 
@@ -573,3 +661,14 @@ class Decoder:
                 lora.scale(projected, stack)
 
         return change
+
+
+def joined(pieces: Sequence[Piece], dim: int) -> tuple[list[int], tuple[int, ...]]:
+    """The sizes of pieces along a dimension, and the shape of a tensor that holds them one after the other."""
+    sizes, first = [piece.shape[dim] for piece in pieces], pieces[0].shape
+    return sizes, (*first[:dim], sum(sizes), *first[dim + 1 :])
+
+
+def in_pairs(rows: int, pairs: torch.Tensor) -> torch.Tensor:
+    """The order [rows] int64 of rows in which each head's rotated pairs are those of `Rope.pairs`."""
+    return (torch.arange(0, rows, len(pairs))[:, None] + pairs).flatten()

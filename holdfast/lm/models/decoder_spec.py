@@ -270,6 +270,9 @@ ATTENTION_FIELDS = ("qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "sinks
 LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
 """The fields of LayerWeights that may be FP8. They are nearly all bytes that a step reads, except the LM head."""
 
+QUANTIZED_FIELDS = (*LINEAR_FIELDS, "mixer_in", "mixer_out", "mlp_in", "mlp_out", "shared_gate_up", "shared_down")
+"""The fields of a checkpoint's layers that become one of LINEAR_FIELDS."""
+
 
 def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     """For each field of LayerWeights, the shapes of the parts that are fused along their rows.
@@ -281,7 +284,7 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     norm: tuple[Shape, ...] = ((hidden,), (hidden,)) if spec.layer_norm else ((hidden,),)
     mlp = 2 if spec.gated else 1
     shapes: dict[str, tuple[Shape, ...]] = {
-        "qkv": ((q, hidden), (kv, hidden), (kv, hidden)) + ((q, hidden),) * spec.attention_gate,
+        "qkv": ((q, hidden),) * spec.attention_gate + ((q, hidden), (kv, hidden), (kv, hidden)),
         "o": ((hidden, q),),
         "gate_up": ((inner, hidden),) * mlp,
         "down": ((hidden, inner),),

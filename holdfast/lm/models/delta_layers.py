@@ -54,7 +54,7 @@ def hybrid(config: Mapping[str, Any], fields: Mapping[str, Any], *, grouped: boo
     delta = delta_of(config, fields)
     hidden, heads, dim = fields["hidden_size"], fields["num_heads"], fields["head_dim"]
     names: WeightNames = fields["names"]
-    qkv = (QUERY, *names.fields["qkv"][1:], GATE)
+    qkv = (GATE, QUERY, *names.fields["qkv"][1:])
     stored = (2 * heads * dim, hidden), (heads, 2, dim)
     attention = {
         name: Part("self_attn.q_proj.weight", *stored, at=(1, at, at + 1)) for at, name in enumerate((QUERY, GATE))

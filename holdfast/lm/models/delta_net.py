@@ -44,6 +44,11 @@ class DeltaSpec(RecurrentSpec):
         """Channels of the convolution: those of queries, keys and values."""
         return 2 * self.keys + self.values
 
+    @property
+    def precise(self) -> int:
+        """Update rates and time steps, which published FP8 checkpoints leave in 16 bits."""
+        return 2
+
     def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
         """`mixer_in` has queries, keys, values, output gates, update rates and time steps, in this order."""
         rows = (self.keys, self.keys, self.values, self.values, self.value_heads, self.value_heads)

@@ -31,6 +31,14 @@ class Metadata:
             raise UnsupportedCheckpoint(f"GGUF key {self.architecture}.{key} is {found!r}; a number is supported")
         return found
 
+    def nonzero(self, key: str, default: float) -> Any:
+        """The number of those layers that have one other than 0. Raises UnsupportedCheckpoint if it differs."""
+        given = self.get(key, default)
+        found = {each for each in given if each} if isinstance(given, list) else {given}
+        if len(found) != 1:
+            raise UnsupportedCheckpoint(f"GGUF key {self.architecture}.{key} is {given!r}; one number is supported")
+        return found.pop()
+
     def has(self, tensor: str) -> bool:
         return tensor in self.shapes
 
@@ -62,7 +70,7 @@ def _shared(metadata: Metadata) -> Config:
         "num_hidden_layers": number("block_count"),
         "intermediate_size": number("feed_forward_length", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.nonzero("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
@@ -186,6 +194,23 @@ def _olmo2(metadata: Metadata) -> Config:
     return {"architectures": ["Olmo2ForCausalLM"]}
 
 
+def _lfm2(metadata: Metadata) -> Config:
+    """LFM2. A layer with a short convolution has no KV heads."""
+    heads, count = metadata.get("attention.head_count_kv"), metadata.number("block_count")
+    if not isinstance(heads, list) or len(heads) != count:
+        raise UnsupportedCheckpoint(
+            f"GGUF key lfm2.attention.head_count_kv is {heads!r}; a list of {count} is supported"
+        )
+    return {
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "conv_L_cache": metadata.number("shortconv.l_cache"),
+        "conv_bias": metadata.has(f"blk.{heads.index(0) if 0 in heads else 0}.shortconv.in_proj.bias"),
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+    }
+
+
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -198,5 +223,6 @@ FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "olmo2": _olmo2,
+    "lfm2": _lfm2,
 }
 """For each of GGUF's architectures, the entries of config.json that it adds to those of all."""

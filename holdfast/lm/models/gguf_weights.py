@@ -20,6 +20,8 @@ GGUF_FILE = "gguf.json"
 UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors whose numbers are in config.json."""
 PERMUTED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
+CONVOLUTION = re.compile(r"\.conv\.conv\.weight$")
+"""Names of tensors that a checkpoint stores with a dimension of 1 in the middle, and GGUF without it."""
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)\.weight$")
 
 
@@ -79,7 +81,8 @@ class GgufFile:
     def get_slice(self, name: str) -> GgufSlice:
         tensor, expert = self._tensors[name]
         shift = 1.0 if self._is_shifted(name) else 0.0
-        return GgufSlice(tensor, expert, self._device, heads=self._heads(name), shift=shift)
+        squeezed = CONVOLUTION.search(name) is not None
+        return GgufSlice(tensor, expert, self._device, heads=self._heads(name), shift=shift, squeezed=squeezed)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self.get_slice(name)[...]
@@ -103,17 +106,27 @@ class GgufSlice:
     """A stored tensor of which nothing is read yet."""
 
     def __init__(
-        self, tensor: Any, expert: int | None, device: torch.device, *, heads: int = 0, shift: float = 0.0
+        self,
+        tensor: Any,
+        expert: int | None,
+        device: torch.device,
+        *,
+        heads: int = 0,
+        shift: float = 0.0,
+        squeezed: bool = False,
     ) -> None:
         """`tensor` is the reader's, or one expert's part of it. `shift` is subtracted from its numbers.
 
-        With `heads`, rows are stored in the order of `GgufFile._heads`.
+        With `heads`, rows are stored in the order of `GgufFile._heads`. `squeezed`: a matrix that a checkpoint stores
+        with a dimension of 1 in the middle.
         """
+        self._squeezed = squeezed
         self._tensor, self._expert, self._device = tensor, expert, device
         self._heads, self._shift = heads, shift
 
     def get_shape(self) -> list[int]:
-        return self._shape[1:] if self._expert is not None else self._shape
+        shape = self._shape[1:] if self._expert is not None else self._shape
+        return [shape[0], 1, *shape[1:]] if self._squeezed else shape
 
     def get_dtype(self) -> str:
         return "F32"
@@ -126,6 +139,8 @@ class GgufSlice:
         """The numbers of the slices `cut`, in float32."""
         data = self._tensor.data if self._expert is None else self._tensor.data[self._expert]
         cuts = cut if isinstance(cut, tuple) else (cut,)
+        if self._squeezed:
+            return self._numbers(data)[:, None][cut]
         if self._heads or cuts[0] is ...:
             return self._settled(self._numbers(data))[cut]
         # The last dimension is in blocks of several numbers. All others are cut before anything is dequantized.

@@ -35,12 +35,12 @@ from holdfast.lm.models.base import (
     limited,
 )
 from holdfast.lm.models.decoder import Decoder, WeightSource
-from holdfast.lm.models.decoder_spec import DecoderSpec, Part, expert_shapes, shapes_of_layer
+from holdfast.lm.models.decoder_spec import DecoderSpec, expert_shapes, shapes_of_layer
 from holdfast.lm.models.experts import with_stored_names
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.gguf_blocks import GROUP, FourBits
 from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, GgufSlice
-from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
+from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of, within
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
 from holdfast.lm.models.text_decoders import text_config
@@ -101,11 +101,6 @@ def load(
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     if quantization == "fp8":
         check_fp8(device)
-        if spec.recurrence is not None:
-            raise UnsupportedCheckpoint(
-                f"quantization is fp8, which recurrent layers do not have, and {spec.architecture} has some: leave it "
-                "out"
-            )
         if spec.experts is not None:
             raise UnsupportedCheckpoint(
                 f"quantization is fp8, which experts do not have, and {spec.architecture} is a mixture of experts: "
@@ -403,15 +398,6 @@ def open_files(directory: Path, spec: DecoderSpec, config: Mapping[str, Any], de
     return opened
 
 
-def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The rows of one part of a stored tensor, with a dimension for each entry of `part.rows`; a view."""
-    rows = tensor.t() if part.transposed else tensor
-    if not part.rows:
-        return rows
-    dim, start, stop = part.at
-    return rows.reshape(*part.rows, *rows.shape[1:]).narrow(dim, start, stop - start)
-
-
 class GgufWeights(StoredWeights):
     """The tensors of a GGUF file. 4-bit numbers stay packed if a kernel reads them."""
 
@@ -450,18 +436,18 @@ class GgufWeights(StoredWeights):
 class QuantizedWeights(StoredWeights):
     """The tensors of a quantized checkpoint, by the names and shapes of a plain one.
 
-    Raises UnsupportedCheckpoint for a family that stores several weights in one tensor.
+    Raises UnsupportedCheckpoint for a family that stores weights transposed.
     """
 
     def __init__(self, opened: Mapping[str, Any], spec: DecoderSpec, how: Quantization, device: torch.device) -> None:
         super().__init__(opened, spec)
-        if spec.names.parts:
+        if any(part.transposed for part in spec.names.parts.values()):
             raise UnsupportedCheckpoint(
                 f"the checkpoint is quantized ({how.method}), which is not read of {spec.architecture} as it stores "
                 "its weights; give one in bfloat16, float16 or float32"
             )
         native = device.type == "cpu" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
-        self._reader = QuantizedReader(self, how, native_fp8=native)
+        self._reader = QuantizedReader(self, how, native_fp8=native, parts=self._parts)
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         if not self._reader.fill(name, piece, into):

@@ -13,6 +13,7 @@ from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
+from holdfast.lm.models.projection import Projection, SplitProjection
 
 
 class Mixer(ABC):
@@ -30,10 +31,21 @@ class Mixer(ABC):
 class RecurrentWeights:
     """The weights of a recurrent layer's mixer, except its last projection."""
 
-    inputs: Weight  # [rows, hidden]: the first projection
+    inputs: Weight  # [rows, hidden]: the first projection, without the rows of `tail`
     bias: torch.Tensor | None  # [rows]
+    index: int
+    """The layer's number among those of the device."""
+    tail: torch.Tensor | None = None  # [last rows, hidden]
+    """The last rows of the first projection, where they are plain numbers and the others are quantized."""
     tensors: Mapping[str, torch.Tensor]
     """The other tensors, by their fields in `RecurrentSpec.shapes`."""
+
+
+def projection_of(weights: RecurrentWeights) -> Projection:
+    """The first projection of a recurrent layer with these weights."""
+    if weights.tail is None:
+        return Projection(weights.inputs, weights.bias, weights.index)
+    return SplitProjection(weights.inputs, weights.bias, weights.index, weights.tail)
 
 
 class RecurrentMixer(Mixer):
@@ -41,10 +53,10 @@ class RecurrentMixer(Mixer):
 
     def __init__(self, weights: RecurrentWeights, state: int) -> None:
         """`state` is the layer's number among those with a state."""
-        self._inputs, self._bias, self._state = weights.inputs, weights.bias, state
+        self._projection, self._state = projection_of(weights), state
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        return self.recur(ops.linear(normed, self._inputs, self._bias), step)
+        return self.recur(self._projection.of(ops, normed, step), step)
 
     @abstractmethod
     def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
@@ -60,6 +72,11 @@ class RecurrentSpec(ABC):
 
     layers: tuple[bool, ...]
     """For each layer of the whole decoder, whether it is recurrent."""
+
+    @property
+    def precise(self) -> int:
+        """Number of the last parts of `mixer_in` that may stay plain numbers where the others are quantized."""
+        return 0
 
     @abstractmethod
     def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:

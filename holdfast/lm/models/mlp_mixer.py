@@ -11,14 +11,15 @@ from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.mixer import Mixer
+from holdfast.lm.models.projection import Projection
 
 
 class MlpMixer(Mixer):
     """relu² of a projection (So et al., 2021, Primer, §4). It reads no other token, and keeps nothing."""
 
-    def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
-        """`weight` is [intermediate, hidden]."""
-        self._weight, self._bias = weight, bias
+    def __init__(self, weight: Weight, bias: torch.Tensor | None, index: int) -> None:
+        """`weight` is [intermediate, hidden]. `index` is the layer's number among those of the device."""
+        self._projection = Projection(weight, bias, index)
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        return functional.relu(ops.linear(normed, self._weight, self._bias)).square()
+        return functional.relu(self._projection.of(ops, normed, step)).square()

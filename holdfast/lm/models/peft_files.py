@@ -296,7 +296,8 @@ def _tensors(names: list[str], base: AdaptedModules) -> dict[Key, dict[str, str]
         if layer >= base.num_layers:
             raise UnsupportedAdapter(f"tensor {name} is of layer {layer}; the base model has {base.num_layers} layers")
         if not base.has(layer, module):
-            raise UnsupportedAdapter(f"tensor {name} is of layer {layer}, which has experts; {_supported(base)}")
+            lacks = "has experts" if base.sparse[layer] else f"has no {place[2]}"
+            raise UnsupportedAdapter(f"tensor {name} is of layer {layer}, which {lacks}; {_supported(base)}")
         kinds = tensors.setdefault((layer, module), {})
         if (kind := match[2] or match[3]) in kinds:
             raise UnsupportedAdapter(f"tensor {name} and tensor {kinds[kind]} are of the same module")
@@ -348,6 +349,11 @@ def _check_magnitudes(
             has = "magnitudes" if MAGNITUDE in found else "no magnitudes"
             given = "does not set use_dora" if MAGNITUDE in found else "sets use_dora"
             raise UnsupportedAdapter(f"{base.names.of(*key)} has {has} in {WEIGHTS_FILE}, and {CONFIG_FILE} {given}")
+        if MAGNITUDE in found and not base.modules[key[1]].takes_gains:
+            raise UnsupportedAdapter(
+                f"{base.names.of(*key)} has magnitudes (use_dora), and a recurrent layer adds to its outputs, which a "
+                "DoRA cannot scale apart: leave it out of target_modules"
+            )
 
 
 def _check_targets(config: Mapping[str, Any], ranks: Mapping[Key, int], base: AdaptedModules) -> None:

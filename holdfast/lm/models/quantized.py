@@ -19,6 +19,7 @@ from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, LARGEST, NO_NUMBER, Mxfp4Matrices
 from holdfast.lm.kernels.mxfp4 import dequantize as dequantize_mxfp4
 from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
+from holdfast.lm.models.decoder_spec import Part
 from holdfast.lm.models.shard import Piece
 
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -135,12 +136,32 @@ class Stored(Protocol):
         """
 
 
+def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The rows of one part of a stored tensor, with a dimension for each entry of `part.rows`; a view."""
+    rows = tensor.t() if part.transposed else tensor
+    if not part.rows:
+        return rows
+    dim, start, stop = part.at
+    return rows.reshape(*part.rows, *rows.shape[1:]).narrow(dim, start, stop - start)
+
+
 class QuantizedReader:
     """Reads the tensors of a quantized checkpoint by the names and shapes of a plain one."""
 
-    def __init__(self, stored: Stored, quantization: Quantization, *, native_fp8: bool) -> None:
-        """With `native_fp8`, the device multiplies FP8, so weights stay FP8."""
+    def __init__(
+        self,
+        stored: Stored,
+        quantization: Quantization,
+        *,
+        native_fp8: bool,
+        parts: Mapping[str, tuple[str, Part]] | None = None,
+    ) -> None:
+        """With `native_fp8`, the device multiplies FP8, so weights stay FP8.
+
+        `parts` has, for each weight that is stored together with others, the stored tensor and its place there.
+        """
         self._stored, self._how, self._native_fp8 = stored, quantization, native_fp8
+        self._parts = parts or {}
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> bool:
         """Write a dequantized piece of a tensor to `into`.
@@ -150,6 +171,12 @@ class QuantizedReader:
         kind = self._kind(name)
         if kind is None:
             return False
+        if name in self._parts:
+            stored, wider, part = self._place(name, piece)
+            whole = torch.empty(wider.shape, dtype=torch.float32, device=into.device)
+            self.fill(stored, wider, whole)
+            into.copy_(rows_within(whole, part, piece))
+            return True
         if kind == "mxfp4":
             found = self._mxfp4(name, piece, into.device)
         elif kind == "fp8":
@@ -204,8 +231,14 @@ class QuantizedReader:
     def _zeros(self, name: str) -> bool:
         return not bool(self._stored.tensor(name).any())
 
+    def _place(self, name: str, piece: Piece) -> tuple[str, Piece, Part]:
+        """For a weight stored with others: their tensor, the piece of it with the same inputs, and the place in it."""
+        stored, part = self._parts[name]
+        return stored, Piece(part.shape, (range(part.shape[0]), *piece.own[1:])), part
+
     def _kind(self, name: str) -> str | None:
         """The format of a stored tensor: int4, fp8, mxfp4, or None for plain numbers."""
+        name = self._parts[name][0] if name in self._parts else name
         if self._stored.has(name):
             return "fp8" if self._stored.dtype(name) == "F8_E4M3" else None
         if self._stored.has(name + "_blocks"):
@@ -236,6 +269,11 @@ class QuantizedReader:
         self, name: str, piece: Piece, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """A piece [N, K] as 4-bit numbers, scales and zeros, and the number of inputs in a group."""
+        if name in self._parts:
+            stored_name, wider, part = self._place(name, piece)
+            *found, group = self._int4(stored_name, wider, device)
+            numbers, scale, zero = (rows_within(each, part, piece) for each in found)
+            return numbers, scale, zero, group
         stem = name.removesuffix(".weight")
         outputs, inputs = piece.whole
         group = inputs if self._how.group == -1 else min(self._how.group, inputs)
@@ -302,6 +340,10 @@ class QuantizedReader:
 
     def _fp8(self, name: str, piece: Piece, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """A piece [N, K] of FP8 and the scale of each row, float32."""
+        if name in self._parts:
+            stored, wider, part = self._place(name, piece)
+            data, scale = self._fp8(stored, wider, device)
+            return rows_within(data.view(torch.uint8), part, piece).view(FP8), rows_within(scale, part, piece)
         data = self._fp8_data(name, piece).to(device)
         if bool(data.to(torch.float32).isnan().any()):
             raise DamagedCheckpoint(f"tensor {name} holds NaN: the checkpoint is damaged")
@@ -368,6 +410,12 @@ class QuantizedReader:
 
     def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._stored.slices(name, shape, ())
+
+
+def rows_within(stored: torch.Tensor, part: Part, piece: Piece) -> torch.Tensor:
+    """The rows of a piece of a part, from all rows of the stored tensor [rows, ...]."""
+    rows = piece.own[0]
+    return within(stored, part).reshape(-1, *stored.shape[1:])[rows.start : rows.stop].contiguous()
 
 
 def _columns(words: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:

@@ -150,7 +150,7 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
     heads, kv_heads = shard.part(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     q, kv = (range(each.start * spec.head_dim, each.stop * spec.head_dim) for each in (heads, kv_heads))
     inner = shard.part(spec.intermediate_size)
-    rows: dict[str, tuple[range, ...]] = {"qkv": (q, kv, kv, q), "gate_up": (inner, inner)}
+    rows: dict[str, tuple[range, ...]] = {"qkv": (q,) * spec.attention_gate + (q, kv, kv), "gate_up": (inner, inner)}
     rows |= {f"{field}_bias": parts for field, parts in rows.items()}
     rows["sinks"] = (heads,)
     if spec.qk_norm_whole:
@@ -233,7 +233,9 @@ def own_modules(spec: DecoderSpec, shard: Shard) -> AdaptedModules:
         pieces = [*parts.values()]
         columns, inputs = slice(pieces[0].columns.start, pieces[-1].columns.stop), pieces[0].inputs
         modules[name] = AdaptedModule(base.modules[name].field, columns, inputs.stop - inputs.start)
-    return AdaptedModules(base.names, modules, base.sparse[shard.layers.start : shard.layers.stop])
+    own = slice(shard.layers.start, shard.layers.stop)
+    layers = {name: has[own] for name, has in base.layers.items()}
+    return AdaptedModules(base.names, modules, base.sparse[own], layers)
 
 
 def own_adapter(weights: AdapterWeights, spec: DecoderSpec, shard: Shard) -> AdapterWeights:

@@ -83,6 +83,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, list[
         {"rope_factors_short.weight": LONGROPE["short_factor"], "rope_factors_long.weight": LONGROPE["long_factor"]},
     ),
     "olmo2": ("Olmo2", "olmo2", {}, {}, {}),
+    "lfm2": (
+        "Lfm2",
+        "lfm2",
+        dict(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=4),
+        {"shortconv.l_cache": 4, "rope.freq_base": 1e6},
+        {},
+    ),
+    "lfm2-untied": (
+        "Lfm2",
+        "lfm2",
+        dict(tie_word_embeddings=False, conv_bias=True),
+        {"shortconv.l_cache": 3, "rope.freq_base": 1e6},
+        {},
+    ),
 }
 """For each case: the family, GGUF's architecture, the model's differences, further keys, and further tensors."""
 
@@ -213,6 +227,29 @@ def test_families_with_other_names_keep_four_bits_packed(tmp_path: Path, name: s
         assert isinstance(exact, Decoder) and isinstance(model, Decoder)
         for field in ("qkv", "o", "gate_up", "down"):
             weight, wanted = getattr(model.layers[1], field), getattr(exact.layers[1], field)
+            assert isinstance(weight, Int4CpuWeight)
+            assert (plain(weight) - wanted).abs().max() <= wanted.abs().max() * 2**-7
+
+
+def test_kv_heads_that_differ_between_layers_are_refused() -> None:
+    fields = {"general.architecture": "lfm2", "lfm2.block_count": 3, "lfm2.attention.head_count_kv": [0, 2, 4]}
+    with pytest.raises(UnsupportedCheckpoint, match=r"lfm2.attention.head_count_kv is \[0, 2, 4\]; one number"):
+        Metadata(fields, {}, lambda name: []).nonzero("attention.head_count_kv", 1)
+
+
+@needs_vectors
+def test_projections_of_short_convolutions_keep_four_bits_packed(tmp_path: Path) -> None:
+    family, architecture, differences, more, _ = CASES["lfm2"]
+    make(tmp_path / "plain", family, **differences, hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(
+        tmp_path / "model.gguf", tmp_path / "plain", architecture, kind="Q4_K", more=more, encode=drawn_blocks("Q4_K")
+    )
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, wanted = getattr(layer, field), getattr(other, field)
             assert isinstance(weight, Int4CpuWeight)
             assert (plain(weight) - wanted).abs().max() <= wanted.abs().max() * 2**-7
 

@@ -132,6 +132,10 @@ METHODS: dict[str, tuple[dict[str, Any], Quantize]] = {
 }
 
 
+LEFT_PLAIN = ("gate.weight", ".in_proj_a.", ".in_proj_b.", ".in_proj_ba.")
+"""Parts of the names of weights that published checkpoints leave in 16 bits."""
+
+
 def quantized(directory: Path, family: str, method: str, **differences: Any) -> Any:
     """Write a checkpoint and quantize its layers. Returns Transformers' module of the dequantized checkpoint."""
     make(directory / "plain", family, **differences)
@@ -139,7 +143,7 @@ def quantized(directory: Path, family: str, method: str, **differences: Any) -> 
     tensors = load_file(directory / "plain" / "model.safetensors")
     stored: Tensors = {}
     for name, tensor in list(tensors.items()):
-        if ".layers." in name and tensor.ndim == 2 and "gate.weight" not in name:
+        if ".layers." in name and tensor.ndim == 2 and not any(part in name for part in LEFT_PLAIN):
             parts, tensors[name] = quantize(name.removesuffix(".weight"), tensor)
             stored |= parts
         else:

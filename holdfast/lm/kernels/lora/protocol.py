@@ -32,6 +32,10 @@ class LoraStack:
     """The factors of DoRA on the sum of the layer's product and the adapter's, by slot; 1 in the last row."""
 
     @property
+    def inputs(self) -> int:
+        return self.a.shape[3]
+
+    @property
     def outputs(self) -> int:
         return self.b.shape[2]
 

@@ -110,7 +110,7 @@ class TiledLora:
         tile, tiles, ranks = self._sizes(stack)
         lists = self.order, self.slot, self.start, self.count, self.used
         starts = [part.start for part in stack.parts]
-        ends = [*stack.ends, *[stack.outputs] * (3 - parts)]
+        ends = [*stack.ends, *[stack.outputs] * (4 - parts)]
         block_n = OUTPUTS if tile == SMALL_TILE and ranks < LARGE_RANK else FEWER_OUTPUTS
         blocks = sum(-(-(end - start) // block_n) for start, end in zip(starts, stack.ends, strict=True))
         expand_kernel[(min(tiles, max(1, PROGRAMS // blocks)), blocks)](
@@ -203,12 +203,12 @@ def shrink_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def expand_kernel(
     low, b, rank, scale, out, order, tile_slot, tile_start, tile_count, used, tokens,
-    first_end, second_end, third_end, out_stride, slot_stride, table_stride,
+    first_end, second_end, third_end, fourth_end, out_stride, slot_stride, table_stride,
     TILE: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out += scale · low Bᵀ for the tokens of the tiles. Program (some tiles, BLOCK_N outputs of one part).
 
-    The parts end at first_end, second_end and third_end. If there are fewer parts, the remaining ends are equal.
+    The parts end at first_end, second_end, third_end and fourth_end. Ends of parts that are not there are the last one.
     """
     launch_dependents(DEPENDENT)
     block = tl.program_id(1)
@@ -227,6 +227,12 @@ def expand_kernel(
                 part = 2
                 start_n = second_end + (block - before) * BLOCK_N
                 end_n = third_end
+            if PARTS > 3:
+                before += tl.cdiv(third_end - second_end, BLOCK_N)
+                if block >= before:
+                    part = 3
+                    start_n = third_end + (block - before) * BLOCK_N
+                    end_n = fourth_end
     n = start_n + tl.arange(0, BLOCK_N)
     item = tl.arange(0, TILE)
     at = tl.arange(0, RANKS)
@@ -238,7 +244,7 @@ def expand_kernel(
         ranks = tl.load(rank + slot * table_stride + part)
         token = tl.load(order + start + item, mask=held, other=0)
         # Weights do not depend on the previous kernel, so they are loaded while it ends.
-        b_at = b + slot * slot_stride + at[:, None].to(tl.int64) * third_end + n[None, :]
+        b_at = b + slot * slot_stride + at[:, None].to(tl.int64) * fourth_end + n[None, :]
         weights = tl.load(b_at, mask=(at < ranks)[:, None] & (n < end_n)[None, :], other=0.0)
         factor = tl.load(scale + slot * table_stride + part)
         wait_for_previous(DEPENDENT)

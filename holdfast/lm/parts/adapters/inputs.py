@@ -63,7 +63,7 @@ class AdapterInputs(ModelInputs):
             if gains:
                 sizes[f"{name}_gain"] = most
         self.sizes = sizes
-        self._counts = torch.zeros(3 * most_tiles(max_tokens, slots), dtype=torch.int32, device=device)
+        self._counts = torch.zeros(4 * most_tiles(max_tokens, slots), dtype=torch.int32, device=device)
         """Counters of the kernels, which leave them at 0."""
         self._beside: SideStream | None = None
         """Where adapters are computed next to the layers."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.process.build import build, build_engine
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.models.loader import load
+from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.types import LanguageLoop
+from tests.adapters import drawn as drawn_adapter
+from tests.adapters import merged, write
 from tests.checkpoints import VOCAB, make
 from tests.combinations.place import paced
 
@@ -133,9 +136,7 @@ def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> No
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_adapters": 1}, "adapters of a model with recurrent layers run on padded rows"),
         ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
-        ({"quantization": "fp8"}, "quantization is fp8, which recurrent layers do not have"),
         ({"tp": 2}, "has recurrent layers, which one device computes"),
     ],
 )
@@ -146,8 +147,29 @@ def test_options_that_recurrent_layers_do_not_have_are_refused(
         build_engine(EngineConfig(model=str(served[1]), **SIZES, **options, executor="paged")).close()
 
 
-def test_a_model_with_adapters_runs_on_padded_rows(served: tuple[Any, Path]) -> None:
-    engine = build_engine(EngineConfig(model=str(served[1]), **SIZES | {"block_size": 16}, max_adapters=1))
-    assert engine.info.executor == "padded"
-    assert engine.info.executor_reason.startswith("adapters of a model with recurrent layers run on padded rows")
+def test_turns_with_adapters_go_on_from_their_own_states(served: tuple[Any, Path], tmp_path: Path) -> None:
+    module, directory = served
+    spec = decoder_spec(directory)
+    given = {name: drawn_adapter(spec, 3, seed=seed) for seed, name in enumerate("ab")}
+    paths = {name: str(write(tmp_path / name, weights)) for name, weights in given.items()}
+    config = EngineConfig(
+        model=str(directory), **SIZES, adapter=tuple(f"{name}={path}" for name, path in paths.items())
+    )
+    engine = build_engine(config)
+    assert engine.info.executor == "paged"
+    ids = {info.name: info.id for info in engine.info.adapters} | {"": ""}
+    modules = {name: merged(module, weights) for name, weights in given.items()} | {"": module}
+    prompts = dict.fromkeys(ids, drawn(29, seed=2))
+    for turn in range(2):
+        asked = [
+            replace(request(f"{name}{turn}", prompt), identity=Identity(adapter=ids[name]))
+            for name, prompt in prompts.items()
+        ]
+        found = answers(engine.loop, *asked)
+        for name, prompt in prompts.items():
+            said, cached = found[f"{name}{turn}"]
+            assert said == generated(modules[name], prompt, 9)
+            assert cached == (0 if not turn else len(prompt) - 6)
+            prompts[name] = prompt + said + drawn(5, seed=turn + 3)
+    assert len({*prompts.values()}) == 3
     engine.close()

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.execution.state_memory import states_of
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import StepInput
@@ -31,7 +33,7 @@ from holdfast.lm.parts.adapters.device import AdapterDevice, AdapterStore
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.parts.adapters.values import AdapterPlan
 from tests.adapted_engine import Engine
-from tests.adapted_families import NATIVE_FAMILIES, Family, family, prompts
+from tests.adapted_families import HYBRID_FAMILIES, NATIVE_FAMILIES, Family, family, prompts
 from tests.adapters import drawn, generated, merged, write
 from tests.checkpoints import tiny
 from tests.ranks import Rank, in_ranks
@@ -41,6 +43,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 BLOCK, BLOCKS = 4, 8
 GENERATED = 6
+
+
+@pytest.fixture(scope="module", params=[*NATIVE_FAMILIES, *HYBRID_FAMILIES])
+def any_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return family(request.param, tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture(scope="module", params=NATIVE_FAMILIES)
@@ -86,6 +93,7 @@ def logits_of(model: Decoder, slots: AdapterSlots, given: list[tuple[int, ...]],
         attention,
         attention.make_metadata(segments),
         adapters_of(slots, len(given), segments, tiled=tiled),
+        recurrent=states_of(spec, TorchRecurrence(where), len(given)).step(segments),
     )
     with torch.inference_mode():
         return model.forward(step)
@@ -132,27 +140,14 @@ def assert_these_are_peft_s(
         assert number % 3 == 2 or float((expected - plain).abs().max()) > 0.05, "an adapter must change what is said"
 
 
-RECURRENT = {
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Lfm2ForCausalLM",
-    "BambaForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "NemotronHForCausalLM",
-    "FalconH1ForCausalLM",
-}
-"""Architectures with recurrent layers. Their adapters run on padded rows."""
-
-
 def test_every_native_architecture_has_a_case() -> None:
-    covered = {architecture for architecture, _, _ in NATIVE_FAMILIES.values()}
-    assert covered == {*NATIVE} - {*WITH_IMAGES} - RECURRENT, "those have one of these decoders inside"
+    covered = {architecture for architecture, _, _ in (*NATIVE_FAMILIES.values(), *HYBRID_FAMILIES.values())}
+    assert covered == {*NATIVE} - {*WITH_IMAGES, "Qwen3_5MoeForCausalLM"}, "those have one of these decoders inside"
 
 
 @pytest.mark.parametrize("names", [("wide", "some"), ("dora", "wide")], ids="-".join)
-def test_logits_of_a_mixed_batch_are_those_of_peft(case: Family, names: tuple[str, str]) -> None:
-    assert_logits_are_peft_s(case, names, prompts(6), tiled=False)
+def test_logits_of_a_mixed_batch_are_those_of_peft(any_case: Family, names: tuple[str, str]) -> None:
+    assert_logits_are_peft_s(any_case, names, prompts(6), tiled=False)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -189,8 +184,9 @@ def test_a_slot_of_several_ranks_that_held_a_dora_scales_nothing_for_the_next_ad
     assert_these_are_peft_s(torch.cat(in_ranks(Layout(tp=2), work), 1), case, ("some", "dora"), given)
 
 
-def test_the_kernels_of_a_gpu_give_the_same_logits(case: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_a_gpu_give_the_same_logits(any_case: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs the layers and the adapters as a captured step on a GPU has them."""
+    case = any_case
     model = case.model
     for name in ("_ops", "_local_ops"):
         monkeypatch.setattr(model, name, FusedLayerOps(getattr(model, name).shape))
@@ -304,6 +300,29 @@ def test_a_dora_is_refused_where_the_slots_have_no_gains(tmp_path: Path) -> None
     store = AdapterStore(bare, case.model, host_bytes=1 << 30, pinned=False)
     with pytest.raises(UnsupportedAdapter, match="start it with dora"):
         store.read("x", case.directories["dora"])
+
+
+def test_several_devices_take_no_adapters_of_a_model_with_recurrent_layers(tmp_path: Path) -> None:
+    case = family("bamba", tmp_path)
+    with pytest.raises(
+        ValueError, match="tp is 2 and pp is 1, and adapters of a model with recurrent layers run on one"
+    ):
+        AdapterDevice(case.model, EngineConfig(max_adapters=1, tp=2, device="cpu"))
+
+
+def test_a_dora_of_outputs_that_mamba_adds_to_is_refused(tmp_path: Path) -> None:
+    case = family("falcon-h1", tmp_path)
+    tensors = load_file(case.directories["wide"] / WEIGHTS_FILE)
+    for name, tensor in [*tensors.items()]:
+        if name.endswith("lora_B.weight"):
+            tensors[name.removesuffix("lora_B.weight") + "lora_magnitude_vector"] = torch.ones(len(tensor))
+    save_file(tensors, case.directories["wide"] / WEIGHTS_FILE)
+    config = case.directories["wide"] / CONFIG_FILE
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    with pytest.raises(
+        UnsupportedAdapter, match=r"o_proj has magnitudes \(use_dora\), and a recurrent layer adds to its"
+    ):
+        read_peft(case.directories["wide"], case.model.decoder)
 
 
 @pytest.mark.gpu

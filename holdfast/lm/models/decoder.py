@@ -180,13 +180,13 @@ class Decoder:
             for window in own.windows or (None,) * own.num_layers
         )
         self._ops, self._local_ops = self._layer_ops(own, max_model_len)
-        self._mixers = self._make_mixers(windows, own.other_layers)
+        self._mixers = self._make_mixers(own, windows)
         if device.type == "cpu":
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
             self._bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
             architecture=decoder.architecture,
-            num_layers=sum(decoder.cached[shard.layers.start : shard.layers.stop]),
+            num_layers=sum(own.cached),
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=decoder.head_dim,
@@ -200,21 +200,22 @@ class Decoder:
             stream_width=0 if shard.first and shard.last else decoder.hidden_size,
             first=shard.first,
             last=shard.last,
-            recurrent_layers=sum(decoder.recurrent),
-            state=() if decoder.recurrence is None else decoder.recurrence.state(dtype),
+            recurrent_layers=sum(own.recurrent),
+            state=() if own.recurrence is None else own.recurrence.state(dtype),
         )
 
-    def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:
-        """The mixer of each layer, for its window and its kind of rotation."""
+    def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:
+        """The mixer of each layer of this device's part of the decoder, for its window."""
         spec, mixers, states, caches = self.decoder, list[Mixer](), 0, 0
+        local = own.other_layers
         kind = GatedAttentionMixer if spec.attention_gate else AttentionMixer
         for index, layer in enumerate(self.layers):
-            number, recurrent = self.shard.layers[index], None
-            if spec.recurrence is not None and spec.recurrent[number]:
+            recurrent = None
+            if own.recurrence is not None and own.recurrent[index]:
                 given = RecurrentWeights(inputs=layer.qkv, bias=layer.qkv_bias, tensors=layer.recurrent)
-                recurrent = spec.recurrence.mixer(given, states)
+                recurrent = own.recurrence.mixer(given, states, self.group)
                 states += 1
-            if not spec.cached[number]:
+            if not own.cached[index]:
                 mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias))
                 continue
             weights = AttentionWeights(
@@ -292,8 +293,9 @@ class Decoder:
             self._bytes += experts.nbytes
         if self.decoder.unit_qk_norm and not self.decoder.other_layers[index]:
             weights |= dict.fromkeys(("q_norm", "k_norm"), self._empty(self.decoder.head_dim).fill_(1.0))
-        for name, parts in pieces.items():
-            names = tuple(family.layer.format(index) + part for part in family.fields[name])
+        for name, named in pieces.items():
+            names = tuple(family.layer.format(index) + part for part, _ in named)
+            parts = tuple(piece for _, piece in named)
             place = name if self.decoder.parallel_factors is not None else PLACES.get(name, name)
             if name.endswith("_norm"):
                 weights[name] = self._norm(names, parts)
@@ -504,7 +506,7 @@ class Decoder:
             return inner
         of_gate, of_product = self.decoder.mlp_factors
         together = self._ops.linear(normed, layer.gate_up, layer.gate_up_bias)
-        together[:, : self.decoder.intermediate_size] *= of_gate
+        together[:, : together.shape[1] // 2] *= of_gate
         inner = self._ops.gate(together)
         return inner.mul_(of_product)
 

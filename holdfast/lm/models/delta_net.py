@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.models.base import Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,22 @@ class DeltaSpec(RecurrentSpec):
         inputs = StateTensor((self.channels, self.width - 1), dtype)
         return inputs, StateTensor((self.value_heads, self.key_dim, self.value_dim), torch.float32)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
+    def split(self) -> dict[str, tuple[tuple[Units, ...], ...]]:
+        keys = Units("key heads of recurrent layers", self.key_heads, self.key_dim, copied=True)
+        values = Units("value heads of recurrent layers", self.value_heads, self.value_dim)
+        heads = values._replace(width=1)
+        return {
+            "mixer_in": ((keys,), (keys,), (values,), (values,), (heads,), (heads,)),
+            "conv": ((keys, keys, values),),
+            "decay": ((heads,),),
+            "time_bias": ((heads,),),
+            "mixer_out": ((values,),),
+        }
+
+    def own(self, tp: int) -> Self:
+        return replace(self, key_heads=max(1, self.key_heads // tp), value_heads=self.value_heads // tp)
+
+    def mixer(self, weights: RecurrentWeights, state: int, group: Group | None = None) -> RecurrentMixer:
         return DeltaMixer(weights, self, state)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.models.base import Shape, StateTensor, StepInput
@@ -49,12 +51,24 @@ class RecurrentMixer(Mixer):
         """The result [T, width] of the recurrence, from the first projection [T, rows]. Writes the layer's state."""
 
 
+class Units(NamedTuple):
+    """The heads, groups or channels of recurrent layers, of which each device that shares the layers has its part."""
+
+    name: str
+    """Their name in errors, in the plural."""
+    count: int
+    width: int = 1
+    """Numbers of each unit: rows of a weight, or columns of `mixer_out`."""
+    copied: bool = False
+    """Whether several devices hold the same unit where there are more devices than units."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec(ABC):
-    """The recurrent layers of a decoder. All of them are of one kind and of one size."""
+    """The recurrent layers of a decoder, or of a device's part of it. All of them are of one kind and of one size."""
 
     layers: tuple[bool, ...]
-    """For each layer of the whole decoder, whether it is recurrent."""
+    """For each layer, whether it is recurrent."""
 
     @abstractmethod
     def shapes(self, hidden: int) -> dict[str, tuple[Shape, ...]]:
@@ -68,5 +82,20 @@ class RecurrentSpec(ABC):
         """The tensors that a layer keeps of a sequence. `dtype` is that of the activations."""
 
     @abstractmethod
-    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
-        """The mixer of a layer with these weights. `state` is its number among the recurrent layers."""
+    def split(self) -> dict[str, tuple[tuple[Units, ...], ...]]:
+        """For each field that devices share, the units that make up the rows of each part, in order.
+
+        For `mixer_out`, they make up its columns. Every device has the other fields whole.
+        """
+
+    @abstractmethod
+    def own(self, tp: int) -> Self:
+        """The layers as one of `tp` devices has them that share each of them. All devices have equal sizes."""
+
+    @abstractmethod
+    def mixer(self, weights: RecurrentWeights, state: int, group: Group | None = None) -> RecurrentMixer:
+        """The mixer of a layer with these weights. `state` is its number among the recurrent layers of the device.
+
+        `group` is the devices that share the layer, if there are several. The spec and the weights are then those of
+        one device.
+        """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.models.base import Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,7 @@ class ConvolutionSpec(RecurrentSpec):
     """Recurrent layers whose state is the last inputs of a convolution (Liquid AI, 2025, LFM2 Technical Report, §2)."""
 
     channels: int
-    """Channels of the convolution, as many as the stream has."""
+    """Channels of the convolution: as many as the stream has, or a device's part of them."""
     width: int
     """Number of tokens that the convolution reads, its own included."""
     bias: bool = False
@@ -36,7 +38,21 @@ class ConvolutionSpec(RecurrentSpec):
     def state(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         return (StateTensor((self.channels, self.width - 1), dtype),)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
+    def split(self) -> dict[str, tuple[tuple[Units, ...], ...]]:
+        one = Units("channels of convolutions", self.channels)
+        inputs, alone = ((one, one, one),), ((one,),)
+        return {
+            "mixer_in": inputs,
+            "mixer_in_bias": inputs,
+            "conv": alone,
+            "conv_bias": alone,
+            "mixer_out": alone,
+        }
+
+    def own(self, tp: int) -> Self:
+        return replace(self, channels=self.channels // tp)
+
+    def mixer(self, weights: RecurrentWeights, state: int, group: Group | None = None) -> RecurrentMixer:
         return ConvolutionMixer(weights, state)
 
 

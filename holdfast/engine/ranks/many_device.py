@@ -287,7 +287,7 @@ class ManyExecutor(DeviceExecutor):
             if copies
         }
         self._parts.submitted(plan)
-        seconds = PART_SECONDS if any(part.computes for part in plan.parts) else STEP_SECONDS
+        seconds = PART_SECONDS if any(part.is_long for part in plan.parts) else STEP_SECONDS
         self._in_flight.append(_Flight(plan.step, not plan.computes, bool(plan.segments), seconds))
 
     def collect(self) -> StepResult:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 
@@ -111,7 +110,7 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
     if spec.experts is not None:
         sizes.append(("columns of an expert", spec.experts.intermediate_size))
         sizes.append(("columns of the shared expert", spec.experts.shared_size))
-    units = () if spec.recurrence is None else units_of(spec.recurrence)
+    units = [] if spec.recurrence is None else units_of(spec.recurrence)
     sizes += [(each.name, each.count) for each in units if not each.copied]
     for name, size in sizes:
         if size % tp:
@@ -124,10 +123,9 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
         raise ValueError(f"tp is {tp}; that takes a vocabulary of at least {tp * tp} tokens, not {spec.vocab_size}")
 
 
-def units_of(recurrence: RecurrentSpec) -> Iterator[Units]:
+def units_of(recurrence: RecurrentSpec) -> list[Units]:
     """The units of all fields of recurrent layers. Those of several fields come more than once."""
-    for parts in recurrence.split().values():
-        yield from chain.from_iterable(parts)
+    return [each for parts in recurrence.split().values() for units in parts for each in units]
 
 
 def check_stages(spec: DecoderSpec, stages: Sequence[range]) -> None:

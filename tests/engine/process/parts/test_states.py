@@ -106,7 +106,7 @@ def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> No
         ({"max_adapters": 1}, "adapters of a model with recurrent layers run on padded rows"),
         ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
         ({"quantization": "fp8"}, "quantization is fp8, which recurrent layers do not have"),
-        ({"tp": 2}, "has recurrent layers, which one device computes"),
+        ({"pp": 2, "tp": 3}, "tp is 3; it must divide the model's 4 attention heads"),
     ],
 )
 def test_options_that_recurrent_layers_do_not_have_are_refused(

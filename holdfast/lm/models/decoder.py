@@ -274,6 +274,9 @@ class Decoder:
             qk_norm_whole=own.qk_norm_whole,
             qk_layer_norm=own.qk_layer_norm,
             kv_copies=self.shard.copies(self.decoder.num_kv_heads),
+            # A step may begin an odd number of sums if each layer has one. On the first stage, that of the embeddings
+            # separates steps.
+            sums_in_parts=self.shard.first or not own.mlps,
         )
         ops, local = layer_ops_for(shape, self.group), own.other_rope
         if local is None:

@@ -56,7 +56,7 @@ class Units(NamedTuple):
 
     name: str
     """Their name in errors, in the plural."""
-    count: int
+    number: int
     width: int = 1
     """Numbers of each unit: rows of a weight, or columns of `mixer_out`."""
     copied: bool = False

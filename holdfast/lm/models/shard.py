@@ -48,7 +48,7 @@ class Shard:
 
     def numbers(self, units: Units) -> range:
         """The numbers of this device's units of a recurrent layer, among the numbers of all units."""
-        own = self.kv_heads(units.count) if units.copied else self.part(units.count)
+        own = self.kv_heads(units.number) if units.copied else self.part(units.number)
         return range(own.start * units.width, own.stop * units.width)
 
     def copies(self, kv_heads: int) -> int:
@@ -111,11 +111,11 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
         sizes.append(("columns of an expert", spec.experts.intermediate_size))
         sizes.append(("columns of the shared expert", spec.experts.shared_size))
     units = [] if spec.recurrence is None else units_of(spec.recurrence)
-    sizes += [(each.name, each.count) for each in units if not each.copied]
+    sizes += [(each.name, each.number) for each in units if not each.copied]
     for name, size in sizes:
         if size % tp:
             raise ValueError(f"tp is {tp}; it must divide the model's {size} {name}")
-    copied = [("KV heads", spec.num_kv_heads), *((each.name, each.count) for each in units if each.copied)]
+    copied = [("KV heads", spec.num_kv_heads), *((each.name, each.number) for each in units if each.copied)]
     for name, count in copied:
         if count % tp and tp % count:
             raise ValueError(f"tp is {tp}; it must divide, or be divided by, the model's {count} {name}")
@@ -250,7 +250,7 @@ def pieces_of_units(shape: Shape, dim: int, units: Sequence[Units], shard: Shard
     for each in units:
         own = shard.numbers(each)
         pieces.append(Piece.within(shape, dim, range(start + own.start, start + own.stop)))
-        start += each.count * each.width
+        start += each.number * each.width
     return pieces
 
 

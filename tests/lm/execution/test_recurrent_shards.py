@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.core.layout import Layout
+from holdfast.lm.kernels.collectives import torch_group
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import StateCopy, StatePlan
@@ -95,11 +96,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make(directory, family, vocab_size=VOCAB, **differences), directory
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("story", [chunks, from_a_snapshot, from_the_host])
-def test_the_shards_of_a_model_give_the_logits_of_transformers(
-    checkpoint: tuple[Any, Path], tp: int, story: Callable[[Steps], tuple[torch.Tensor, tuple[int, ...]]]
-) -> None:
+Story = Callable[[Steps], tuple[torch.Tensor, tuple[int, ...]]]
+"""Runs steps, and returns logits and the tokens of their sequence."""
+
+
+def compare(checkpoint: tuple[Any, Path], tp: int, story: Story) -> None:
+    """Compare the logits of a story on shards with those of Transformers."""
     module, directory = checkpoint
 
     def work(rank: Rank) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -108,6 +110,14 @@ def test_the_shards_of_a_model_give_the_logits_of_transformers(
     ranks = in_ranks(Layout(tp=tp), work)
     found, tokens = torch.cat([columns for columns, _ in ranks], dim=1), ranks[0][1]
     same(found, expected(module, tokens)[-len(found) :])
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("story", [chunks, from_a_snapshot, from_the_host])
+def test_the_shards_of_a_model_give_the_logits_of_transformers(
+    checkpoint: tuple[Any, Path], tp: int, story: Story
+) -> None:
+    compare(checkpoint, tp, story)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -123,3 +133,20 @@ def test_no_device_holds_more_than_its_share(checkpoint: tuple[Any, Path], tp: i
     assert sum(spec.weight_bytes for spec in parts) < (1.15 if tp == 2 else 1.25) * whole.weight_bytes
     assert {spec.state_bytes for spec in parts} == {parts[0].state_bytes}
     assert whole.state_bytes <= tp * parts[0].state_bytes < (1.15 if tp == 2 else 1.45) * whole.state_bytes
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen3.5-moe", "nemotron-h", "falcon-h1"], indirect=True)
+def test_sums_in_halves_give_the_logits_of_transformers(
+    checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_group, "HALVED_ROWS", 5)
+    compare(checkpoint, 2, chunks)
+
+
+def test_a_later_stage_of_layers_with_one_sum_has_none_in_halves(tmp_path: Path) -> None:
+    make(tmp_path, "NemotronH", vocab_size=32, layers_block_type=["linear_attention", "full_attention", "mlp"] * 2)
+    parts = in_ranks(
+        Layout(2, 2),
+        lambda rank: load(tmp_path, device="cpu", layout=rank.layout, rank=rank.rank, group=rank.group()),
+    )
+    assert [part._ops.shape.sums_in_parts for part in parts] == [True, True, False, False]

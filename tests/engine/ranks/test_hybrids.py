@@ -15,6 +15,7 @@ import torch
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.ranks.ranks import RankFailure
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.types import COPIES_AHEAD_BYTES
 from tests.checkpoints import make
 from tests.engine.conftest import wait_for_end
 from tests.engine.process.parts.test_states import SIZES, answers, drawn, generated, request
@@ -95,6 +96,7 @@ def test_ranks_have_the_blocks_and_snapshots_that_one_process_would(engines: Any
         engine = engines(tp=layout[0], pp=layout[1])
         memory, states = engine.info.memory, engine.loop.planner._kind.states
         sizes[layout] = engine.info.num_blocks, engine.info.num_host_blocks, states.total, states.host_total
+        assert states._copies_ahead == COPIES_AHEAD_BYTES // (4 * 3200)
         assert (memory.snapshots, memory.host_snapshots) == (states.total, states.host_total)
         assert memory.rows == SIZES["max_sequences"] * 4 * 3200, "four recurrent layers"
     for found in sizes.values():

@@ -55,7 +55,7 @@ class Units(NamedTuple):
     """The heads, groups or channels of recurrent layers, of which each device that shares the layers has its part."""
 
     name: str
-    """Their name in errors, in the plural."""
+    """The name that errors give them, in the plural."""
     number: int
     width: int = 1
     """Numbers of each unit: rows of a weight, or columns of `mixer_out`."""

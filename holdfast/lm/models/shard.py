@@ -124,7 +124,7 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
 
 
 def units_of(recurrence: RecurrentSpec) -> list[Units]:
-    """The units of all fields of recurrent layers. Those of several fields come more than once."""
+    """The units of all fields of recurrent layers. Units of several fields come more than once."""
     return [each for parts in recurrence.split().values() for units in parts for each in units]
 
 

@@ -58,7 +58,7 @@ SLOT = ROWS + 1
 
 
 def chunks(steps: Steps) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The logits of a prompt in chunks, the first of them beside another sequence's prompt."""
+    """The logits of a prompt in chunks, the first of them next to another sequence's prompt."""
     tokens = prompt(41)
     _, first = steps.run(
         (1, 0, prompt(9, seed=5)), (3, 0, tokens[:17]), states=StatePlan(starts=(*start(1).starts, *start(3).starts))

@@ -46,7 +46,7 @@ class StateExecutor(PartExecutor):
 
 
 def state_parts(config: StateOptions, model: Model) -> Sequence[DevicePart]:
-    """What a rank has for the recurrent states of its part of the model; empty for a model without any."""
+    """The part that copies the recurrent states of a rank's share of the model; none for a model without states."""
     if not model.spec.recurrent_layers:
         return ()
     # Without sharing, no sequence starts from a snapshot.

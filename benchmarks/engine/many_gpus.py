@@ -5,11 +5,12 @@
 `group` checks the exchanges of two GPUs outside of sums, and sampling in shards against whole rows. `small`
 compares the tokens of a small float32 model on layouts of two GPUs with those on one: greedy, drawn, filtered, by a
 grammar, suspended to the host, in random histories with aborts; `--family olmo2` has norms over all heads, and
-`delta-nets` and `mamba` have recurrent layers. `moved` moves conversations between two engines of a layout, and by the disk to a new one, and compares what these answer with
-the first one. `killed` kills a rank while steps run. `served` times decode steps at 1, 32 and 128 rows, the prefill of
-8 prompts of 8,192 tokens, and shows the kernels of a decode step on rank 0. Each part is a process of its own, which is
-killed when its time is over. If there are fewer GPUs than ranks, ranks share them, which is slow. Without GPUs the
-parts `small` and `moved` run on CPU processes. Prints JSON lines as results come.
+`delta-nets` and `mamba` have recurrent layers. `moved` moves conversations between two engines of a layout, and by the
+disk to a new one, and compares what these answer with the first one. `killed` kills a rank while steps run. `served`
+times decode steps at 1, 32 and 128 rows, the prefill of 8 prompts of 8,192 tokens, and shows the kernels of a decode
+step on rank 0. Each part is a process of its own, which is killed when its time is over. If there are fewer GPUs than
+ranks, ranks share them, which is slow. Without GPUs the parts `small` and `moved` run on CPU processes. Prints JSON
+lines as results come.
 """
 
 from __future__ import annotations

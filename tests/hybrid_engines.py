@@ -21,7 +21,7 @@ LONGEST = 120
 NEAR = 1e-3
 """Logits that differ by less are a tie, which the order of sums may decide."""
 TOKEN_BYTES, SLOT_BYTES = 256, 3200
-"""Bytes of KV of one token, and of one recurrent state, in the models of these histories."""
+"""Bytes of KV of one token, and of one recurrent state, for each pair of a recurrent layer and one with attention."""
 
 
 @dataclass(slots=True)
@@ -57,10 +57,11 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 class EngineHistory:
     """One engine with random sizes, and the random operations of its clients.
 
-    `module` is Transformers' model of the checkpoint in `directory`.
+    `module` is Transformers' model of the checkpoint in `directory`, which has this many pairs of a recurrent layer and
+    one with attention. `layout` are options that say how many ranks share it.
     """
 
-    def __init__(self, seed: int, module: Any, directory: Path) -> None:
+    def __init__(self, seed: int, module: Any, directory: Path, *, pairs: int = 1, **layout: int) -> None:
         self.random = choose = random.Random(seed)
         self.module = module
         self.turns: dict[str, Turn] = {}
@@ -71,19 +72,21 @@ class EngineHistory:
         snapshots, host_snapshots = choose.choice((1, 2, 5, 20)), choose.choice((0, 1, 4, 20))
         tokens = int(LONGEST * choose.choice((1, 1, 1.3, 2, 6))) + 2 * block
         host = choose.choice((0, LONGEST // 2, 4 * LONGEST)) if host_snapshots else 0
-        cache = tokens * TOKEN_BYTES + snapshots * SLOT_BYTES
-        share = min(0.9, (snapshots + 0.5) * SLOT_BYTES / cache)
+        token_bytes, slot_bytes = pairs * TOKEN_BYTES, pairs * SLOT_BYTES
+        cache = tokens * token_bytes + snapshots * slot_bytes
+        share = min(0.9, (snapshots + 0.5) * slot_bytes / cache)
         self.settings: dict[str, Any] = dict(
             device="cpu",
             threads=1,
             block_size=block,
             cache_gb=cache / 1e9,
-            host_cache_gb=(host * TOKEN_BYTES + host_snapshots * SLOT_BYTES) / 1e9 if host else 0.0,
+            host_cache_gb=(host * token_bytes + host_snapshots * slot_bytes) / 1e9 if host else 0.0,
             snapshot_share=share,
             max_sequences=choose.choice((1, 2, 4, 8, 8)),
             max_model_len=LONGEST,
             token_budget=choose.choice((3, 7, 17, 33, 64)),
             steps_in_flight=choose.choice((1, 2, 3)),
+            **layout,
         )
         self.engine = build_engine(EngineConfig(model=str(directory), executor="paged", **self.settings))
         self.loop = self.engine.loop
@@ -208,9 +211,12 @@ class EngineHistory:
         self.engine.close()
 
 
-def play(seed: int, module: Any, directory: Path, operations: int) -> Counter[str]:
-    """The events of a history of this many operations. Raises AssertionError with the seed and the sizes."""
-    history = EngineHistory(seed, module, directory)
+def play(seed: int, module: Any, directory: Path, operations: int, **engine: int) -> Counter[str]:
+    """The events of a history of this many operations. Raises AssertionError with the seed and the sizes.
+
+    `engine` are options of `EngineHistory`.
+    """
+    history = EngineHistory(seed, module, directory, **engine)
     try:
         history.play(operations)
         history.check()

@@ -4,12 +4,13 @@
 
 `group` checks the exchanges of two GPUs outside of sums, and sampling in shards against whole rows. `small`
 compares the tokens of a small float32 model on layouts of two GPUs with those on one: greedy, drawn, filtered, by a
-grammar, suspended to the host, in random histories with aborts; `--family olmo2` has norms over all heads. `moved`
-moves conversations between two engines of a layout, and by the disk to a new one, and compares what these answer with
-the first one. `killed` kills a rank while steps run. `served` times decode steps at 1, 32 and 128 rows, the prefill of
-8 prompts of 8,192 tokens, and shows the kernels of a decode step on rank 0. Each part is a process of its own, which is
-killed when its time is over. If there are fewer GPUs than ranks, ranks share them, which is slow. Without GPUs the
-parts `small` and `moved` run on CPU processes. Prints JSON lines as results come.
+grammar, suspended to the host, in random histories with aborts; `--family olmo2` has norms over all heads, and
+`delta-nets` and `mamba` have recurrent layers. `moved` moves conversations between two engines of a layout, and by the
+disk to a new one, and compares what these answer with the first one. `killed` kills a rank while steps run. `served`
+times decode steps at 1, 32 and 128 rows, the prefill of 8 prompts of 8,192 tokens, and shows the kernels of a decode
+step on rank 0. Each part is a process of its own, which is killed when its time is over. If there are fewer GPUs than
+ranks, ranks share them, which is slow. Without GPUs the parts `small` and `moved` run on CPU processes. Prints JSON
+lines as results come.
 """
 
 from __future__ import annotations
@@ -56,7 +57,32 @@ SMALL_SHAPE = dict(
     # Wide enough that the likeliest token is clear of the next one, in whatever order sums are taken.
     initializer_range=0.08,
 )
-FAMILIES = {"llama": SMALL_SHAPE, "olmo2": SMALL_SHAPE | dict(architectures=["Olmo2ForCausalLM"], model_type="olmo2")}
+DELTA_NETS = dict(
+    architectures=["Qwen3_5ForCausalLM"],
+    model_type="qwen3_5_text",
+    num_hidden_layers=8,
+    layer_types=["linear_attention", "full_attention"] * 4,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+)
+MAMBA = dict(
+    architectures=["BambaForCausalLM"],
+    model_type="bamba",
+    num_hidden_layers=8,
+    attn_layer_indices=[1, 3, 5, 7],
+    mamba_n_heads=16,
+    mamba_d_head=64,
+    mamba_n_groups=1,
+    mamba_d_state=16,
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL_SHAPE,
+    "olmo2": SMALL_SHAPE | dict(architectures=["Olmo2ForCausalLM"], model_type="olmo2"),
+    "delta-nets": SMALL_SHAPE | DELTA_NETS,
+    "mamba": SMALL_SHAPE | MAMBA,
+}
 GRAMMAR = r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){20}'
 """A regular expression that forces most of its text."""
 BLOCK = 4 * 2 * 16 * 4 * 64 * 4

@@ -35,7 +35,17 @@ def test_two_gpus_exchange_rows_and_draw_the_tokens_of_whole_rows() -> None:
     assert [line["wrong"] for line in lines if line["kind"] == "group"] == [[]]
 
 
-@pytest.mark.parametrize(("layout", "family"), [("tp2", "llama"), ("pp2", "llama"), ("tp2", "olmo2")])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("tp2", "llama"),
+        ("pp2", "llama"),
+        ("tp2", "olmo2"),
+        ("tp2", "delta-nets"),
+        ("pp2", "delta-nets"),
+        ("tp2", "mamba"),
+    ],
+)
 def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str, family: str) -> None:
     lines = results_of("small", "--layouts-small", layout, "--family", family)
     histories = [line for line in lines if line["kind"] == "tokens"]
@@ -44,7 +54,8 @@ def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str, family
     # Steps of other sizes round differently, so the argmax differs if two tokens are equally likely.
     assert sum(len(line["wrong_from"]) for line in histories) == len(gaps) <= len(histories)
     # One GPU holds two such tokens in either order, depending on the step.
-    assert all(abs(gap) < 1e-4 for gap in gaps), gaps
+    nearest = 1e-4 if family in ("llama", "olmo2") else 1e-3  # states add up what all steps before have rounded
+    assert all(abs(gap) < nearest for gap in gaps), gaps
     assert all(line["suspended"] and line["swapped_in"] for line in histories)
 
 

@@ -173,7 +173,10 @@ def test_the_cache_on_a_gpu_takes_the_given_share_of_memory_beside_what_others_a
     for options, share in (({}, 0.9), ({"memory_fraction": 0.5}, 0.5)):
         device = on_a_gpu(cache_gb=None, **options)
         free, total, activations = 70_000_000_000, 80_000_000_000, 2_000_000_000
-        assert device._cache_bytes(free, total, activations) == int(share * total) - 10_000_000_000 - 2_000_000_000
+        assert (
+            device._cache_bytes(free, total, activations, device._shared_bytes)
+            == int(share * total) - 10_000_000_000 - 2_000_000_000
+        )
 
 
 def test_as_many_steps_are_submitted_at_once_as_the_option_says(small):

@@ -52,6 +52,7 @@ from holdfast.lm.types import (
     HostTier,
     LanguageDevice,
     MemoryMeasurement,
+    SharedBytes,
     StepPlan,
     StepResult,
     TierCopied,
@@ -69,6 +70,8 @@ class ManyDevice(LanguageDevice):
         self._own, self._ranks, self._loaded = own, ranks, loaded
         self.block_bytes = own.block_bytes + sum(other.block_bytes for other in loaded)
         """Bytes of a block of the cache, on all ranks together."""
+        self.state_bytes = own.model.spec.state_bytes + sum(other.state_bytes for other in loaded)
+        """Bytes of the recurrent states of one sequence, on all ranks together."""
         self.max_step_tokens = own.max_step_tokens
         """Most tokens of one step."""
 
@@ -173,19 +176,18 @@ class ManyDevice(LanguageDevice):
 
     def measure(self) -> MemoryMeasurement:
         """The memory of all ranks together. A block counts on all ranks. The rank with the fewest limits them."""
-        whole = self.block_bytes
-        own, answers = self._ranks.together(Measure(whole), partial(self._own.measure, whole))
+        whole = SharedBytes(self.block_bytes, self.state_bytes)
+        own, answers = self._ranks.together(Measure(*whole), partial(self._own.measure, whole))
         others = [answer.memory for answer in answers if isinstance(answer, Measured)]
         self._measured = own
         return combined([own, *others], self._ranks.layout, self.kind)
 
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
-        blocks, places = sizes.num_blocks, sizes.num_host_blocks
-        shape, _ = self._ranks.together(
-            Allocate(blocks, places), partial(self._own.allocate, self._measured.with_blocks(blocks, places))
-        )
+        counts = sizes.num_blocks, sizes.num_host_blocks, sizes.snapshots, sizes.host_snapshots
+        own = self._measured.with_blocks(*counts)
+        shape, _ = self._ranks.together(Allocate(*counts), partial(self._own.allocate, own))
         self._ranks.begin_steps()
-        return shape
+        return replace(shape, states=shape.states and replace(shape.states, slot_bytes=self.state_bytes))
 
     def time_links(self) -> LinkTimes:
         """Time the messages between ranks, while no step runs."""
@@ -200,7 +202,10 @@ def in_words(device: str, layout: Layout) -> str:
 
 
 def combined(memories: Sequence[MemoryMeasurement], layout: Layout, kind: str) -> MemoryMeasurement:
-    """The memory of all ranks as one. Each holds its part of every block, so the least number of blocks counts."""
+    """The memory of all ranks as one.
+
+    Each holds its part of every block and of every snapshot, so the least numbers of them count.
+    """
     block = sum(each.block for each in memories)
     return MemoryMeasurement(
         device=in_words(memories[0].device, layout),
@@ -212,6 +217,9 @@ def combined(memories: Sequence[MemoryMeasurement], layout: Layout, kind: str) -
         block=block,
         host_cache=block * min(each.num_host_blocks for each in memories),
         adapters=sum(each.adapters for each in memories),
+        rows=sum(each.rows for each in memories),
+        snapshots=min(each.snapshots for each in memories),
+        host_snapshots=min(each.host_snapshots for each in memories),
     )
 
 
@@ -279,7 +287,7 @@ class ManyExecutor(DeviceExecutor):
             if copies
         }
         self._parts.submitted(plan)
-        seconds = PART_SECONDS if any(part.computes for part in plan.parts) else STEP_SECONDS
+        seconds = PART_SECONDS if any(part.is_long for part in plan.parts) else STEP_SECONDS
         self._in_flight.append(_Flight(plan.step, not plan.computes, bool(plan.segments), seconds))
 
     def collect(self) -> StepResult:

@@ -49,6 +49,8 @@ class Measure(Message, tag="measure"):
 
     block_bytes: int
     """Bytes of a block on all ranks together. A configured size is divided by the ranks' shares of a block."""
+    state_bytes: int = 0
+    """Bytes of a sequence's recurrent states on all ranks together, whose memory is divided in the same way."""
 
 
 class Allocate(Message, tag="allocate"):
@@ -56,6 +58,9 @@ class Allocate(Message, tag="allocate"):
 
     num_blocks: int
     num_host_blocks: int
+    snapshots: int = 0
+    """Number of snapshots of recurrent states on the device."""
+    host_snapshots: int = 0
 
 
 class TimeLinks(Message, tag="links"):
@@ -112,6 +117,8 @@ class Loaded(Message, tag="loaded"):
     """Bytes of a block of the cache on this rank: its layers, and its heads."""
     weights: str = ""
     """A digest of this part, where there are tiers below the host tier."""
+    state_bytes: int = 0
+    """Bytes of a sequence's recurrent states on this rank."""
 
 
 class Measured(Message, tag="measured"):

@@ -33,6 +33,7 @@ from holdfast.lm.models.shard import shard_of
 from holdfast.lm.parts.adapters.device import adapter_device
 from holdfast.lm.parts.grammars.device import GivenGrammarDevice, GrammarDevice
 from holdfast.lm.parts.prompts.device import PromptDevice
+from holdfast.lm.parts.states.device import state_parts
 from holdfast.lm.parts.vectors.device import VectorDevice
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
 from holdfast.training.base import digest_of_model, digest_of_module
@@ -111,7 +112,12 @@ def make_rank(
         torch.set_num_threads(threads_of(config))
     device = device_of(config, rank)
     place = Place(config.layout, rank, device, meeting, host if config.moves_blocks else None)
-    return make_paged_device(config, Checkpoint.of(config), stages, place, more or partial(following_parts, config))
+    return make_paged_device(config, Checkpoint.of(config), stages, place, more or partial(parts_of_others, config))
+
+
+def parts_of_others(config: EngineConfig, model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
+    """`MoreParts` of a rank other than the first, whose own come from the engine's builders."""
+    return [*following_parts(config, model, parts), *state_parts(config, model)]
 
 
 def grammar_compiler(

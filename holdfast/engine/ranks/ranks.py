@@ -40,7 +40,7 @@ SILENT_STARTING = 2400
 STEP_SECONDS = 120.0
 """The longest that rank 0 waits for the end of a step. Ranks that wait for each other forever still beat."""
 PART_SECONDS = 600.0
-"""The longest that rank 0 waits for a step in which parts compute more than segments, such as a slice of training."""
+"""The longest that rank 0 waits for a step with long work of a part (`PartPlan.is_long`): a slice of training."""
 CAUSE_SECONDS = 0.5
 """After a failure, how long to wait for an earlier one: the others fail because the first did."""
 GRACE_SECONDS = 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ class FollowingDevice(TuningDevice[Follower]):
         return FollowingExecutor(allocated.memory.cache, self.make_training(allocated))
 
 
-def following_parts(config: EngineConfig, model: Model, parts: list[DevicePart]) -> list[DevicePart]:
+def following_parts(config: EngineConfig, model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
     """The tuning of a rank other than the first, if the configuration asks for it. `parts` are the rank's others."""
     if not config.tuning or not isinstance(model, Decoder):
         return []

@@ -19,6 +19,7 @@ from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.mailbox import Mailbox
 from holdfast.engine.ranks.part_results import split
 from holdfast.engine.ranks.ranks import BEAT_SECONDS, BEATS, HOST_BLOCKS, HOST_READY, STEPS, Board, Seat
+from holdfast.lm.types import SharedBytes
 
 if TYPE_CHECKING:
     from holdfast.lm.execution.host_memory import HostMemory  # it imports PyTorch
@@ -74,7 +75,7 @@ class Rank:
         device = make_rank(start.config, self._seat.rank, start.meeting, host=self._seat.host).device
         self._grammars = [part.compiler for part in device.parts if isinstance(part, GrammarDevice)]
         weights = weights_of(device) if start.config.lower_tiers else ""
-        self._answer(messages.Loaded(device.block_bytes, weights))
+        self._answer(messages.Loaded(device.block_bytes, weights, device.model.spec.state_bytes))
         self._obey(device, reports=start.config.pp > 1 and start.config.layout.shard_of(self._seat.rank) == 0)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -97,11 +98,11 @@ class Rank:
                 case messages.Compile():
                     device.compile()
                     self._answer(messages.Done())
-                case messages.Measure(block_bytes):
-                    measured = device.measure(block_bytes)
+                case messages.Measure(block_bytes, state_bytes):
+                    measured = device.measure(SharedBytes(block_bytes, state_bytes))
                     self._answer(messages.Measured(measured))
-                case messages.Allocate(num_blocks, num_host_blocks):
-                    device.allocate(measured.with_blocks(num_blocks, num_host_blocks))
+                case messages.Allocate(num_blocks, num_host_blocks, snapshots, host_snapshots):
+                    device.allocate(measured.with_blocks(num_blocks, num_host_blocks, snapshots, host_snapshots))
                     self._begin_steps(device, reports=reports)
                     self._answer(messages.Done())
                 case messages.TimeLinks():

@@ -52,6 +52,7 @@ from holdfast.lm.types import (
     MemoryMeasurement,
     Sampling,
     Segment,
+    SharedBytes,
     StateShape,
     StepPlan,
     TableWrite,
@@ -273,12 +274,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         with torch.cuda.device(self.device):
             work()
 
-    def measure(self, whole_block_bytes: int = 0) -> MemoryMeasurement:
+    def measure(self, whole: SharedBytes | None = None) -> MemoryMeasurement:
         """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits.
 
-        `whole_block_bytes` is the size of a block on all ranks together. This rank's share of a configured cache size
-        is its share of such a block. 0 means that this rank has the whole block.
+        `whole` has the sizes of a block and of a state on all ranks together. This rank's share of a configured cache
+        size is its share of them. None means that this rank has the whole of both.
         """
+        whole = whole or self._shared_bytes
         on_gpu = self.kind == "cuda"
         plans = list(self._widest_plans())
         blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
@@ -292,9 +294,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             torch.cuda.empty_cache()
         sharing = max(1, self.config.gpus.count(self.device.index)) if on_gpu else 1
         free, total = (each // sharing for each in memory_of(self.device))
-        cache = self._cache_bytes(free, total, activations + self._row_bytes, whole_block_bytes)
-        host = self._host_cache_bytes(whole_block_bytes)
-        snapshots, host_snapshots = self._snapshots_within(cache, least=1), self._snapshots_within(host, least=0)
+        cache = self._cache_bytes(free, total, activations + self._row_bytes, whole)
+        host = self._host_cache_bytes(whole)
+        snapshots = self._snapshots_within(cache, whole, least=1)
+        host_snapshots = self._snapshots_within(host, whole, least=0)
         slot = self.model.spec.state_bytes
         if cache - snapshots * slot < self.block_bytes:
             raise MemoryError(
@@ -315,13 +318,27 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             host_snapshots=host_snapshots,
         )
 
-    def _snapshots_within(self, cache: int, *, least: int) -> int:
-        """Number of snapshots that have their share of a cache of this many bytes, and at least this many.
+    @property
+    def _shared_bytes(self) -> SharedBytes:
+        """Bytes of a block and of a sequence's recurrent states on this rank."""
+        return SharedBytes(self.block_bytes, self.model.spec.state_bytes)
+
+    @property
+    def _snapshot_share(self) -> float:
+        """The share of snapshots in the cache of all ranks together, from 0 to 1."""
+        return sum(part.cache_share for part in self.parts)
+
+    def _snapshots_within(self, cache: int, whole: SharedBytes, *, least: int) -> int:
+        """Number of snapshots that have their share of this rank's cache of this many bytes, and at least this many.
 
         It is 0 for a model without recurrent layers.
         """
-        share, slot = sum(part.cache_share for part in self.parts), self.model.spec.state_bytes
-        return max(least, int(cache * share) // slot) if slot else 0
+        own, share = self._shared_bytes, self._snapshot_share
+        if not own.state:
+            return 0
+        # A stage with few layers of attention for its recurrent ones has more of its memory for snapshots.
+        states, blocks = share * own.state / whole.state, (1.0 - share) * own.block / whole.block
+        return max(least, int(cache * (states / (states + blocks))) // own.state)
 
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
         """Allocate the KV cache of both tiers, the batch and the graphs of steps. Returns the engine's shape.
@@ -485,12 +502,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             return (graphs,)
         return graphs, StepGraphs(model, attention, batch, layers, sizes, **shared, plain=graphs)
 
-    def _cache_bytes(self, free: int, total: int, activations: int, whole: int = 0) -> int:
+    def _cache_bytes(self, free: int, total: int, activations: int, whole: SharedBytes) -> int:
         """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block.
 
-        `whole` is as for `_host_cache_bytes`.
+        `whole` is as for `measure`.
         """
-        config, whole = self.config, whole or self.block_bytes
+        config = self.config
         if config.cache_bytes is not None:
             cache = self._own_share(config.cache_bytes, whole)
         elif self.kind == "cuda":
@@ -509,12 +526,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             )
         return cache
 
-    def _host_cache_bytes(self, whole: int = 0) -> int:
+    def _host_cache_bytes(self, whole: SharedBytes) -> int:
         """Size of the host tier in bytes. Raises MemoryError if it exceeds the host's memory or holds no block.
 
-        A block takes `whole` bytes on all ranks together; 0: this rank has the whole block.
+        `whole` is as for `measure`.
         """
-        wanted, size, whole = self.config.host_cache_gb, self.config.host_cache_bytes, whole or self.block_bytes
+        wanted, size = self.config.host_cache_gb, self.config.host_cache_bytes
         free, total = memory_of(CPU)
         if size is None:
             pinned, config = self.kind == "cuda", self.config
@@ -523,16 +540,19 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             # On a CPU both tiers are the same memory, and the host tier is only where blocks pass through.
             most = HOST_CACHE_BYTES if pinned else TRANSIT_BYTES
             return self._own_share(min(most, free // 4), whole)
-        if size > free or (wanted and size < whole):
+        if size > free or (wanted and size < whole.block):
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free, and a "
-                f"block takes {whole / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
+                f"block takes {whole.block / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
             )
         return self._own_share(size, whole)
 
-    def _own_share(self, size: int, whole: int) -> int:
-        """This rank's share of `size` bytes. A block takes `whole` bytes on all ranks together."""
-        return size * self.block_bytes // whole
+    def _own_share(self, size: int, whole: SharedBytes) -> int:
+        """This rank's share of `size` bytes for blocks and snapshots. `whole` is as for `measure`."""
+        own = self._shared_bytes
+        snapshots = int(size * self._snapshot_share) if own.state else 0
+        blocks = (size - snapshots) * own.block // whole.block
+        return blocks + snapshots * own.state // max(1, whole.state)
 
     def _widest_plans(self) -> Iterator[StepPlan]:
         """The steps that take the most memory: one long prefill, then as many sequences as fit, drawn and filtered."""

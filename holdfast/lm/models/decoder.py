@@ -200,13 +200,13 @@ class Decoder:
             for window in own.windows or (None,) * own.num_layers
         )
         self._ops, self._local_ops = self._layer_ops(own, max_model_len)
-        self._mixers = self._make_mixers(windows, own.other_layers)
+        self._mixers = self._make_mixers(own, windows)
         if device.type == "cpu":
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
             self._bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
             architecture=decoder.architecture,
-            num_layers=sum(decoder.cached[shard.layers.start : shard.layers.stop]),
+            num_layers=sum(own.cached),
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=decoder.head_dim,
@@ -220,24 +220,25 @@ class Decoder:
             stream_width=0 if shard.first and shard.last else decoder.hidden_size,
             first=shard.first,
             last=shard.last,
-            recurrent_layers=sum(decoder.recurrent),
-            state=() if decoder.recurrence is None else decoder.recurrence.state(dtype),
-            recurrence=decoder.recurrence,
+            recurrent_layers=sum(own.recurrent),
+            state=() if own.recurrence is None else own.recurrence.state(dtype),
+            recurrence=own.recurrence,
         )
 
-    def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:
-        """The mixer of each layer, for its window and its kind of rotation."""
+    def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:
+        """The mixer of each layer of this device's part of the decoder, for its window."""
         spec, mixers, states, caches = self.decoder, list[Mixer](), 0, 0
+        local = own.other_layers
         kind = GatedAttentionMixer if spec.attention_gate else AttentionMixer
         for index, layer in enumerate(self.layers):
-            number, recurrent = self.shard.layers[index], None
-            if spec.recurrence is not None and spec.recurrent[number]:
+            recurrent = None
+            if own.recurrence is not None and own.recurrent[index]:
                 given = RecurrentWeights(
                     inputs=layer.qkv, bias=layer.qkv_bias, index=index, tail=layer.mixer_tail, tensors=layer.recurrent
                 )
-                recurrent = spec.recurrence.mixer(given, states)
+                recurrent = own.recurrence.mixer(given, states, self.group)
                 states += 1
-            if not spec.cached[number]:
+            if not own.cached[index]:
                 mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias, index))
                 continue
             weights = AttentionWeights(
@@ -298,6 +299,9 @@ class Decoder:
             qk_norm_whole=own.qk_norm_whole,
             qk_layer_norm=own.qk_layer_norm,
             kv_copies=self.shard.copies(self.decoder.num_kv_heads),
+            # A step may begin an odd number of sums if each layer has one. On the first stage, that of the embeddings
+            # separates steps.
+            sums_in_parts=self.shard.first or not own.mlps,
         )
         ops, local = layer_ops_for(shape, self.group), own.other_rope
         if local is None:
@@ -340,9 +344,9 @@ class Decoder:
         Where attention and a recurrence are side by side, their projections are one weight.
         """
         family, found = self.decoder.names, dict[str, Fused]()
-        for name, pieces in pieces_of_layer(self.decoder, self.shard, index).items():
-            names = tuple(family.layer.format(index) + part for part in family.fields[name])
-            found[name] = names, pieces, 0
+        for name, named in pieces_of_layer(self.decoder, self.shard, index).items():
+            names = tuple(family.layer.format(index) + part for part, _ in named)
+            found[name] = names, tuple(piece for _, piece in named), 0
         if self.decoder.parallel_factors is not None:
             for one, other, dim in (("qkv", "mixer_in", 0), ("o", "mixer_out", 1)):
                 (names, pieces, _), (more, others, _) = found[one], found.pop(other)
@@ -570,7 +574,7 @@ class Decoder:
     def _activated(self, together: torch.Tensor) -> torch.Tensor:
         """The input [T, intermediate] of the MLP's last projection, from its first one, which may be overwritten."""
         of_gate, of_product = self.decoder.mlp_factors
-        together[:, : self.decoder.intermediate_size] *= of_gate
+        together[:, : together.shape[1] // 2] *= of_gate
         inner = self._ops.gate(together)
         return inner.mul_(of_product)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,22 @@ class DeltaSpec(RecurrentSpec):
         # The state does not depend on queries, so any will do.
         recurrence.gated_delta(key, key, value, log_decay, beta, state, metadata, scale=1.0, normalize=True)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
+    def split(self) -> dict[str, tuple[tuple[Units, ...], ...]]:
+        keys = Units("key heads of recurrent layers", self.key_heads, self.key_dim, copied=True)
+        values = Units("value heads of recurrent layers", self.value_heads, self.value_dim)
+        heads = values._replace(width=1)
+        return {
+            "mixer_in": ((keys,), (keys,), (values,), (values,), (heads,), (heads,)),
+            "conv": ((keys, keys, values),),
+            "decay": ((heads,),),
+            "time_bias": ((heads,),),
+            "mixer_out": ((values,),),
+        }
+
+    def own(self, tp: int) -> Self:
+        return replace(self, key_heads=max(1, self.key_heads // tp), value_heads=self.value_heads // tp)
+
+    def mixer(self, weights: RecurrentWeights, state: int, group: Group | None = None) -> RecurrentMixer:
         return DeltaMixer(weights, self, state)
 
 

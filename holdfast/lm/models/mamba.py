@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class MambaSpec(RecurrentSpec):
     """Whether the gated result is normed in each group."""
     multipliers: tuple[float, ...] = ()
     """The factors on output gates, heads, B, C and time steps, as the first projection gives them; empty: none."""
+    copies: int = 1
+    """Number of devices that hold each group. Each of them has its part of the group's heads, and all of B and C."""
 
     @property
     def inner(self) -> int:
@@ -101,16 +105,57 @@ class MambaSpec(RecurrentSpec):
         # The state does not depend on C, so any will do.
         recurrence.selective_scan(x, dt, decay, b, b, None, state, metadata)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
-        return MambaMixer(weights, self, state)
+    def split(self) -> dict[str, tuple[tuple[Units, ...], ...]]:
+        inner = Units("heads of Mamba-2", self.heads, self.head_dim)
+        heads = inner._replace(width=1)
+        shared = Units("groups of Mamba-2", self.groups, self.state_size, copied=True)
+        inputs, channels = ((inner, inner, shared, shared, heads),), ((inner, shared, shared),)
+        return {
+            "mixer_in": inputs,
+            "mixer_in_bias": inputs,
+            "conv": channels,
+            "conv_bias": channels,
+            **dict.fromkeys(("decay", "time_bias", "skip"), ((heads,),)),
+            "gain": ((inner,),),
+            "mixer_out": ((inner,),),
+        }
+
+    def own(self, tp: int) -> Self:
+        copies = max(1, tp // self.groups)
+        return replace(self, heads=self.heads // tp, groups=max(1, self.groups // tp), copies=copies)
+
+    def mixer(self, weights: RecurrentWeights, state: int, group: Group | None = None) -> RecurrentMixer:
+        norm = partial(norm_of_groups, self)
+        if group is not None and self.copies > 1:
+            norm = partial(norm_of_shared_group, self, group)
+        return MambaMixer(weights, self, state, norm)
+
+
+Norm = Callable[[torch.Tensor], torch.Tensor]
+"""An RMS norm without weights over each group of numbers [T, inner], all float32."""
+
+
+def norm_of_groups(mamba: MambaSpec, numbers: torch.Tensor) -> torch.Tensor:
+    """`Norm` of groups that this device has whole."""
+    of_group = numbers.view(len(numbers), mamba.groups, -1)
+    return functional.rms_norm(of_group, of_group.shape[-1:], None, mamba.eps).flatten(1)
+
+
+def norm_of_shared_group(mamba: MambaSpec, group: Group, numbers: torch.Tensor) -> torch.Tensor:
+    """`Norm` of a group whose numbers are on `MambaSpec.copies` devices. `group` adds up all devices' squares."""
+    squares = numbers.new_zeros(len(numbers), group.size // mamba.copies)
+    own = group.rank // mamba.copies
+    squares[:, own] = numbers.square().sum(1)
+    mean = group.all_reduce(squares)[:, own] / (mamba.copies * mamba.inner)
+    return numbers * torch.rsqrt(mean + mamba.eps)[:, None]
 
 
 class MambaMixer(RecurrentMixer):
     """Mamba-2 (Dao and Gu, 2024, Transformers are SSMs, §7.1), with a gated norm over each group of heads."""
 
-    def __init__(self, weights: RecurrentWeights, mamba: MambaSpec, state: int) -> None:
+    def __init__(self, weights: RecurrentWeights, mamba: MambaSpec, state: int, norm: Norm) -> None:
         super().__init__(weights, state)
-        self._mamba, tensors = mamba, weights.tensors
+        self._mamba, self._norm, tensors = mamba, norm, weights.tensors
         self._conv, self._conv_bias = tensors["conv"].contiguous(), tensors.get("conv_bias")
         self._decay, self._time_bias = tensors["decay"].exp().neg_(), tensors["time_bias"]
         self._skip, self._gain = tensors["skip"], tensors.get("gain")
@@ -142,6 +187,4 @@ class MambaMixer(RecurrentMixer):
         gated = found.flatten(1).float() * functional.silu(gate.float())
         if self._gain is None:
             return gated.to(projected.dtype)
-        of_group = gated.view(len(gated), mamba.groups, -1)
-        found = functional.rms_norm(of_group, of_group.shape[-1:], None, mamba.eps).flatten(1)
-        return found.to(projected.dtype) * self._gain
+        return self._norm(gated).to(projected.dtype) * self._gain

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
@@ -66,12 +67,24 @@ class RecurrentMixer(Mixer):
         """
 
 
+class Units(NamedTuple):
+    """The heads, groups or channels of recurrent layers, of which each device that shares the layers has its part."""
+
+    name: str
+    """The name that errors give them, in the plural."""
+    number: int
+    width: int = 1
+    """Numbers of each unit: rows of a weight, or columns of `mixer_out`."""
+    copied: bool = False
+    """Whether several devices hold the same unit where there are more devices than units."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec(ABC):
-    """The recurrent layers of a decoder. All of them are of one kind and of one size."""
+    """The recurrent layers of a decoder, or of a device's part of it. All of them are of one kind and of one size."""
 
     layers: tuple[bool, ...]
-    """For each layer of the whole decoder, whether it is recurrent."""
+    """For each layer, whether it is recurrent."""
 
     @property
     def precise(self) -> int:
@@ -103,5 +116,20 @@ class RecurrentSpec(ABC):
         """Move states on by kept inputs (`RecurrentLayers.replay`)."""
 
     @abstractmethod
-    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
-        """The mixer of a layer with these weights. `state` is its number among the recurrent layers."""
+    def split(self) -> dict[str, tuple[tuple[Units, ...], ...]]:
+        """For each field that devices share, the units that make up the rows of each part, in order.
+
+        For `mixer_out`, they make up its columns. Every device has the other fields whole.
+        """
+
+    @abstractmethod
+    def own(self, tp: int) -> Self:
+        """The layers as one of `tp` devices has them that share each of them. All devices have equal sizes."""
+
+    @abstractmethod
+    def mixer(self, weights: RecurrentWeights, state: int, group: Group | None = None) -> RecurrentMixer:
+        """The mixer of a layer with these weights. `state` is its number among the recurrent layers of the device.
+
+        `group` is the devices that share the layer, if there are several. The spec and the weights are then those of
+        one device.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from holdfast.core.layout import Layout, split_layers
 from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules, adapted_modules, part_names
 from holdfast.lm.models.base import Shape
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements, layer_shapes, shapes_of_layer
+from holdfast.lm.models.mixer import RecurrentSpec, Units
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
 
@@ -44,6 +46,11 @@ class Shard:
         head = self.index * total // self.tp
         return range(head, head + 1)
 
+    def numbers(self, units: Units) -> range:
+        """The numbers of this device's units of a recurrent layer, among the numbers of all units."""
+        own = self.kv_heads(units.number) if units.copied else self.part(units.number)
+        return range(own.start * units.width, own.stop * units.width)
+
     def copies(self, kv_heads: int) -> int:
         """Number of devices that hold each KV head."""
         return max(1, self.tp // kv_heads)
@@ -58,6 +65,7 @@ class Shard:
 
         The vocabulary is still the whole one.
         """
+        stage, recurrence = slice(self.layers.start, self.layers.stop), spec.recurrence
         return replace(
             spec,
             num_layers=len(self.layers),
@@ -65,18 +73,15 @@ class Shard:
             num_kv_heads=len(self.kv_heads(spec.num_kv_heads)),
             # If all layers have experts, this size is unused, and tp need not divide it.
             intermediate_size=spec.intermediate_size // self.tp,
-            windows=spec.windows[self.layers.start : self.layers.stop],
-            unrotated=spec.unrotated[self.layers.start : self.layers.stop],
+            windows=spec.windows[stage],
+            unrotated=spec.unrotated[stage],
+            mlps=spec.mlps[stage],
+            recurrence=recurrence and replace(recurrence.own(self.tp), layers=recurrence.layers[stage]),
         )
 
 
 def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
     """The shard of a rank. Raises ValueError naming the size if the decoder cannot be split this way."""
-    if spec.recurrence is not None and layout.ranks > 1:
-        raise ValueError(
-            f"tp is {layout.tp} and pp is {layout.pp}; {spec.architecture} has recurrent layers, which one device "
-            "computes: leave both out"
-        )
     check_tp(spec, layout.tp)
     stage = layout.stage_of(rank)
     stages = split_layers(
@@ -87,6 +92,7 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
         embedding_cost=spec.embedding_size,
         head_cost=spec.vocab_size * spec.embedding_size,
     )
+    check_stages(spec, stages)
     return Shard(
         layers=stages[stage],
         tp=layout.tp,
@@ -103,13 +109,39 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
         sizes.append(("MLP columns", spec.intermediate_size))
     if spec.experts is not None:
         sizes.append(("columns of an expert", spec.experts.intermediate_size))
+        sizes.append(("columns of the shared expert", spec.experts.shared_size))
+    units = [] if spec.recurrence is None else units_of(spec.recurrence)
+    sizes += [(each.name, each.number) for each in units if not each.copied]
     for name, size in sizes:
         if size % tp:
             raise ValueError(f"tp is {tp}; it must divide the model's {size} {name}")
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        raise ValueError(f"tp is {tp}; it must divide, or be divided by, the model's {spec.num_kv_heads} KV heads")
+    copied = [("KV heads", spec.num_kv_heads), *((each.name, each.number) for each in units if each.copied)]
+    for name, count in copied:
+        if count % tp and tp % count:
+            raise ValueError(f"tp is {tp}; it must divide, or be divided by, the model's {count} {name}")
     if tp > 1 and spec.vocab_size < tp * tp:
         raise ValueError(f"tp is {tp}; that takes a vocabulary of at least {tp * tp} tokens, not {spec.vocab_size}")
+
+
+def units_of(recurrence: RecurrentSpec) -> list[Units]:
+    """The units of all fields of recurrent layers. Units of several fields come more than once."""
+    return [each for parts in recurrence.split().values() for units in parts for each in units]
+
+
+def check_stages(spec: DecoderSpec, stages: Sequence[range]) -> None:
+    """Raise ValueError for a stage that lacks attention or recurrent layers, where the model has both.
+
+    All ranks have blocks and states in equal numbers.
+    """
+    if spec.recurrence is None:
+        return
+    for layers in stages:
+        for kind, has in (("attention", spec.cached), ("a recurrent state", spec.recurrent)):
+            if not any(has[layers.start : layers.stop]):
+                raise ValueError(
+                    f"pp is {len(stages)}; that makes a stage of layers {layers.start} to {layers.stop - 1}, none of "
+                    f"which has {kind}: choose a lower pp"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +157,11 @@ class Piece:
     def all_of(cls, *shape: int) -> Piece:
         """The piece that is a whole tensor of this shape."""
         return cls(shape, tuple(map(range, shape)))
+
+    @classmethod
+    def within(cls, shape: Shape, dim: int, own: range) -> Piece:
+        """The piece of a tensor of this shape with the range `own` of one dimension, and all of the others."""
+        return cls(shape, tuple(own if at == dim else range(size) for at, size in enumerate(shape)))
 
     @property
     def shape(self) -> Shape:
@@ -176,14 +213,45 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
     }
 
 
-def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, tuple[Piece, ...]]:
-    """For each field that a layer reads from the checkpoint, the device's pieces of its parts. Experts are not there.
+DIVIDED = {"shared_gate_up": 0, "shared_down": 1, "mlp_in": 0, "mlp_in_bias": 0, "mlp_out": 1}
+"""The dimension that devices divide, for fields of shared experts and of layers that are an MLP alone."""
 
-    Fields of recurrent layers and of shared experts are whole: devices do not share such layers.
+NamedPiece = tuple[str, Piece]
+"""A piece, with the name of its tensor after the layer's prefix."""
+
+
+def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, list[NamedPiece]]:
+    """For each field that a layer reads from the checkpoint, the device's pieces in the order of the field's rows.
+
+    A tensor with rows of several kinds, such as the first projection of Mamba-2, has a piece for each kind. Experts are
+    not there, except the shared one.
     """
-    split, shapes = layer_pieces(spec, shard), shapes_of_layer(spec, layer)
-    whole = {field: tuple(Piece.all_of(*shape) for shape in parts) for field, parts in shapes.items()}
-    return {field: split.get(field, pieces) for field, pieces in whole.items()}
+    layers_of_llama = layer_pieces(spec, shard)
+    recurrent = {} if spec.recurrence is None or shard.tp == 1 else spec.recurrence.split()
+    found: dict[str, list[NamedPiece]] = {}
+    for field, shapes in shapes_of_layer(spec, layer).items():
+        if field in recurrent:
+            dim = int(field == "mixer_out")
+            parts = [
+                pieces_of_units(each, dim, units, shard) for each, units in zip(shapes, recurrent[field], strict=True)
+            ]
+        elif (dim := DIVIDED.get(field, -1)) >= 0:
+            parts = [[Piece.within(each, dim, shard.part(each[dim]))] for each in shapes]
+        else:
+            parts = [[piece] for piece in layers_of_llama.get(field) or [Piece.all_of(*each) for each in shapes]]
+        named = zip(spec.names.fields[field], parts, strict=True)
+        found[field] = [(name, piece) for name, pieces in named for piece in pieces]
+    return found
+
+
+def pieces_of_units(shape: Shape, dim: int, units: Sequence[Units], shard: Shard) -> list[Piece]:
+    """The device's pieces of a tensor of this shape, in which dimension `dim` consists of these units."""
+    pieces, start = list[Piece](), 0
+    for each in units:
+        own = shard.numbers(each)
+        pieces.append(Piece.within(shape, dim, range(start + own.start, start + own.stop)))
+        start += each.number * each.width
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights
+from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class ConvolutionSpec(RecurrentSpec):
     """Recurrent layers whose state is the last inputs of a convolution (Liquid AI, 2025, LFM2 Technical Report, §2)."""
 
     channels: int
-    """Channels of the convolution, as many as the stream has."""
+    """Channels of the convolution: as many as the stream has, or a device's part of them."""
     width: int
     """Number of tokens that the convolution reads, its own included."""
     bias: bool = False
@@ -49,7 +50,21 @@ class ConvolutionSpec(RecurrentSpec):
         (state,), (gated,) = states, inputs
         recurrence.shift(gated, state, metadata)
 
-    def mixer(self, weights: RecurrentWeights, state: int) -> RecurrentMixer:
+    def split(self) -> dict[str, tuple[tuple[Units, ...], ...]]:
+        one = Units("channels of convolutions", self.channels)
+        inputs, alone = ((one, one, one),), ((one,),)
+        return {
+            "mixer_in": inputs,
+            "mixer_in_bias": inputs,
+            "conv": alone,
+            "conv_bias": alone,
+            "mixer_out": alone,
+        }
+
+    def own(self, tp: int) -> Self:
+        return replace(self, channels=self.channels // tp)
+
+    def mixer(self, weights: RecurrentWeights, state: int, group: Group | None = None) -> RecurrentMixer:
         return ConvolutionMixer(weights, state)
 
 

@@ -16,6 +16,7 @@ from holdfast.lm.types.device import (
     LanguageExecutor,
     LanguageLoop,
     MemoryMeasurement,
+    SharedBytes,
     precision_of,
 )
 from holdfast.lm.types.padding import QUANTUM, BatchShape, padded_columns, padded_rows, whole_quanta
@@ -89,6 +90,7 @@ __all__ = [
     "Segment",
     "Sequence",
     "Shaping",
+    "SharedBytes",
     "StateCopy",
     "StatePlan",
     "StateShape",

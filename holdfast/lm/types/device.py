@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
@@ -54,9 +54,26 @@ class MemoryMeasurement:
         """Number of blocks in the host tier."""
         return self.host_cache // self.block
 
-    def with_blocks(self, num_blocks: int, num_host_blocks: int) -> MemoryMeasurement:
-        """This measurement, with this many blocks in the tiers."""
-        return replace(self, cache=num_blocks * self.block, host_cache=num_host_blocks * self.block)
+    def with_blocks(
+        self, num_blocks: int, num_host_blocks: int, snapshots: int = 0, host_snapshots: int = 0
+    ) -> MemoryMeasurement:
+        """This measurement, with this many blocks and snapshots in the tiers."""
+        return replace(
+            self,
+            cache=num_blocks * self.block,
+            host_cache=num_host_blocks * self.block,
+            snapshots=snapshots,
+            host_snapshots=host_snapshots,
+        )
+
+
+class SharedBytes(NamedTuple):
+    """Bytes of what several ranks hold together. Each rank has its part of every block, and of every state."""
+
+    block: int
+    """A block of the KV cache, on all ranks together."""
+    state: int = 0
+    """The recurrent states of all layers of one sequence, on all ranks together."""
 
 
 COPIES_FOR_OTHERS_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}

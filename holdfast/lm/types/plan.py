@@ -105,6 +105,11 @@ class PartPlan:
         """Whether the device computes anything for it besides the segments."""
         return False
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the device may take far longer for it than for the segments of a step."""
+        return False
+
 
 P = TypeVar("P")
 

@@ -23,17 +23,20 @@ from holdfast.engine.ranks import many_device
 from holdfast.engine.ranks.many_device import ManyDevice, ManyExecutor, ManyHost, combined
 from holdfast.engine.ranks.messages import Copied, Loaded
 from holdfast.engine.ranks.paged import threads_of
-from holdfast.engine.ranks.ranks import HOST_BLOCKS, HOST_READY
+from holdfast.engine.ranks.ranks import HOST_BLOCKS, HOST_READY, PART_SECONDS, STEP_SECONDS
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import cost_profile
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, StopFetch
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingSlice
 from holdfast.lm.types import (
     BlockCopy,
     CopyTime,
     MemoryMeasurement,
     Sampling,
     Segment,
+    StateCopy,
+    StatePlan,
     StepPlan,
     StepResult,
     TierCopied,
@@ -291,7 +294,8 @@ def test_a_conversation_moves_to_an_engine_of_its_layout_then_to_disk_and_goes_o
 
 def test_the_digest_of_the_weights_is_of_all_ranks(monkeypatch):
     monkeypatch.setattr(many_device, "weights_of", lambda own: "first")
-    own = SimpleNamespace(block_bytes=1, max_step_tokens=1)
+    model = SimpleNamespace(spec=SimpleNamespace(state_bytes=0))
+    own = SimpleNamespace(block_bytes=1, max_step_tokens=1, model=model)
     ranks = [("a", "b", "c"), ("a", "c", "b"), ("a", "b", "d")]
     found = {ManyDevice(own, None, [Loaded(1, each) for each in weights]).weights for weights in ranks}
     assert len(found) == 3
@@ -310,6 +314,26 @@ def test_a_block_is_what_all_ranks_keep_of_it_and_the_least_rank_counts():
         device="2 × GPU (pp 2)", total=200, weights=30, activations=8, cache=40, block=5, host_cache=15
     )
     assert combined([first, second], Layout(tp=2), "cpu").total == 100, "they share it"
+    states = [
+        replace(first, rows=40, snapshots=3, host_snapshots=9),
+        replace(second, rows=24, snapshots=5, host_snapshots=6),
+    ]
+    both = combined(states, Layout(pp=2), "cuda")
+    assert (both.rows, both.snapshots, both.host_snapshots) == (64, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("part", "seconds"),
+    [
+        (StatePlan(saves=(StateCopy(0, 4),)), STEP_SECONDS),
+        (TrainingPlan(slice=TrainingSlice("job", 0, 0, "run")), PART_SECONDS),
+    ],
+)
+def test_only_training_lets_a_step_take_longer(part, seconds):
+    executor = ManyExecutor(Rank0(), OtherRanks(Layout(tp=2)), captures=False)
+    executor.submit(replace(plan_of(0), parts=(part,)))
+    (flight,) = executor._in_flight
+    assert (flight.seconds, flight.waits) == (seconds, False)
 
 
 class Rank0:

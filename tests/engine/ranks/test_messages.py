@@ -16,6 +16,7 @@ from holdfast.engine.ranks.messages import (
     Copied,
     Failed,
     Loaded,
+    Measure,
     Measured,
     PlanReader,
     PlanWriter,
@@ -107,13 +108,14 @@ def test_commands_and_answers_arrive_as_they_were_sent():
     memory = MemoryMeasurement(device="cpu", total=9, weights=1, activations=1, cache=4, block=2, host_cache=6)
     for command in (
         StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"),
-        Allocate(3, 4),
+        Measure(64, 32),
+        Allocate(3, 4, 5, 6),
         CompileGrammar(Grammar("regex", "a")),
         Announce(write_parts([AdapterKnown("a@1", "a", "/somewhere")])),
     ):
         assert decode_command(encode(command)) == command
     for answer in (
-        Loaded(64, "a digest"),
+        Loaded(64, "a digest", 32),
         Measured(memory),
         Stepped((1, 2), 0.25),
         Stepped((), 0.25, (), write_parts([PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()))])),

@@ -137,7 +137,7 @@ def test_the_default_host_tier_is_a_quarter_of_free_memory_on_cuda(
     device = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16, prefix_sharing=sharing))
     monkeypatch.setattr(paged_device, "memory_of", lambda place: (free, 2 * free))
     monkeypatch.setattr(device, "device", torch.device(kind))
-    assert device._host_cache_bytes() == expected
+    assert device._host_cache_bytes(device._shared_bytes) == expected
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_default_cache_on_a_cpu_is_4_gb_but_at_most_half_of_free_memory(
     model: Model, free: int, expected: int
 ) -> None:
     device = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16))
-    assert device._cache_bytes(free, 2 * free, 1_000_000) == expected
+    assert device._cache_bytes(free, 2 * free, 1_000_000, device._shared_bytes) == expected
 
 
 def test_an_executor_needs_allocated_memory(model: Model) -> None:

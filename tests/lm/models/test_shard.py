@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from holdfast.core.layout import Layout
 from holdfast.lm.models.adapted import adapted_modules
-from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
+from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes, shapes_of_layer
 from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.loader import native_spec
 from holdfast.lm.models.rope import Rope
@@ -19,12 +20,13 @@ from holdfast.lm.models.shard import (
     module_pieces,
     own_adapter,
     own_modules,
+    pieces_of_layer,
     shard_of,
     vocabulary_piece,
 )
 from tests.adapted_families import NATIVE_FAMILIES
 from tests.adapters import drawn
-from tests.checkpoints import tiny
+from tests.checkpoints import DIFFERENCES, SIZES, tiny
 
 
 def spec(**changes: Any) -> DecoderSpec:
@@ -147,3 +149,104 @@ def test_the_parts_of_an_adapter_add_up_to_the_whole(name: str, tp: int, pp: int
                 held += 1
         assert held == tp
         torch.testing.assert_close(found, modules[module].placed((x @ pair.a.t() @ pair.b.t()).t()).t())
+
+
+def hybrid_spec(family: str, **differences: Any) -> DecoderSpec:
+    """The spec of a small model with recurrent layers."""
+    settings = {**SIZES, **DIFFERENCES[family], **differences}
+    config = getattr(transformers, f"{family}Config")(**settings).to_dict()
+    return native_spec({**config, "architectures": [f"{family.removesuffix('Text')}ForCausalLM"]})
+
+
+MANY_HEADS: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": dict(linear_num_key_heads=4, linear_num_value_heads=8),
+    "Qwen3Next": dict(linear_num_key_heads=4),
+    "Lfm2": dict(conv_bias=True),
+    "Bamba": dict(mamba_n_groups=4, mamba_proj_bias=True),
+    "GraniteMoeHybrid": dict(mamba_n_groups=4, num_local_experts=6),
+    "FalconH1": dict(mamba_n_groups=8),
+    "NemotronH": dict(n_groups=4, use_bias=True, mlp_bias=True),
+}
+"""Families, with key heads and groups for four devices."""
+SPLIT = {"qkv", "qkv_bias", "o", "gate_up", "down", "shared_gate_up", "shared_down", "mlp_in", "mlp_in_bias", "mlp_out"}
+"""The fields that devices split besides those of recurrent layers."""
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", MANY_HEADS)
+def test_shards_hold_every_number_of_a_split_recurrent_layer_once(family: str, tp: int) -> None:
+    whole = hybrid_spec(family, num_key_value_heads=4, **MANY_HEADS[family])
+    assert whole.recurrence is not None
+    split = SPLIT | {*whole.recurrence.split()}
+    for layer in range(whole.num_layers):
+        found = [pieces_of_layer(whole, shard, layer) for shard in shards(whole, Layout(tp=tp))]
+        for field, shapes in shapes_of_layer(whole, layer).items():
+            for tensor, shape in zip(whole.names.fields[field], shapes, strict=True):
+                held = torch.zeros(shape)
+                for piece in [piece for pieces in found for name, piece in pieces[field] if name == tensor]:
+                    assert piece.whole == shape
+                    held[piece.slices] += 1
+                assert (held == (1 if field in split else tp)).all(), tensor
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", MANY_HEADS)
+def test_a_device_has_the_rows_of_its_own_part_of_recurrent_layers(family: str, tp: int) -> None:
+    whole = hybrid_spec(family)  # two key heads or groups, which four devices hold twice
+    for shard in shards(whole, Layout(tp=tp)):
+        own = shard.own(whole).recurrence
+        assert own is not None and whole.recurrence is not None
+        pieces = pieces_of_layer(whole, shard, whole.recurrent.index(True))
+        for field, shapes in own.shapes(whole.hidden_size).items():
+            dim = int(field == "mixer_out")
+            assert sum(piece.shape[dim] for _, piece in pieces[field]) == sum(shape[dim] for shape in shapes), field
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "Qwen3_5Text",
+            dict(linear_num_value_heads=6, linear_num_key_heads=6),
+            "divide the model's 6 value heads of rec",
+        ),
+        (
+            "Qwen3_5Text",
+            dict(linear_num_key_heads=6, linear_num_value_heads=12),
+            "must divide, or be divided by, the model's 6 key heads of recurrent layers",
+        ),
+        ("Bamba", dict(mamba_n_heads=6, mamba_n_groups=2, mamba_expand=3, mamba_d_head=32), "6 heads of Mamba-2"),
+        (
+            "Bamba",
+            dict(mamba_n_heads=12, mamba_n_groups=3, mamba_expand=3),
+            "must divide, or be divided by, the model's 3 groups of Mamba-2",
+        ),
+        ("Lfm2", dict(hidden_size=66, num_attention_heads=4), "must divide the model's 66 channels of convolutions"),
+        ("Qwen3Next", dict(shared_expert_intermediate_size=42), "divide the model's 42 columns of the shared expert"),
+    ],
+)
+def test_a_size_of_recurrent_layers_that_cannot_be_split_is_named(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"tp is 4; .*{message}"):
+        shard_of(hybrid_spec(family, **changes), Layout(tp=4), 0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [("cfff", "a stage of layers 2 to 3, none of which has a recurrent state"), ("cccf", "0 to 1, .* has attention")],
+)
+def test_stages_without_one_of_the_kinds_of_layers_are_refused(kinds: str, message: str) -> None:
+    names = {"c": "conv", "f": "full_attention"}
+    whole = hybrid_spec("Lfm2", num_hidden_layers=4, layer_types=[names[kind] for kind in kinds])
+    with pytest.raises(ValueError, match=f"pp is 2; .*{message}: choose a lower pp"):
+        shard_of(whole, Layout(pp=2), 0)
+
+
+def test_stages_have_the_kinds_of_their_own_layers() -> None:
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention", "full_attention", "mlp"]
+    whole = hybrid_spec("NemotronH", layers_block_type=kinds, vocab_size=32)
+    stages = [shard.own(whole) for shard in shards(whole, Layout(pp=2))]
+    assert [each.recurrent for each in stages] == [(True, False, False), (True, False, False)]
+    assert [each.cached for each in stages] == [(False, False, True), (False, True, False)]
+    assert [each.mlps for each in stages] == [(False, True, False), (False, False, True)]

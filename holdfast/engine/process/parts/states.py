@@ -8,7 +8,7 @@ from holdfast.engine.process.part_builder import Order, PartBuilder
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import Model
-from holdfast.lm.parts.states.device import StateDevice
+from holdfast.lm.parts.states.device import state_parts
 
 
 class StateBuilder(PartBuilder):
@@ -20,7 +20,4 @@ class StateBuilder(PartBuilder):
     def device_parts(
         config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]
     ) -> Sequence[DevicePart]:
-        if not model.spec.recurrent_layers:
-            return ()
-        # Without sharing, no sequence starts from a snapshot.
-        return (StateDevice(config.snapshot_share if config.prefix_sharing else 0.0),)
+        return state_parts(config, model)

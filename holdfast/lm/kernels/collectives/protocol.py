@@ -78,9 +78,10 @@ class Group(Protocol):
         ...
 
     def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
-        """Begin a sum of addends [rows, width]; None if `add_norm` is as fast. Each step begins an even number of sums.
+        """Begin a sum of addends [rows, width]; None if `add_norm` is as fast.
 
-        Other calls may come between those of the sum.
+        Each step begins an even number of such sums, unless another kind of sum separates the last one of a step from
+        the first one of the next. Other calls may come between those of the sum.
         """
         ...
 

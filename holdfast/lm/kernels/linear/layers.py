@@ -63,6 +63,8 @@ class LayerShape:
     """Whether q_norm [H D] and k_norm [Hkv D] are the factors of layer norms without biases, a norm for each head."""
     kv_copies: int = 1
     """Number of devices that hold each KV head."""
+    sums_in_parts: bool = True
+    """Whether sums over devices may travel in parts (`Group.begin_sum`)."""
 
 
 @dataclass(frozen=True)
@@ -395,7 +397,9 @@ class LayerOps:
         self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
     ) -> NormInParts | None:
         """Compute and send the projection of x part by part; None if one sum of all rows is as fast."""
-        sums = None if self.group is None else self.group.begin_sum(len(stream), stream.shape[1], stream.dtype)
+        if self.group is None or not self.shape.sums_in_parts:
+            return None
+        sums = self.group.begin_sum(len(stream), stream.shape[1], stream.dtype)
         if sums is None:
             return None
         for part, rows in enumerate(sums.parts):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
 from holdfast.lm.kernels.cache.kv_cache import copy_blocks
 from holdfast.lm.kernels.upload import upload
+from holdfast.lm.models.base import Model
+from holdfast.lm.parts.states.options import StateOptions
 from holdfast.lm.types import StepPlan
 from holdfast.lm.types.states import StatePlan
 
@@ -40,6 +44,14 @@ class StateExecutor(PartExecutor):
         sources, targets = zip(*copies.tails, strict=True)
         device = cache.data.device
         copy_blocks(cache, upload(sources, device), cache, upload(targets, device))
+
+
+def state_parts(config: StateOptions, model: Model) -> Sequence[DevicePart]:
+    """The part that copies the recurrent states of a rank's share of the model; none for a model without states."""
+    if not model.spec.recurrent_layers:
+        return ()
+    # Without sharing, no sequence starts from a snapshot.
+    return (StateDevice(config.snapshot_share if config.prefix_sharing else 0.0),)
 
 
 class StateDevice(DevicePart):

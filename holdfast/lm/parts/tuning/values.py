@@ -60,6 +60,10 @@ class TrainingPlan(PartPlan):
     def computes(self) -> bool:
         return bool(self.slice)
 
+    @property
+    def is_long(self) -> bool:
+        return self.computes
+
 
 @dataclass(frozen=True, slots=True)
 class JobOpened(PartNews):

@@ -137,7 +137,7 @@ def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> No
     ("options", "reason"),
     [
         ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
-        ({"tp": 2}, "has recurrent layers, which one device computes"),
+        ({"pp": 2, "tp": 3}, "tp is 3; it must divide the model's 4 attention heads"),
     ],
 )
 def test_options_that_recurrent_layers_do_not_have_are_refused(

@@ -1,0 +1,116 @@
+"""Engines of several ranks with hybrid models: turns that are found again, memory, and the end of a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.engine.process.build import Engine, build_engine
+from holdfast.engine.ranks.ranks import RankFailure
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.types import COPIES_AHEAD_BYTES
+from tests.checkpoints import make
+from tests.engine.conftest import wait_for_end
+from tests.engine.process.parts.test_states import SIZES, answers, drawn, generated, request
+from tests.hybrid_engines import play
+
+PAIRS: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+"""Layers for two stages, each with attention and a recurrent layer."""
+UNEVEN: dict[str, Any] = dict(
+    num_hidden_layers=6,
+    layer_types=["linear_attention", *["full_attention"] * 2] + ["linear_attention"] * 2 + ["full_attention"],
+)
+"""Layers for two stages: one recurrent layer and two with attention, and the other way round."""
+
+
+@pytest.mark.parametrize(("tp", "pp", "seeds"), [(2, 1, (9,)), (1, 2, (13,)), (2, 2, (9,))])
+def test_answers_of_random_histories_on_several_ranks_are_those_of_transformers(
+    tmp_path: Path, tp: int, pp: int, seeds: tuple[int, ...]
+) -> None:
+    torch.set_num_threads(1)
+    module, seen = make(tmp_path, "Qwen3_5Text", **PAIRS), Counter[str]()
+    for seed in seeds:
+        seen += play(seed, module, tmp_path, 60, pairs=2, tp=tp, pp=pp)
+    assert seen["suspensions"] > 0
+    assert seen["snapshot_hits"] > 9
+    assert seen["snapshots_swapped_in"] > 8
+    assert seen["ties"] < seen["tokens"] / 100
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "tp", "pp"),
+    [
+        ("Bamba", dict(mamba_n_groups=1), 2, 1),  # two devices have a half of one group each
+        ("NemotronH", {}, 4, 1),
+        ("Lfm2", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2), 2, 2),
+        ("Qwen3_5MoeText", UNEVEN, 1, 2),
+    ],
+)
+def test_the_next_turn_computes_only_its_new_tokens(
+    tmp_path: Path, family: str, changes: dict[str, Any], tp: int, pp: int
+) -> None:
+    torch.set_num_threads(1)
+    module = make(tmp_path, family, **changes)
+    engine, prompt = build_engine(EngineConfig(model=str(tmp_path), **SIZES, tp=tp, pp=pp)), drawn(41, seed=1)
+    for turn in range(3):
+        found, cached = answers(engine.loop, request(str(turn), prompt))[str(turn)]
+        assert found == generated(module, prompt, 9)
+        assert cached == (0 if not turn else len(prompt) - len(drawn(7, seed=turn)) - 1)
+        prompt += found + drawn(7, seed=turn + 1)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with three recurrent layers, two of them in the second of two stages."""
+    directory: Path = tmp_path_factory.mktemp("checkpoint")
+    make(directory, "Qwen3_5Text", **UNEVEN)
+    return directory
+
+
+@pytest.fixture
+def engines(directory: Path) -> Iterator[Any]:
+    """Makes engines of the model on ranks. All end with the test."""
+    made: list[Engine] = []
+
+    def build(**changes: Any) -> Engine:
+        made.append(build_engine(EngineConfig(model=str(directory), **SIZES, host_cache_gb=0.004, **changes)))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+        for pid in engine.ranks.pids:
+            wait_for_end(pid)
+
+
+def test_ranks_have_the_blocks_and_snapshots_that_one_process_would(engines: Any) -> None:
+    sizes = {}
+    for layout in ((1, 1), (2, 1), (1, 2)):
+        engine = engines(tp=layout[0], pp=layout[1])
+        memory, states = engine.info.memory, engine.loop.planner._kind.states
+        sizes[layout] = engine.info.num_blocks, engine.info.num_host_blocks, states.total, states.host_total
+        assert states._copies_ahead == COPIES_AHEAD_BYTES // (3 * 3200)
+        assert (memory.snapshots, memory.host_snapshots) == (states.total, states.host_total)
+        assert memory.rows == SIZES["max_sequences"] * 3 * 3200, "three recurrent layers"
+    for found in sizes.values():
+        assert found == pytest.approx(sizes[1, 1], abs=1), "a share is rounded down"
+
+
+def test_snapshots_end_with_the_rank_that_is_killed(engines: Any) -> None:
+    first = drawn(30, seed=5)
+    engine = engines(tp=2)
+    said, _ = answers(engine.loop, request("first", first))["first"]
+    turn = request("second", first + said + drawn(3, seed=6))
+    os.kill(engine.ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(RankFailure, match=r"rank 1 .* was killed by SIGKILL"):
+        answers(engine.loop, turn)
+    again, cached = answers(engines(tp=2).loop, turn)["second"]
+    assert cached == 0 and again == answers(engines().loop, turn)["second"][0]

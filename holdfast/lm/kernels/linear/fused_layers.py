@@ -10,11 +10,17 @@ import torch
 import triton
 
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Fp8BlockWeight, Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.experts.launches import FEW_TOKENS, experts_of_few, grouped_experts
+from holdfast.lm.kernels.linear.fp8_block_linear import (
+    block_launch_for,
+    fp8_block_gemm,
+    quantize_groups,
+    takes_groups,
+)
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,
@@ -62,8 +68,8 @@ class FusedLayerOps(LayerOps):
     Steps of few tokens are bound by launches and by reading weights. `skinny_gemm` reads the weights, and one more
     launch adds its partial sums, the residual and the norm; for one token these are part of the GEMMs. Steps of more
     tokens use cuBLAS, which adds the residual as it writes: this moves fewer bytes than a later addition, and rounds
-    once less. With FP8 weights they use FP8 tensor cores, with activations quantized by token; 4-bit weights are
-    dequantized first.
+    once less. With FP8 weights they use FP8 tensor cores, with activations quantized by token, or by token and group of
+    inputs if the weights are in blocks; 4-bit weights are dequantized first.
     """
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -150,7 +156,7 @@ class FusedLayerOps(LayerOps):
             for part in _pieces(len(x)):
                 stream[part].addmm_(x[part], weight.t())
             return self._normed(stream, None, bias, norm)
-        if len(x) == 1 and isinstance(weight, torch.Tensor | Fp8Weight):
+        if len(x) == 1 and isinstance(weight, torch.Tensor | Fp8Weight | Fp8BlockWeight):
             first()
             skinny_gemm(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
@@ -220,6 +226,8 @@ class FusedLayerOps(LayerOps):
         if isinstance(weight, Fp8Weight) and (isinstance(x, Fp8Rows) or has_tiles(x, weight)):
             rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
             return fp8_gemm(rows, weight, bias, self.shape.dtype)
+        if isinstance(weight, Fp8BlockWeight) and takes_groups(x):
+            return fp8_block_gemm(quantize_groups(x, weight.group), weight, bias, self.shape.dtype)
         if isinstance(weight, Int4Weight):
             weight = int4_dequantized(weight, x.dtype)
         return super()._linear(x, weight, bias)
@@ -236,9 +244,9 @@ class FusedLayerOps(LayerOps):
         """`int4_skinny_gemm` for 4-bit weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
         if isinstance(weight, Int4Weight):
             int4_skinny_gemm(x, weight, bias, out, launch, **fused)
-        elif isinstance(weight, Fp8Weight) and len(x) > 1:
+        elif isinstance(weight, Fp8Weight | Fp8BlockWeight) and len(x) > 1:
             fp8_skinny_gemm(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
-        elif isinstance(weight, torch.Tensor | Fp8Weight):
+        elif isinstance(weight, torch.Tensor | Fp8Weight | Fp8BlockWeight):
             skinny_gemm(x, weight, bias, out, launch, **fused)
 
     def _input_and_launch(self, x: Normed, weight: Weight) -> tuple[torch.Tensor, SkinnyLaunch | None]:
@@ -353,6 +361,8 @@ class FusedLayerOps(LayerOps):
         """The launch of a skinny GEMM; None if the library computes it. With `cut`, partial sums are allowed."""
         if isinstance(weight, Fp8Weight):
             return fp8_launch_for(x, weight, cut=cut)
+        if isinstance(weight, Fp8BlockWeight):
+            return block_launch_for(x, weight, cut=cut)
         if isinstance(weight, Int4Weight):
             return int4_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut) if isinstance(weight, torch.Tensor) else None

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
+from holdfast.lm.kernels.packed import PackedWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -84,7 +85,7 @@ class Fp8BlockWeight:
         return whole
 
 
-Weight = torch.Tensor | Fp8Weight | Fp8BlockWeight | Int4Weight | Int4CpuWeight
+Weight = torch.Tensor | Fp8Weight | Fp8BlockWeight | Int4Weight | Int4CpuWeight | PackedWeight
 """A weight [N, K] of a linear layer."""
 
 

@@ -41,8 +41,10 @@ from holdfast.lm.kernels.linear.fused_kernels import (
 )
 from holdfast.lm.kernels.linear.int4_linear import int4_dequantized, int4_launch_for, int4_skinny_gemm
 from holdfast.lm.kernels.linear.layers import Change, Gated, LayerOps, Normed, NormInParts, Rotation, Unnormed, nothing
+from holdfast.lm.kernels.linear.packed_linear import packed_dequantized, packed_launch_for, packed_skinny_gemm
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
+from holdfast.lm.kernels.packed import PackedWeight
 
 ROTATED_AT_A_TIME = 512
 """Number of pairs of numbers that one program rotates."""
@@ -69,7 +71,7 @@ class FusedLayerOps(LayerOps):
     launch adds its partial sums, the residual and the norm; for one token these are part of the GEMMs. Steps of more
     tokens use cuBLAS, which adds the residual as it writes: this moves fewer bytes than a later addition, and rounds
     once less. With FP8 weights they use FP8 tensor cores, with activations quantized by token, or by token and group of
-    inputs if the weights are in blocks; 4-bit weights are dequantized first.
+    inputs if the weights are in blocks; packed weights are dequantized first.
     """
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -230,6 +232,8 @@ class FusedLayerOps(LayerOps):
             return fp8_block_gemm(quantize_groups(x, weight.group), weight, bias, self.shape.dtype)
         if isinstance(weight, Int4Weight):
             weight = int4_dequantized(weight, x.dtype)
+        if isinstance(weight, PackedWeight):
+            weight = packed_dequantized(weight, x.dtype)
         return super()._linear(x, weight, bias)
 
     def _run_skinny(
@@ -241,9 +245,11 @@ class FusedLayerOps(LayerOps):
         launch: SkinnyLaunch,
         **fused: Any,
     ) -> None:
-        """`int4_skinny_gemm` for 4-bit weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
+        """The skinny GEMM of packed weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
         if isinstance(weight, Int4Weight):
             int4_skinny_gemm(x, weight, bias, out, launch, **fused)
+        elif isinstance(weight, PackedWeight):
+            packed_skinny_gemm(x, weight, bias, out, launch, **fused)
         elif isinstance(weight, Fp8Weight | Fp8BlockWeight) and len(x) > 1:
             fp8_skinny_gemm(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
         elif isinstance(weight, torch.Tensor | Fp8Weight | Fp8BlockWeight):
@@ -256,8 +262,8 @@ class FusedLayerOps(LayerOps):
         return (self.computed(x) if launch is None else read), launch
 
     def _as_read(self, x: Normed, weight: Weight) -> Normed:
-        """x in the form that a GEMM with this weight accepts. A GEMM with 4-bit weights computes no norm."""
-        return self.computed(x) if isinstance(weight, Int4Weight) else x
+        """x in the form that a GEMM with this weight accepts. A GEMM with packed weights computes no norm."""
+        return self.computed(x) if isinstance(weight, Int4Weight | PackedWeight) else x
 
     def _norm_of(self, x: Normed) -> dict[str, Any]:
         """The arguments that make `skinny_gemm` compute a pending norm."""
@@ -365,6 +371,8 @@ class FusedLayerOps(LayerOps):
             return block_launch_for(x, weight, cut=cut)
         if isinstance(weight, Int4Weight):
             return int4_launch_for(x, weight, cut=cut)
+        if isinstance(weight, PackedWeight):
+            return packed_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut) if isinstance(weight, torch.Tensor) else None
 
     def _normed(

@@ -12,10 +12,11 @@ import torch
 
 from holdfast.core.training_cost import TrainingShape
 from holdfast.lm.execution.stage_link import StageLink
-from holdfast.lm.kernels.fp8 import Fp8Weight
+from holdfast.lm.kernels.fp8 import Fp8BlockWeight, Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.decoder import Decoder, LayerWeights
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, elements_of, layer_shapes
 from holdfast.lm.models.shard import layer_pieces
@@ -169,19 +170,25 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The fields of a dataclass that are tensors with numbers, and the two tensors of MXFP4 experts; none of None."""
+    """The fields of a dataclass that are tensors with numbers, and the tensors of packed experts; none of None."""
     for field in fields(part) if part is not None else ():
         value = dequantized(getattr(part, field.name))
         if isinstance(value, Mxfp4Matrices):
             yield f"{field.name}.data", value.data
             yield f"{field.name}.scale", value.scale
+        elif isinstance(value, PackedWeight):
+            for expert in range(len(value.data)):
+                yield f"{field.name}.{expert}", value.matrix(expert, torch.float32)
         elif isinstance(value, torch.Tensor) and value.numel():
             yield field.name, value
 
 
 def dequantized(value: object) -> object:
     """A layer's field; the dequantized tensor of a quantized weight, which no other layout rounds otherwise."""
-    return value.dequantized(torch.float32) if isinstance(value, Fp8Weight | Int4Weight | Int4CpuWeight) else value
+    if isinstance(value, PackedWeight) and len(value.shape) > 2:  # experts, which are too many for one tensor
+        return value
+    packed = isinstance(value, Fp8Weight | Fp8BlockWeight | Int4Weight | Int4CpuWeight | PackedWeight)
+    return value.dequantized(torch.float32) if packed else value
 
 
 def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:

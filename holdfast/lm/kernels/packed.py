@@ -11,14 +11,15 @@ A number is q * scale, with these forms of q:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.mxfp4 import NUMBERS
-
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each 4-bit code of FP4."""
 COARSE = 256
 """Number of inputs of INT6 with one factor of their scales."""
 MIDDLE = 32
@@ -72,6 +73,11 @@ class PackedWeight:
         return sum(each.nbytes for each in parts if each is not None)
 
     @property
+    def factors(self) -> torch.Tensor:
+        """The scales as kernels read them: those of FP4 as bytes, since older GPUs do not know e4m3."""
+        return self.scale.view(torch.uint8) if self.form is Form.FP4 else self.scale
+
+    @property
     def extra(self) -> torch.Tensor | None:
         """The second tensor by which groups become numbers: that of INT4 or of INT6."""
         return self.low if self.coarse is None else self.coarse
@@ -116,6 +122,33 @@ class PackedWeight:
         return numbers.flatten(1)
 
 
+def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight with the rows of all parts, which have one form and one size of groups and of blocks of rows."""
+    return parts[0] if len(parts) == 1 else _combined(parts, torch.cat)
+
+
+def stacked(experts: Sequence[PackedWeight]) -> PackedWeight:
+    """The weights [E, N, K] of experts, from one [N, K] of each."""
+    return _combined(experts, torch.stack)
+
+
+def are_alike(parts: Sequence[PackedWeight]) -> bool:
+    """Whether `joined` can join them."""
+    return len({(each.form, each.group, each.rows, each.shape[-1]) for each in parts}) == 1
+
+
+def _combined(parts: Sequence[PackedWeight], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> PackedWeight:
+    def every(name: str) -> torch.Tensor | None:
+        held = [tensor for each in parts if (tensor := getattr(each, name)) is not None]
+        return combine(held) if held else None
+
+    first, data, scale = parts[0], every("data"), every("scale")
+    assert data is not None and scale is not None
+    return PackedWeight(
+        first.form, data, scale, first.group, first.rows, every("low"), every("coarse"), every("unit")
+    )
+
+
 def unpacked(data: torch.Tensor, form: Form) -> torch.Tensor:
     """The numbers [..., K] of packed rows before their scales, as integers or float32."""
     if form in (Form.FP8, Form.INT8):
@@ -129,7 +162,7 @@ def unpacked(data: torch.Tensor, form: Form) -> torch.Tensor:
     numbers = _nibbles(data)
     if form is Form.INT4:
         return numbers
-    return torch.tensor(NUMBERS, device=data.device)[numbers.int()]
+    return torch.tensor(E2M1, device=data.device)[numbers.int()]
 
 
 def packed_nibbles(numbers: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.attention_mixer import (
     AttentionMixer,
     AttentionWeights,
@@ -108,6 +109,15 @@ class WeightSource(Protocol):
         """A piece of a tensor [E, inputs, outputs] of all experts, with outputs as rows, in a kernel's format.
 
         None if no kernel reads the stored format. `fill` then gives plain numbers.
+        """
+        return None
+
+    def packed_matrices(
+        self, names: Sequence[tuple[str, ...]], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        """The weights of experts, each with the rows of its tensors in `names`, in a kernel's format.
+
+        `pieces` are those of one expert's tensors. None if no kernel reads the stored format.
         """
         return None
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import (
     DamagedCheckpoint,
@@ -461,7 +462,7 @@ class QuantizedWeights(StoredWeights):
                 "its weights; give one in bfloat16, float16 or float32"
             )
         native = device.type == "cpu" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
-        self._reader = QuantizedReader(self, how, native_fp8=native)
+        self._reader = QuantizedReader(self, how, native_fp8=native, reads_packed=device.type == "cuda")
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         if not self._reader.fill(name, piece, into):
@@ -474,6 +475,11 @@ class QuantizedWeights(StoredWeights):
 
     def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
         return self._reader.packed_experts(name, piece, device, dtype)
+
+    def packed_matrices(
+        self, names: Sequence[tuple[str, ...]], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        return self._reader.packed_matrices(names, pieces, device)
 
     def names(self) -> Iterable[str]:
         return self._reader.names(super().names())

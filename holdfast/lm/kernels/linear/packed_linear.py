@@ -57,7 +57,7 @@ def packed_skinny_gemm(
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     packed_skinny_kernel[(triton.cdiv(outputs, launch.block_n), launch.parts)](
-        x, weight.data, weight.scale, weight.extra, weight.unit, bias, out,
+        x, weight.data, weight.factors, weight.extra, weight.unit, bias, out,
         rows, outputs, inputs, launch.part_length(inputs), x.stride(0), out.stride(0), out.stride(1),
         GATED=gated, **packed_constants(weight), BLOCK_M=max(16, triton.next_power_of_2(rows)),
         **launch.options(inputs), **dependent_launch_options(x.device),
@@ -69,7 +69,7 @@ def packed_dequantized(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor
     outputs, inputs = weight.shape
     out = torch.empty(outputs, inputs, dtype=dtype, device=weight.data.device)
     packed_dequantize_kernel[(triton.cdiv(outputs, DEQUANTIZED_ROWS), triton.cdiv(inputs, DEQUANTIZED_INPUTS))](
-        weight.data, weight.scale, weight.extra, weight.unit, out, outputs, inputs, **packed_constants(weight),
+        weight.data, weight.factors, weight.extra, weight.unit, out, outputs, inputs, **packed_constants(weight),
         BLOCK_N=DEQUANTIZED_ROWS, BLOCK_K=DEQUANTIZED_INPUTS, EVEN=inputs % DEQUANTIZED_INPUTS == 0, num_warps=4,
         **dependent_launch_options(out.device),
     )  # fmt: skip

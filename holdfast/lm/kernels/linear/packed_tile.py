@@ -13,6 +13,7 @@ FP8 = tl.constexpr(int(Form.FP8))
 INT8 = tl.constexpr(int(Form.INT8))
 INT6 = tl.constexpr(int(Form.INT6))
 INT4 = tl.constexpr(int(Form.INT4))
+FP4 = tl.constexpr(int(Form.FP4))
 COARSE_INPUTS = tl.constexpr(COARSE)
 ZERO_OF_SIX = tl.constexpr(MIDDLE)
 
@@ -31,7 +32,7 @@ def packed_tile(
 ):  # fmt: skip
     """The numbers [BLOCK_N, BLOCK_K] float32 of rows `row` [BLOCK_N], from input `first` on, before the rows' units.
 
-    `extra` is `PackedWeight.extra`. With EVEN, no tile ends after the last input. Otherwise numbers after the last
+    `scale` is `PackedWeight.factors`, and `extra` its `extra`. With EVEN, no tile ends after the last input. Otherwise numbers after the last
     input are finite, and their inputs must be 0.
     """
     row = row.to(tl.int64)
@@ -41,7 +42,8 @@ def packed_tile(
     group = first // GROUP + tl.arange(0, COUNT)
     inside = (group < groups)[None, :]
     at = (row // SCALE_ROWS)[:, None] * groups + group[None, :]
-    factor = _load(scale + at, inside, EVEN).to(tl.float32)
+    factor = _load(scale + at, inside, EVEN)
+    factor = _of_e4m3(factor) if FORM == FP4 else factor.to(tl.float32)
     if FORM == INT6:
         coarse_at = extra + row[:, None] * (inputs // COARSE_INPUTS) + (group * GROUP // COARSE_INPUTS)[None, :]
         factor *= _load(coarse_at, inside, EVEN).to(tl.float32)
@@ -90,3 +92,11 @@ def _of_e2m1(codes):
     size = (codes & 7).to(tl.int32)
     bits = tl.where(size > 1, (size << 22) + 0x3F000000, size * 0x3F000000)
     return (bits | ((codes & 8).to(tl.int32) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_e4m3(code):
+    """The numbers of positive e4m3 codes in float32. The smallest eight have no exponent: they are multiples of 2^-9."""
+    code = code.to(tl.int32)
+    normal = ((code << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)

@@ -187,9 +187,7 @@ def main() -> None:
             rates: dict[str, list[float]] = {"holdfast": [], "llama.cpp": []}
             for _ in range(args.rounds):
                 rates["holdfast"].append(ours(file, streams, args))
-                rates["llama.cpp"].append(
-                    llama_cpp(args.llama, file, streams, args.prompt, args.output, args.threads)
-                )
+                rates["llama.cpp"].append(llama_cpp(args.llama, file, streams, args.prompt, args.output, args.threads))
             one, other = (statistics.median(each) for each in rates.values())
             row = {name: [round(rate, 2) for rate in each] for name, each in rates.items()}
             found.append({"streams": streams, **row, "ratio": round(one / other, 2)})

@@ -9,7 +9,9 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
+from holdfast.lm.kernels.int8_cpu import Int8CpuWeight
 from holdfast.lm.kernels.packed import PackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -85,7 +87,16 @@ class Fp8BlockWeight:
         return whole
 
 
-Weight = torch.Tensor | Fp8Weight | Fp8BlockWeight | Int4Weight | Int4CpuWeight | PackedWeight
+Weight = (
+    torch.Tensor
+    | Fp8Weight
+    | Fp8BlockWeight
+    | Int4Weight
+    | Int4CpuWeight
+    | Int8CpuWeight
+    | PackedWeight
+    | StackedWeight
+)
 """A weight [N, K] of a linear layer."""
 
 

@@ -144,9 +144,7 @@ def _combined(parts: Sequence[PackedWeight], combine: Callable[[list[torch.Tenso
 
     first, data, scale = parts[0], every("data"), every("scale")
     assert data is not None and scale is not None
-    return PackedWeight(
-        first.form, data, scale, first.group, first.rows, every("low"), every("coarse"), every("unit")
-    )
+    return PackedWeight(first.form, data, scale, first.group, first.rows, every("low"), every("coarse"), every("unit"))
 
 
 def unpacked(data: torch.Tensor, form: Form) -> torch.Tensor:

@@ -254,14 +254,21 @@ class Decoder:
         parts = (self.decoder.names.norm, self.decoder.names.norm_bias)[: 1 + self.decoder.layer_norm]
         return self._norm(parts, (Piece.all_of(self.decoder.hidden_size),) * len(parts))
 
-    def _lm_head(self, tokens: Piece) -> torch.Tensor:
-        """The LM head of this device's tokens. It is the embedding itself if the two are tied and both are here."""
+    def _lm_head(self, tokens: Piece) -> Weight:
+        """The LM head of this device's tokens. It is the embedding itself if the two are tied and both are here.
+
+        On a CPU a tied head that the checkpoint holds packed is read a second time: it is the largest weight of a small
+        model, and a step reads all of it.
+        """
         decoder, names = self.decoder, self.decoder.names
         if not self.shard.last:
             return self._none
-        if decoder.tied and self.shard.first:
-            return self.embedding
-        return self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
+        name = names.embedding if decoder.tied else names.lm_head
+        shared = decoder.tied and self.shard.first
+        packed = self._packed((name,), (tokens,)) if self._device.type == "cpu" or not shared else None
+        if packed is not None:
+            return packed
+        return self.embedding if shared else self._fused((name,), (tokens,))
 
     def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
         """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""

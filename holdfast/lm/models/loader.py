@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,10 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
+from holdfast.lm.kernels.int8_cpu import Int8CpuWeight, fits_int8, pack_rows
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
-from holdfast.lm.kernels.packed import PackedWeight
+from holdfast.lm.kernels.packed import PackedWeight, are_alike, joined, stacked
+from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import (
     DamagedCheckpoint,
@@ -51,6 +54,8 @@ JSON_LIMIT = 64 << 20
 PUBLISHED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 """Names in published configs of architectures that Transformers calls by another name."""
 ONE_RANK = Layout()
+EIGHT_BITS = ("Q8_0", "Q6_K")
+"""GGUF's formats that a CPU keeps as 8-bit numbers."""
 ROWS_AT_A_TIME = 1024
 """Number of rows that are read or drawn together, which bounds the memory for them."""
 log = logging.getLogger("holdfast.engine")
@@ -414,11 +419,39 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 class GgufWeights(StoredWeights):
-    """The tensors of a GGUF file. 4-bit numbers stay packed if a kernel reads them."""
+    """The tensors of a GGUF file. Numbers stay packed if a kernel reads them."""
 
     def packed(
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
+        parts = []
+        for _, run in groupby(zip(names, pieces, strict=True), lambda each: self._format(*each)):
+            own, own_pieces = zip(*run, strict=True)
+            part = self._four_bit_weight(own, own_pieces, device, dtype)
+            part = self._packed_of_gpu(own, own_pieces, device) if part is None else part
+            part = self._packed_of_cpu(own, own_pieces, device, dtype) if part is None else part
+            if part is None:
+                return None
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts))
+
+    def packed_matrices(
+        self, names: Sequence[tuple[str, ...]], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        experts = [self._packed_of_gpu(each, pieces, device) for each in names]
+        held = [each for each in experts if each is not None]
+        return stacked(held) if len(held) == len(experts) and are_alike(held) else None
+
+    def _format(self, name: str, piece: Piece) -> str:
+        """The format in which a tensor is stored, or the one of which it is a part."""
+        name, part = self._parts.get(name, (name, None))
+        stored: GgufSlice = self._slice(name, piece.whole if part is None else part.shape)
+        return stored.format
+
+    def _four_bit_weight(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        """One weight of 4 bits with the rows of all parts; None of other formats, and if no kernel reads it."""
         rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
         for_cpu = is_fit((rows, inputs), GROUP, device, dtype)
         half = half_for(inputs, GROUP) if device.type == "cuda" else None
@@ -433,6 +466,31 @@ class GgufWeights(StoredWeights):
             zero = torch.zeros_like(scale, dtype=torch.uint8)
             return pack(numbers, scale, zero, GROUP, half, low)
         return pack_for_cpu(numbers, scale, MIDDLE * scale + low, GROUP)
+
+    def _packed_of_gpu(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        """One weight as it is stored, with the rows of all parts; None if no kernel reads it."""
+        if device.type != "cuda" or any(name in self._parts for name in names):
+            return None
+        found = []
+        for name, piece in zip(names, pieces, strict=True):
+            stored: GgufSlice = self._slice(name, piece.whole)
+            found.append(stored.packed(*piece.own))
+        parts = [each for each in found if each is not None]
+        return joined(parts) if len(parts) == len(found) and are_alike(parts) else None
+
+    def _packed_of_cpu(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Int8CpuWeight | None:
+        """One weight of 8 bits with the rows of all parts; None if no kernel reads it, or if it would lose too much."""
+        if not fits_int8(device, dtype) or self._format(names[0], pieces[0]) not in EIGHT_BITS:
+            return None
+        rows = []
+        for name, piece in zip(names, pieces, strict=True):
+            rows.append(torch.empty(piece.shape))
+            self.fill(name, piece, rows[-1])
+        return pack_rows(torch.cat(rows))
 
     def _four_bits(self, name: str, piece: Piece) -> FourBits | None:
         """A piece of a tensor, or of a part of one, as its 4-bit numbers; None of other formats."""

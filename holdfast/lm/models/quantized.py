@@ -386,7 +386,9 @@ class QuantizedReader:
             raise UnsupportedCheckpoint(f"the checkpoint has no {name}, the factor of tensor {stem}.weight")
         stored = self._stored.tensor(name).float()
         if stored.numel() != 1 or not bool(stored.isfinite().all()) or float(stored) <= 0:
-            raise UnsupportedCheckpoint(f"tensor {name} is {stored.flatten().tolist()}; one positive number is supported")
+            raise UnsupportedCheckpoint(
+                f"tensor {name} is {stored.flatten().tolist()}; one positive number is supported"
+            )
         return float(1 / stored) if self._how.method == "nvfp4" else float(stored)
 
     def _packed_int4(

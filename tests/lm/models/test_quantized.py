@@ -341,9 +341,7 @@ def reader_of(method: str, weights: dict[str, torch.Tensor], block: tuple[int, i
     stored: Tensors = {}
     for name, weight in weights.items():
         stored |= quantize(name.removesuffix(".weight"), weight)[0]
-    return QuantizedReader(
-        Kept(stored), replace(how, block=block or how.block), native_fp8=True, reads_packed=True
-    )
+    return QuantizedReader(Kept(stored), replace(how, block=block or how.block), native_fp8=True, reads_packed=True)
 
 
 def drawn(*shapes: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -387,9 +385,7 @@ def test_a_gpu_keeps_the_rows_of_several_parts_packed(method: str, kind: type, c
         (range(0, 128), range(16, 48), None),
     ],
 )
-def test_parts_that_cut_blocks_have_smaller_ones(
-    rows: range, columns: range, sizes: tuple[int, int] | None
-) -> None:
+def test_parts_that_cut_blocks_have_smaller_ones(rows: range, columns: range, sizes: tuple[int, int] | None) -> None:
     reader = reader_of("fp8-block", drawn((128, 128)))
     piece = Piece((128, 128), (rows, columns))
     weight = reader.packed(("0.weight",), (piece,), CPU, torch.bfloat16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -45,6 +45,7 @@ from holdfast.lm.kernels.linear.packed_linear import packed_dequantized, packed_
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
 from holdfast.lm.kernels.packed import PackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 
 ROTATED_AT_A_TIME = 512
 """Number of pairs of numbers that one program rotates."""
@@ -92,6 +93,9 @@ class FusedLayerOps(LayerOps):
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(x, NormInParts):
             return self._linear_of_parts(x, weight, bias)
+        if isinstance(weight, StackedWeight):
+            read = self.computed(x)
+            return torch.cat([self.linear(read, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
         x = self._as_read(x, weight)
         read, launch = self._input_and_launch(x, weight)
         if launch is None:
@@ -103,6 +107,8 @@ class FusedLayerOps(LayerOps):
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         if self.shape.activation != "silu" or not self.shape.gated:
             return super().gate(self.linear(x, weight, bias))
+        if isinstance(weight, StackedWeight):
+            return silu_mul(self.linear(x, weight, bias))
         width = weight.shape[0] // 2
         if isinstance(x, NormInParts):
             read, gate_up = x.stream, self._linear_of_parts(x, weight, bias)
@@ -228,6 +234,8 @@ class FusedLayerOps(LayerOps):
         if isinstance(weight, Fp8Weight) and (isinstance(x, Fp8Rows) or has_tiles(x, weight)):
             rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
             return fp8_gemm(rows, weight, bias, self.shape.dtype)
+        if isinstance(weight, StackedWeight):
+            return torch.cat([self._linear(x, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
         if isinstance(weight, Fp8BlockWeight) and takes_groups(x):
             return fp8_block_gemm(quantize_groups(x, weight.group), weight, bias, self.shape.dtype)
         if isinstance(weight, Int4Weight):

@@ -238,7 +238,9 @@ def skinny_gemm_kernel(
                 squares += values * values
                 values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
             if GROUP > 0:
-                acc += block_scaled(tile, scale, row, first, inputs, SCALE_ROWS, GROUP, BLOCK_N, BLOCK_K) * values[None, :]
+                acc += (
+                    block_scaled(tile, scale, row, first, inputs, SCALE_ROWS, GROUP, BLOCK_N, BLOCK_K) * values[None, :]
+                )
             else:
                 acc += tile.to(tl.float32) * values[None, :]
         else:

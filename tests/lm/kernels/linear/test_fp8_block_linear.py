@@ -68,7 +68,9 @@ def test_each_group_of_a_token_is_rounded_to_the_nearest_fp8_numbers(width: int,
 
 @pytest.mark.parametrize(("tokens", "outputs", "rows"), [(37, 96, 32), (5, 100, 4), (16, 40, 40), (70, 33, 1)])
 @pytest.mark.parametrize("group", [32, 64])
-def test_tiles_add_up_the_groups_with_both_scales(tokens: int, outputs: int, rows: int, group: int, device: str) -> None:
+def test_tiles_add_up_the_groups_with_both_scales(
+    tokens: int, outputs: int, rows: int, group: int, device: str
+) -> None:
     weight, x = weight_of(outputs, 192, rows, group, device), drawn(tokens, 192, device=device)
     bias = torch.linspace(-1, 1, outputs, device=device)
     x = x * torch.logspace(-1, 1, tokens, device=device)[:, None]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.engine.gguf_beside --llama BUILD/bin [--threads 2] [--streams 1 8] [--rounds 3] [--json FILE]
 
-The file has random weights in the shape of Llama-3.2-1B. This script writes them in 16 bits, and llama.cpp's own program
-(`llama-quantize`) makes a Q4_K_M file of them. Both engines read that file, in a process of their own: llama.cpp by
-`llama-batched-bench`, Holdfast by its executor, scheduler and loop, with `--dtype bfloat16`. A round lets both compute
---output tokens for each stream after a prompt of --prompt tokens, one engine after the other. The figures are output
-tokens a second after the prompts, the median of the rounds, and the ratio is that of the medians.
+The file has random weights in the shape of Llama-3.2-1B. This script writes them in 16 bits, and llama.cpp's own
+program (`llama-quantize`) makes a Q4_K_M file of them. Both engines read that file, each in a process of its own:
+llama.cpp by `llama-batched-bench`, Holdfast by its executor, scheduler and loop, with `--dtype bfloat16`. A round lets
+both compute --output tokens for each stream after a prompt of --prompt tokens, one engine after the other. The figures
+are output tokens a second after the prompts, the median of the rounds, and the ratio is that of the medians.
 
 llama.cpp's programs come with the sources in llama-cpp-python's sdist on PyPI: unpack it, and in vendor/llama.cpp run
 `cmake -B build -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_UI=OFF` and

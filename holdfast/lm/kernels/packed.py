@@ -47,8 +47,8 @@ class Form(IntEnum):
 class PackedWeight:
     """A weight [N, K], or the weights [E, N, K] of E experts.
 
-    Numbers of 4 bits lie in pairs of neighbouring inputs, the first one in the low bits of a byte. A row of INT6 has the
-    low four bits of all numbers in this way, and then the high two bits of all, four neighbours in a byte.
+    Numbers of 4 bits lie in pairs of neighbouring inputs, the first one in the low bits of a byte. A row of INT6 has
+    the low four bits of all numbers in this way, and then the high two bits of all, four neighbours in a byte.
     """
 
     form: Form
@@ -165,13 +165,13 @@ def unpacked(data: torch.Tensor, form: Form) -> torch.Tensor:
 
 def packed_nibbles(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers [..., K] uint8 from 0 to 15 as bytes [..., K / 2], in the order of `PackedWeight`."""
-    first, second = numbers.unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = numbers.view(*numbers.shape[:-1], -1, 2).unbind(-1)
     return first | second << 4
 
 
 def packed_sixes(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers [..., K] uint8 from 0 to 63 as bytes [..., 3 K / 4], in the order of `PackedWeight`."""
-    upper = (numbers >> 4).unflatten(-1, (-1, 4))
+    upper = (numbers >> 4).view(*numbers.shape[:-1], -1, 4)
     high = upper[..., 0] | upper[..., 1] << 2 | upper[..., 2] << 4 | upper[..., 3] << 6
     return torch.cat((packed_nibbles(numbers & 15), high), -1)
 

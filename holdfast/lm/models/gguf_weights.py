@@ -182,7 +182,7 @@ class GgufSlice:
     def _cut_numbers(self, found: PackedWeight, row: slice, columns: range) -> torch.Tensor:
         """The bytes of rows and columns of a packed tensor. A row of six bits is in two parts."""
         width, inputs = found.data.shape[1], found.shape[1]
-        sizes = (width * 2 // 3, width // 3) if found.coarse is not None else (width,)
+        sizes = [width * 2 // 3, width // 3] if found.coarse is not None else [width]
         parts = []
         for part in torch.split(self._settled(found.data), sizes, 1):
             size = part.shape[1]

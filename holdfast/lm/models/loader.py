@@ -424,7 +424,7 @@ class GgufWeights(StoredWeights):
     def packed(
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
-        parts = []
+        parts: list[Any] = []
         for _, run in groupby(zip(names, pieces, strict=True), lambda each: self._format(*each)):
             own, own_pieces = zip(*run, strict=True)
             part = self._four_bit_weight(own, own_pieces, device, dtype)

@@ -152,8 +152,8 @@ def _nvfp4(groups: Sequence[Mapping[str, Any]]) -> Quantization:
         kind, bits, size = weights.get("type"), weights.get("num_bits"), weights.get("group_size")
         if kind != "float" or bits != 4 or size != FP4_GROUP:
             raise UnsupportedCheckpoint(
-                f"the checkpoint is quantized (compressed-tensors, nvfp4-pack-quantized) with {bits}-bit {kind} weights "
-                f"in groups of {size}; known: 4-bit float in groups of {FP4_GROUP}"
+                f"the checkpoint is quantized (compressed-tensors, nvfp4-pack-quantized) with {bits}-bit {kind} "
+                f"weights in groups of {size}; known: 4-bit float in groups of {FP4_GROUP}"
             )
     return Quantization("nvfp4", FP4_GROUP)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from holdfast.lm.kernels.mxfp4 import NUMBERS
@@ -55,7 +53,10 @@ def draw_packed(
         plain += low.double().repeat_interleave(group, -1)
     if unit is not None:
         plain *= unit.double()[..., None]
-    put: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda each: None if each is None else each.to(device)
+
+    def put(each: torch.Tensor | None) -> torch.Tensor | None:
+        return None if each is None else each.to(device)
+
     weight = PackedWeight(
         form, data.to(device), scale.to(device), group, rows, low=put(low), coarse=put(coarse), unit=put(unit)
     )

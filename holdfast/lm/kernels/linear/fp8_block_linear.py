@@ -88,7 +88,10 @@ def fp8_block_gemm(
     dtype: torch.dtype,
     launch: TiledLaunch | None = None,
 ) -> torch.Tensor:
-    """Return x [T, K] times the transpose of weight [N, K], plus bias, as [T, N] of `dtype`. x has the weight's groups."""
+    """Return x [T, K] times the transpose of weight [N, K], plus bias, as [T, N] of `dtype`.
+
+    x has the weight's groups.
+    """
     (tokens, inputs), outputs = x.data.shape, weight.shape[0]
     launch = launch or next(each for most, each in TILED if tokens <= most)
     out = torch.empty(tokens, outputs, dtype=dtype, device=x.data.device)

@@ -32,8 +32,8 @@ def packed_tile(
 ):  # fmt: skip
     """The numbers [BLOCK_N, BLOCK_K] float32 of rows `row` [BLOCK_N], from input `first` on, before the rows' units.
 
-    `scale` is `PackedWeight.factors`, and `extra` its `extra`. With EVEN, no tile ends after the last input. Otherwise numbers after the last
-    input are finite, and their inputs must be 0.
+    `scale` is `PackedWeight.factors`, and `extra` its `extra`. With EVEN, no tile ends after the last input. Otherwise
+    numbers after the last input are finite, and their inputs must be 0.
     """
     row = row.to(tl.int64)
     COUNT: tl.constexpr = BLOCK_K // GROUP if BLOCK_K > GROUP else 1
@@ -58,7 +58,7 @@ def _numbers(
     data, row, first, inputs, FORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """The numbers of a tile before their scales, [BLOCK_N, BLOCK_K] float32."""
-    if FORM == FP8 or FORM == INT8:  # noqa: PLR1714 (Triton compiles no `in`)
+    if FORM < INT6:  # FP8 and INT8
         numbers = _bytes(data, row, inputs, first, inputs, BLOCK_K, EVEN).to(tl.float32)
     elif FORM == INT6:
         pairs = _bytes(data, row, inputs // 4 * 3, first // 2, inputs // 2, BLOCK_K // 2, EVEN)
@@ -96,7 +96,7 @@ def _of_e2m1(codes):
 
 @triton.jit
 def _of_e4m3(code):
-    """The numbers of positive e4m3 codes in float32. The smallest eight have no exponent: they are multiples of 2^-9."""
+    """The numbers of positive e4m3 codes in float32. The smallest eight are multiples of 2^-9."""
     code = code.to(tl.int32)
     normal = ((code << 20) + 0x3C000000).to(tl.float32, bitcast=True)
     return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)

@@ -186,8 +186,9 @@ def block_scaled(
 
 def block_constants(weight: torch.Tensor | Fp8Weight | Fp8BlockWeight) -> dict[str, int]:
     """The constants of a kernel for a weight that may have a scale for each block: its sizes, or 0 without blocks."""
-    blocks = isinstance(weight, Fp8BlockWeight)
-    return dict(SCALE_ROWS=weight.rows, GROUP=weight.group) if blocks else dict(SCALE_ROWS=1, GROUP=0)
+    if isinstance(weight, Fp8BlockWeight):
+        return dict(SCALE_ROWS=weight.rows, GROUP=weight.group)
+    return dict(SCALE_ROWS=1, GROUP=0)
 
 
 @triton.jit(do_not_specialize=["rows"])  # rows only masks: one kernel for all counts of a BLOCK_M

@@ -134,8 +134,8 @@ def sort_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def grouped_kernel(
-    x, weight, scale, extra, unit, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs, inputs,
-    x_stride, out_stride, alpha, limit,
+    x, weight, scale, extra, unit, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs,
+    inputs, x_stride, out_stride, alpha, limit,
     TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, HALVED: tl.constexpr,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
@@ -171,8 +171,8 @@ def grouped_kernel(
             )  # fmt: skip
             return
     _tile(
-        x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
-        alpha, limit, first_output, expert, start, stop,
+        x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride,
+        out_stride, alpha, limit, first_output, expert, start, stop,
         TOP_K, GATED, SCALED, CLAMPED, FORM, GROUP, SCALE_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
     )  # fmt: skip
 

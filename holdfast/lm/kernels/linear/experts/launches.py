@@ -232,8 +232,8 @@ def _grouped(
     if x.element_size() > 2:  # float32 takes twice the shared memory
         own = replace(own, block_k=own.block_k // 2)
     grouped_kernel[(triton.cdiv(outputs, own.block_n) * sorting.most_tiles,)](
-        x, *_stored(weights), bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
-        len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
+        x, *_stored(weights), bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares,
+        sorting.divisors, len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
         TOP_K=rule.per_token, GATED=gated, SCALED=rule.scales_input, CLAMPED=rule.clamp is not None,
         BLOCK_E=triton.next_power_of_2(count), HALVED=launch.halved, BLOCK_M=launch.block_m,
         **_form(weights), **own.options(inputs, packed=_is_packed(weights)), **dependent_launch_options(x.device),

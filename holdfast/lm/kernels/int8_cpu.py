@@ -1,9 +1,8 @@
 """8-bit weights on a CPU in the form that PyTorch's own kernel reads, for activations in bfloat16.
 
-The kernel has one scale for each row. GGUF's Q8_0 and Q6_K have one for each 32 or 16 inputs, so their numbers are
-rounded once more: by up to 1/254 of the row's largest number. llama.cpp rounds activations to 8 bits in its place, with
-an error of the same size. A weight that loses more than MOST_LOST, because a few numbers are much larger than the
-others, is not packed.
+The kernel has one scale for each row. GGUF's Q6_K has one for each 16 inputs, so its numbers are rounded once more: by
+up to 1/254 of the row's largest number, which is about half of what Q6_K itself rounds off. A weight that loses more
+than MOST_LOST, because a few numbers are much larger than the others, is not packed.
 """
 
 from __future__ import annotations

@@ -54,8 +54,6 @@ JSON_LIMIT = 64 << 20
 PUBLISHED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 """Names in published configs of architectures that Transformers calls by another name."""
 ONE_RANK = Layout()
-EIGHT_BITS = ("Q8_0", "Q6_K")
-"""GGUF's formats that a CPU keeps as 8-bit numbers."""
 ROWS_AT_A_TIME = 1024
 """Number of rows that are read or drawn together, which bounds the memory for them."""
 log = logging.getLogger("holdfast.engine")
@@ -483,8 +481,11 @@ class GgufWeights(StoredWeights):
     def _packed_of_cpu(
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Int8CpuWeight | None:
-        """One weight of 8 bits with the rows of all parts; None if no kernel reads it, or if it would lose too much."""
-        if not fits_int8(device, dtype) or self._format(names[0], pieces[0]) not in EIGHT_BITS:
+        """One weight of 8 bits with the rows of all parts; None of other formats than Q6_K, and if it loses too much.
+
+        Q8_0 is not rounded by row: it is more exact than that.
+        """
+        if not fits_int8(device, dtype) or self._format(names[0], pieces[0]) != "Q6_K":
             return None
         rows = []
         for name, piece in zip(names, pieces, strict=True):

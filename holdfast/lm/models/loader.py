@@ -86,7 +86,7 @@ def load(
     on the padded executor. No code of a checkpoint is ever run.
     """
     directory, device = Path(directory), torch.device(device)
-    config = read_json(directory / "config.json")
+    config = with_quantization(directory, read_json(directory / "config.json"))
     checked_architecture(config)
     kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
     options: dict[str, Any] = dict(device=device, dtype=kind, eos_token_ids=eos_token_ids(directory, config))
@@ -137,6 +137,14 @@ def decoder_spec(directory: str | Path) -> DecoderSpec:
     config = read_json(Path(directory) / "config.json")
     checked_architecture(config)
     return native_spec(config)
+
+
+def with_quantization(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json, with the quantization of hf_quant_config.json, where NVIDIA's older checkpoints have it alone."""
+    path = directory / "hf_quant_config.json"
+    if config.get("quantization_config") or not path.exists():
+        return config
+    return config | {"quantization_config": {"quant_method": "modelopt", **read_json(path).get("quantization", {})}}
 
 
 def native_spec(config: Mapping[str, Any]) -> DecoderSpec:

@@ -160,6 +160,7 @@ METHODS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "packed-zeros": (pack_quantized("group", 64), lambda s, w: packed(s, w, 64, symmetric=False)),
     "packed-rows": (pack_quantized("channel", None), lambda s, w: packed(s, w, -1, symmetric=True)),
     "nvfp4": (nvfp4_packed(), lambda s, w: nvfp4(s, w, modelopt=False)),
+    "modelopt-fp8": (dict(quant_method="modelopt", quant_algo="FP8"), lambda s, w: fp8(s, w, "tensor")),
     "modelopt": (dict(quant_method="modelopt", quant_algo="NVFP4"), lambda s, w: nvfp4(s, w, modelopt=True)),
 }
 
@@ -223,6 +224,16 @@ def test_four_bits_in_bfloat16_are_multiplied_as_a_cpu_s_kernel_packs_them(tmp_p
     rounded = load(tmp_path / "plain", device="cpu", dtype="bfloat16")
     module = load(tmp_path / "plain", device="cpu")
     assert apart(model, module) < 1.5 * apart(rounded, module)
+
+
+def test_the_quantization_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:
+    module = quantized(tmp_path, "Llama", "modelopt")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = dict(producer=dict(name="modelopt"), quantization=dict(quant_algo="NVFP4", group_size=16))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    assert difference(load(tmp_path, device="cpu"), module) < 1e-5
 
 
 def apart(one: Any, other: Any) -> float:

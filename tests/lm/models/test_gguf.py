@@ -313,7 +313,8 @@ def test_six_and_eight_bits_for_a_gpu_stand_for_what_the_file_holds(tmp_path: Pa
     weight = source.packed(names, pieces, torch.device("cuda"), torch.bfloat16)
     assert isinstance(weight, PackedWeight)
     assert torch.equal(weight.dequantized(torch.float32), filled(source, names, pieces))
-    cut = tuple(Piece(piece.whole, (piece.own[0], range(16, 48))) for piece in pieces)
+    part = range(16, 48) if kind == "Q8_0" else range(64, 128)
+    cut = tuple(Piece(piece.whole, (piece.own[0], part)) for piece in pieces)
     assert source.packed(names, cut, torch.device("cuda"), torch.bfloat16) is None
 
 
@@ -343,6 +344,18 @@ def test_experts_for_a_gpu_stay_as_the_file_holds_them(tmp_path: Path, kind: str
     for expert, names in enumerate(every):
         assert torch.equal(experts.matrix(expert, torch.float32), filled(source, names, pieces))
     assert source.packed_matrices(every, pieces, torch.device("cpu")) is None
+
+
+def test_experts_whose_two_tensors_have_two_formats_are_dequantized(tmp_path: Path) -> None:
+    family, architecture, differences, more, _ = CASES["qwen3-moe"]
+    make(tmp_path / "plain", family, **differences | dict(moe_intermediate_size=64))
+    more, others = more | {"expert_feed_forward_length": 64}, {"ffn_up_exps": ("Q8_0", None)}
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "plain", architecture, kind="Q4_0", more=more, others=others)
+    source, pieces = source_of(described(path)), (Piece.all_of(64, 64),) * 2
+    names = tuple(f"model.layers.1.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up"))
+    assert source.packed_matrices([names], pieces, torch.device("cuda")) is None
+    assert source.packed_matrices([names[1:]], pieces[1:], torch.device("cuda")) is not None
 
 
 @pytest.mark.gpu

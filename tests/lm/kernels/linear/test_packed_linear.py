@@ -51,9 +51,10 @@ def test_the_gate_and_a_bias_are_part_of_the_product(form: Form, device: str) ->
     torch.testing.assert_close(out[0].double(), functional.silu(gate) * up, rtol=1e-4, atol=1e-5)
 
 
-def test_a_group_may_be_a_whole_row_of_any_length(device: str) -> None:
-    weight, plain = draw_packed(Form.INT4, 20, 192, device=device, group=192)
-    x = torch.randn(2, 192, device=device)
+@pytest.mark.parametrize("inputs", [48, 192])
+def test_a_group_may_be_a_whole_row_of_any_length(inputs: int, device: str) -> None:
+    weight, plain = draw_packed(Form.INT4, 20, inputs, device=device, group=inputs)
+    x = torch.randn(2, inputs, device=device)
     launch = packed_launch_for(x, weight)
     assert launch is not None
     out = torch.empty(1, 2, 20, device=device)

@@ -12,10 +12,9 @@ import torch
 
 from holdfast.core.training_cost import TrainingShape
 from holdfast.lm.execution.stage_link import StageLink
-from holdfast.lm.kernels.fp8 import Fp8Weight
-from holdfast.lm.kernels.int4 import Int4Weight
-from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.decoder import Decoder, LayerWeights
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, elements_of, layer_shapes
 from holdfast.lm.models.shard import layer_pieces
@@ -136,7 +135,9 @@ def _places(model: Decoder) -> dict[str, _Place]:
     leads = shard.first and shard.index == 0
     if model.norm.numel():
         found["norm"] = _Place(tuple(model.norm.shape), _sums(model.norm) if leads else (0, 0))
-    found["lm_head"] = _Place(shape, _sums(model.lm_head, tokens.start) if shard.last else (0, 0))
+    head = dequantized(model.lm_head)
+    assert isinstance(head, torch.Tensor)
+    found["lm_head"] = _Place(shape, _sums(head, tokens.start) if shard.last else (0, 0))
     hidden, narrow = spec.hidden_size, spec.embedding_width
     others = {
         "project_in": (hidden, narrow),
@@ -185,8 +186,8 @@ def _wrapped(number: int) -> int:
 
 def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     for name in ("embedding", "norm", "lm_head", "lm_head_bias", "project_in", "project_out", "positions"):
-        value = getattr(model, name)
-        if value is not None and value.numel():
+        value = dequantized(getattr(model, name))
+        if isinstance(value, torch.Tensor) and value.numel():
             yield name, value
     for index, layer in enumerate(model.layers):
         for part, prefix in ((layer, f"{index}."), (layer.experts, f"{index}.experts.")):
@@ -195,19 +196,26 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The fields of a dataclass that are tensors with numbers, and the two tensors of MXFP4 experts; none of None."""
+    """The fields of a dataclass that are tensors with numbers, and the tensors of packed experts; none of None."""
     for field in fields(part) if part is not None else ():
         value = dequantized(getattr(part, field.name))
         if isinstance(value, Mxfp4Matrices):
             yield f"{field.name}.data", value.data
             yield f"{field.name}.scale", value.scale
+        elif isinstance(value, PackedWeight):
+            for expert in range(len(value.data)):
+                yield f"{field.name}.{expert}", value.matrix(expert, torch.float32)
         elif isinstance(value, torch.Tensor) and value.numel():
             yield field.name, value
 
 
 def dequantized(value: object) -> object:
     """A layer's field; the dequantized tensor of a quantized weight, which no other layout rounds otherwise."""
-    return value.dequantized(torch.float32) if isinstance(value, Fp8Weight | Int4Weight | Int4CpuWeight) else value
+    if isinstance(value, PackedWeight) and len(value.shape) > 2:  # experts, which are too many for one tensor
+        return value
+    if isinstance(value, Weight) and not isinstance(value, torch.Tensor):
+        return value.dequantized(torch.float32)
+    return value
 
 
 def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:

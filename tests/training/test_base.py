@@ -12,9 +12,11 @@ import torch
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.stage_link import GlooLink
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
+from holdfast.lm.kernels.packed import Form
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.training.base import described, digest_of_model, digest_of_shards, training_shape
+from tests.lm.kernels.packed_weights import draw_packed
 from tests.lm.models.test_quantized import make_mxfp4
 from tests.ranks import Rank, in_ranks
 from tests.tuning import native
@@ -84,6 +86,19 @@ def test_a_changed_bit_of_packed_experts_changes_the_digest(tmp_path: Path) -> N
         tensor[2, 5, 1] ^= 1
         found.add(digest_of_model(model))
     assert len(found) == 3
+
+
+def test_a_changed_number_of_one_packed_expert_changes_the_digest(tmp_path: Path) -> None:
+    _, model = native("qwen3-moe", tmp_path / "base")
+    experts = model.layers[1].experts
+    assert experts is not None
+    down, _ = draw_packed(Form.INT8, *experts.down.shape[:2], 64)
+    model.layers = (model.layers[0], replace(model.layers[1], experts=replace(experts, down=down)))
+    first = digest_of_model(model)
+    down.data[2, 5, 1] ^= 1
+    second = digest_of_model(model)
+    down.scale[2, 5, 1] *= 2
+    assert len({first, second, digest_of_model(model)}) == 3
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2)], ids=str)

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) weights with one scale for each output row, in plain PyTorch."""
+"""FP8 (e4m3) weights with one scale for each output row, or for each block, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
+from holdfast.lm.kernels.int8_cpu import Int8CpuWeight
+from holdfast.lm.kernels.packed import PackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -53,7 +56,51 @@ class Fp8Weight:
         return Fp8Weight(self.data.view(torch.uint8)[rows].view(FP8), self.scale[rows])
 
 
-Weight = torch.Tensor | Fp8Weight | Int4Weight | Int4CpuWeight
+@dataclass(frozen=True, slots=True)
+class Fp8BlockWeight:
+    """A weight [N, K]: each block of `rows` by `group` numbers of `data` times its `scale`."""
+
+    data: torch.Tensor  # [N, K] float8_e4m3fn
+    scale: torch.Tensor  # [N / rows, K / group] float32
+    rows: int
+    """Number of rows of a block, which divides N."""
+    group: int
+    """Number of inputs of a block, which divides K."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] times the weight transposed, plus bias: [T, N]. The weight is dequantized first, which is slow."""
+        return functional.linear(x, self.dequantized(x.dtype), bias)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K] in `dtype`, rounded once."""
+        whole = torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        wide = torch.promote_types(dtype, torch.float32)
+        step = -(-ROWS_AT_A_TIME // self.rows) * self.rows
+        pieces = (torch.split(each, step) for each in (whole, self.data))
+        for into, data, scale in zip(*pieces, torch.split(self.scale, step // self.rows), strict=True):
+            blocks = data.to(wide).view(len(scale), self.rows, -1, self.group)
+            into.copy_((blocks * scale[:, None, :, None].to(wide)).view(data.shape))
+        return whole
+
+
+Weight = (
+    torch.Tensor
+    | Fp8Weight
+    | Fp8BlockWeight
+    | Int4Weight
+    | Int4CpuWeight
+    | Int8CpuWeight
+    | PackedWeight
+    | StackedWeight
+)
 """A weight [N, K] of a linear layer."""
 
 

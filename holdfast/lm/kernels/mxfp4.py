@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+from holdfast.lm.kernels.packed import E2M1, PackedWeight
+
+NUMBERS = E2M1
 """The number of each 4-bit code (OCP Microscaling Formats 1.0, §5.3.3)."""
 LARGEST = 6.0
 SPREAD = (sum(number**2 for number in NUMBERS) / len(NUMBERS)) ** 0.5
@@ -49,18 +51,13 @@ class Mxfp4Matrices:
         return whole
 
 
-ExpertWeights = torch.Tensor | Mxfp4Matrices
+ExpertWeights = torch.Tensor | Mxfp4Matrices | PackedWeight
 """The weights [E, N, K] of E experts."""
 
 
 def matrix_of(weights: ExpertWeights, expert: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight [N, K] of one expert for activations of `dtype`."""
-    return weights.matrix(expert, dtype) if isinstance(weights, Mxfp4Matrices) else weights[expert]
-
-
-def stored(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tensors that a kernel reads: the numbers, and the scales if they are MXFP4."""
-    return (weights.data, weights.scale) if isinstance(weights, Mxfp4Matrices) else (weights, None)
+    return weights[expert] if isinstance(weights, torch.Tensor) else weights.matrix(expert, dtype)
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

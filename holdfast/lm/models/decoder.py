@@ -19,6 +19,7 @@ from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import Change, LayerOps, LayerShape, Normed
 from holdfast.lm.kernels.lora.protocol import Lora, LoraStack, StepAdapters
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.attention_mixer import (
     AttentionMixer,
     AttentionWeights,
@@ -123,6 +124,15 @@ class WeightSource(Protocol):
         """A piece of a tensor [E, inputs, outputs] of all experts, with outputs as rows, in a kernel's format.
 
         None if no kernel reads the stored format. `fill` then gives plain numbers.
+        """
+        return None
+
+    def packed_matrices(
+        self, names: Sequence[tuple[str, ...]], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        """The weights of experts, each with the rows of its tensors in `names`, in a kernel's format.
+
+        `pieces` are those of one expert's tensors. None if no kernel reads the stored format.
         """
         return None
 
@@ -270,14 +280,21 @@ class Decoder:
         parts = (self.decoder.names.norm, self.decoder.names.norm_bias)[: 1 + self.decoder.layer_norm]
         return self._norm(parts, (Piece.all_of(self.decoder.hidden_size),) * len(parts))
 
-    def _lm_head(self, tokens: Piece) -> torch.Tensor:
-        """The LM head of this device's tokens. It is the embedding itself if the two are tied and both are here."""
+    def _lm_head(self, tokens: Piece) -> Weight:
+        """The LM head of this device's tokens. It is the embedding itself if the two are tied and both are here.
+
+        On a CPU a tied head that the checkpoint holds packed is read a second time: it is the largest weight of a small
+        model, and a step reads all of it.
+        """
         decoder, names = self.decoder, self.decoder.names
         if not self.shard.last:
             return self._none
-        if decoder.tied and self.shard.first:
-            return self.embedding
-        return self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
+        name = names.embedding if decoder.tied else names.lm_head
+        shared = decoder.tied and self.shard.first
+        packed = self._packed((name,), (tokens,)) if self._device.type == "cpu" or not shared else None
+        if packed is not None:
+            return packed
+        return self.embedding if shared else self._fused((name,), (tokens,))
 
     def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
         """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""

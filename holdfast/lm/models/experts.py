@@ -11,6 +11,7 @@ import torch
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
 from holdfast.lm.kernels.mxfp4 import ExpertWeights, Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec, expert_shapes
 from holdfast.lm.models.shard import Piece, Shard
@@ -221,6 +222,10 @@ class Source(Protocol):
         self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype
     ) -> Mxfp4Matrices | None: ...
 
+    def packed_matrices(
+        self, names: Sequence[tuple[str, ...]], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None: ...
+
 
 def read_experts(
     spec: DecoderSpec, layer: int, shard: Shard, source: Source, *, device: torch.device, dtype: torch.dtype
@@ -254,6 +259,9 @@ class _Reader:
             if packed is not None:
                 parts = (packed.data, packed.scale)
                 return Mxfp4Matrices(*(torch.cat((each[:, ::2], each[:, 1::2]), 1) for each in parts))
+        single = self._packed_single(self._names.gate_up, self._of_rows)
+        if single is not None:
+            return single
         whole = self._empty(self._every, 2 * len(self._own), len(self._hidden))
         for expert, into in enumerate(whole):
             self._fill_gate_up(expert, *torch.split(into, len(self._own)))
@@ -265,6 +273,9 @@ class _Reader:
             packed = self._packed(self._names.down, self._own, self._hidden)
             if packed is not None:
                 return Mxfp4Matrices(packed.data.contiguous(), packed.scale.contiguous())
+        single = self._packed_single((self._names.down,), self._of_columns)
+        if single is not None:
+            return single
         whole = self._empty(self._every, len(self._hidden), len(self._own))
         for expert, into in enumerate(whole):
             self._fill_down(expert, into)
@@ -302,9 +313,8 @@ class _Reader:
 
     def _fill_rows(self, names: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
         """Read gate and up of an expert whose tensors are its own."""
-        piece = Piece((self._inner, len(self._hidden)), (self._own, self._hidden))
         for name, into in zip(names, parts, strict=True):
-            self._source.fill(self._prefix + name, piece, into)
+            self._source.fill(self._prefix + name, self._of_rows, into)
 
     def _fill_down(self, expert: int, into: torch.Tensor) -> None:
         """Write one expert's rows of down."""
@@ -316,8 +326,24 @@ class _Reader:
         elif names.fused and not is_shared:
             into.copy_(self._filled(name, one, self._own, self._hidden)[0].t())
         else:
-            piece = Piece((len(self._hidden), self._inner), (self._hidden, self._own))
-            self._source.fill(self._prefix + name.format(expert), piece, into)
+            self._source.fill(self._prefix + name.format(expert), self._of_columns, into)
+
+    def _packed_single(self, names: Sequence[str], piece: Piece) -> PackedWeight | None:
+        """The weights of all experts whose tensors are their own, if kernels read them as they are stored."""
+        if self._names.fused:
+            return None
+        every = [tuple(self._prefix + name.format(expert) for name in names) for expert in range(self.spec.count)]
+        return self._source.packed_matrices(every, (piece,) * len(names), self._device)
+
+    @property
+    def _of_rows(self) -> Piece:
+        """This device's piece of an expert's gate or up."""
+        return Piece((self._inner, len(self._hidden)), (self._own, self._hidden))
+
+    @property
+    def _of_columns(self) -> Piece:
+        """This device's piece of an expert's down."""
+        return Piece((len(self._hidden), self._inner), (self._hidden, self._own))
 
     @property
     def _every(self) -> int:

@@ -1,4 +1,7 @@
-"""Dequantizes the blocks of GGUF's common formats, on any device. The package gguf has all formats, but one thread."""
+"""Reads the blocks of GGUF's common formats on any device, as plain numbers or in the forms that kernels read.
+
+The package gguf has all formats, but one thread.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from holdfast.lm.kernels.packed import COARSE, Form, PackedWeight, packed_nibbles, packed_sixes
 from holdfast.lm.models.base import DamagedCheckpoint
 
 BYTES_AT_A_TIME = {"cpu": 1 << 17, "cuda": 1 << 24}
@@ -52,6 +56,13 @@ def four_bits(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> Fo
         return None
     blocks = _blocks(data, kind, device)
     return FourBits(*(part.reshape(len(data), -1) for part in FOUR_BITS[kind.name](blocks)))
+
+
+def packed(data: np.ndarray[Any, Any], kind: Any, device: torch.device) -> PackedWeight | None:
+    """Stored rows [N, bytes] in the form that kernels read, on `device`; None for a format without one."""
+    if kind.name not in PACKED:
+        return None
+    return PACKED[kind.name](_blocks(data, kind, device), len(data))
 
 
 def _blocks(rows: np.ndarray[Any, Any], kind: Any, device: torch.device) -> torch.Tensor:
@@ -118,12 +129,17 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     return (numbers * scale - offset).flatten(1)
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """256 numbers of six bits, whose upper two are apart, with a scale for each 16; 32 stands for 0."""
+def _sixes(blocks: torch.Tensor) -> torch.Tensor:
+    """The numbers [B, 256] of six bits of Q6_K, whose upper two are apart; 32 stands for 0."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
-    numbers = (low | high << 4).float() - 32
+    return (low | high << 4).reshape(-1, COARSE)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """256 numbers of six bits, with a scale for each 16."""
+    numbers = _sixes(blocks).float() - 32
     scale = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
     return (numbers.reshape(-1, 16, 16) * scale[..., None]).flatten(1)
 
@@ -140,3 +156,30 @@ FORMATS: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 FOUR_BITS: dict[str, Callable[[torch.Tensor], FourBits]] = {"Q4_0": _q4_0_bits, "Q4_K": _q4_k_bits}
 """For each format of 4-bit numbers, what finds them in blocks [B, bytes]. A block's numbers are those of a row."""
+
+
+def _packed_q8_0(blocks: torch.Tensor, rows: int) -> PackedWeight:
+    numbers, scale = blocks[:, 2:].view(torch.int8), blocks[:, :2].contiguous().view(torch.float16)
+    return PackedWeight(Form.INT8, numbers.reshape(rows, -1), scale.reshape(rows, -1), GROUP)
+
+
+def _packed_q6_k(blocks: torch.Tensor, rows: int) -> PackedWeight:
+    scale, coarse = blocks[:, 192:208].contiguous().view(torch.int8), blocks[:, 208:].contiguous().view(torch.float16)
+    data = packed_sixes(_sixes(blocks).reshape(rows, -1))
+    return PackedWeight(Form.INT6, data, scale.reshape(rows, -1), COARSE // 16, coarse=coarse.reshape(rows, -1))
+
+
+def _packed_fours(find: Callable[[torch.Tensor], FourBits]) -> Callable[[torch.Tensor, int], PackedWeight]:
+    def pack(blocks: torch.Tensor, rows: int) -> PackedWeight:
+        numbers, scale, low = (part.reshape(rows, -1) for part in find(blocks))
+        return PackedWeight(Form.INT4, packed_nibbles(numbers), scale, GROUP, low=low)
+
+    return pack
+
+
+PACKED: dict[str, Callable[[torch.Tensor, int], PackedWeight]] = {
+    "Q8_0": _packed_q8_0,
+    "Q6_K": _packed_q6_k,
+    **{name: _packed_fours(find) for name, find in FOUR_BITS.items()},
+}
+"""For each format that kernels read, what packs the blocks [B, bytes] of this many rows."""

@@ -1,9 +1,10 @@
-"""The tensors of a GGUF file, dequantized or as 4-bit numbers, by the names of a Hugging Face checkpoint."""
+"""The tensors of a GGUF file, dequantized or packed, by the names of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 
 from holdfast.files.regular import name_of_regular
+from holdfast.lm.kernels.packed import COARSE, PackedWeight
 from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
-from holdfast.lm.models.gguf_blocks import GROUP, FourBits, dequantized, four_bits
+from holdfast.lm.models.gguf_blocks import GROUP, FourBits, dequantized, four_bits, packed
 
 GGUF_FILE = "gguf.json"
 """The file that names the GGUF file of a checkpoint whose directory holds no weights."""
@@ -131,6 +133,11 @@ class GgufSlice:
     def get_dtype(self) -> str:
         return "F32"
 
+    @property
+    def format(self) -> str:
+        """The name of the format in which the numbers are stored."""
+        return str(self._tensor.tensor_type.name)
+
     @cached_property
     def _shape(self) -> list[int]:
         return [int(size) for size in reversed(self._tensor.shape)]
@@ -161,6 +168,41 @@ class GgufSlice:
         row, groups = slice(rows.start, rows.stop), slice(columns.start // GROUP, columns.stop // GROUP)
         numbers, scale, low = map(self._settled, found)
         return FourBits(numbers[row, columns.start : columns.stop], scale[row, groups], low[row, groups])
+
+    def packed(self, rows: range, columns: range) -> PackedWeight | None:
+        """Some numbers in the form that kernels read; None of other formats, and if the columns cut a block."""
+        block = COARSE if self._tensor.tensor_type.name == "Q6_K" else GROUP
+        if columns.start % block or len(columns) % block or self._shift:
+            return None
+        data = self._tensor.data if self._expert is None else self._tensor.data[self._expert]
+        data = data if self._heads else data[rows.start : rows.stop]
+        found = packed(data, self._tensor.tensor_type, self._device)
+        if found is None:
+            return None
+        inputs, row = found.shape[1], slice(rows.start, rows.stop) if self._heads else slice(None)
+
+        def cut(part: torch.Tensor | None) -> torch.Tensor | None:
+            if part is None:
+                return None
+            check_finite(self._tensor.name, part.float(), torch.float32)
+            width = part.shape[1]
+            own = slice(columns.start * width // inputs, columns.stop * width // inputs)
+            return self._settled(part)[row, own].contiguous()
+
+        low, scale, coarse = map(cut, (found.low, found.scale, found.coarse))
+        assert scale is not None
+        data = self._cut_numbers(found, row, columns)
+        return replace(found, data=data, scale=scale, low=low, coarse=coarse)
+
+    def _cut_numbers(self, found: PackedWeight, row: slice, columns: range) -> torch.Tensor:
+        """The bytes of rows and columns of a packed tensor. A row of six bits is in two parts."""
+        width, inputs = found.data.shape[1], found.shape[1]
+        sizes = [width * 2 // 3, width // 3] if found.coarse is not None else [width]
+        parts = []
+        for part in torch.split(self._settled(found.data), sizes, 1):
+            size = part.shape[1]
+            parts.append(part[row, columns.start * size // inputs : columns.stop * size // inputs])
+        return torch.cat(parts, 1).contiguous()
 
     def _numbers(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         return dequantized(data, self._tensor.tensor_type, self._device)

@@ -429,7 +429,8 @@ class Halves:
 
         `targets` is [C] int64, `weights` is [C] float32. The result has no dimensions and stays on the device.
         """
-        head, norm, narrow, cap = self.model.lm_head, self.model.norm, self.model.project_out, self._spec.logit_softcap
+        head, norm, narrow = self._dense(self.model.lm_head), self.model.norm, self.model.project_out
+        cap = self._spec.logit_softcap
         normed = self._norm(stream, norm)
         logits = (normed if narrow is None else normed @ narrow.t()) @ head.t()
         if self.model.lm_head_bias is not None:

@@ -6,8 +6,9 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,10 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
+from holdfast.lm.kernels.int8_cpu import Int8CpuWeight, fits_int8, pack_rows
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight, are_alike, joined, stacked
+from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import (
     DamagedCheckpoint,
@@ -82,7 +86,7 @@ def load(
     on the padded executor. No code of a checkpoint is ever run.
     """
     directory, device = Path(directory), torch.device(device)
-    config = read_json(directory / "config.json")
+    config = with_quantization(directory, read_json(directory / "config.json"))
     checked_architecture(config)
     kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
     options: dict[str, Any] = dict(device=device, dtype=kind, eos_token_ids=eos_token_ids(directory, config))
@@ -128,6 +132,14 @@ def decoder_spec(directory: str | Path) -> DecoderSpec:
     config = read_json(Path(directory) / "config.json")
     checked_architecture(config)
     return native_spec(config)
+
+
+def with_quantization(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json, with the quantization of hf_quant_config.json, where NVIDIA's older checkpoints have it alone."""
+    path = directory / "hf_quant_config.json"
+    if config.get("quantization_config") or not path.exists():
+        return config
+    return config | {"quantization_config": {"quant_method": "modelopt", **read_json(path).get("quantization", {})}}
 
 
 def native_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -399,11 +411,39 @@ def open_files(directory: Path, spec: DecoderSpec, config: Mapping[str, Any], de
 
 
 class GgufWeights(StoredWeights):
-    """The tensors of a GGUF file. 4-bit numbers stay packed if a kernel reads them."""
+    """The tensors of a GGUF file. Numbers stay packed if a kernel reads them."""
 
     def packed(
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
+        parts: list[Any] = []
+        for _, run in groupby(zip(names, pieces, strict=True), lambda each: self._format(*each)):
+            own, own_pieces = zip(*run, strict=True)
+            part = self._four_bit_weight(own, own_pieces, device, dtype)
+            part = self._packed_of_gpu(own, own_pieces, device) if part is None else part
+            part = self._packed_of_cpu(own, own_pieces, device, dtype) if part is None else part
+            if part is None:
+                return None
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts))
+
+    def packed_matrices(
+        self, names: Sequence[tuple[str, ...]], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        experts = [self._packed_of_gpu(each, pieces, device) for each in names]
+        held = [each for each in experts if each is not None]
+        return stacked(held) if len(held) == len(experts) and are_alike(held) else None
+
+    def _format(self, name: str, piece: Piece) -> str:
+        """The format in which a tensor is stored, or the one of which it is a part."""
+        name, part = self._parts.get(name, (name, None))
+        stored: GgufSlice = self._slice(name, piece.whole if part is None else part.shape)
+        return stored.format
+
+    def _four_bit_weight(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Weight | None:
+        """One weight of 4 bits with the rows of all parts; None of other formats, and if no kernel reads it."""
         rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
         for_cpu = is_fit((rows, inputs), GROUP, device, dtype)
         half = half_for(inputs, GROUP) if device.type == "cuda" else None
@@ -418,6 +458,34 @@ class GgufWeights(StoredWeights):
             zero = torch.zeros_like(scale, dtype=torch.uint8)
             return pack(numbers, scale, zero, GROUP, half, low)
         return pack_for_cpu(numbers, scale, MIDDLE * scale + low, GROUP)
+
+    def _packed_of_gpu(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        """One weight as it is stored, with the rows of all parts; None if no kernel reads it."""
+        if device.type != "cuda" or any(name in self._parts for name in names):
+            return None
+        found = []
+        for name, piece in zip(names, pieces, strict=True):
+            stored: GgufSlice = self._slice(name, piece.whole)
+            found.append(stored.packed(*piece.own))
+        parts = [each for each in found if each is not None]
+        return joined(parts) if len(parts) == len(found) and are_alike(parts) else None
+
+    def _packed_of_cpu(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
+    ) -> Int8CpuWeight | None:
+        """One weight of 8 bits with the rows of all parts; None of other formats than Q6_K, and if it loses too much.
+
+        Q8_0 is not rounded by row: it is more exact than that.
+        """
+        if not fits_int8(device, dtype) or self._format(names[0], pieces[0]) != "Q6_K":
+            return None
+        rows = []
+        for name, piece in zip(names, pieces, strict=True):
+            rows.append(torch.empty(piece.shape))
+            self.fill(name, piece, rows[-1])
+        return pack_rows(torch.cat(rows))
 
     def _four_bits(self, name: str, piece: Piece) -> FourBits | None:
         """A piece of a tensor, or of a part of one, as its 4-bit numbers; None of other formats."""
@@ -447,7 +515,9 @@ class QuantizedWeights(StoredWeights):
                 "its weights; give one in bfloat16, float16 or float32"
             )
         native = device.type == "cpu" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
-        self._reader = QuantizedReader(self, how, native_fp8=native, parts=self._parts)
+        self._reader = QuantizedReader(
+            self, how, native_fp8=native, reads_packed=device.type == "cuda", parts=self._parts
+        )
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         if not self._reader.fill(name, piece, into):
@@ -460,6 +530,11 @@ class QuantizedWeights(StoredWeights):
 
     def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
         return self._reader.packed_experts(name, piece, device, dtype)
+
+    def packed_matrices(
+        self, names: Sequence[tuple[str, ...]], pieces: tuple[Piece, ...], device: torch.device
+    ) -> PackedWeight | None:
+        return self._reader.packed_matrices(names, pieces, device)
 
     def names(self) -> Iterable[str]:
         return self._reader.names(super().names())

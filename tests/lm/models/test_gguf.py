@@ -17,11 +17,15 @@ from holdfast.core.layout import Layout
 from holdfast.files.cache import gguf_cache
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
+from holdfast.lm.kernels.int8_cpu import MOST_LOST, Int8CpuWeight
+from holdfast.lm.kernels.packed import PackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.gguf_blocks import FORMATS, FOUR_BITS, dequantized, four_bits
 from holdfast.lm.models.gguf_config import Metadata, config_of
 from holdfast.lm.models.gguf_metadata import write
+from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import GgufWeights, load, native_spec, open_files
 from holdfast.lm.models.shard import Piece
 from tests.checkpoints import make
@@ -176,7 +180,44 @@ def test_quantized_matrices_are_those_that_the_format_s_own_package_reads(tmp_pa
 
 
 @needs_vectors
-@pytest.mark.parametrize(("kind", "packed"), [("Q4_K", True), ("Q4_0", True), ("Q8_0", False), ("Q6_K", False)])
+def test_in_bfloat16_a_cpu_keeps_six_bits_as_eight_by_row(tmp_path: Path) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64, tie_word_embeddings=True)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q6_K", encode=drawn_blocks("Q6_K"))
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    pairs = [(model.lm_head, exact.lm_head)]
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        pairs += [(getattr(layer, field), getattr(other, field)) for field in ("qkv", "o", "gate_up", "down")]
+    for weight, wanted in pairs:
+        assert isinstance(weight, Int8CpuWeight)
+        assert (plain(weight) - plain(wanted)).norm() / plain(wanted).norm() < MOST_LOST
+    assert isinstance(model.embedding, torch.Tensor), "rows are looked up in plain numbers"
+    assert apart(model, exact) < 0.08
+    numbers = sum(weight.shape.numel() for weight, _ in pairs[1:])
+    rows = sum(weight.shape[0] for weight, _ in pairs)
+    assert exact.spec.weight_bytes / 2 - model.spec.weight_bytes == numbers - pairs[0][0].shape.numel() - 2 * rows
+
+
+@needs_vectors
+def test_a_weight_with_a_few_large_numbers_is_not_rounded_by_row(tmp_path: Path) -> None:
+    def encode(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        blocks: np.ndarray[Any, Any] = drawn_blocks("Q6_K")(data)
+        if data.shape[1] == 512:  # the second block of each row of down has one number, which is large
+            blocks[:, 210:338], blocks[:, 338:402], blocks[:, 402:418] = 0, 0xAA, 127
+            blocks[:, 210] = 15
+            blocks[:, 418:420] = (blocks[:, 208:210].copy().view(np.float16) * 30).view(np.uint8)
+        return blocks
+
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q6_K", encode=encode)
+    model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="bfloat16")
+    assert isinstance(model, Decoder)
+    assert isinstance(model.layers[1].down, torch.Tensor) and isinstance(model.layers[1].o, Int8CpuWeight)
+
+
+@needs_vectors
+@pytest.mark.parametrize(("kind", "packed"), [("Q4_K", True), ("Q4_0", True), ("Q8_0", False), ("Q5_K", False)])
 def test_in_bfloat16_a_cpu_keeps_four_bits_packed(tmp_path: Path, kind: str, packed: bool) -> None:
     make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
     encode = drawn_blocks(kind) if kind.endswith("_K") else None
@@ -193,6 +234,7 @@ def test_in_bfloat16_a_cpu_keeps_four_bits_packed(tmp_path: Path, kind: str, pac
     numbers = sum(
         getattr(layer, field).shape.numel() for layer in model.layers for field in ("qkv", "o", "gate_up", "down")
     )
+    numbers += model.lm_head.shape.numel()
     saved = exact.spec.weight_bytes / 2 - model.spec.weight_bytes
     assert saved == (numbers * 2 - numbers * 5 // 8 if packed else 0)
 
@@ -254,16 +296,123 @@ def test_projections_of_short_convolutions_keep_four_bits_packed(tmp_path: Path)
             assert (plain(weight) - wanted).abs().max() <= wanted.abs().max() * 2**-7
 
 
+def mixed_file(tmp_path: Path, values: str) -> Path:
+    """A file in Q4_K whose values have another format, as in some layers of Q4_K_M."""
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64, attention_bias=True)
+    others = {"attn_v": (values, drawn_blocks(values))}
+    path = tmp_path / f"{values}.gguf"
+    write_gguf(path, tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"), others=others)
+    return described(path)
+
+
 @needs_vectors
-def test_a_layer_with_a_part_in_another_format_is_dequantized(tmp_path: Path) -> None:
-    """As in Q4_K_M, where the values of some layers have six bits."""
-    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
-    four, six = drawn_blocks("Q4_K"), drawn_blocks("Q6_K")
-    others = {"attn_v": ("Q6_K", six)}
-    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=four, others=others)
-    model = load(described(tmp_path / "model.gguf"), device="cpu", dtype="bfloat16")
+def test_parts_of_a_layer_in_two_formats_stay_packed_each_in_its_own(tmp_path: Path) -> None:
+    directory = mixed_file(tmp_path, "Q6_K")
+    exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(model, Decoder) and isinstance(exact, Decoder)
+    qkv = model.layers[1].qkv
+    assert isinstance(qkv, StackedWeight) and [*map(type, qkv.parts)] == [Int4CpuWeight, Int8CpuWeight]
+    assert [part.shape[0] for part in qkv.parts] == [384, 128] and isinstance(model.layers[1].down, Int4CpuWeight)
+    assert (plain(qkv) - plain(exact.layers[1].qkv)).norm() / plain(exact.layers[1].qkv).norm() < MOST_LOST
+    assert apart(model, exact) < 0.05
+
+
+@needs_vectors
+def test_a_layer_with_a_part_that_no_kernel_reads_is_dequantized(tmp_path: Path) -> None:
+    model = load(mixed_file(tmp_path, "Q5_K"), device="cpu", dtype="bfloat16")
     assert isinstance(model, Decoder)
     assert isinstance(model.layers[1].qkv, torch.Tensor) and isinstance(model.layers[1].down, Int4CpuWeight)
+
+
+def source_of(directory: Path) -> GgufWeights:
+    config = json.loads((directory / "config.json").read_text())
+    spec = native_spec(config)
+    # The tensors stay on the CPU. The device that `packed` is asked for only chooses the kernel.
+    return GgufWeights(open_files(directory, spec, config, torch.device("cpu")), spec)
+
+
+def filled(source: GgufWeights, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
+    """The plain rows of all pieces."""
+    found = [torch.empty(piece.shape) for piece in pieces]
+    for name, piece, into in zip(names, pieces, found, strict=True):
+        source.fill(name, piece, into)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("Q8_0", range(64, 192)), ("Q6_K", range(256, 512))])
+def test_six_and_eight_bits_for_a_gpu_stand_for_what_the_file_holds(tmp_path: Path, kind: str, columns: range) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=512, intermediate_size=512, head_dim=64)
+    encode = drawn_blocks(kind) if kind.endswith("_K") else None
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind=kind, encode=encode)
+    source = source_of(described(tmp_path / "model.gguf"))
+    names = tuple(f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk")
+    pieces = Piece((256, 512), (range(64, 128), columns)), Piece((128, 512), (range(64, 128), columns))
+    weight = source.packed(names, pieces, torch.device("cuda"), torch.bfloat16)
+    assert isinstance(weight, PackedWeight)
+    assert torch.equal(weight.dequantized(torch.float32), filled(source, names, pieces))
+    part = range(16, 48) if kind == "Q8_0" else range(64, 128)
+    cut = tuple(Piece(piece.whole, (piece.own[0], part)) for piece in pieces)
+    assert source.packed(names, cut, torch.device("cuda"), torch.bfloat16) is None
+
+
+def test_mixed_formats_for_a_gpu_are_stacked(tmp_path: Path) -> None:
+    source = source_of(mixed_file(tmp_path, "Q6_K"))
+    names = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+    pieces = tuple(Piece.all_of(rows, 256) for rows in (256, 128, 128))
+    weight = source.packed(names, pieces, torch.device("cuda"), torch.bfloat16)
+    assert isinstance(weight, StackedWeight) and [*map(type, weight.parts)] == [Int4Weight, PackedWeight]
+    assert torch.equal(weight.dequantized(torch.float32), filled(source, names, pieces))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_experts_for_a_gpu_stay_as_the_file_holds_them(tmp_path: Path, kind: str) -> None:
+    family, architecture, differences, more, _ = CASES["qwen3-moe"]
+    make(tmp_path / "plain", family, **differences | dict(moe_intermediate_size=64))
+    more = more | {"expert_feed_forward_length": 64}
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", architecture, kind=kind, more=more)
+    source = source_of(described(tmp_path / "model.gguf"))
+    every = [
+        tuple(f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up"))
+        for expert in range(6)
+    ]
+    pieces = (Piece((64, 64), (range(32, 64), range(64))),) * 2
+    experts = source.packed_matrices(every, pieces, torch.device("cuda"))
+    assert experts is not None and experts.shape == (6, 64, 64)
+    for expert, names in enumerate(every):
+        assert torch.equal(experts.matrix(expert, torch.float32), filled(source, names, pieces))
+    assert source.packed_matrices(every, pieces, torch.device("cpu")) is None
+
+
+def test_experts_whose_two_tensors_have_two_formats_are_dequantized(tmp_path: Path) -> None:
+    family, architecture, differences, more, _ = CASES["qwen3-moe"]
+    make(tmp_path / "plain", family, **differences | dict(moe_intermediate_size=64))
+    more, others = more | {"expert_feed_forward_length": 64}, {"ffn_up_exps": ("Q8_0", None)}
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "plain", architecture, kind="Q4_0", more=more, others=others)
+    source, pieces = source_of(described(path)), (Piece.all_of(64, 64),) * 2
+    names = tuple(f"model.layers.1.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up"))
+    assert source.packed_matrices([names], pieces, torch.device("cuda")) is None
+    assert source.packed_matrices([names[1:]], pieces[1:], torch.device("cuda")) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
+def test_on_a_gpu_six_and_eight_bits_have_the_logits_of_the_exact_model(tmp_path: Path, kind: str) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    encode = drawn_blocks(kind) if kind.endswith("_K") else None
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind=kind, encode=encode)
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cuda")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight = getattr(layer, field)
+            assert isinstance(weight, PackedWeight)
+            torch.testing.assert_close(plain(weight).cpu(), getattr(other, field), rtol=1e-5, atol=1e-7)
+    ids = torch.arange(24) * 7 % 384 + 3
+    with torch.inference_mode():
+        found, wanted = _paged_logits(model, ids.cuda()).cpu().double(), _paged_logits(exact, ids).double()
+    assert (found - wanted).norm() / wanted.norm() < 0.05
 
 
 @pytest.mark.parametrize("kind", FOUR_BITS)

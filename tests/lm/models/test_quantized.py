@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.core.layout import Layout
-from holdfast.lm.kernels.fp8 import FP8, Fp8Weight
+from holdfast.lm.kernels.fp8 import FP8, Fp8BlockWeight, Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import VECTORS, Int4CpuWeight, _capability
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices, matrix_of
+from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import load, own_dtype
-from holdfast.lm.models.quantized import Quantization, QuantizedReader
+from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.shard import Piece
 from tests.checkpoints import make
 
 Tensors = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
 needs_vectors = pytest.mark.skipif(_capability() not in VECTORS, reason="PyTorch's kernel has no fast code here")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -100,6 +103,27 @@ def fp8(stem: str, weight: torch.Tensor, how: str) -> tuple[Tensors, torch.Tenso
     return {f"{stem}.weight": data, f"{stem}.{name}": scale.clone()}, data.float() * spread
 
 
+CODES = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+
+
+def nvfp4(stem: str, weight: torch.Tensor, *, modelopt: bool) -> tuple[Tensors, torch.Tensor]:
+    """A weight in NVFP4, as compressed-tensors or as NVIDIA's Model Optimizer stores it."""
+    unit = weight.abs().max() / (6 * 448)
+    groups = weight.view(len(weight), -1, 16)
+    scale = (groups.abs().amax(2) / (6 * unit)).clamp(min=2**-9).to(FP8)
+    codes = (groups[..., None] / (scale.float() * unit)[..., None, None] - CODES).abs().argmin(-1)
+    plain = (CODES[codes] * scale.float()[..., None] * unit).view(weight.shape)
+    pairs = codes.view(len(weight), -1, 2).byte()
+    data = pairs[..., 0] | pairs[..., 1] << 4
+    if modelopt:
+        return {f"{stem}.weight": data, f"{stem}.weight_scale": scale, f"{stem}.weight_scale_2": unit}, plain
+    factor = (1 / unit).view(1)
+    plain = (CODES[codes] * scale.float()[..., None] * (1 / factor)).view(weight.shape)
+    inputs = torch.ones(1)
+    stored = {"weight_packed": data, "weight_scale": scale, "weight_global_scale": factor, "input_global_scale": inputs}
+    return {f"{stem}.{ending}": tensor for ending, tensor in stored.items()}, plain
+
+
 def compressed(strategy: str) -> dict[str, Any]:
     weights = dict(num_bits=8, type="float", strategy=strategy)
     return dict(quant_method="compressed-tensors", config_groups=dict(group_0=dict(weights=weights)))
@@ -109,6 +133,12 @@ def pack_quantized(strategy: str, size: int | None, **more: Any) -> dict[str, An
     weights = dict(num_bits=4, type="int", strategy=strategy, group_size=size) | more
     groups = dict(group_0=dict(weights=weights, input_activations=None))
     return dict(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
+
+
+def nvfp4_packed(**more: Any) -> dict[str, Any]:
+    weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16) | more
+    groups = dict(group_0=dict(weights=weights, input_activations=dict(num_bits=4)))
+    return dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized", config_groups=groups)
 
 
 INT4: dict[str, Any] = dict(num_bits=4, type="int", strategy="group", group_size=32)
@@ -129,6 +159,9 @@ METHODS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "packed-32": (pack_quantized("group", 32), lambda s, w: packed(s, w, 32, symmetric=True)),
     "packed-zeros": (pack_quantized("group", 64), lambda s, w: packed(s, w, 64, symmetric=False)),
     "packed-rows": (pack_quantized("channel", None), lambda s, w: packed(s, w, -1, symmetric=True)),
+    "nvfp4": (nvfp4_packed(), lambda s, w: nvfp4(s, w, modelopt=False)),
+    "modelopt-fp8": (dict(quant_method="modelopt", quant_algo="FP8"), lambda s, w: fp8(s, w, "tensor")),
+    "modelopt": (dict(quant_method="modelopt", quant_algo="NVFP4"), lambda s, w: nvfp4(s, w, modelopt=True)),
 }
 
 
@@ -177,7 +210,8 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family
     assert difference(model, module) < 1e-5
     kind = type(model.layers[0].qkv)
     four = method.startswith(("awq", "gptq", "packed"))
-    assert kind is (torch.Tensor if method == "fp8-block" else Int4Weight if four else Fp8Weight)
+    dense = method in ("fp8-block", "nvfp4", "modelopt")
+    assert kind is (torch.Tensor if dense else Int4Weight if four else Fp8Weight)
 
 
 @needs_vectors
@@ -194,6 +228,16 @@ def test_four_bits_in_bfloat16_are_multiplied_as_a_cpu_s_kernel_packs_them(tmp_p
     rounded = load(tmp_path / "plain", device="cpu", dtype="bfloat16")
     module = load(tmp_path / "plain", device="cpu")
     assert apart(model, module) < 1.5 * apart(rounded, module)
+
+
+def test_the_quantization_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:
+    module = quantized(tmp_path, "Llama", "modelopt")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = dict(producer=dict(name="modelopt"), quantization=dict(quant_algo="NVFP4", group_size=16))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    assert difference(load(tmp_path, device="cpu"), module) < 1e-5
 
 
 def apart(one: Any, other: Any) -> float:
@@ -263,7 +307,8 @@ class Kept:
         return name in self.tensors
 
     def dtype(self, name: str) -> str:
-        return {torch.int32: "I32", torch.float16: "F16", FP8: "F8_E4M3"}[self.tensors[name].dtype]
+        names = {torch.int32: "I32", torch.float16: "F16", torch.uint8: "U8", FP8: "F8_E4M3"}
+        return names[self.tensors[name].dtype]
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -303,6 +348,161 @@ def test_each_rank_has_the_scales_of_its_own_rows(rank: int) -> None:
     torch.testing.assert_close(into, plain[rows.start : rows.stop])
 
 
+def reader_of(method: str, weights: dict[str, torch.Tensor], block: tuple[int, int] | None = None) -> QuantizedReader:
+    """A reader for a device with kernels of packed weights, of tensors in the format of a method."""
+    given, quantize = METHODS[method]
+    how = quantization_of({"quantization_config": given})
+    assert how is not None
+    stored: Tensors = {}
+    for name, weight in weights.items():
+        stored |= quantize(name.removesuffix(".weight"), weight)[0]
+    return QuantizedReader(Kept(stored), replace(how, block=block or how.block), native_fp8=True, reads_packed=True)
+
+
+def drawn(*shapes: tuple[int, int]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return {
+        f"{number}.weight": torch.randn(shape, generator=generator) * torch.logspace(-1, 1, shape[0])[:, None]
+        for number, shape in enumerate(shapes)
+    }
+
+
+def read(reader: QuantizedReader, name: str, piece: Piece) -> torch.Tensor:
+    into = torch.empty(piece.shape)
+    assert reader.fill(name, piece, into)
+    return into
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "columns"),
+    [
+        ("fp8-block", Fp8BlockWeight, range(64, 128)),
+        ("nvfp4", PackedWeight, range(48, 96)),
+        ("modelopt", PackedWeight, range(0, 128)),
+    ],
+)
+def test_a_gpu_keeps_the_rows_of_several_parts_packed(method: str, kind: type, columns: range) -> None:
+    reader = reader_of(method, drawn((128, 128), (64, 128)))
+    pieces = Piece((128, 128), (range(32, 96), columns)), Piece((64, 128), (range(8, 56), columns))
+    names = ("0.weight", "1.weight")
+    weight = reader.packed(names, pieces, CPU, torch.bfloat16)
+    assert isinstance(weight, kind)
+    wanted = torch.cat([read(reader, name, piece) for name, piece in zip(names, pieces, strict=True)])
+    assert torch.equal(weight.dequantized(torch.float32), wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "sizes"),
+    [
+        (range(0, 128), range(0, 128), (32, 32)),
+        (range(16, 56), range(64, 128), (8, 32)),
+        (range(1, 4), range(0, 128), (1, 32)),
+        (range(0, 128), range(16, 48), None),
+    ],
+)
+def test_parts_that_cut_blocks_have_smaller_ones(rows: range, columns: range, sizes: tuple[int, int] | None) -> None:
+    reader = reader_of("fp8-block", drawn((128, 128)))
+    piece = Piece((128, 128), (rows, columns))
+    weight = reader.packed(("0.weight",), (piece,), CPU, torch.bfloat16)
+    assert isinstance(weight, Fp8BlockWeight) == (sizes is not None)
+    if isinstance(weight, Fp8BlockWeight):
+        assert (weight.rows, weight.group) == sizes
+        assert torch.equal(weight.dequantized(torch.float32), read(reader, "0.weight", piece))
+
+
+def test_a_last_block_may_be_smaller_than_the_others() -> None:
+    weight = drawn((144, 160))["0.weight"]
+    scale = torch.rand(2, 2, generator=torch.Generator().manual_seed(3)) + 0.1
+    stored = {"x.weight": weight.clamp(-400, 400).to(FP8), "x.weight_scale_inv": scale}
+    reader = QuantizedReader(Kept(stored), Quantization("fp8", block=(128, 128)), native_fp8=True, reads_packed=True)
+    found = reader.packed(("x.weight",), (Piece.all_of(144, 160),), CPU, torch.bfloat16)
+    assert isinstance(found, Fp8BlockWeight) and (found.rows, found.group) == (16, 32)
+    spread = scale.repeat_interleave(128, 0)[:144].repeat_interleave(128, 1)[:, :160]
+    assert torch.equal(found.dequantized(torch.float32), stored["x.weight"].float() * spread)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "gptq-rows"])
+def test_a_gpu_keeps_the_weights_of_single_experts_packed(method: str) -> None:
+    reader = reader_of(method, drawn(*[(64, 128)] * 6))
+    names = [("0.weight", "1.weight"), ("2.weight", "3.weight"), ("4.weight", "5.weight")]
+    piece = Piece((64, 128), (range(32, 64), range(64, 128)))
+    experts = reader.packed_matrices(names, (piece, piece), CPU)
+    assert experts is not None and experts.shape == (3, 64, 64)
+    for expert, each in enumerate(names):
+        wanted = torch.cat([read(reader, name, piece) for name in each])
+        torch.testing.assert_close(experts.matrix(expert, torch.float32), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fp8-block", "nvfp4", "modelopt"])
+def test_experts_whose_groups_tp_cuts_are_dequantized(method: str) -> None:
+    reader = reader_of(method, drawn((64, 128)))
+    piece = Piece((64, 128), (range(64), range(8, 24)))
+    assert reader.packed_matrices([("0.weight",)], (piece,), CPU) is None
+    assert read(reader, "0.weight", piece).isfinite().all()
+
+
+def test_experts_of_several_formats_are_dequantized() -> None:
+    given, quantize = METHODS["nvfp4"]
+    stored = quantize("0", torch.randn(32, 64))[0] | {"1.weight": torch.randn(32, 64).half()}
+    how = quantization_of({"quantization_config": given})
+    assert how is not None
+    reader = QuantizedReader(Kept(stored), how, native_fp8=True, reads_packed=True)
+    piece = Piece.all_of(32, 64)
+    assert reader.packed_matrices([("0.weight", "1.weight")], (piece, piece), CPU) is None
+    assert reader.packed_matrices([("0.weight",)], (piece,), CPU) is not None
+
+
+def test_before_hopper_fp8_experts_and_blocks_are_dequantized() -> None:
+    given, quantize = METHODS["fp8-block"]
+    how = quantization_of({"quantization_config": given})
+    assert how is not None
+    reader = QuantizedReader(Kept(quantize("0", torch.randn(64, 64))[0]), how, native_fp8=False, reads_packed=True)
+    piece = Piece.all_of(64, 64)
+    assert reader.packed(("0.weight",), (piece,), CPU, torch.bfloat16) is None
+    assert reader.packed_matrices([("0.weight",)], (piece,), CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "value", "reason"),
+    [
+        ("weight_global_scale", torch.zeros(1), r"0.weight_global_scale is \[0.0\]; one positive number"),
+        ("weight_global_scale", None, r"no 0.weight_global_scale, the factor of tensor 0.weight"),
+        ("weight_scale", torch.full((32, 4), -1.0).to(FP8), r"0.weight_scale holds negative scales"),
+        ("weight_scale", torch.full((32, 4), torch.nan).to(FP8), r"0.weight_scale holds NaN"),
+        ("weight_scale", torch.ones(32, 4).half(), r"its scales are torch.float16"),
+    ],
+)
+def test_damaged_nvfp4_tensors_are_refused_by_name(ending: str, value: torch.Tensor | None, reason: str) -> None:
+    stored = METHODS["nvfp4"][1]("0", torch.randn(32, 64))[0]
+    del stored[f"0.{ending}"]
+    if value is not None:
+        stored[f"0.{ending}"] = value
+    reader = QuantizedReader(Kept(stored), Quantization("nvfp4", 16), native_fp8=True)
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        read(reader, "0.weight", Piece.all_of(32, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["fp8-block", "nvfp4", "modelopt", "awq-32", "compressed-channel"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_on_a_gpu_packed_weights_have_the_logits_of_the_dequantized_checkpoint(
+    tmp_path: Path, family: str, method: str
+) -> None:
+    differences = dict(moe_intermediate_size=64) if family == "Qwen3Moe" else {}
+    quantized(tmp_path, family, method, **differences)
+    model = load(tmp_path, device="cuda", dtype="bfloat16")
+    assert isinstance(model, Decoder)
+    layer = model.layers[0]
+    if layer.experts is not None:
+        assert isinstance(layer.experts.gate_up, PackedWeight) and isinstance(layer.experts.down, PackedWeight)
+    assert not isinstance(layer.qkv, torch.Tensor)
+    ids = torch.arange(24, device="cuda") * 7 % 384 + 3
+    plain = load(tmp_path / "plain", device="cuda", dtype="bfloat16")
+    with torch.inference_mode():
+        found, wanted = (_paged_logits(each, ids).double() for each in (model, plain))
+    assert (found - wanted).norm() / wanted.norm() < 0.05
+
+
 @pytest.mark.parametrize(("method", "ending"), [("gptq-32", "g_idx"), ("packed-32", "weight_g_idx")])
 def test_inputs_ordered_by_activation_are_refused(tmp_path: Path, method: str, ending: str) -> None:
     quantized(tmp_path, "Llama", method)
@@ -323,6 +523,9 @@ def test_inputs_ordered_by_activation_are_refused(tmp_path: Path, method: str, e
         (compressed("group"), r"with 8-bit float weights by group; known"),
         (dict(quant_method="compressed-tensors"), r"without config_groups"),
         (pack_quantized("group", 32, type="float"), r"pack-quantized\) with 4-bit float weights by group, and plain"),
+        (nvfp4_packed(group_size=32), r"nvfp4-pack-quantized\) with 4-bit float weights in groups of 32; known"),
+        (dict(quant_method="modelopt", quant_algo="W4A8_AWQ"), r"\(modelopt\) by W4A8_AWQ in groups of 16; known"),
+        (dict(quant_method="bitsandbytes", load_in_4bit=True), r"quantized \(bitsandbytes\); known: .*NVFP4$"),
         (pack_quantized("group", 32, num_bits=8), r"with 8-bit int weights by group, and plain activations; known"),
         (
             pack_quantized("group", 32)

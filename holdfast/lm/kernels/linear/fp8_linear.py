@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from holdfast.lm.kernels.fp8 import FP8, LARGEST, Fp8Weight
+from holdfast.lm.kernels.fp8 import FP8, LARGEST, Fp8BlockWeight, Fp8Weight
 from holdfast.lm.kernels.fp8_conversion import round_to_fp8
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.skinny_gemm import (
@@ -29,6 +29,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
     MAX_ROWS,
     PROGRAMS,
     SkinnyLaunch,
+    block_constants,
 )
 
 TILE = 16
@@ -59,7 +60,7 @@ class Fp8Rows:
         return Fp8Rows(self.data[:, tokens], self.scale[tokens])
 
 
-def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> SkinnyLaunch | None:
+def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight | Fp8BlockWeight, *, cut: bool = False) -> SkinnyLaunch | None:
     """The launch of `skinny_gemm` (one token) or `fp8_skinny_gemm` for x [T, K] and an FP8 weight [N, K].
 
     None if neither computes it. With `cut`, the caller adds partial sums at no extra cost. Tuned on an H200
@@ -134,7 +135,7 @@ def fp8_gemm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: to
 
 def fp8_skinny_gemm(
     x: Fp8Rows,
-    weight: Fp8Weight,
+    weight: Fp8Weight | Fp8BlockWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     launch: SkinnyLaunch,
@@ -144,7 +145,8 @@ def fp8_skinny_gemm(
     """Write x [T, K] (two numbers each) times weight [N, K] transposed, plus bias, to out [parts, T, N].
 
     With several parts, each holds the sum over its piece of the inputs, and bias must be None. With `gated`, weight and
-    bias have 2 N rows, first gate and then up, and out is silu(gate) * up.
+    bias have 2 N rows, first gate and then up, and out is silu(gate) * up. For a weight in blocks, an iteration of the
+    launch takes one block of inputs.
     """
     _, rows, inputs = x.data.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -167,6 +169,7 @@ def fp8_skinny_gemm(
         GATED=gated,
         LOWER=LOWER,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        **block_constants(weight),
         **launch.options(inputs),
         **dependent_launch_options(out.device),
     )
@@ -207,13 +210,14 @@ def quantize_rows_kernel(
 def fp8_skinny_gemm_kernel(
     x, x_scale, weight, scale, bias, out, rows, outputs, inputs, part_length,
     x_stride_half, x_stride, weight_stride, out_stride_part, out_stride,
-    GATED: tl.constexpr, LOWER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, LOWER: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """x [rows, inputs], two numbers each, times weight transposed. Program (BLOCK_N rows of weight, part).
 
     For parts and GATED, see `skinny_gemm_kernel`. FP8 tensor cores keep few bits of a sum, so the sums are added in
-    float32 after each block of inputs. This does not matter for the lower numbers.
+    float32 after each block of inputs. This does not matter for the lower numbers. With a GROUP, which is BLOCK_K,
+    `scale` [rows of weight / SCALE_ROWS, inputs / GROUP] is that of blocks.
     """
     launch_dependents(DEPENDENT)
     token = tl.arange(0, BLOCK_M)
@@ -240,9 +244,16 @@ def fp8_skinny_gemm_kernel(
             tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
         high_x = tl.load(x_at + k[:, None], mask=held, other=0.0)
         lower_x = tl.load(x_at + x_stride_half + k[:, None], mask=held, other=0.0)
-        acc = tl.dot(tile, high_x, acc, max_num_imprecise_acc=BLOCK_K)
-        lower = tl.dot(tile, lower_x, lower)
-    result = (acc + lower / LOWER) * tl.load(scale + row)[:, None]
+        if GROUP > 0:
+            factor = tl.load(scale + row // SCALE_ROWS * (inputs // GROUP) + first // GROUP)[:, None]
+            acc += tl.dot(tile, high_x) * factor
+            lower += tl.dot(tile, lower_x) * factor
+        else:
+            acc = tl.dot(tile, high_x, acc, max_num_imprecise_acc=BLOCK_K)
+            lower = tl.dot(tile, lower_x, lower)
+    result = acc + lower / LOWER
+    if GROUP == 0:
+        result *= tl.load(scale + row)[:, None]
     result *= tl.load(x_scale + token, mask=token < rows, other=0.0)[None, :]
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)[:, None]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Fp8BlockWeight, Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.experts.launches import experts_of_few, grouped_experts, reads_by_pair
+from holdfast.lm.kernels.linear.fp8_block_linear import (
+    block_launch_for,
+    fp8_block_gemm,
+    quantize_groups,
+    takes_groups,
+)
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,
@@ -35,8 +41,11 @@ from holdfast.lm.kernels.linear.fused_kernels import (
 )
 from holdfast.lm.kernels.linear.int4_linear import int4_dequantized, int4_launch_for, int4_skinny_gemm
 from holdfast.lm.kernels.linear.layers import Change, Gated, LayerOps, Normed, NormInParts, Rotation, Unnormed, nothing
+from holdfast.lm.kernels.linear.packed_linear import packed_dequantized, packed_launch_for, packed_skinny_gemm
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
+from holdfast.lm.kernels.packed import PackedWeight
+from holdfast.lm.kernels.stacked import StackedWeight
 
 ROTATED_AT_A_TIME = 512
 """Number of pairs of numbers that one program rotates."""
@@ -62,8 +71,8 @@ class FusedLayerOps(LayerOps):
     Steps of few tokens are bound by launches and by reading weights. `skinny_gemm` reads the weights, and one more
     launch adds its partial sums, the residual and the norm; for one token these are part of the GEMMs. Steps of more
     tokens use cuBLAS, which adds the residual as it writes: this moves fewer bytes than a later addition, and rounds
-    once less. With FP8 weights they use FP8 tensor cores, with activations quantized by token; 4-bit weights are
-    dequantized first.
+    once less. With FP8 weights they use FP8 tensor cores, with activations quantized by token, or by token and group of
+    inputs if the weights are in blocks; packed weights are dequantized first.
     """
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -84,6 +93,9 @@ class FusedLayerOps(LayerOps):
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(x, NormInParts):
             return self._linear_of_parts(x, weight, bias)
+        if isinstance(weight, StackedWeight):
+            read = self.computed(x)
+            return torch.cat([self.linear(read, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
         x = self._as_read(x, weight)
         read, launch = self._input_and_launch(x, weight)
         if launch is None:
@@ -95,6 +107,8 @@ class FusedLayerOps(LayerOps):
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         if self.shape.activation != "silu" or not self.shape.gated:
             return super().gate(self.linear(x, weight, bias))
+        if isinstance(weight, StackedWeight):
+            return silu_mul(self.linear(x, weight, bias))
         width = weight.shape[0] // 2
         if isinstance(x, NormInParts):
             read, gate_up = x.stream, self._linear_of_parts(x, weight, bias)
@@ -150,7 +164,7 @@ class FusedLayerOps(LayerOps):
             for part in _pieces(len(x)):
                 stream[part].addmm_(x[part], weight.t())
             return self._normed(stream, None, bias, norm)
-        if len(x) == 1 and isinstance(weight, torch.Tensor | Fp8Weight):
+        if len(x) == 1 and isinstance(weight, torch.Tensor | Fp8Weight | Fp8BlockWeight):
             first()
             skinny_gemm(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
@@ -220,8 +234,14 @@ class FusedLayerOps(LayerOps):
         if isinstance(weight, Fp8Weight) and (isinstance(x, Fp8Rows) or has_tiles(x, weight)):
             rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
             return fp8_gemm(rows, weight, bias, self.shape.dtype)
+        if isinstance(weight, StackedWeight):
+            return torch.cat([self._linear(x, cast(Weight, rows), own) for rows, own in weight.with_biases(bias)], 1)
+        if isinstance(weight, Fp8BlockWeight) and takes_groups(x):
+            return fp8_block_gemm(quantize_groups(x, weight.group), weight, bias, self.shape.dtype)
         if isinstance(weight, Int4Weight):
             weight = int4_dequantized(weight, x.dtype)
+        if isinstance(weight, PackedWeight):
+            weight = packed_dequantized(weight, x.dtype)
         return super()._linear(x, weight, bias)
 
     def _run_skinny(
@@ -233,12 +253,14 @@ class FusedLayerOps(LayerOps):
         launch: SkinnyLaunch,
         **fused: Any,
     ) -> None:
-        """`int4_skinny_gemm` for 4-bit weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
+        """The skinny GEMM of packed weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
         if isinstance(weight, Int4Weight):
             int4_skinny_gemm(x, weight, bias, out, launch, **fused)
-        elif isinstance(weight, Fp8Weight) and len(x) > 1:
+        elif isinstance(weight, PackedWeight):
+            packed_skinny_gemm(x, weight, bias, out, launch, **fused)
+        elif isinstance(weight, Fp8Weight | Fp8BlockWeight) and len(x) > 1:
             fp8_skinny_gemm(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
-        elif isinstance(weight, torch.Tensor | Fp8Weight):
+        elif isinstance(weight, torch.Tensor | Fp8Weight | Fp8BlockWeight):
             skinny_gemm(x, weight, bias, out, launch, **fused)
 
     def _input_and_launch(self, x: Normed, weight: Weight) -> tuple[torch.Tensor, SkinnyLaunch | None]:
@@ -248,8 +270,8 @@ class FusedLayerOps(LayerOps):
         return (self.computed(x) if launch is None else read), launch
 
     def _as_read(self, x: Normed, weight: Weight) -> Normed:
-        """x in the form that a GEMM with this weight accepts. A GEMM with 4-bit weights computes no norm."""
-        return self.computed(x) if isinstance(weight, Int4Weight) else x
+        """x in the form that a GEMM with this weight accepts. A GEMM with packed weights computes no norm."""
+        return self.computed(x) if isinstance(weight, Int4Weight | PackedWeight) else x
 
     def _norm_of(self, x: Normed) -> dict[str, Any]:
         """The arguments that make `skinny_gemm` compute a pending norm."""
@@ -353,8 +375,12 @@ class FusedLayerOps(LayerOps):
         """The launch of a skinny GEMM; None if the library computes it. With `cut`, partial sums are allowed."""
         if isinstance(weight, Fp8Weight):
             return fp8_launch_for(x, weight, cut=cut)
+        if isinstance(weight, Fp8BlockWeight):
+            return block_launch_for(x, weight, cut=cut)
         if isinstance(weight, Int4Weight):
             return int4_launch_for(x, weight, cut=cut)
+        if isinstance(weight, PackedWeight):
+            return packed_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut) if isinstance(weight, torch.Tensor) else None
 
     def _normed(

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.fp8 import Fp8Weight
+from holdfast.lm.kernels.fp8 import Fp8BlockWeight, Fp8Weight
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 MAX_ROWS = 64
@@ -125,7 +125,7 @@ def _for_one_token(outputs: int, inputs: int, *, cut: bool) -> SkinnyLaunch:
 
 def skinny_gemm(
     x: torch.Tensor,
-    weight: torch.Tensor | Fp8Weight,
+    weight: torch.Tensor | Fp8Weight | Fp8BlockWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     launch: SkinnyLaunch,
@@ -142,7 +142,7 @@ def skinny_gemm(
     which has one part. With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm,
     without rounding. An FP8 weight also takes only one token; for more, see `fp8_linear.fp8_skinny_gemm`.
     """
-    data, scale = (weight.data, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
+    data, scale = (weight, None) if isinstance(weight, torch.Tensor) else (weight.data, weight.scale)
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     skinny_gemm_kernel[launch.grid(weight.shape[0])](
@@ -164,17 +164,39 @@ def skinny_gemm(
         GATED=gated,
         ADDED=added,
         BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        **block_constants(weight),
         **launch.options(inputs),
         **dependent_launch_options(x.device),
     )
+
+
+@triton.jit
+def block_scaled(
+    tile, scale, row, first, inputs,
+    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The numbers [BLOCK_N, BLOCK_K] float32 of an FP8 tile that begins at input `first`, with the scales of blocks."""
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    block = first // GROUP + tl.arange(0, GROUPS)
+    at = (row // SCALE_ROWS)[:, None] * (inputs // GROUP) + block[None, :]
+    factor = tl.load(scale + at, mask=(block < inputs // GROUP)[None, :], other=0.0)
+    numbers = tl.reshape(tile.to(tl.float32), (BLOCK_N, GROUPS, GROUP)) * factor[:, :, None]
+    return tl.reshape(numbers, (BLOCK_N, BLOCK_K))
+
+
+def block_constants(weight: torch.Tensor | Fp8Weight | Fp8BlockWeight) -> dict[str, int]:
+    """The constants of a kernel for a weight that may have a scale for each block: its sizes, or 0 without blocks."""
+    if isinstance(weight, Fp8BlockWeight):
+        return dict(SCALE_ROWS=weight.rows, GROUP=weight.group)
+    return dict(SCALE_ROWS=1, GROUP=0)
 
 
 @triton.jit(do_not_specialize=["rows"])  # rows only masks: one kernel for all counts of a BLOCK_M
 def skinny_gemm_kernel(
     x, norm, weight, scale, bias, out, rows, outputs, inputs, part_length,
     x_stride, weight_stride, out_stride_part, out_stride, eps,
-    GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """x [rows, inputs] times weight transposed, for a few rows. Program (BLOCK_N rows of weight, part).
 
@@ -182,7 +204,8 @@ def skinny_gemm_kernel(
     has 2 * outputs rows, first gate and then up; a program takes rows of both in turns, and the result is silu(gate) *
     up. With ADDED, the result is added to `out`. With a `norm`, for one token in one part, x is replaced by its RMS
     norm times `norm`. The scale of the RMS norm is a factor of the result, known once all of x is read. With a `scale`
-    [rows of weight], for one token, the weight is FP8, and each row of the result is multiplied by its scale.
+    [rows of weight], for one token, the weight is FP8, and each row of the result is multiplied by its scale. With a
+    GROUP, `scale` [rows of weight / SCALE_ROWS, inputs / GROUP] is that of blocks.
     """
     if BLOCK_M > 1:
         launch_dependents(DEPENDENT)
@@ -215,7 +238,12 @@ def skinny_gemm_kernel(
             if norm is not None:
                 squares += values * values
                 values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
-            acc += tile.to(tl.float32) * values[None, :]
+            if GROUP > 0:
+                acc += (
+                    block_scaled(tile, scale, row, first, inputs, SCALE_ROWS, GROUP, BLOCK_N, BLOCK_K) * values[None, :]
+                )
+            else:
+                acc += tile.to(tl.float32) * values[None, :]
         else:
             held = (token < rows)[None, :] & inside[:, None]
             values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
@@ -229,7 +257,7 @@ def skinny_gemm_kernel(
             result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
     else:
         result = acc
-    if scale is not None:
+    if scale is not None and GROUP == 0:
         result *= tl.load(scale + row)[:, None]
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)[:, None]

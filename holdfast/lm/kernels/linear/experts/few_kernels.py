@@ -14,17 +14,19 @@ import triton.language as tl
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
 from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile
+from holdfast.lm.kernels.linear.packed_tile import packed_tile
 
 
 @triton.jit
 def _product(
-    weight, scale, row, x, norm, inputs, eps,
+    weight, scale, extra, unit, row, x, norm, inputs, eps,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The products [BLOCK_N] of rows `row` [BLOCK_N] of the weights and x [inputs], in float32.
 
-    With a `scale`, weights are MXFP4. With a `norm`, x is replaced by its RMS norm times `norm`. The next kernel is
-    launched at the last read.
+    With a FORM, weights are a `PackedWeight`; else with a `scale`, MXFP4. With a `norm`, x is replaced by its RMS norm
+    times `norm`. The next kernel is launched at the last read.
     """
     weight_at = weight + row[:, None] * inputs
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -32,7 +34,11 @@ def _product(
     for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
         inside = k < inputs
-        if scale is not None:
+        if FORM > 0:
+            tile = packed_tile(
+                weight, scale, extra, row, first, inputs, FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN
+            )  # fmt: skip
+        elif scale is not None:
             tile = mxfp4_tile(weight, scale, row, first, inputs, BLOCK_N, BLOCK_K, EVEN)
         elif EVEN:
             tile = tl.load(weight_at + k[None, :])
@@ -47,6 +53,8 @@ def _product(
     result = tl.sum(acc, 1)
     if norm is not None:
         result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    if unit is not None:
+        result *= tl.load(unit + row)
     return result
 
 
@@ -64,7 +72,9 @@ def router_kernel(
     row = tl.minimum(n, experts - 1)
     wait_for_previous(DEPENDENT)
     x_at = x + token * x_stride
-    result = _product(router, None, row, x_at, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
+    result = _product(
+        router, None, None, None, row, x_at, norm, inputs, eps, 0, 1, 1, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT
+    )  # fmt: skip
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)
     tl.store(logits + token * experts + n, result, mask=n < experts)
@@ -72,10 +82,11 @@ def router_kernel(
 
 @triton.jit
 def gate_few_kernel(
-    logits, x, norm, weight, scale, bias, inner_out, chosen, shares,
+    logits, x, norm, weight, scale, extra, unit, bias, inner_out, chosen, shares,
     experts, inner, inputs, x_stride, eps, alpha, limit, jitter,
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
-    SHARED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_E: tl.constexpr,
+    SHARED: tl.constexpr, CLAMPED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first product of a pair's expert, gated: [T * TOP_K, inner] float32. Program (BLOCK_N rows, pair).
@@ -84,7 +95,7 @@ def gate_few_kernel(
     program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. With
     MIXED the shares are those of SparseMixer, with SCALED sigmoids that multiply x. With SHARED, a token's last pair is
     that of the shared expert, whose number is `experts`. Rows of gate and up are taken in turns. With a `norm`, x is
-    replaced by its RMS norm times `norm`. With a `scale`, weights are MXFP4.
+    replaced by its RMS norm times `norm`. For FORM and `scale`, see `_product`.
     """
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K
@@ -118,7 +129,10 @@ def gate_few_kernel(
     row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, inner - 1) + item % 2 * inner
     row = expert.to(tl.int64) * 2 * inner + row
     x_at = x + token * x_stride
-    result = _product(weight, scale, row, x_at, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
+    result = _product(
+        weight, scale, extra, unit, row, x_at, norm, inputs, eps,
+        FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT,
+    )  # fmt: skip
     if SCALED:
         result *= share
     if bias is not None:
@@ -130,14 +144,15 @@ def gate_few_kernel(
 
 @triton.jit
 def down_few_kernel(
-    inner_in, weight, scale, bias, chosen, shares, out, inner, outputs, out_stride,
-    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, ADDED: tl.constexpr, BLOCK_R: tl.constexpr,
+    inner_in, weight, scale, extra, unit, bias, chosen, shares, out, inner, outputs, out_stride,
+    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, ADDED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The second product of all experts of a token, times their shares, summed: [T, outputs].
 
-    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. With ADDED, it is added to `out`. With a
-    `scale`, weights are MXFP4.
+    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. With ADDED, it is added to `out`. For FORM and
+    `scale`, see `_product`.
     """
     token = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, BLOCK_R)
@@ -157,7 +172,13 @@ def down_few_kernel(
     for first in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
         inside = held[:, None] & (k < inner)[None, :]
-        if scale is not None:
+        if FORM > 0:
+            rows = tl.reshape(weight_row, (ROWS,))
+            tile = packed_tile(
+                weight, scale, extra, rows, first, inner, FORM, GROUP, SCALE_ROWS, ROWS, BLOCK_K, EVEN
+            )  # fmt: skip
+            tile = tl.reshape(tile, (BLOCK_N, BLOCK_R, BLOCK_K))
+        elif scale is not None:
             rows = tl.reshape(weight_row, (ROWS,))
             tile = mxfp4_tile(weight, scale, rows, first, inner, ROWS, BLOCK_K, EVEN)
             tile = tl.reshape(tile, (BLOCK_N, BLOCK_R, BLOCK_K))
@@ -168,7 +189,10 @@ def down_few_kernel(
         values = tl.load(inner_at + k[None, :], mask=inside, other=0.0) * share[:, None]
         acc += tile.to(tl.float32) * values[None, :, :]
     launch_dependents(DEPENDENT)
-    result = tl.sum(tl.sum(acc, 2), 1)
+    sums = tl.sum(acc, 2)
+    if unit is not None:
+        sums *= tl.load(unit + weight_row)
+    result = tl.sum(sums, 1)
     if bias is not None:
         added = tl.load(bias + weight_row).to(tl.float32)
         result += tl.sum(added * share[None, :], 1)

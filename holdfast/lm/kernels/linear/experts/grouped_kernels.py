@@ -14,6 +14,7 @@ import triton.language as tl
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
 from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile, packed_dot
+from holdfast.lm.kernels.linear.packed_tile import packed_tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -133,9 +134,10 @@ def sort_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def grouped_kernel(
-    x, weight, scale, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs, inputs,
-    x_stride, out_stride, alpha, limit,
+    x, weight, scale, extra, unit, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs,
+    inputs, x_stride, out_stride, alpha, limit,
     TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, HALVED: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -144,8 +146,8 @@ def grouped_kernel(
     With GATED, x is [T, inputs], weight is [experts, 2 outputs, inputs], and out [T * TOP_K, outputs] is gated and in
     the order of `pairs`. Without GATED, x is in the order of `pairs`, weight is [experts, outputs, inputs], and out
     [TOP_K, T, outputs] is by rank and token, times the pair's share. With SCALED, the share multiplies x instead. With
-    HALVED, an expert's last tile is computed as half a tile if its pairs fit. With a `scale`, weights are MXFP4, and
-    are rounded to the type of x.
+    HALVED, an expert's last tile is computed as half a tile if its pairs fit. With a FORM, weights are a
+    `PackedWeight`; else with a `scale`, MXFP4. Both are rounded to the type of x.
     """
     launch_dependents(DEPENDENT)
     blocks = tl.cdiv(outputs, BLOCK_N)
@@ -163,23 +165,24 @@ def grouped_kernel(
     if HALVED:  # noqa: SIM102
         if stop - start <= BLOCK_M // 2:
             _tile(
-                x, weight, scale, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
-                alpha, limit, first_output, expert, start, stop,
-                TOP_K, GATED, SCALED, CLAMPED, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
+                x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride,
+                out_stride, alpha, limit, first_output, expert, start, stop,
+                TOP_K, GATED, SCALED, CLAMPED, FORM, GROUP, SCALE_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
             )  # fmt: skip
             return
     _tile(
-        x, weight, scale, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
-        alpha, limit, first_output, expert, start, stop,
-        TOP_K, GATED, SCALED, CLAMPED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
+        x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride,
+        out_stride, alpha, limit, first_output, expert, start, stop,
+        TOP_K, GATED, SCALED, CLAMPED, FORM, GROUP, SCALE_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _tile(
-    x, weight, scale, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride, alpha, limit,
-    first_output, expert, start, stop,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
+    alpha, limit, first_output, expert, start, stop,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The products of up to BLOCK_M pairs in [start, stop) with BLOCK_N outputs of their expert."""
@@ -203,13 +206,19 @@ def _tile(
         else:
             values = tl.load(x_at + k[:, None], mask=inside[:, None], other=0.0)
         # With more pairs the conversion is a small share, and its own code leaves more registers.
-        if scale is not None and values.dtype == tl.bfloat16 and BLOCK_M <= 32:
+        if FORM == 0 and scale is not None and values.dtype == tl.bfloat16 and BLOCK_M <= 32:
             acc = packed_dot(weight, scale, first_row + row, first, inputs, values, acc, BLOCK_N, BLOCK_K, EVEN)
             if GATED:
                 own = first_row + outputs + row
                 up = packed_dot(weight, scale, own, first, inputs, values, up, BLOCK_N, BLOCK_K, EVEN)
         else:
-            if scale is not None:
+            if FORM > 0:
+                numbers = packed_tile(
+                    weight, scale, extra, first_row + row, first, inputs,
+                    FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN,
+                )  # fmt: skip
+                tile_a = numbers.to(values.dtype)
+            elif scale is not None:
                 numbers = mxfp4_tile(weight, scale, first_row + row, first, inputs, BLOCK_N, BLOCK_K, EVEN)
                 tile_a = numbers.to(values.dtype)
             elif EVEN:
@@ -218,7 +227,13 @@ def _tile(
                 tile_a = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
             acc = tl.dot(tile_a, values, acc, input_precision="ieee")
             if GATED:
-                if scale is not None:
+                if FORM > 0:
+                    numbers = packed_tile(
+                        weight, scale, extra, first_row + outputs + row, first, inputs,
+                        FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, EVEN,
+                    )  # fmt: skip
+                    tile_b = numbers.to(values.dtype)
+                elif scale is not None:
                     own = first_row + outputs + row
                     tile_b = mxfp4_tile(weight, scale, own, first, inputs, BLOCK_N, BLOCK_K, EVEN).to(values.dtype)
                 elif EVEN:
@@ -226,6 +241,10 @@ def _tile(
                 else:
                     tile_b = tl.load(weight_at + outputs * inputs + k[None, :], mask=inside[None, :], other=0.0)
                 up = tl.dot(tile_b, values, up, input_precision="ieee")
+    if unit is not None:
+        acc *= tl.load(unit + first_row + row)[:, None]
+        if GATED:
+            up *= tl.load(unit + first_row + outputs + row)[:, None]
     if GATED and SCALED:
         share = tl.load(shares + pair)[None, :]
         acc *= share

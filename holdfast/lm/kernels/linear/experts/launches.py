@@ -11,8 +11,10 @@ from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
 from holdfast.lm.kernels.linear.experts.few_kernels import down_few_kernel, gate_few_kernel, router_kernel
 from holdfast.lm.kernels.linear.experts.grouped_kernels import grouped_kernel, route_kernel, sort_kernel
+from holdfast.lm.kernels.linear.packed_tile import packed_constants
 from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
-from holdfast.lm.kernels.mxfp4 import BLOCK, ExpertWeights, Mxfp4Matrices, stored
+from holdfast.lm.kernels.mxfp4 import BLOCK, ExpertWeights, Mxfp4Matrices
+from holdfast.lm.kernels.packed import PackedWeight
 
 FEW_TOKENS = 4
 """Largest number of tokens for which each pair of a token and an expert reads the expert's weights separately."""
@@ -125,8 +127,7 @@ def experts_of_few(
     pairs = tokens * rule.per_token
     pdl = dependent_launch_options(device)
     router, gate, down = launches
-    gate_up, gate_up_scale = stored(experts.gate_up)
-    down_weight, down_scale = stored(experts.down)
+    gate_up, down_weight = _stored(experts.gate_up), _stored(experts.down)
     logits, shares = (torch.empty(size, dtype=torch.float32, device=device) for size in (tokens * count, pairs))
     chosen = torch.empty(pairs, dtype=torch.int32, device=device)
     between = torch.empty(pairs, inner, dtype=torch.float32, device=device)
@@ -135,17 +136,18 @@ def experts_of_few(
         **router.options(hidden), **pdl,
     )  # fmt: skip
     gate_few_kernel[(triton.cdiv(inner, gate.block_n // 2), pairs)](
-        logits, x, norm, gate_up, gate_up_scale, experts.gate_up_bias, between, chosen, shares,
+        logits, x, norm, *gate_up, experts.gate_up_bias, between, chosen, shares,
         count, inner, hidden, x.stride(0), eps, *_clamp(rule), rule.jitter or 0.0,
-        **_shares(rule), CLAMPED=rule.clamp is not None,
-        BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden, packed=gate_up_scale is not None), **pdl,
+        **_shares(rule), CLAMPED=rule.clamp is not None, **_form(experts.gate_up),
+        BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden, packed=_is_packed(experts.gate_up)), **pdl,
     )  # fmt: skip
     block_r = triton.next_power_of_2(rule.per_token)
-    options = down.options(inner, packed=down_scale is not None)
+    options = down.options(inner, packed=_is_packed(experts.down))
     options["EVEN"] = options["EVEN"] and block_r == rule.per_token
     down_few_kernel[(triton.cdiv(hidden, down.block_n), tokens)](
-        between, down_weight, down_scale, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0),
-        TOP_K=rule.per_token, NORMALIZED=rule.normalized, ADDED=added, BLOCK_R=block_r, **options, **pdl,
+        between, *down_weight, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0),
+        TOP_K=rule.per_token, NORMALIZED=rule.normalized, ADDED=added, BLOCK_R=block_r,
+        **_form(experts.down), **options, **pdl,
     )  # fmt: skip
 
 
@@ -242,18 +244,37 @@ def _grouped(
 ) -> None:
     rule = experts.rule
     count, rows, inputs = weights.shape
-    weight, scale = stored(weights)
     outputs = rows // 2 if gated else rows
     own = launch.gate if gated else launch.down
     if x.element_size() > 2:  # float32 takes twice the shared memory
         own = replace(own, block_k=own.block_k // 2)
     grouped_kernel[(triton.cdiv(outputs, own.block_n) * sorting.most_tiles,)](
-        x, weight, scale, bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
-        len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
+        x, *_stored(weights), bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares,
+        sorting.divisors, len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
         TOP_K=rule.per_token, GATED=gated, SCALED=rule.scales_input, CLAMPED=rule.clamp is not None,
         BLOCK_E=triton.next_power_of_2(count), HALVED=launch.halved, BLOCK_M=launch.block_m,
-        **own.options(inputs, packed=scale is not None), **dependent_launch_options(x.device),
+        **_form(weights), **own.options(inputs, packed=_is_packed(weights)), **dependent_launch_options(x.device),
     )  # fmt: skip
+
+
+def _stored(weights: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that a kernel reads: the numbers, their scales, and the two more that a `PackedWeight` may have."""
+    if isinstance(weights, PackedWeight):
+        return weights.data, weights.factors, weights.extra, weights.unit
+    if isinstance(weights, Mxfp4Matrices):
+        return weights.data, weights.scale, None, None
+    return weights, None, None, None
+
+
+def _form(weights: ExpertWeights) -> dict[str, int]:
+    """The constants of kernels for the form of the weights."""
+    if isinstance(weights, PackedWeight):
+        return packed_constants(weights)
+    return dict(FORM=0, GROUP=1, SCALE_ROWS=1)
+
+
+def _is_packed(weights: ExpertWeights) -> bool:
+    return not isinstance(weights, torch.Tensor)
 
 
 def _shares(rule: ExpertRule) -> dict[str, int]:

@@ -18,6 +18,8 @@ from holdfast.lm.kernels.linear.experts.launches import (
     sort_pairs,
 )
 from holdfast.lm.kernels.mxfp4 import BLOCK, NUMBERS, ExpertWeights, Mxfp4Matrices
+from holdfast.lm.kernels.packed import Form
+from tests.lm.kernels.packed_weights import draw_packed
 
 RULES = [
     ExpertRule(top_k=2),
@@ -219,6 +221,54 @@ def test_one_product_may_be_packed_and_the_other_not(device: str) -> None:
         assert error(out, expected(x, plain)) < 1e-6
 
 
+def in_form(experts: Experts, form: Form, rows: int = 1) -> tuple[Experts, Experts]:
+    """Experts of the same sizes with random packed weights, and those with the numbers that they stand for."""
+    device = str(experts.router.device)
+    drawn = (draw_packed(form, *each.shape, device=device, rows=rows) for each in (experts.gate_up, experts.down))
+    (gate_up, plain_gate_up), (down, plain_down) = drawn
+    return replace(experts, gate_up=gate_up, down=down), replace(
+        experts, gate_up=plain_gate_up.to(experts.router), down=plain_down.to(experts.router)
+    )
+
+
+FEW_FORMS = (ExpertLaunch(4, 64, 4, 2), ExpertLaunch(64, 64, 4, 2), ExpertLaunch(64, 64, 4, 2))
+GROUPED_FORMS = GroupedLaunch(16, ExpertLaunch(64, 64, 4, 2), ExpertLaunch(64, 64, 4, 2))
+INPUTS = {Form.FP8: (192, 64), Form.INT8: (96, 160), Form.INT6: (256, 256), Form.INT4: (160, 96), Form.FP4: (80, 112)}
+"""For each form, the numbers of inputs of the two products; most fill no last block."""
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(("rule", "biased"), [BOTH[0], BOTH[4]])
+def test_a_few_tokens_read_weights_of_each_form(rule: ExpertRule, biased: bool, form: Form, device: str) -> None:
+    experts, plain = in_form(draw(rule, 3, *INPUTS[form], device, biased=biased), form)
+    x = torch.randn(2, INPUTS[form][0], device=device)
+    out = torch.full_like(x, torch.nan)
+    experts_of_few(x, experts, out, added=False, launches=FEW_FORMS)
+    assert error(out, expected(x, plain)) < 1e-6
+    assert error(apply_experts(x, experts), expected(x, plain)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("form", Form)
+def test_grouped_tokens_read_weights_of_each_form(form: Form, dtype: torch.dtype, device: str) -> None:
+    experts, plain = in_form(draw(RULES[0], 3, *INPUTS[form], device, biased=True, dtype=dtype), form)
+    x = torch.randn(11, INPUTS[form][0], device=device, dtype=dtype)
+    found = grouped_experts(x, experts, GROUPED_FORMS).float().sum(0)
+    assert error(found, expected(x, plain)) < (1e-6 if dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("tokens", [3, 9])
+def test_blocks_of_rows_belong_to_one_expert(tokens: int, device: str) -> None:
+    experts, plain = in_form(draw(RULES[0], 5, 192, 64, device), Form.FP8, rows=32)
+    x = torch.randn(tokens, 192, device=device)
+    if tokens == 3:
+        out = torch.empty_like(x)
+        experts_of_few(x, experts, out, added=False, launches=FEW_FORMS)
+    else:
+        out = grouped_experts(x, experts, GROUPED_FORMS).sum(0)
+    assert error(out, expected(x, plain)) < 1e-6
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
 @pytest.mark.parametrize("tokens", [3, 9, 37, 64])
 def test_rows_of_padding_change_no_other_row_whatever_they_hold(tokens: int, device: str) -> None:
@@ -340,6 +390,26 @@ def test_compiled_launches_of_packed_weights_stay_within_the_precision_of_the_ty
         rows = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
         limit = 1e-3 if few else 1e-2
         assert rows.median() < limit and (rows < 2 * limit).double().mean() > 0.98, (tokens, rows.max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_compiled_launches_of_each_form_stay_within_the_precision_of_the_type(form: Form, dtype: torch.dtype) -> None:
+    rule, count, hidden, inner, biased = SHAPES["qwen3-30b-a3b"]
+    rows = 64 if form is Form.FP8 else 1
+    experts, plain = in_form(draw(rule, count, hidden, inner, "cuda", biased=biased, dtype=dtype), form, rows)
+    for tokens in (1, 2, 4, 9, 33, 130, 700, 2100):
+        x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+        if few := tokens <= 4:
+            found = torch.full((tokens, hidden), torch.nan, device="cuda")
+            experts_of_few(x, experts, found, added=False)
+        else:
+            found = grouped_experts(x, experts).float().sum(0)
+        wanted = expected(x[:33], plain)
+        off = (found[:33].double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        limit = 5e-3 if few else 1e-2
+        assert off.median() < limit and (off < 2 * limit).double().mean() > 0.9, (tokens, off.max())
 
 
 @pytest.mark.gpu

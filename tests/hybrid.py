@@ -71,8 +71,10 @@ def check_states(states):
     snapshots = [snapshot for snapshot in states.snapshots() if snapshot.slot != NO_SLOT]
     rows = min(states._free + [snapshot.slot for snapshot in snapshots])
     slots = sorted([*states._free, *(snapshot.slot for snapshot in snapshots)])
-    on_host = sorted([*states._host_free, *(each.host for each in states.snapshots() if each.host != NO_SLOT)])
-    if on_host != list(range(states.host_total)) or not all(each.is_kept for each in states.snapshots()):
+    host = states._host
+    kept = [each.host for each in states.snapshots() if each.host != NO_SLOT]
+    on_host = sorted([*host.free, *host.reserved, *kept])
+    if on_host != list(range(host.total)) or not all(each.is_kept for each in states.snapshots()):
         raise RuntimeError(f"slots of the host are lost or hold two snapshots: {on_host}")
     if slots != list(range(rows, rows + states.total)):
         raise RuntimeError(f"slots are lost or hold two snapshots: {slots}")

@@ -190,10 +190,9 @@ EXCLUSIONS = (
         "adapters of a model with recurrent layers run on padded rows: set executor to padded, or leave it out",
     ),
     Exclusion(
-        "lower tiers",
+        "remote tier",
         "recurrent layers",
-        "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "
-        "remote_cache, or set executor to padded",
+        "the states of recurrent layers are kept on the device, the host and a disk; leave out remote_cache",
     ),
     Exclusion(
         "speculation",

@@ -4,7 +4,7 @@ from collections import Counter
 
 from holdfast.lm.memory.snapshots import NO_SLOT
 from holdfast.lm.types import StatePlan
-from tests.invariants import check_pool
+from tests.invariants import check_pool, filled_from_below
 from tests.scheduling import FakeDevice
 
 
@@ -62,7 +62,7 @@ def check_hybrid(scheduler):
     """Raise RuntimeError unless every block and every slot for snapshots is in one state, and each owner is known."""
     states = scheduler._kind.states
     tables = [entry.cache.blocks for entry in scheduler._entries.values()]
-    check_pool(scheduler.pool, [*tables, *([block] for block in states.tails)])
+    check_pool(scheduler.pool, [*tables, *([block] for block in states.tails)], filled_from_below(scheduler))
     check_states(states)
 
 
@@ -88,3 +88,22 @@ def check_states(states):
     keys = [(snapshot.key.parent, tuple(snapshot.key.tail)) for snapshot in states.snapshots()]
     if len(set(keys)) != len(keys):
         raise RuntimeError("two snapshots are of the same tokens")
+
+
+def check_states_below(tiers):
+    """Raise RuntimeError unless `StateTiers` accounts for each place of the disk and each hold of a snapshot."""
+    places = [state.place for state in tiers._states.values()]
+    moving = [job for moving in tiers._moving.values() for job in moving.jobs]
+    if len({job.number for job in moving}) != len(moving):
+        raise RuntimeError("two jobs have one number")
+    if len(places) + len(tiers._free) + len(tiers._writing) != tiers.total or {*places} & {*tiers._free}:
+        raise RuntimeError("a place of the disk is lost, or holds two states")
+    if sorted(arrival.slot for arrival in tiers._arriving.values()) != sorted(tiers._pool._host.reserved):
+        raise RuntimeError("a slot of the host is reserved for no state, or a state comes to a slot that is not")
+    if {digest for digest, state in tiers._states.items() if state.pins} != {*tiers._arriving}:
+        raise RuntimeError("a state on the disk is pinned that is not being read, or the other way round")
+    held = Counter(snapshot for snapshots in tiers._held.values() for snapshot in snapshots)
+    writing = sum(moving.kind == "write" for moving in tiers._moving.values())
+    holds = sum(snapshot.holds for snapshot in tiers._pool.snapshots())
+    if len(tiers._writing) != writing or holds != held.total() + writing:
+        raise RuntimeError("a snapshot is held for nobody, or not held for somebody")

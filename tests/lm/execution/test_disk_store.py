@@ -328,7 +328,7 @@ def test_a_store_below_another_counts_in_the_size_of_both(tmp_path, monkeypatch)
             DiskStore(store.directory / "states", size, 1000, IDENTITY).close()
             store.close()
         else:
-            with pytest.raises(ValueError, match="disk_cache_gb is 0.004, and of the file system"):
+            with pytest.raises(ValueError, match=r"disk_cache_gb is 0\.004, and of the file system"):
                 DiskStore(tmp_path / "b", size, 1000, IDENTITY, besides=besides)
 
 

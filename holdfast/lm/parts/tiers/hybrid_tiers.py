@@ -114,7 +114,7 @@ class HybridTiers:
     def _is_worth(self, blocks: Mapping[int, bytes], state: bytes, seconds: float | None) -> bool:
         """Whether the host has room for these blocks, and they are read with the state before they are computed."""
         host, link = self._pool.host, self._states.link
-        if host is None or len(blocks) > host.ready // 2:
+        if host is None or len(blocks) > host.num_blocks // 2:
             return False
         size = len(blocks) * self._blocks.prices.block_bytes + (self._states.size if state else 0)
         if seconds is None or link.seconds(size + self._states.arriving) < seconds:
@@ -130,15 +130,19 @@ class HybridTiers:
         return sum(self._cost(min(step, stop - at), min(at + step, stop)) for at in range(start, stop, step))
 
     def _begin(self, now: float) -> None:
-        """Begin the reads for whose states the host has room by now, in order."""
+        """Begin the reads for which the host has a slot and is large enough by now, in order."""
         while self._queue:
             fetch, blocks, state = self._queue[0]
-            if not (fetch.over or self._states.bring(state, fetch, now)):
+            if not fetch.over and not (self._is_large(len(blocks)) and self._states.bring(state, fetch, now)):
                 return
             self._queue.popleft()
             fetch.queued -= 1
             if not fetch.over:
                 self._blocks.bring(blocks, fetch, now)
+
+    def _is_large(self, count: int) -> bool:
+        """Whether the host is so large by now that `count` blocks are at most half of it. It grows after a start."""
+        return self._pool.host is not None and count <= self._pool.host.ready // 2
 
     def end_wait(self, fetch: Fetch) -> None:
         """Note that a sequence does not wait for the rest of a fetch."""

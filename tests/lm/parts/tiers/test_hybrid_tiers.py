@@ -158,18 +158,18 @@ def test_a_sequence_waits_until_state_and_blocks_are_there(disk):
         assert engine.step() == [("1", 24, 27)]
 
 
-def test_a_bad_piece_or_a_bad_block_makes_the_turn_compute_everything(disk):
+@pytest.mark.parametrize("what", ["a piece of the state", "a block"])
+def test_a_bad_piece_or_a_bad_block_makes_the_turn_compute_everything(disk, what):
     (state,) = disk.states.values()
-    some_block = disk.blocks[0][0]
-    for bad in (state.digest, some_block):
-        engine = Engine(disk)
-        engine.ask("1", NEXT)
-        engine.end(engine.jobs(), "corrupt", bad={bad})
-        assert engine.step()[0][:2] == ("1", 0)
-        stats = engine.scheduler.stats()
-        assert stats.blocks_corrupt > 0 and stats.prefix_hits_on_disk == 0
-        assert len(engine.lower._states._states) == (bad == some_block), "a bad state is forgotten"
-        engine.rest()
+    bad = disk.blocks[0][0] if what == "a block" else state.digest
+    engine = Engine(disk)
+    engine.ask("1", NEXT)
+    engine.end(engine.jobs(), "corrupt", bad={bad})
+    assert engine.step()[0][:2] == ("1", 0)
+    stats = engine.scheduler.stats()
+    assert stats.blocks_corrupt > 0 and stats.prefix_hits_on_disk == 0
+    assert len(engine.lower._states._states) == (what == "a block"), "a bad state is forgotten"
+    engine.rest()
 
 
 def test_a_state_without_one_of_its_blocks_is_not_read(disk):
@@ -240,6 +240,15 @@ def test_a_conversation_longer_than_half_of_the_host_is_computed(disk):
     engine.ask("1", NEXT)
     assert not reads(engine.jobs())
     assert engine.step() == [("1", 0, 27)] and engine.scheduler.stats().blocks_cheaper_computed == 6
+
+
+def test_a_start_waits_until_a_host_that_grows_has_room_for_its_blocks(disk):
+    engine = Engine(disk, host_ready=4)
+    engine.ask("1", NEXT)
+    assert not reads(engine.jobs()) and engine.step() is None and engine.part.awaited
+    engine.scheduler.pool.host.resize(32, 32)
+    engine.end(engine.jobs())
+    assert engine.step() == [("1", 24, 27)]
 
 
 def test_a_state_is_read_only_if_that_is_faster_than_computing(disk):

@@ -190,7 +190,7 @@ class LowerShape:
     states: tuple[StoredState, ...] = ()
     """If the disk holds states in place of blocks, those at the start, the least recently used first."""
     snapshots: LowerShape | None = None
-    """The disk of recurrent states, beside that of blocks; None for a model without recurrent layers."""
+    """The disk of recurrent states, next to that of blocks; None for a model without recurrent layers."""
 
 
 class JobBytes(Protocol):

@@ -183,7 +183,7 @@ class HybridCache:
         return Found(device, host)
 
     def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
-        """What the device and the host lack of the longest start that the tiers below have; empty if they have none.
+        """The missing part of the longest start that the tiers below have; empty if they have none.
 
         Digests of KV blocks by place, that of the last, partial one included, as all of them are needed. Under minus
         the number of tokens that the start saves: the digest of its state (`StateKey.digest`), or empty bytes if the

@@ -143,7 +143,7 @@ class JoinedThreads:
         return self._blocks.trouble
 
     def start(self, jobs: Iterable[TierJob]) -> None:
-        """Begin these jobs. Those of states name their state."""
+        """Begin these jobs. A job of a state names its state."""
         jobs = [*jobs]
         self._states.start([job for job in jobs if job.state.pieces])
         self._blocks.start([job for job in jobs if not job.state.pieces])
@@ -165,7 +165,7 @@ class RemoteBuilder(PartBuilder):
 
     @staticmethod
     def wanted(config: EngineConfig) -> bool:
-        return config.remote_cache is not None
+        return bool(config.remote_cache)
 
     def allocated(self, shape: EngineShape) -> EngineShape:
         """Raises ValueError."""

@@ -117,7 +117,7 @@ class HybridTiers:
         if host is None or len(blocks) > host.num_blocks // 2:
             return False
         size = len(blocks) * self._blocks.prices.block_bytes + (self._states.size if state else 0)
-        if seconds is None or link.seconds(size + self._states.arriving) < seconds:
+        if seconds is None or link.seconds(size + self._states.reading) < seconds:
             return True
         link.refuse()
         return False
@@ -133,12 +133,12 @@ class HybridTiers:
         """Begin the reads for which the host has a slot and is large enough by now, in order."""
         while self._queue:
             fetch, blocks, state = self._queue[0]
-            if not fetch.over and not (self._is_large(len(blocks)) and self._states.bring(state, fetch, now)):
+            if not fetch.over and not (self._is_large(len(blocks)) and self._states.fetch(state, fetch, now)):
                 return
             self._queue.popleft()
             fetch.queued -= 1
             if not fetch.over:
-                self._blocks.bring(blocks, fetch, now)
+                self._blocks.extend(fetch, blocks, now)
 
     def _is_large(self, count: int) -> bool:
         """Whether the host is so large by now that `count` blocks are at most half of it. It grows after a start."""
@@ -159,7 +159,7 @@ class HybridTiers:
         return [*self._blocks.jobs(now), *self._states.jobs(now)]
 
     def done(self, ended: Iterable[TierDone], now: float) -> None:
-        """Take note of jobs that have ended. Those of states have numbers below zero."""
+        """Take note of jobs that have ended. Jobs of states have numbers below zero."""
         ended = [*ended]
         self._states.done([each for each in ended if each.number < 0], now)
         self._blocks.done([each for each in ended if each.number >= 0], now)

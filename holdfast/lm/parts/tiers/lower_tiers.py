@@ -332,7 +332,7 @@ class LowerTiers:
             self._begin("remote", "probe", [TierBlock(digest, index) for index, digest in rest.items()], fetch)
         return None if fetch.complete else fetch
 
-    def bring(self, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
+    def extend(self, fetch: Fetch, there: Mapping[int, bytes], now: float) -> None:
         """Let a fetch have those of these blocks that the disk has: digests by place."""
         self._ask("disk", there, fetch, now)
 

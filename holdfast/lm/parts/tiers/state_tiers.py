@@ -75,7 +75,7 @@ class StateTiers:
     write, so pieces of two writes are never taken for one state. It is found once all of its pieces are written.
 
     A snapshot is written as soon as its copy on the host is complete (`StatePool.offer`). A state comes back to a
-    reserved slot of the host when a waiting sequence asks for it (`bring`).
+    reserved slot of the host when a waiting sequence asks for it (`fetch`).
 
     A state whose KV blocks are gone goes first, then one whose conversation has gone on, then that of the lowest value.
     Each place is free, or of one state that is on the disk or on its way there.
@@ -125,7 +125,7 @@ class StateTiers:
         pool.serve_below(self)
 
     def _load(self, stored: Iterable[StoredState], now: float) -> list[int]:
-        """Take over the contents of the disk, and return the free places. Of states with one digest the last stays."""
+        """Take over the contents of the disk, and return the free places. The last state of a digest stays."""
         for number, each in enumerate(stored):
             try:
                 key = StateKey.unpacked(each.about.key[DIGEST_BYTES:])
@@ -283,11 +283,11 @@ class StateTiers:
     # States that come back.
 
     @property
-    def arriving(self) -> int:
+    def reading(self) -> int:
         """Bytes of the states that are being read."""
         return len(self._arriving) * self.size
 
-    def bring(self, digest: bytes, fetch: Fetch, now: float) -> bool:
+    def fetch(self, digest: bytes, fetch: Fetch, now: float) -> bool:
         """Begin to read the state of a digest for a fetch, or let it wait for one that is being read.
 
         Returns False if the host has no room for it now. Does nothing for a state that is not on the disk.

@@ -268,7 +268,8 @@ class StatePool:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
         if not (self._saves or self._starts or self._later or self._may_swap_out or self._flushing):
             return ()
-        leaving = [*self._swap_out(now), *self._flush(now)]
+        # One or the other: a flush may take slots that a swap-out of the same plan would fill.
+        leaving = self._flush(now) if self._flushing else self._swap_out(now)
         self.swapped_out += len(leaving)
         plan = StatePlan(
             saves=tuple([StateCopy(row, snapshot.slot) for row, snapshot in self._saves]),
@@ -364,10 +365,11 @@ class StatePool:
         return self._flushing and self.can_flush
 
     def _flush(self, now: float) -> list[Snapshot]:
-        """While the device is idle, give slots of the host to what only the device has, the highest value first."""
+        """Give slots of the host to snapshots that only the device has, the highest value first."""
         leaving = list[Snapshot]()
-        found = [*self._unflushed()] if self._flushing else []
-        for snapshot in sorted(found, key=lambda each: self._rank(each, now), reverse=True)[: self._copies_ahead]:
+        for snapshot in sorted(self._unflushed(), key=lambda each: self._rank(each, now), reverse=True)[
+            : self._copies_ahead
+        ]:
             if not self._find_room_to_flush(now):
                 break
             leaving += self._to_host([snapshot])

@@ -344,6 +344,18 @@ def test_a_snapshot_that_the_disk_has_is_not_flushed_again():
     assert not states.pool.unflushed and states.plan() == ()
 
 
+def test_a_flush_takes_no_slot_that_the_same_plan_fills():
+    states = States(host=1, low_water=1.0)
+    states.pool.serve_below(below := Below())
+    states.pool.save(0, first := states.snapshot(TURN), 1.0)
+    states.pool.save(1, states.snapshot(OTHER), 9.0)
+    states.plan()
+    below.keys_there.append(first.key)
+    states.pool.flush(True)
+    (plan,) = states.plan()
+    assert [copy.target for copy in plan.swap_out] == [0]
+
+
 def test_a_held_snapshot_keeps_its_slot_on_the_host():
     states, below = with_disk(host=1)
     first = states.save(TURN)

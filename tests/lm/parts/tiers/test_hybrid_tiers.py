@@ -265,21 +265,23 @@ def test_a_state_is_read_only_if_that_is_faster_than_computing(disk):
         assert (engine.lower._states.link.latency < latency) != read, "a price that was refused is tried again later"
 
 
-def test_states_of_no_use_go_first_then_those_that_a_conversation_has_left():
-    written = Disk(places=2)
+def test_the_state_that_a_conversation_has_left_goes_before_one_of_less_value():
+    written = Disk(places=3)
     engine = Engine(written)
-    engine.ask("0", PROMPT)
+    engine.ask("0", [*range(200, 210)])
     engine.rest()
-    engine.ask("1", NEXT)
+    engine.ask("1", PROMPT)
     engine.rest()
-    assert engine.scheduler.stats().disk_snapshots_kept == 2
-    engine.ask("2", [*range(300, 322)])
+    engine.ask("2", NEXT)
     engine.rest()
-    assert sorted(state.key.length for state in engine.lower._states._states.values()) == [24, 29]
+    assert engine.scheduler.stats().disk_snapshots_kept == 3
+    engine.ask("3", [*range(300, 340)])
+    engine.rest()
+    assert sorted(state.key.length for state in engine.lower._states._states.values()) == [12, 29, 42]
     restarted = Engine(written)
-    restarted.ask("3", (*NEXT, 7, 7, 7, 5))
+    restarted.ask("4", (*NEXT, 7, 7, 7, 5))
     restarted.end(restarted.jobs())
-    assert restarted.step() == [("3", 29, 31)], "the last turn of the first conversation has stayed"
+    assert restarted.step() == [("4", 29, 31)], "the last turn of the conversation has stayed"
 
 
 def test_of_two_writes_of_a_state_the_later_is_found_and_the_places_of_the_other_are_free(disk):

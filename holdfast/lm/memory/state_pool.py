@@ -367,9 +367,8 @@ class StatePool:
     def _flush(self, now: float) -> list[Snapshot]:
         """Give slots of the host to snapshots that only the device has, the highest value first."""
         leaving = list[Snapshot]()
-        for snapshot in sorted(self._unflushed(), key=lambda each: self._rank(each, now), reverse=True)[
-            : self._copies_ahead
-        ]:
+        ranked = sorted(self._unflushed(), key=lambda each: self._rank(each, now), reverse=True)
+        for snapshot in ranked[: self._copies_ahead]:
             if not self._find_room_to_flush(now):
                 break
             leaving += self._to_host([snapshot])

@@ -5,7 +5,7 @@ from itertools import chain
 
 from holdfast.lm.memory.snapshots import NO_SLOT
 from holdfast.lm.types import StatePlan
-from tests.invariants import check_pool
+from tests.invariants import check_pool, filled_from_below
 from tests.scheduling import FakeDevice, sampled
 
 
@@ -86,7 +86,7 @@ def check_hybrid(scheduler):
     """Raise RuntimeError unless every block and every slot for snapshots is in one state, and each owner is known."""
     states = scheduler._kind.states
     tables = [entry.cache.blocks for entry in scheduler._entries.values()]
-    check_pool(scheduler.pool, [*tables, *([block] for block in states.tails)])
+    check_pool(scheduler.pool, [*tables, *([block] for block in states.tails)], filled_from_below(scheduler))
     check_states(states)
 
 
@@ -98,8 +98,10 @@ def check_states(states):
     snapshots = [snapshot for snapshot in states.snapshots() if snapshot.slot != NO_SLOT]
     rows = min(states._free + [snapshot.slot for snapshot in snapshots])
     slots = sorted([*states._free, *(snapshot.slot for snapshot in snapshots)])
-    on_host = sorted([*states._host_free, *(each.host for each in states.snapshots() if each.host != NO_SLOT)])
-    if on_host != list(range(states.host_total)) or not all(each.is_kept for each in states.snapshots()):
+    host = states._host
+    kept = [each.host for each in states.snapshots() if each.host != NO_SLOT]
+    on_host = sorted([*host.free, *host.reserved, *kept])
+    if on_host != list(range(host.total)) or not all(each.is_kept for each in states.snapshots()):
         raise RuntimeError(f"slots of the host are lost or hold two snapshots: {on_host}")
     if slots != list(range(rows, rows + states.total)):
         raise RuntimeError(f"slots are lost or hold two snapshots: {slots}")
@@ -116,3 +118,22 @@ def check_states(states):
     keys = [(snapshot.key.parent, tuple(snapshot.key.tail)) for snapshot in states.snapshots()]
     if len(set(keys)) != len(keys):
         raise RuntimeError("two snapshots are of the same tokens")
+
+
+def check_states_below(tiers):
+    """Raise RuntimeError unless `StateTiers` accounts for each place of the disk and each hold of a snapshot."""
+    places = [state.place for state in tiers._states.values()]
+    moving = [job for moving in tiers._moving.values() for job in moving.jobs]
+    if len({job.number for job in moving}) != len(moving):
+        raise RuntimeError("two jobs have one number")
+    if len(places) + len(tiers._free) + len(tiers._writing) != tiers.total or {*places} & {*tiers._free}:
+        raise RuntimeError("a place of the disk is lost, or holds two states")
+    if sorted(arrival.slot for arrival in tiers._arriving.values()) != sorted(tiers._pool._host.reserved):
+        raise RuntimeError("a slot of the host is reserved for no state, or a state comes to a slot that is not")
+    if {digest for digest, state in tiers._states.items() if state.pins} != {*tiers._arriving}:
+        raise RuntimeError("a state on the disk is pinned that is not being read, or the other way round")
+    held = Counter(snapshot for snapshots in tiers._held.values() for snapshot in snapshots)
+    writing = sum(moving.kind == "write" for moving in tiers._moving.values())
+    holds = sum(snapshot.holds for snapshot in tiers._pool.snapshots())
+    if len(tiers._writing) != writing or holds != held.total() + writing:
+        raise RuntimeError("a snapshot is held for nobody, or not held for somebody")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build_engine
+from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.lm.config import EngineConfig
 from tests.checkpoints import VOCAB
 from tests.hybrid import check_hybrid
@@ -22,6 +25,13 @@ NEAR = 1e-3
 """Logits that differ by less are a tie, which the order of sums may decide."""
 TOKEN_BYTES, SLOT_BYTES = 256, 3200
 """Bytes of KV of one token, and of one recurrent state, for each pair of a recurrent layer and one with attention."""
+
+
+COUNTERS = (
+    "preemptions", "suspensions", "snapshot_hits", "snapshots_dropped", "snapshots_swapped_in", "prefix_hits_on_disk",
+    "blocks_corrupt",
+)  # fmt: skip
+"""Counters of an engine that a history sums."""
 
 
 @dataclass(slots=True)
@@ -88,7 +98,17 @@ class EngineHistory:
             steps_in_flight=choose.choice((1, 2, 3)),
             **layout,
         )
-        self.engine = build_engine(EngineConfig(model=str(directory), executor="paged", **self.settings))
+        self.directory = directory
+        self.settings |= self.more_settings()
+        self.start()
+
+    def more_settings(self) -> dict[str, Any]:
+        """Settings of the engine besides its sizes."""
+        return {}
+
+    def start(self) -> None:
+        """Start the engine."""
+        self.engine = build_engine(EngineConfig(model=str(self.directory), executor="paged", **self.settings))
         self.loop = self.engine.loop
 
     def draw(self, count: int) -> tuple[int, ...]:
@@ -97,7 +117,7 @@ class EngineHistory:
 
     def play(self, operations: int) -> None:
         """Do this many random operations, with steps in between, then let all requests end."""
-        verbs = {self.begin: 3, self.go_on: 6, self.fork: 3, self.repeat: 2, self.abort: 2}
+        verbs = {self.begin: 3, self.go_on: 6, self.fork: 3, self.repeat: 2, self.abort: 2, **self.more_verbs()}
         for _ in range(operations):
             (verb,) = self.random.choices(list(verbs), list(verbs.values()))
             verb()
@@ -107,6 +127,10 @@ class EngineHistory:
                 self.step()
         while self.loop.has_work():
             self.step()
+
+    def more_verbs(self) -> dict[Callable[[], None], int]:
+        """Further random operations, with their weights."""
+        return {}
 
     def begin(self) -> None:
         """A new conversation, often with the system prompt of others."""
@@ -183,12 +207,17 @@ class EngineHistory:
         stats = self.loop.stats()
         assert not self.running and stats.running == stats.waiting == 0
         pool, states = self.loop.planner._kind.memory, self.loop.planner._kind.states
+        self.count()
         assert pool.used == len(set(states.tails)), f"{pool.used} blocks are used, and no sequence runs"
         assert not states.coming, "a state is announced, and no sequence runs"
-        for field in ("preemptions", "suspensions", "snapshot_hits", "snapshots_dropped", "snapshots_swapped_in"):
-            self.seen[field] += getattr(stats, field)
         self.seen["answers"] += len(self.turns)
         self.seen["tokens"] += sum(len(turn.said) for turn in self.turns.values())
+
+    def count(self) -> None:
+        """Add the engine's counters to what was seen."""
+        stats = self.loop.stats()
+        for field in COUNTERS:
+            self.seen[field] += int(getattr(stats, field))
 
     def check_answer(self, name: str, turn: Turn) -> None:
         """Raise AssertionError unless each token is Transformers' likeliest one, or in a tie with it."""
@@ -211,12 +240,52 @@ class EngineHistory:
         self.engine.close()
 
 
-def play(seed: int, module: Any, directory: Path, operations: int, **engine: int) -> Counter[str]:
+class DiskHistory(EngineHistory):
+    """A history over a disk tier, whose engine is ended without notice and started again."""
+
+    def more_settings(self) -> dict[str, Any]:
+        """Without a cost model, reading counts as cheaper than computing, however small the model is."""
+        # Half of the host holds the blocks of the longest sequence.
+        host = 3 * LONGEST * TOKEN_BYTES + 4 * SLOT_BYTES
+        share = min(0.5, 8 * SLOT_BYTES / host)
+        disk = {"disk_cache_dir": str(self.directory / f"disk-{id(self)}"), "disk_cache_gb": 0.002}
+        return {"host_cache_gb": host / (1 - share) / 1e9, "snapshot_share": share, "eviction": "lru", **disk}
+
+    def more_verbs(self) -> dict[Callable[[], None], int]:
+        return {self.restart: 1, self.pause: 2}
+
+    def restart(self) -> None:
+        """End the engine as a kill would, with all requests, and start another one."""
+        self.seen["restarts"] += 1
+        self.count()
+        self.engine.close()
+        for turn in self.running.values():
+            turn.is_aborted = True
+        self.running.clear()
+        self.start()
+
+    def pause(self) -> None:
+        """Let all requests end, and the engine write what is idle."""
+        handler = self.engine.handler(TierHandler)
+        last = time.monotonic() + 10
+        while (self.loop.has_work() or handler.busy or handler.ready) and time.monotonic() < last:
+            handler.exchange()
+            self.step()
+
+
+def play(
+    seed: int,
+    module: Any,
+    directory: Path,
+    operations: int,
+    kind: type[EngineHistory] = EngineHistory,
+    **engine: int,
+) -> Counter[str]:
     """The events of a history of this many operations. Raises AssertionError with the seed and the sizes.
 
     `engine` are options of `EngineHistory`.
     """
-    history = EngineHistory(seed, module, directory, **engine)
+    history = kind(seed, module, directory, **engine)
     try:
         history.play(operations)
         history.check()

@@ -10,10 +10,19 @@ def check_scheduler(scheduler, reserved=()):
 
     `reserved` is as for `check_pool`; what is filled from lower tiers need not be in it.
     """
-    lowers = [part.lower for part in scheduler.parts if isinstance(part, TierPart)]
-    filled = [arrival.hosts[digest] for lower in lowers for digest, arrival in lower._arriving.items()]
     tables = [entry.cache.blocks for entry in scheduler._entries.values()]
-    check_pool(scheduler._queues.pool, tables, [*reserved, *filled])
+    check_pool(scheduler._queues.pool, tables, [*reserved, *filled_from_below(scheduler)])
+
+
+def blocks_below(part):
+    """The account of the blocks in the tiers of a part, beside which there may be one of states."""
+    return getattr(part.lower, "_blocks", part.lower)
+
+
+def filled_from_below(scheduler):
+    """The blocks of the host that are being filled from lower tiers."""
+    lowers = [blocks_below(part) for part in scheduler.parts if isinstance(part, TierPart)]
+    return [arrival.hosts[digest] for lower in lowers for digest, arrival in lower._arriving.items()]
 
 
 def check_pool(pool, tables, reserved=()):
@@ -78,7 +87,7 @@ def check_host(host, reserved):
 def check_lower(scheduler):
     """Raise RuntimeError unless each block that is held or reserved behind the host tier is so for a job or a fetch."""
     part = scheduler.part(TierPart)
-    lower = part.lower
+    lower = blocks_below(part)
     jobs = [book.job for book in lower._books.values()]
     blocks = {(job.tier, job.kind): [] for job in jobs}
     for job in jobs:

@@ -11,6 +11,7 @@ from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.parts.grammars.planner import GrammarPart
 from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.parts.prompts.planner import PromptPart
+from holdfast.lm.parts.tiers.hybrid_tiers import hybrid_tiers
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.values import TrainingPlan
@@ -60,7 +61,9 @@ def create_scheduler(
         shape = StateShape(**sizes, slot_bytes=1 << 20)
         states = StatePool(shape, max_sequences, pool, rule, low_water=low_water)
         kind = HybridKind(pool, states, by_layer=by_layer, forks=forks)
-    if lower is not None:
+    if lower is not None and lower.snapshots is not None:
+        parts = [*parts, TierPart(hybrid_tiers(pool, states, lower, lower.snapshots, None, 0.0))]
+    elif lower is not None:
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     return Scheduler(

@@ -1,11 +1,13 @@
 """Conversations with a model that has recurrent layers, whose server is killed in the middle of a turn again and again.
 
-usage: python -m benchmarks.robustness.hybrid_kills [--kills 40] [--seed 3]
+usage: python -m benchmarks.robustness.hybrid_kills [--kills 40] [--seed 3] [--disk]
 
 `holdfast serve` serves a tiny Qwen3.5 with random weights over one SQLite store. Between two kills, two turns follow
 earlier ones at random, forks among them, and each answer is compared with Transformers' greedy tokens. A third turn is
 cut by the kill (SIGKILL) within 0.4 s. At the end the last conversations go on once more. A turn that was answered
 before a kill counts as lost if it cannot be continued after it.
+
+With `--disk` the server has a disk tier, and the tokens are counted that turns find there after each start.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
-from tests.served import eventually, started
+from tests.served import Serving, eventually, started
 from tests.server.conversations.test_recurrent_turns import Speaker
 
 LONGEST = 500
 """Characters of a conversation that is continued; after a longer one, a new one begins."""
 RECENT = 6
 """Number of the latest turns that may be continued."""
+
+DISK = ("--disk-cache-gb", "0.05", "--host-cache-gb", "0.02", "--eviction", "lru")
+"""Sizes of the disk tier. With `lru` there is no cost model, so a tiny model's state is read, not computed."""
 
 Turn = tuple[str, str | None]
 """The text of a conversation up to the end of a turn, and the id of that turn; None before the first."""
@@ -61,7 +66,7 @@ def cut(client: Any, model: str, turn: Turn, counts: Counter[str]) -> None:
 
 
 def play(speaker: Speaker, options: tuple[str, ...], kills: int, seed: int) -> Counter[str]:
-    """Numbers of turns that were right, wrong, lost and cut."""
+    """Numbers of turns that were right, wrong, lost and cut, and of what was found on the disk."""
     choose, turns, counts = random.Random(seed), [("", None)], Counter[str]()
 
     def chosen() -> Turn:
@@ -70,11 +75,12 @@ def play(speaker: Speaker, options: tuple[str, ...], kills: int, seed: int) -> C
 
     for _ in range(kills):
         with started(*options) as serving:
-            client = serving.client()
+            client, kept = serving.client(), serving.gauge("disk_snapshots_kept")
             model, engines = client.models.list().data[0].id, serving.engine_pids()
             for _ in range(2):
                 if turn := ask(speaker, client, chosen(), f"Turn {choose.random():.3f}?", counts):
                     turns.append(turn)
+            count_found(serving, kept, counts)
             asking = threading.Thread(target=cut, args=(client, model, chosen(), counts))
             asking.start()
             time.sleep(choose.uniform(0.0, 0.4))
@@ -83,23 +89,38 @@ def play(speaker: Speaker, options: tuple[str, ...], kills: int, seed: int) -> C
             asking.join()
         eventually(lambda engines=engines: not any(Path(f"/proc/{pid}/exe").exists() for pid in engines))
     with started(*options) as serving:
+        kept = serving.gauge("disk_snapshots_kept")
         for turn in turns[-2 * RECENT :]:
             ask(speaker, serving.client(), turn, "Still there?", counts)
+        count_found(serving, kept, counts)
     return counts
+
+
+def count_found(serving: Serving, kept: float, counts: Counter[str]) -> None:
+    """Count what the turns of a start found on the disk, where `kept` snapshots were at the start."""
+    tokens = int(serving.gauge("prefix_tokens_hit_on_disk_total"))
+    counts["tokens from the disk"] += tokens
+    counts["starts with snapshots on the disk"] += kept > 0
+    counts["starts that found tokens on the disk"] += tokens > 0
+    counts["corrupt pieces"] += int(serving.gauge("blocks_corrupt_total"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--disk", action="store_true", help="serve with a disk tier")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hybrid-kills-") as directory:
         model = Path(directory, "model")
         model.mkdir()
         speaker = Speaker(model)
-        counts = play(speaker, speaker.options(Path(directory, "store.sqlite")), arguments.kills, arguments.seed)
-    print(f"{arguments.kills} kills in {time.monotonic() - began:.0f} s; turns: {dict(sorted(counts.items()))}")
+        options = speaker.options(Path(directory, "store.sqlite"))
+        if arguments.disk:
+            options += ("--disk-cache-dir", str(Path(directory, "disk")), *DISK)
+        counts = play(speaker, options, arguments.kills, arguments.seed)
+    print(f"{arguments.kills} kills in {time.monotonic() - began:.0f} s; counts: {dict(sorted(counts.items()))}")
 
 
 if __name__ == "__main__":

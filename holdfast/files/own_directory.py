@@ -66,9 +66,15 @@ class OwnDirectory:
         return sorted(os.listdir(self._descriptor))  # noqa: PTH208  by descriptor
 
     def bytes_on_disk(self) -> int:
-        """Return the number of bytes that the directory's files occupy on the disk."""
-        sizes = [os.stat(name, dir_fd=self._descriptor, follow_symlinks=False) for name in self.names()]
-        return sum(each.st_blocks * 512 for each in sizes)
+        """Return the number of bytes that the files in and below the directory occupy on the disk. Raises OSError."""
+        total = 0
+        for name in self.names():
+            found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            total += found.st_blocks * 512
+            if stat.S_ISDIR(found.st_mode):
+                with self.below(name) as inner:
+                    total += inner.bytes_on_disk()
+        return total
 
     def remove_tree(self, name: str) -> None:
         """Remove a directory in this one with its contents, as far as possible. Does not remove a link."""

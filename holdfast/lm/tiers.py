@@ -140,7 +140,7 @@ class StoredBlock(NamedTuple):
 
 
 class StoredState(NamedTuple):
-    """The state of a row that the disk holds when the engine starts."""
+    """The state of a row, or a recurrent state, that the disk holds when the engine starts."""
 
     digest: bytes
     """The digest of each of its pieces, which no other state has."""
@@ -160,7 +160,7 @@ class TierJob:
     kind: JobKind
     blocks: tuple[TierBlock, ...]
     state: StateAbout = NO_STATE
-    """The state that the blocks are pieces of, on padded rows. Other jobs may name more of its pieces."""
+    """The state that the blocks are pieces of, if they are no KV blocks. Other jobs may name more of its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,9 @@ class LowerShape:
     remote_down: bool = False
     """Whether the remote tier did not answer at the start."""
     states: tuple[StoredState, ...] = ()
-    """On padded rows, the states that the disk holds at the start, the least recently used first."""
+    """If the disk holds states in place of blocks, those at the start, the least recently used first."""
+    snapshots: LowerShape | None = None
+    """The disk of recurrent states, next to that of blocks; None for a model without recurrent layers."""
 
 
 class JobBytes(Protocol):

@@ -77,6 +77,8 @@ STATS = {
     "snapshots_kept": ("gauge", "snapshots_kept", "Other snapshots on the device"),
     "host_snapshots_total": ("gauge", "host_snapshots", "Slots on the host for snapshots of recurrent states"),
     "host_snapshots_kept": ("gauge", "host_snapshots_kept", "Snapshots on the host"),
+    "disk_snapshots_total": ("gauge", "disk_snapshots", "Places on the disk for snapshots of recurrent states"),
+    "disk_snapshots_kept": ("gauge", "disk_snapshots_kept", "Snapshots on the disk"),
     "snapshots_saved": ("counter", "snapshots_saved", "Snapshots made"),
     "snapshots_dropped": ("counter", "snapshots_dropped", "Snapshots dropped from both tiers"),
     "snapshots_swapped_out": ("counter", "snapshots_swapped_out", "Snapshots copied to the host"),

@@ -125,3 +125,11 @@ def test_check_own_names_the_path(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError) as caught:
         check_own((tmp_path / "file").stat(), tmp_path / "file")
     assert caught.value.filename == str(tmp_path / "file")
+
+
+def test_the_bytes_of_a_directory_are_those_of_all_files_below_it(held: Path) -> None:
+    with OwnDirectory(held) as own, own.below("c") as below:
+        before = own.bytes_on_disk()
+        below.write_text("text", "x" * 100_000)
+        assert own.bytes_on_disk() - before >= 100_000
+        assert below.bytes_on_disk() >= 100_000

@@ -185,10 +185,9 @@ EXCLUSIONS = (
     ),
     Exclusion("tuning", "recurrent layers", "a model with recurrent layers cannot be tuned; leave tuning out"),
     Exclusion(
-        "lower tiers",
+        "remote tier",
         "recurrent layers",
-        "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "
-        "remote_cache, or set executor to padded",
+        "the states of recurrent layers are kept on the device, the host and a disk; leave out remote_cache",
     ),
     Exclusion("moves", "recurrent layers", "the states of recurrent layers do not move with their blocks"),
     Exclusion("moves", "no address", "chunk_host is not set"),

@@ -72,8 +72,10 @@ class DiskStore:
     while another thread uses it.
     """
 
-    def __init__(self, directory: Path, size: int, block_bytes: int, identity: dict[str, str]) -> None:
-        """Open or make a store of at most `size` bytes.
+    def __init__(
+        self, directory: Path, size: int, block_bytes: int, identity: dict[str, str], *, besides: int = 0
+    ) -> None:
+        """Open or make a store of at most `size` bytes. Another store below its files will take `besides` bytes.
 
         Raises ValueError for a directory that is in use, cannot hold this much, or can be written to by another user.
         Also raises it if a link, a pipe or another user's file has the name of one of these files.
@@ -85,12 +87,16 @@ class DiskStore:
             raise ValueError(
                 f"disk_cache_gb is {size / 1e9}, and a block takes {self._stride / 1e9:.6f}; give it room for one"
             )
-        about = {**identity, "format": str(FORMAT), "block bytes": str(block_bytes)}
+        described = {**identity, "format": str(FORMAT), "block bytes": str(block_bytes)}
+        about = json.dumps(described, indent=1, sort_keys=True)
+        name = f"kv-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
+        self.directory = directory / name
+        """Directory of the store's files."""
         try:
             with OwnDirectory(directory) as own, closing_on_error() as descriptors:
                 descriptors.append(own.open("lock", OPEN))
                 lock(descriptors[0], directory)
-                self._open(own, size, json.dumps(about, indent=1, sort_keys=True), descriptors)
+                self._open(own, size, besides, name, about, descriptors)
         except OSError as error:
             raise unusable(directory, error) from None
         self._lock, self._index, self._blocks = descriptors
@@ -100,19 +106,20 @@ class DiskStore:
         """Bytes that fill the gap between two blocks. They are never read."""
         self.closed = threading.Event()
 
-    def _open(self, directory: OwnDirectory, size: int, about: str, descriptors: list[int]) -> None:
+    def _open(
+        self, directory: OwnDirectory, size: int, besides: int, name: str, about: str, descriptors: list[int]
+    ) -> None:
         """Open the index and the blocks at their full sizes and add both descriptors. Raises ValueError and OSError."""
-        name = f"kv-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
         for other in directory.names():
             if IDENTITY.fullmatch(other) and other != name:
                 directory.remove_tree(other)
         with directory.below(name) as own:
             own.write_text("about", about + "\n")
             free = shutil.disk_usage(directory.path).free + own.bytes_on_disk()
-            if size > free - LEAST_LEFT:
+            if size + besides > free - LEAST_LEFT:
                 raise ValueError(
-                    f"disk_cache_gb is {size / 1e9}, and of the file system of {directory.path} {free / 1e9:.1f} GB "
-                    f"are free, of which {LEAST_LEFT / 1e9:.1f} stay free; choose less"
+                    f"disk_cache_gb is {(size + besides) / 1e9}, and of the file system of {directory.path} "
+                    f"{free / 1e9:.1f} GB are free, of which {LEAST_LEFT / 1e9:.1f} stay free; choose less"
                 )
             for file, stride in (("index", ENTRY_BYTES), ("blocks", self._stride)):
                 descriptors.append(own.open(file, OPEN))

@@ -47,6 +47,8 @@ class RecurrentStates(StateMemory):
             torch.empty(host_slots, count, *each.shape, dtype=each.dtype, pin_memory=pinned and host_slots > 0)
             for each in spec.state
         ]
+        self._host = [kept.flatten(1).view(torch.uint8) for kept in host]
+        """The bytes of each tensor of the states on the host, by slot."""
         self._pairs = [
             (_as_cache(tensor), _as_cache(kept.transpose(0, 1)))
             for tensor, kept in zip(self._tensors, host, strict=True)
@@ -155,6 +157,9 @@ class RecurrentStates(StateMemory):
             sources, targets = self._numbers(copies)
             for device, host in self._pairs:
                 copy_blocks(host, sources, device, targets)
+
+    def on_host(self, slot: int) -> tuple[memoryview, ...]:
+        return tuple([tensor[slot].numpy().data for tensor in self._host])
 
     def _numbers(self, copies: Iterable[StateCopy]) -> tuple[torch.Tensor, torch.Tensor]:
         """Sources and targets on the device."""

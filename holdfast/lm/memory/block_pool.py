@@ -117,6 +117,10 @@ class BlockPool:
         """There are tiers below the host from now on: `has` says whether they have the block of a digest."""
         self.kept_below = has
 
+    def is_below(self, digest: bytes) -> bool:
+        """Whether a tier below the host has the block of this digest."""
+        return self.kept_below is not None and self.kept_below(digest)
+
     def flush(self, on: bool) -> None:
         """Let the next plans copy idle blocks to the host however many are free, as nobody needs the device; or not."""
         self._flushing = on

@@ -13,6 +13,8 @@ from holdfast.lm.types import BlockCopy, BlockMove
 
 LONG = 1024
 """Tokens of a prompt that lack state, from which on the state at its last block boundary is worth a free slot."""
+LEAST_GAIN = 16
+"""Fewest tokens that a state from below the host must save: so few are computed within a step that runs anyway."""
 NO_ROW = -1
 """The row of a sequence that waits."""
 
@@ -192,8 +194,26 @@ class HybridCache:
         return Found(device, host)
 
     def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
-        """The digests of all full blocks that no tier of the memory has, by place. The last token never counts."""
-        return self._cache.lacking(tokens)
+        """The missing part of the longest start that the tiers below have; empty if they have none.
+
+        Digests of KV blocks by place, that of the last, partial one included, as all of them are needed. Under minus
+        the number of tokens that the start saves: the digest of its state (`StateKey.digest`), or empty bytes if the
+        memory has the state. Only a start that saves LEAST_GAIN tokens counts.
+        """
+        if self._root is None:
+            return {}
+        pool, states, size = self._pool, self._states, self._pool.block_size
+        digests = self._cache.usable_digests(tokens)
+        known = next(
+            (at for at, each in enumerate(digests) if not (states.has_block(each) or pool.is_below(each))), None
+        )
+        key = states.find_anywhere(self._root, digests[:known], tokens)
+        saved = key.length - self.match(tokens).snapshot.length
+        if saved < LEAST_GAIN or (key.tail and not self._fits(len(tokens))):
+            return {}
+        needed = [*digests[: key.length // size], *([key.tail_digest] if key.tail else ())]
+        lacking = {index: digest for index, digest in enumerate(needed) if not states.has_block(digest)}
+        return {**lacking, -saved: b"" if states.has(key) else key.digest}
 
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the snapshot and the blocks of a waiting sequence as used now."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from heapq import nsmallest
+from typing import Generic, Protocol, TypeVar
 
 from holdfast.lm.memory.retention import Use
-from holdfast.lm.memory.snapshots import Snapshot
 
 SHARE = 16
 """For a tier with n slots, n // SHARE snapshots are chosen at a time."""
@@ -15,7 +15,19 @@ Rank = tuple[bool, float, Use]
 """The lowest goes first."""
 
 
-class LowestFirst:
+class Ranked(Protocol):
+    """A state that can be given up."""
+
+    pins: int
+    """Number of copies that need it."""
+    used: Use
+    """When it was last used."""
+
+
+RankedT = TypeVar("RankedT", bound=Ranked)
+
+
+class LowestFirst(Generic[RankedT]):
     """Snapshots of one tier by rank, the lowest first.
 
     Ranks change as time passes, and as KV blocks come and go. So there is no queue that stays in order. Instead a
@@ -23,17 +35,15 @@ class LowestFirst:
     Snapshots that were used meanwhile are left out. With fewer than 32 slots the order is exact.
     """
 
-    def __init__(
-        self, belongs: Callable[[Snapshot], bool], rank: Callable[[Snapshot, float], Rank], slots: int
-    ) -> None:
+    def __init__(self, belongs: Callable[[RankedT], bool], rank: Callable[[RankedT, float], Rank], slots: int) -> None:
         """`belongs` says whether a snapshot is one of these. The tier has this many slots."""
         self._belongs = belongs
         self._rank = rank
         self._batch = max(1, slots // SHARE)
-        self._chosen: list[tuple[Snapshot, Use]] = []
+        self._chosen: list[tuple[RankedT, Use]] = []
         """The snapshots chosen and their last uses at that time, the lowest rank last."""
 
-    def first(self, snapshots: Callable[[], Iterable[Snapshot]], now: float) -> tuple[Snapshot, ...]:
+    def first(self, snapshots: Callable[[], Iterable[RankedT]], now: float) -> tuple[RankedT, ...]:
         """The snapshot of the lowest rank that the next plan does not need, or none. `snapshots` gives all of them."""
         while self._chosen:
             snapshot, used = self._chosen[-1]
@@ -44,5 +54,5 @@ class LowestFirst:
         self._chosen = [(each, each.used) for each in reversed(found)]
         return tuple(found[:1])
 
-    def _fits(self, snapshot: Snapshot) -> bool:
+    def _fits(self, snapshot: RankedT) -> bool:
         return not snapshot.pins and self._belongs(snapshot)

@@ -112,7 +112,11 @@ class SequenceState(Protocol[FoundT]):
         ...
 
     def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
-        """The digests of all full blocks that no tier of the memory has, by place. The last token never counts."""
+        """The digests of what tiers below the memory could add. The last token never counts.
+
+        For paged blocks, all full blocks that no tier of the memory has, by place. Other kinds say what their numbers
+        mean.
+        """
         ...
 
     def touch(self, tokens: Sequence[int], now: float) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.retention import Use
 
 NO_SLOT = -1
 """Stands for no slot. As the source of a start it stands for the state before the first token."""
+HEAD = struct.Struct("<QII32s32s")
+"""Head of a packed key: its length, the number of tokens in its tail, the bytes of the tail's digest, and two digests.
+
+These are its parent's and its tail's.
+"""
+TOKEN_BYTES = array("I").itemsize
 
 
 class StateKey(NamedTuple):
@@ -34,6 +41,36 @@ class StateKey(NamedTuple):
         tail = array("I", tokens[full * size : length])
         return cls(length, parent, tail, block_digests(parent, tail, size)[0] if tail else b"")
 
+    @property
+    def digest(self) -> bytes:
+        """The digest of all these tokens: that of the last KV block, full or not. It names the state."""
+        return self.tail_digest or self.parent
+
+    def packed(self) -> bytes:
+        """The key as bytes, for a tier that outlives the engine. Numbers of the tail are in the machine's order."""
+        head = HEAD.pack(self.length, len(self.tail), len(self.tail_digest), self.parent, self.tail_digest)
+        return head + self.tail.tobytes()
+
+    @staticmethod
+    def most_bytes(size: int) -> int:
+        """The most bytes of a packed key with blocks of `size` tokens."""
+        return HEAD.size + (size - 1) * TOKEN_BYTES
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> StateKey:
+        """The key of these bytes. Raises ValueError for bytes that `packed` did not give."""
+        if len(data) >= HEAD.size:
+            length, count, width, parent, digest = HEAD.unpack_from(data)
+            tail = array("I")
+            if (
+                len(data) == HEAD.size + count * TOKEN_BYTES
+                and length >= count
+                and width == (len(digest) if count else 0)
+            ):
+                tail.frombytes(data[HEAD.size :])
+                return cls(length, parent, tail, digest[:width])
+        raise ValueError(f"{len(data)} bytes are no key of a recurrent state")
+
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
@@ -50,6 +87,8 @@ class Snapshot:
     """When it was last used."""
     pins: int = 0
     """Number of copies of the next plan that read or write its slots."""
+    holds: int = 0
+    """Number of others that need its slot on the host to stay: a write to a lower tier, or a sequence that waits."""
     shared: bool = False
     """Whether it stands for a prefix that several sequences have had."""
     starts: int = 0
@@ -88,3 +127,37 @@ class NothingKept(Snapshot):
 
 
 NOTHING_KEPT: Snapshot = NothingKept()
+
+
+class StatesBelow(Protocol):
+    """The recurrent states on a tier below the host."""
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the tier has the state of this digest (`StateKey.digest`), or is being given it."""
+        ...
+
+    def keys(self, parent: bytes) -> Iterable[StateKey]:
+        """The keys with this parent of the states that the tier has."""
+        ...
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Take note that the copy of a snapshot to the host is complete, so that it can be written."""
+        ...
+
+
+class NoStatesBelow:
+    """No tier below the host (`StatesBelow`)."""
+
+    def has(self, digest: bytes) -> bool:
+        """False: there is no such tier."""
+        return False
+
+    def keys(self, parent: bytes) -> Iterable[StateKey]:
+        """Empty: there is no such tier."""
+        return ()
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Do nothing: there is no such tier."""
+
+
+NO_STATES_BELOW: StatesBelow = NoStatesBelow()

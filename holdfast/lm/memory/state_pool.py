@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.host_slots import HostSlots
 from holdfast.lm.memory.lowest_first import LowestFirst
 from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
-from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
+from holdfast.lm.memory.snapshots import NO_SLOT, NO_STATES_BELOW, NOTHING_KEPT, Snapshot, StateKey, StatesBelow
 from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, KeptInputs, StateCopy, StatePlan, StateShape
 
 
@@ -33,6 +34,10 @@ class StatePool:
     The recurrent layers keep the inputs of these tokens in `places`: free + verifying = all places. The plan after the
     result moves the state on by the accepted tokens, before it saves any state and before its segments run. So a place
     is free once the result is known: what the plan writes there comes later.
+
+    With a tier below the host (`serve_below`), each snapshot whose copy on the host is complete is offered to it. While
+    nobody needs the device, `flush` has all snapshots copied that only the device has. A state that comes back gets a
+    slot of the host (`reserve_on_host`, `cache_on_host`).
     """
 
     def __init__(
@@ -49,16 +54,18 @@ class StatePool:
         self.total = shape.snapshots
         self.host_total = shape.host_snapshots
         self.places = shape.places
+        self.slot_bytes = shape.slot_bytes
+        self.rule = rule
+        """Ranks the snapshots when a slot is needed."""
         self._copies_ahead = max(1, COPIES_AHEAD_BYTES // shape.slot_bytes)
         self._least_ready = max(1, int(shape.snapshots * low_water))
         self._pool = pool
-        self._rule = rule
         self._free = list(range(rows + shape.snapshots - 1, rows - 1, -1))
-        self._host_free = list(range(shape.host_snapshots - 1, -1, -1))
+        self._host = HostSlots(shape.host_snapshots)
         self._alone = LowestFirst(lambda each: each.slot != NO_SLOT and each.host == NO_SLOT, self._rank, self.total)
         """The snapshots that only the device has."""
         self._on_both = LowestFirst(lambda each: each.slot != NO_SLOT and each.host != NO_SLOT, self._rank, self.total)
-        self._on_host = LowestFirst(lambda each: each.is_on_host, self._rank, self.host_total)
+        self._on_host = LowestFirst(lambda each: each.is_on_host and not each.holds, self._rank, self._host.total)
         self._count = 0
         """Number of snapshots in `_kept`."""
         self._kept: dict[bytes, list[Snapshot]] = {}
@@ -82,6 +89,9 @@ class StatePool:
         """The places of the tokens by which the next plan moves states on, by row."""
         self._may_swap_out = False
         """Whether the last plan may have left snapshots to copy to the host."""
+        self._below = NO_STATES_BELOW
+        self._flushing = False
+        """Whether the next plan copies snapshots to the host however many slots are free: nobody needs the device."""
         self._uses = 0
         self.saved = 0
         """Number of snapshots made so far."""
@@ -126,8 +136,8 @@ class StatePool:
             "snapshots_dropped": self.dropped,
             "snapshots_swapped_out": self.swapped_out,
             "snapshots_swapped_in": self.swapped_in,
-            "host_snapshots_total": self.host_total,
-            "host_snapshots_kept": self.host_total - len(self._host_free),
+            "host_snapshots_total": self._host.total,
+            "host_snapshots_kept": self._host.kept,
             "snapshot_hits": self.hits,
             "snapshot_tokens": self.tokens_found,
         }
@@ -150,15 +160,44 @@ class StatePool:
                 return max(serving, key=lambda snapshot: snapshot.length)
         return NOTHING_KEPT
 
+    def find_anywhere(self, root: bytes, digests: Sequence[bytes], tokens: Sequence[int]) -> StateKey:
+        """The key of the longest state of a prefix of these tokens that any tier has, also one below the host.
+
+        `digests` are those of the leading full blocks whose KV any tier has. The last token never counts.
+        """
+        for count in range(len(digests), -1, -1):
+            parent = digests[count - 1] if count else root
+            here = [*self._below.keys(parent), *(snapshot.key for snapshot in self._kept.get(parent, ()))]
+            serving = [key for key in here if self._begins(key, tokens) and self._has_tail_anywhere(key)]
+            if serving:
+                return max(serving, key=lambda key: key.length)
+        return NOTHING_KEPT.key
+
     def _serves(self, key: StateKey, tokens: Sequence[int]) -> bool:
         """Whether the tail of a key is that of these tokens, and its block is kept."""
-        tail = array("I", tokens[key.length - len(key.tail) : key.length])
-        return key.length < len(tokens) and tail == key.tail and (not tail or self._has(key.tail_digest))
+        return self._begins(key, tokens) and (not key.tail or self.has_block(key.tail_digest))
 
-    def _has(self, digest: bytes) -> bool:
-        """Whether a tier has the KV block of this digest."""
+    @staticmethod
+    def _begins(key: StateKey, tokens: Sequence[int]) -> bool:
+        """Whether the tail of a key is that of these tokens, and a token follows it."""
+        return key.length < len(tokens) and key.tail == array("I", tokens[key.length - len(key.tail) : key.length])
+
+    def _has_tail_anywhere(self, key: StateKey) -> bool:
+        """Whether any tier has the KV block of a key's tail, if it has a tail."""
+        return not key.tail or self.has_block(key.tail_digest) or self._pool.is_below(key.tail_digest)
+
+    def has_block(self, digest: bytes) -> bool:
+        """Whether the device or the host has the KV block of this digest."""
         pool = self._pool
         return pool.find_all((digest,)) != [None] or pool.find_on_host(digest) is not None
+
+    def _same(self, key: StateKey) -> list[Snapshot]:
+        """The snapshot of the same tokens, if the device or the host has one."""
+        return [other for other in self._kept.get(key.parent, ()) if other.key.tail == key.tail]
+
+    def has(self, key: StateKey) -> bool:
+        """Whether the device or the host has a snapshot of these tokens."""
+        return bool(self._same(key))
 
     def touch(self, snapshot: Snapshot, now: float) -> None:
         """Count a snapshot as used now."""
@@ -172,7 +211,7 @@ class StatePool:
         none if the next plan needs all slots.
         """
         key = snapshot.key
-        same = [other for other in self._kept.get(key.parent, ()) if other.key.tail == key.tail]
+        same = self._same(key)
         for other in same:
             self.touch(other, now)
         if same or not self._find_room(now):
@@ -182,12 +221,16 @@ class StatePool:
         self.touch(snapshot, now)
         if self._length_before(snapshot):
             snapshot.previous.is_continued = True
-        self._kept.setdefault(key.parent, []).append(snapshot)
-        self._count += 1
+        self._keep(snapshot)
         self._saves.append((row, snapshot))
         self.saved += 1
-        self._may_swap_out = self.host_total > 0
+        self._may_swap_out = self._host.total > 0
         return True
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        """Let a snapshot be found."""
+        self._kept.setdefault(snapshot.key.parent, []).append(snapshot)
+        self._count += 1
 
     def announce(self, snapshot: Snapshot, name: str) -> None:
         """Say that the sequence with this id will save this state on the way (`save_after`)."""
@@ -212,7 +255,7 @@ class StatePool:
         if snapshot is not NOTHING_KEPT:
             snapshot.pins += 1
             snapshot.starts += 1
-            if snapshot.slot != NO_SLOT and snapshot.host != NO_SLOT and not self._host_free:
+            if snapshot.slot != NO_SLOT and snapshot.host != NO_SLOT and not (self._host.free or snapshot.holds):
                 self._leave_host(snapshot)  # it will stay on the device for some time
                 self._may_swap_out = True
             self.hits += 1
@@ -272,18 +315,23 @@ class StatePool:
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
         drafts = bool(self._drafts or self._accepted)
-        if not (drafts or self._saves or self._starts or self._later or self._may_swap_out):
+        if not (drafts or self._saves or self._starts or self._later or self._may_swap_out or self._flushing):
             return ()
+        # One or the other: a flush may take slots that a swap-out of the same plan would fill.
+        leaving = self._flush(now) if self._flushing else self._swap_out(now)
+        self.swapped_out += len(leaving)
         plan = StatePlan(
             replays=tuple([KeptInputs(row, places) for row, places in self._accepted.items() if places]),
             verifies=tuple(self._drafts),
             saves=tuple([StateCopy(row, snapshot.slot) for row, snapshot in self._saves]),
             starts=tuple([StateCopy(each.slot, row) for row, each in self._starts.items() if not each.is_on_host]),
             tails=tuple(self._tails.values()),
-            swap_out=self._swap_out(now),
+            swap_out=tuple([StateCopy(each.slot, each.host) for each in leaving]),
             swap_in=tuple([StateCopy(each.host, row) for row, each in self._starts.items() if each.is_on_host]),
         )
         self.swapped_in += len(plan.swap_in)
+        if plan.swap_out or plan.swap_in:
+            self._host.begin([(each, each.host) for each in leaving])
         for snapshot in (*(snapshot for _, snapshot in self._saves), *self._starts.values()):
             self._unpin(snapshot)
         for move in self._tails.values():
@@ -313,32 +361,146 @@ class StatePool:
     @property
     def _num_on_both(self) -> int:
         """Number of snapshots that have a slot in both tiers."""
-        on_device, on_host = self.total - len(self._free), self.host_total - len(self._host_free)
-        return on_device + on_host - self._count
+        return self.total - len(self._free) + self._host.kept - self._count
 
-    def _swap_out(self, now: float) -> tuple[StateCopy, ...]:
-        """Copy snapshots to the host, the lowest value first, if too few slots can be had at once."""
-        if not self._may_swap_out:
-            return ()
-        copies = list[StateCopy]()
-        while len(copies) < self._copies_ahead and len(self._free) + self._num_on_both < self._least_ready:
+    def _swap_out(self, now: float) -> list[Snapshot]:
+        """Give slots of the host to snapshots, the lowest value first, if too few slots can be had at once."""
+        leaving = list[Snapshot]()
+        while self._may_swap_out and len(leaving) < self._copies_ahead:
+            if len(self._free) + self._num_on_both >= self._least_ready:
+                break
             found = [each for each in self._alone.first(self.snapshots, now) if self._find_room_on_host(each, now)]
             if not found:
                 break
-            for snapshot in found:
-                snapshot.host = self._host_free.pop()
-                copies.append(StateCopy(snapshot.slot, snapshot.host))
-        self.swapped_out += len(copies)
-        self._may_swap_out = bool(copies or self._saves or self._starts)
-        return tuple(copies)
+            leaving += self._to_host(found)
+        self._may_swap_out = bool(leaving or self._saves or self._starts)
+        return leaving
+
+    def _to_host(self, snapshots: list[Snapshot]) -> list[Snapshot]:
+        for snapshot in snapshots:
+            snapshot.host = self._host.free.pop()
+        return snapshots
 
     def _find_room_on_host(self, snapshot: Snapshot, now: float) -> bool:
         """Make a slot of the host free for a snapshot, unless all that only the host has is worth at least as much."""
-        if not self._host_free:
+        if not self._host.free:
             for victim in self._on_host.first(self.snapshots, now):
                 if self._rank(victim, now) < self._rank(snapshot, now):
                     self._leave_host(victim)
-        return bool(self._host_free)
+        return bool(self._host.free)
+
+    # Tiers below the host.
+
+    def serve_below(self, below: StatesBelow) -> None:
+        """There is a tier below the host from now on."""
+        self._below = below
+
+    def flush(self, on: bool) -> None:
+        """Let the next plans copy snapshots to the host however many slots are free, as the device is idle; or not."""
+        self._flushing = on
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether the device has a snapshot, or a state that is to be saved, that no other tier has."""
+        return bool(self._saves) or any(True for _ in self._unflushed())
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether a plan could save a state, or copy a snapshot to the host that no other tier has."""
+        room = self._host.free or any(True for _ in self._safe_on_host())
+        return bool(self._saves) or (bool(room) and any(True for _ in self._unflushed()))
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether the next plan is to be made for `flush`."""
+        return self._flushing and self.can_flush
+
+    def _flush(self, now: float) -> list[Snapshot]:
+        """Give slots of the host to snapshots that only the device has, the highest value first."""
+        leaving = list[Snapshot]()
+        ranked = sorted(self._unflushed(), key=lambda each: self._rank(each, now), reverse=True)
+        for snapshot in ranked[: self._copies_ahead]:
+            if not self._find_room_to_flush(now):
+                break
+            leaving += self._to_host([snapshot])
+        return leaving
+
+    def _unflushed(self) -> Iterator[Snapshot]:
+        """The snapshots that only the device has."""
+        for each in self.snapshots():
+            if (
+                each.host == NO_SLOT
+                and not each.pins
+                and not self._below.has(each.key.digest)
+                and self._is_of_use(each.key)
+            ):
+                yield each
+
+    def _safe_on_host(self) -> Iterator[Snapshot]:
+        """The snapshots on the host that the tier below has, too."""
+        for each in self.snapshots():
+            if each.host != NO_SLOT and not each.pins and not each.holds and self._below.has(each.key.digest):
+                yield each
+
+    def _find_room_to_flush(self, now: float) -> bool:
+        """Make a slot of the host free, if need be that of a snapshot that the tier below has, too."""
+        if not self._host.free:
+            safe = [*self._safe_on_host()]
+            if safe:
+                self._leave_host(min(safe, key=lambda each: (each.is_on_host, self._rank(each, now))))
+        return bool(self._host.free)
+
+    def end_copies(self) -> None:
+        """Note that the oldest plan in flight that copies snapshots to the host or from there has ended."""
+        for snapshot in self._host.end():
+            self._below.offer(snapshot)
+
+    def reserve_on_host(self, now: float) -> int:
+        """Reserve a slot of the host for a state from below; NO_SLOT if half of the slots are needed for such states.
+
+        It may be filled once `is_quiet(mark)`, where `mark` is what it is now. `cache_on_host` or `cancel_on_host` ends
+        the reservation.
+        """
+        held = sum(each.holds > 0 and each.is_on_host for each in self.snapshots())
+        if held + len(self._host.reserved) >= max(1, self._host.total // 2):
+            return NO_SLOT
+        if not self._host.free:
+            both = (each for each in self.snapshots() if NO_SLOT not in (each.slot, each.host))
+            spare = next((each for each in both if not (each.holds or each.pins)), None)
+            for victim in self._on_host.first(self.snapshots, now) if spare is None else (spare,):
+                self._leave_host(victim)
+        return self._host.reserve() if self._host.free else NO_SLOT
+
+    @property
+    def host_slots(self) -> int:
+        """Number of slots for snapshots on the host."""
+        return self._host.total
+
+    @property
+    def mark(self) -> int:
+        """Number of plans so far that copy snapshots to the host or from there."""
+        return self._host.mark
+
+    def is_quiet(self, mark: int) -> bool:
+        """Whether no plan in flight reads or writes a slot of the host that was free when `mark` was taken."""
+        return self._host.is_quiet(mark)
+
+    def cache_on_host(self, slot: int, key: StateKey, now: float) -> Snapshot:
+        """Let the state in a reserved slot be found. Returns the snapshot of its tokens, which may be another one."""
+        for same in self._same(key):
+            self._host.cancel(slot)
+            return same
+        self._host.fill(slot)
+        snapshot = Snapshot(key, NOTHING_KEPT, host=slot)
+        self.touch(snapshot, now)
+        self._keep(snapshot)
+        return snapshot
+
+    def cancel_on_host(self, slot: int) -> None:
+        """Free a reserved slot: its state does not come."""
+        self._host.cancel(slot)
+
+    # Ranks.
 
     def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
         """The snapshot of the lowest rank goes first.
@@ -355,14 +517,22 @@ class StatePool:
         That is the retention value of Pensieve §4.3.1. A rule that does not go by cost gives 1 / age. The value is 0
         for a snapshot whose KV blocks are not kept.
         """
-        key, rule, cost = snapshot.key, self._rule, 1.0
-        full = key.length - len(key.tail)
-        if (full and not self._has(key.parent)) or (key.tail and not self._has(key.tail_digest)):
+        return self.value_of(snapshot.key, self._length_before(snapshot), snapshot.used, now)
+
+    def value_of(self, key: StateKey, first: int, used: Use, now: float) -> float:
+        """The value of a state of any tier that could be computed again from position `first` on."""
+        rule, cost = self.rule, 1.0
+        if not self._is_of_use(key):
             return 0.0
         if rule.eviction.by_cost:
-            first = self._length_before(snapshot)
             cost = rule.cost((first + key.length) // 2) * (key.length - first)
-        return cost / max(now - snapshot.used[0], MIN_AGE)
+        return cost / max(now - used[0], MIN_AGE)
+
+    def _is_of_use(self, key: StateKey) -> bool:
+        """Whether the last KV blocks before a state are kept, by a lower tier at least."""
+        full, pool = key.length - len(key.tail), self._pool
+        last = not full or self.has_block(key.parent) or pool.is_below(key.parent)
+        return last and self._has_tail_anywhere(key)
 
     def _length_before(self, snapshot: Snapshot) -> int:
         """Length of the snapshot from which this one could be computed again."""
@@ -378,7 +548,7 @@ class StatePool:
 
     def _leave_host(self, snapshot: Snapshot) -> None:
         """Free the slot on the host of a snapshot that the next plan does not need."""
-        self._host_free.append(snapshot.host)
+        self._host.free.append(snapshot.host)
         snapshot.host = NO_SLOT
         self._forget(snapshot)
 
@@ -391,6 +561,8 @@ class StatePool:
         self._count -= 1
         if not here:
             del self._kept[snapshot.key.parent]
+        if self._below.has(snapshot.key.digest):
+            return
         self.dropped += 1
         if snapshot.key.tail:
             self._pool.give_way([snapshot.key.tail_digest])

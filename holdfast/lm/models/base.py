@@ -213,6 +213,10 @@ class StateMemory:
     def swap_in(self, copies: Sequence[StateCopy]) -> None:
         """Copy states from slots on the host to slots on the device, on the current stream."""
 
+    def on_host(self, slot: int) -> tuple[memoryview, ...]:
+        """The bytes of the state in a slot on the host, in place: those of each tensor in turn."""
+        return ()
+
 
 NO_STATES = StateMemory()
 

@@ -13,7 +13,7 @@ from holdfast.lm.scheduler.paged import PagedBuilder
 from holdfast.lm.scheduler.part import Part, PartQueues
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.results import Submitted
-from holdfast.lm.types import StepResult
+from holdfast.lm.types import StatePlan, StepPlan, StepResult
 
 
 class HybridKind:
@@ -101,6 +101,13 @@ class SnapshotPart(Part):
         for entry in [entry for entry, state in self._held.items() if state not in self._states.coming]:
             del self._held[entry]
             self._queues.release(entry, self)
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        """Note that the plan's copies of states to the host or from there are complete."""
+        copies = plan.part(StatePlan)
+        if copies.swap_out or copies.swap_in:
+            self._states.end_copies()
+        return ()
 
     def stats(self) -> Mapping[str, int]:
         return self._states.stats()

@@ -86,6 +86,10 @@ class SchedulerStats:
     """Starts of sequences from a snapshot so far."""
     snapshot_tokens: int = 0
     """Tokens that these sequences did not have to compute."""
+    disk_snapshots_total: int = 0
+    """Places for snapshots on the disk."""
+    disk_snapshots_kept: int = 0
+    """Number of these places that hold a snapshot."""
     prefix_hits_on_disk: int = 0
     """Number of `prefix_hits` that came from the disk for their request."""
     prefix_hits_on_remote: int = 0

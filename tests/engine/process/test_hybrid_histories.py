@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.checkpoints import make
-from tests.hybrid_engines import play
+from tests.hybrid_engines import DiskHistory, play
 
 SEEDS = (0, 2, 3, 9)
 """Histories with preemption, and with snapshots that go to the host and come back."""
@@ -24,3 +24,14 @@ def test_answers_of_random_histories_are_those_of_transformers(tmp_path: Path) -
     assert seen["snapshots_dropped"] > 100
     assert seen["snapshots_swapped_in"] > 20
     assert seen["ties"] < seen["tokens"] / 100
+
+
+def test_answers_are_those_of_transformers_over_a_disk_and_many_restarts(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    module, seen = make(tmp_path, "Qwen3_5Text"), Counter[str]()
+    for seed in (1, 4):
+        seen += play(seed, module, tmp_path, 60, DiskHistory)
+    assert seen["restarts"] > 4
+    assert seen["prefix_hits_on_disk"] > 200
+    assert not seen["blocks_corrupt"]
+    assert seen["ties"] <= seen["tokens"] / 100

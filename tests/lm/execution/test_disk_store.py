@@ -318,6 +318,28 @@ def test_the_tier_s_own_blocks_do_not_count_as_used_by_others(tmp_path, monkeypa
         open_store(tmp_path, size)
 
 
+def test_a_store_below_another_counts_in_the_size_of_both(tmp_path, monkeypatch):
+    size, besides = 1_000_000, 3_000_000
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in ((LEAST_LEFT + size + besides, True), (LEAST_LEFT + size + besides - 100_000, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        if fits:
+            store = DiskStore(tmp_path / "a", size, 1000, IDENTITY, besides=besides)
+            DiskStore(store.directory / "states", size, 1000, IDENTITY).close()
+            store.close()
+        else:
+            with pytest.raises(ValueError, match=r"disk_cache_gb is 0\.004, and of the file system"):
+                DiskStore(tmp_path / "b", size, 1000, IDENTITY, besides=besides)
+
+
+def test_a_store_of_another_model_takes_the_one_below_it_along(tmp_path):
+    store, _ = open_store(tmp_path)
+    DiskStore(store.directory / "states", 1_000_000, 1000, IDENTITY).close()
+    store.close()
+    open_store(tmp_path, identity={**IDENTITY, "weights": "others"})[0].close()
+    assert not store.directory.exists()
+
+
 @pytest.mark.parametrize("fails", ["raises", "falls short"])
 def test_a_run_whose_write_fails_leaves_all_its_places_empty(tmp_path, monkeypatch, fails):
     store, _ = open_store(tmp_path)

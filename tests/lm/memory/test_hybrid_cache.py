@@ -5,8 +5,9 @@ import pytest
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import block_digests
-from holdfast.lm.memory.hybrid_cache import LONG, HybridCache
+from holdfast.lm.memory.hybrid_cache import LEAST_GAIN, LONG, HybridCache
 from holdfast.lm.memory.retention import RetentionRule
+from holdfast.lm.memory.snapshots import StateKey
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.types import BlockCopy, BlockMove, KeptInputs, StateCopy, StatePlan, StateShape, TierCopied
 from tests.hybrid import check_states
@@ -428,3 +429,74 @@ def test_places_of_accepted_tokens_serve_the_next_draft_of_the_same_plan():
     plan = memory.plan()
     assert plan.replays == (KeptInputs(0, places),)
     assert {*plan.verifies[0].places} < {*places}
+
+
+class Disk:
+    """A tier below the host that has all blocks and states of one conversation."""
+
+    def __init__(self, memory, tokens, length=None, gone=()):
+        length = len(tokens) if length is None else length
+        digests = block_digests(ROOT, tokens[: length // SIZE * SIZE], SIZE)
+        self.key = StateKey.of(ROOT, digests, tokens, length, SIZE)
+        self.blocks = [*digests, *([self.key.tail_digest] if self.key.tail else [])]
+        there = {digest for at, digest in enumerate(self.blocks) if at not in gone}
+        memory.pool.serve_below(there.__contains__)
+        memory.states.serve_below(self)
+
+    def has(self, digest):
+        return digest == self.key.digest
+
+    def keys(self, parent):
+        return [self.key] if parent == self.key.parent else []
+
+    def offer(self, snapshot):
+        raise AssertionError("nothing goes to the host in these tests")
+
+
+def test_a_sequence_lacks_the_blocks_the_tail_and_the_state_that_only_the_disk_has():
+    memory, tokens = Memory(), [*range(22)]
+    disk = Disk(memory, tokens)
+    lacking = memory.sequence().lacking([*tokens, 99])
+    assert lacking == {**dict(enumerate(disk.blocks)), -22: disk.key.digest} and len(disk.blocks) == 6
+
+
+def test_what_the_memory_has_of_a_start_is_not_lacking():
+    memory, tokens = Memory(), [*range(22)]
+    disk = Disk(memory, tokens)
+    memory.end(tokens[:4])
+    memory.run(tokens[:9])
+    lacking = memory.sequence().lacking([*tokens, 99])
+    assert [*lacking] == [2, 3, 4, 5, 4 - 22]
+    assert memory.sequence(None).lacking([*tokens, 99]) == {}, "a sequence that shares nothing finds nothing"
+    assert disk.key.length == 22
+
+
+def test_a_snapshot_in_memory_lacks_only_its_blocks():
+    memory, tokens = Memory(blocks=16), [*range(20)]
+    memory.end(tokens)
+    disk = Disk(memory, tokens)
+    assert memory.sequence().lacking([*tokens, 99]) == {}
+    memory.pool.allocate(12, 9.0)  # this evicts the last block
+    assert memory.sequence().lacking([*tokens, 99]) == {4: disk.blocks[4], -20: b""}
+
+
+@pytest.mark.parametrize("gone", [(0,), (3,), (5,)], ids=["the first block", "a block", "the tail"])
+def test_a_state_whose_blocks_are_not_all_on_the_disk_is_not_read(gone):
+    memory, tokens = Memory(), [*range(22)]
+    Disk(memory, tokens, gone=gone)
+    assert memory.sequence().lacking([*tokens, 99]) == {}
+
+
+def test_a_state_that_saves_few_tokens_is_not_read():
+    memory = Memory()
+    for length, read in ((LEAST_GAIN, True), (LEAST_GAIN - 1, False)):
+        Disk(memory, [*range(length)])
+        assert bool(memory.sequence().lacking([*range(length), 99])) == read
+
+
+def test_a_tail_for_which_the_pool_has_no_second_block_is_not_read():
+    tokens = [*range(22)]
+    for blocks, read in ((8, True), (6, False)):
+        memory = Memory(blocks=blocks)
+        Disk(memory, tokens)
+        assert bool(memory.sequence().lacking([*tokens, 99])) == read

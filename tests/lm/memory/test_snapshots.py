@@ -45,3 +45,32 @@ def test_a_snapshot_is_passed_once_its_only_conversation_has_gone_on(fields, pas
 
 def test_the_state_before_the_first_token_has_no_slot_and_comes_before_itself():
     assert (NOTHING_KEPT.length, NOTHING_KEPT.is_kept, NOTHING_KEPT.previous) == (0, False, NOTHING_KEPT)
+
+
+@pytest.mark.parametrize("length", [3, 4, 10, 11, 12])
+def test_a_key_survives_as_bytes(length):
+    key = StateKey.of(ROOT, DIGESTS, range(12), length, 4)
+    assert StateKey.unpacked(key.packed()) == key
+    assert len(key.packed()) <= StateKey.most_bytes(4)
+
+
+def test_a_key_with_the_longest_tail_takes_the_most_bytes():
+    assert len(StateKey.of(ROOT, DIGESTS, range(12), 11, 4).packed()) == StateKey.most_bytes(4)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"1234", lambda data: data[:20]])
+def test_bytes_of_another_length_are_no_key(change):
+    with pytest.raises(ValueError, match="bytes are no key of a recurrent state"):
+        StateKey.unpacked(change(StateKey.of(ROOT, DIGESTS, range(12), 10, 4).packed()))
+
+
+def test_a_key_shorter_than_its_tail_is_refused():
+    data = StateKey.of(ROOT, DIGESTS, range(12), 10, 4)._replace(length=1).packed()
+    with pytest.raises(ValueError, match="are no key"):
+        StateKey.unpacked(data)
+
+
+def test_a_state_is_named_by_the_digest_of_all_its_tokens():
+    assert StateKey.of(ROOT, DIGESTS, range(12), 8, 4).digest == DIGESTS[1]
+    key = StateKey.of(ROOT, DIGESTS, range(12), 10, 4)
+    assert key.digest == key.tail_digest

@@ -276,3 +276,167 @@ def test_no_rows_or_no_snapshots_are_refused():
     for rows, snapshots in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match=f"{rows} rows and {snapshots} snapshots"):
             StatePool(StateShape(snapshots=snapshots, slot_bytes=1), rows, BlockPool(4, SIZE), RetentionRule())
+
+
+class Below:
+    """A tier below the host, with the states of `keys`. It notes what it is offered."""
+
+    def __init__(self, *keys):
+        self.keys_there, self.offered = list(keys), []
+
+    def has(self, digest):
+        return digest in [key.digest for key in self.keys_there]
+
+    def keys(self, parent):
+        return [key for key in self.keys_there if key.parent == parent]
+
+    def offer(self, snapshot):
+        self.offered.append(snapshot)
+
+
+def with_disk(*keys, snapshots=3, host=2):
+    states = States(snapshots=snapshots, host=host)
+    states.pool.serve_below(below := Below(*keys))
+    return states, below
+
+
+def test_snapshots_go_to_the_host_while_the_device_is_idle_and_are_offered_once_they_are_there():
+    states, below = with_disk()
+    first, second = states.save(TURN), states.save(OTHER)
+    assert states.plan() == () and states.pool.unflushed and not states.pool.is_flushing
+    states.pool.flush(True)
+    assert states.pool.is_flushing
+    (plan,) = states.plan()
+    assert {copy.source for copy in plan.swap_out} == {first.slot, second.slot}
+    assert below.offered == [] and not states.pool.can_flush
+    states.pool.end_copies()
+    assert {*below.offered} == {first, second}
+    assert states.plan() == (), "nothing is left"
+
+
+def test_a_state_that_is_to_be_saved_asks_for_a_plan_while_the_device_is_idle():
+    states, _ = with_disk()
+    states.pool.save(0, states.snapshot(TURN), 1.0)
+    states.pool.flush(True)
+    assert states.pool.is_flushing
+    (plan,) = states.plan()
+    assert plan.saves and not plan.swap_out, "a plan copies to the host what plans before it have saved"
+    assert states.pool.is_flushing and states.plan()[0].swap_out
+
+
+def test_the_most_valuable_snapshot_is_flushed_first():
+    states, below = with_disk(host=1)
+    states.save(TURN)
+    long = states.save([*range(100, 140)])
+    states.pool.flush(True)
+    (plan,) = states.plan()
+    assert plan.swap_out == (StateCopy(long.slot, 0),)
+    assert not states.pool.can_flush, "what is on the host is nowhere else"
+    below.keys_there.append(long.key)
+    assert states.pool.can_flush and len(states.plan()[0].swap_out) == 1
+    assert (long.slot != NO_SLOT, long.host) == (True, NO_SLOT)
+
+
+def test_a_snapshot_that_the_disk_has_is_not_flushed_again():
+    states, below = with_disk()
+    below.keys_there.append(states.save(TURN).key)
+    states.pool.flush(True)
+    assert not states.pool.unflushed and states.plan() == ()
+
+
+def test_a_flush_takes_no_slot_that_the_same_plan_fills():
+    states = States(host=1, low_water=1.0)
+    states.pool.serve_below(below := Below())
+    states.pool.save(0, first := states.snapshot(TURN), 1.0)
+    states.pool.save(1, states.snapshot(OTHER), 9.0)
+    states.plan()
+    below.keys_there.append(first.key)
+    states.pool.flush(True)
+    (plan,) = states.plan()
+    assert [copy.target for copy in plan.swap_out] == [0]
+
+
+def test_a_held_snapshot_keeps_its_slot_on_the_host():
+    states, below = with_disk(host=1)
+    first = states.save(TURN)
+    states.pool.flush(True)
+    states.plan()
+    below.keys_there.append(first.key)
+    first.holds = 1
+    states.save(OTHER)
+    assert not states.pool.can_flush and states.plan() == ()
+    states.pool.start(0, first)
+    assert first.host == 0, "it is being written"
+    states.plan()
+    first.holds = 0
+    assert states.pool.can_flush
+
+
+def test_a_state_from_below_is_found_on_the_host():
+    states, _ = with_disk()
+    key = states.snapshot(TURN).key
+    slot = states.pool.reserve_on_host(1.0)
+    check_states(states.pool)
+    assert states.pool.find(ROOT, [key.parent], [*TURN, 4]) is NOTHING_KEPT
+    snapshot = states.pool.cache_on_host(slot, key, 1.0)
+    assert states.pool.find(ROOT, [key.parent], [*TURN, 4]) is snapshot and snapshot.is_on_host
+    states.pool.start(1, snapshot)
+    assert states.plan()[0].swap_in == (StateCopy(slot, 1),)
+    check_states(states.pool)
+
+
+def test_a_state_that_the_memory_has_got_meanwhile_gives_its_slot_back():
+    states, _ = with_disk()
+    slot = states.pool.reserve_on_host(1.0)
+    saved = states.save(TURN)
+    assert states.pool.cache_on_host(slot, saved.key, 1.0) is saved and saved.host == NO_SLOT
+    check_states(states.pool)
+
+
+def test_states_from_below_take_half_of_the_host_and_hold_it_while_sequences_wait():
+    states, _ = with_disk(host=4)
+    slots = [states.pool.reserve_on_host(1.0) for _ in range(3)]
+    assert slots[2] == NO_SLOT and NO_SLOT not in slots[:2]
+    snapshot = states.pool.cache_on_host(slots[0], states.snapshot(TURN).key, 1.0)
+    snapshot.holds = 1
+    assert states.pool.reserve_on_host(1.0) == NO_SLOT
+    states.pool.cancel_on_host(slots[1])
+    assert states.pool.reserve_on_host(1.0) != NO_SLOT
+
+
+def test_a_state_from_below_takes_the_slot_of_a_snapshot_that_the_device_has_too():
+    states, _ = with_disk(host=1)
+    both = states.save(TURN)
+    states.pool.flush(True)
+    states.plan()
+    mark = states.pool.mark
+    assert states.pool.reserve_on_host(1.0) == 0 and (both.host, both.is_kept) == (NO_SLOT, True)
+    assert not states.pool.is_quiet(mark), "the copy to this slot is under way"
+    states.pool.end_copies()
+    assert states.pool.is_quiet(mark)
+
+
+def test_the_longest_state_of_any_tier_is_known_by_its_key():
+    states, below = with_disk()
+    tokens = [*TURN, *OTHER, 11, 12]
+    key = states.snapshot(tokens).key
+    states.save(TURN)
+    digests = block_digests(ROOT, tokens[:8], SIZE)
+    assert states.pool.find_anywhere(ROOT, digests, [*tokens, 1]).length == 4
+    below.keys_there.append(key)
+    assert states.pool.find_anywhere(ROOT, digests, [*tokens, 1]) == key
+    assert states.pool.find_anywhere(ROOT, digests, tokens).length == 4, "the last token must be computed"
+    assert states.pool.find_anywhere(ROOT, digests[:1], [*tokens, 1]).length == 4, "a block before it is gone"
+    assert states.pool.find_anywhere(ROOT, digests, [*tokens[:-1], 99, 1]).length == 4, "another tail"
+
+
+def test_the_tail_of_a_state_on_the_disk_stays_when_its_snapshot_leaves_the_memory():
+    states, below = with_disk(snapshots=1, host=0)
+    given_way = []
+    states.blocks.give_way = given_way.append
+    first = states.save([*TURN, 1])
+    below.keys_there.append(first.key)
+    second = states.save([*OTHER, 1])
+    assert (first.is_kept, given_way, states.pool.dropped) == (False, [], 0)
+    states.save([*THIRD, 1])
+    assert (given_way, states.pool.dropped) == ([[second.key.tail_digest]], 1)

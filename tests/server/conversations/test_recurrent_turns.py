@@ -107,6 +107,33 @@ def test_a_conversation_goes_on_after_a_kill_of_the_server(speaker: Speaker, tmp
         speaker.check_turn(client, text, previous, "And now?", cached=kept)
 
 
+def test_after_a_kill_the_next_turn_finds_its_blocks_and_its_state_on_the_disk(
+    speaker: Speaker, tmp_path: Path
+) -> None:
+    disk = ("--disk-cache-dir", str(tmp_path / "disk"), "--disk-cache-gb", "0.05", "--host-cache-gb", "0.02")
+    # Without a cost model, reading counts as cheaper than computing, however small the model is.
+    disk = (*disk, "--eviction", "lru")
+    options = (*speaker.options(tmp_path / "store.sqlite"), *disk)
+    with started(*options) as serving:
+        client = serving.client()
+        first, first_id, kept = speaker.check_turn(client, "", None, "Tell me of the sea.", cached=0)
+        text, previous, further = speaker.check_turn(client, first, first_id, "And then?", cached=kept)
+        blocks = further // 16 + 2  # each turn's last block is full only in part
+        eventually(lambda: (serving.gauge("disk_snapshots_kept"), serving.gauge("disk_blocks_cached")) == (2, blocks))
+        engines = serving.engine_pids()
+        os.kill(serving.process.pid, signal.SIGKILL)
+        serving.process.wait()
+    eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in engines))
+    with started(*options) as serving:
+        client = serving.client()
+        assert serving.gauge("disk_snapshots_kept") == 2
+        text, previous, kept_again = speaker.check_turn(client, text, previous, "Once more?", cached=further)
+        assert serving.gauge("prefix_tokens_hit_on_disk_total") == further
+        speaker.check_turn(client, text, previous, "And now?", cached=kept_again)
+        speaker.check_turn(client, first, first_id, "No, why?", cached=kept)  # a fork of the first turn
+        assert serving.gauge("prefix_tokens_hit_on_disk_total") >= further
+
+
 def test_chats_without_a_store_begin_at_the_end_of_the_last_turn(speaker: Speaker, tmp_path: Path) -> None:
     with started(*speaker.options(tmp_path / "store.sqlite")) as serving:
         client = serving.client()

@@ -23,11 +23,12 @@ from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
+from holdfast.lm.execution.state_pieces import StatePieces
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob, piece_bytes
-from holdfast.lm.types import EngineShape, LanguageLoop
+from holdfast.lm.types import EngineShape, LanguageLoop, StateShape
 from holdfast.loop.contracts import Clock
 from holdfast.training.base import digest_of_module
 
@@ -53,6 +54,11 @@ class Threads(Protocol):
 
     def take(self) -> list[TierDone]:
         """The jobs that have ended since the last call."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """The reason why the remote tier does not work; empty if it works, or if there is none."""
         ...
 
     def close(self) -> None:
@@ -120,6 +126,53 @@ class TierHandler(Handler):
                 return
 
 
+class JoinedThreads:
+    """The threads that move KV blocks, and those that move recurrent states (`Threads`)."""
+
+    def __init__(self, blocks: TierThreads, states: TierThreads) -> None:
+        self._blocks, self._states = blocks, states
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way, or has ended and was not taken."""
+        return self._blocks.busy or self._states.busy
+
+    @property
+    def trouble(self) -> str:
+        """The reason why the remote tier does not work; empty if it works, or if there is none."""
+        return self._blocks.trouble
+
+    def start(self, jobs: Iterable[TierJob]) -> None:
+        """Begin these jobs. A job of a state names its state."""
+        jobs = [*jobs]
+        self._states.start([job for job in jobs if job.state.pieces])
+        self._blocks.start([job for job in jobs if not job.state.pieces])
+
+    def take(self) -> list[TierDone]:
+        """The jobs that have ended since the last call."""
+        return [*self._states.take(), *self._blocks.take()]
+
+    def close(self) -> None:
+        """Stop after the jobs that have begun."""
+        self._states.close()
+        self._blocks.close()
+
+
+class RemoteBuilder(PartBuilder):
+    """Refuses a remote tier to an engine that cannot have one. `TierBuilder` builds it with the disk."""
+
+    name = "remote tier"
+
+    @staticmethod
+    def wanted(config: EngineConfig) -> bool:
+        return bool(config.remote_cache)
+
+    def allocated(self, shape: EngineShape) -> EngineShape:
+        """Raises ValueError."""
+        refuse_excluded([RemoteBuilder], self.site)
+        return shape
+
+
 class TierBuilder(PartBuilder):
     """Builds the threads that move blocks between the host tier and the tiers below it."""
 
@@ -154,7 +207,7 @@ class TierBuilder(PartBuilder):
         self._threads.close()
 
 
-def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape]:
+def open_tiers(site: Site, shape: EngineShape) -> tuple[Threads, EngineShape]:
     """The threads of the tiers below the host tier, and the engine's shape with them.
 
     State of other weights or another layout is never read. Raises ValueError and OSError.
@@ -176,11 +229,44 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
         remote = RemoteStore(config.remote_cache, device.block_bytes, identity)
         lower = replace(lower, remote_down=not answers_now(remote))
     if isinstance(config.disk_cache_dir, str):
-        disk = open_disk(config, config.disk_cache_dir, device.block_bytes, identity)
+        directory, size = Path(config.disk_cache_dir).expanduser(), config.disk_cache_bytes
+        if shape.states is not None:
+            return open_hybrid_tiers(site, shape, shape.states, directory, identity)
+        disk = DiskStore(directory, size, device.block_bytes, identity)
         lower = replace(lower, disk_blocks=disk.num_blocks, stored=tuple(disk.stored()))
     threads = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
     if lower.remote_down:
         threads.log_failure("remote", "does not work")
+    return threads, replace(shape, lower=lower)
+
+
+def open_hybrid_tiers(
+    site: Site, shape: EngineShape, states: StateShape, directory: Path, identity: dict[str, str]
+) -> tuple[Threads, EngineShape]:
+    """`open_tiers` for a model with recurrent layers: a store of blocks, and one of states in a directory below it.
+
+    The states have the share of the disk's size that they have of the cache.
+    """
+    config, device, memory = site.config, site.paged, site.paged.memory
+    own = int(config.disk_cache_bytes * config.snapshot_share)
+    piece = piece_bytes(lambda length: states.slot_bytes)
+    disk = DiskStore(directory, config.disk_cache_bytes - own, device.block_bytes, identity, besides=own)
+    try:
+        description = {"states": f"{device.model.spec.recurrent_layers} layers of {device.model.spec.state}"}
+        kept = DiskStore(disk.directory / "states", own, piece, identity | description)
+    except BaseException:
+        disk.close()
+        raise
+    found, damaged = kept.states()
+    if damaged:
+        log.warning("holdfast: %d recurrent states in %s were not whole and are dropped", damaged, directory)
+    snapshots = LowerShape(piece, disk_blocks=kept.num_blocks, states=tuple(found))
+    lower = LowerShape(device.block_bytes, disk.num_blocks, stored=tuple(disk.stored()), snapshots=snapshots)
+    clock, wake = site.clock, site.order.wake
+    threads = JoinedThreads(
+        TierThreads(HostBlocks(device.host_parts), disk, None, clock, wake),
+        TierThreads(StatePieces(memory.states, piece), kept, None, clock, wake),
+    )
     return threads, replace(shape, lower=lower)
 
 
@@ -199,7 +285,7 @@ def open_row_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineS
         "weights": digest_of_module(model.module, f"{model.architecture} by {code_of(model.module)}"),
         "layout": f"rows of {codec.description}, up to {model.max_model_len} positions",
     }
-    disk = open_disk(config, str(config.disk_cache_dir), size, identity)
+    disk = DiskStore(Path(str(config.disk_cache_dir)).expanduser(), config.disk_cache_bytes, size, identity)
     states, damaged = disk.states()
     if damaged:
         log.warning("holdfast: %d states in %s were not whole and are dropped", damaged, config.disk_cache_dir)
@@ -207,11 +293,6 @@ def open_row_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineS
         RowPieces(host, codec, size, pinned=device.kind == "cuda"), disk, None, site.clock, site.order.wake
     )
     return threads, replace(shape, lower=LowerShape(size, disk_blocks=disk.num_blocks, states=tuple(states)))
-
-
-def open_disk(config: EngineConfig, directory: str, block_bytes: int, identity: dict[str, str]) -> DiskStore:
-    """The disk tier of a configuration. Raises ValueError."""
-    return DiskStore(Path(directory).expanduser(), config.disk_cache_bytes, block_bytes, identity)
 
 
 def same_engine(shape: EngineShape) -> dict[str, str]:

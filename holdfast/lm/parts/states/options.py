@@ -13,8 +13,8 @@ class StateOptions(CoreConfig):
 
     snapshot_share: float = option(
         0.25,
-        "share of the cache's memory, on the device and on the host, for snapshots of recurrent states at the ends of "
-        "turns; for models with recurrent layers",
+        "share of the cache's memory, on the device, on the host and on the disk, for snapshots of recurrent states at "
+        "the ends of turns; for models with recurrent layers",
         between=(0.01, 0.9),
         executor="paged",
     )

@@ -332,6 +332,10 @@ class LowerTiers:
             self._begin("remote", "probe", [TierBlock(digest, index) for index, digest in rest.items()], fetch)
         return None if fetch.complete else fetch
 
+    def extend(self, fetch: Fetch, there: Mapping[int, bytes], now: float) -> None:
+        """Let a fetch have those of these blocks that the disk has: digests by place."""
+        self._ask("disk", there, fetch, now)
+
     def _ask(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
         """Let a fetch have these blocks of a tier, also if other fetches wait for them or they are still to be read."""
         lacking = {}

@@ -10,9 +10,11 @@ from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.tiers.hybrid_tiers import hybrid_tiers
 from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers
 from holdfast.lm.parts.tiers.row_tiers import RowTiers
 from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.hybrid import HybridKind
 from holdfast.lm.scheduler.part import Part, PartQueues
 from holdfast.lm.tiers import TierDone, TierJob, TierName
 from holdfast.lm.types import StepPlan, StepResult
@@ -21,7 +23,10 @@ NOTHING: Mapping[TierName, int] = {"disk": 0, "remote": 0}
 
 
 class BelowHost(Protocol):
-    """The account of the tiers below the host: `LowerTiers` for blocks, `RowTiers` for states of rows."""
+    """The account of the tiers below the host.
+
+    `LowerTiers` for blocks, `RowTiers` for states of rows, and `HybridTiers` for blocks and recurrent states.
+    """
 
     disk: HostPool | None
     """The blocks of the disk; None if there are none."""
@@ -166,10 +171,12 @@ class TierPart(Part):
         came, size, sequence = self._settle(entry), self._queues.pool.block_size, entry.sequence
         if sequence.preemptions or came is NOTHING:
             return
-        for tier, blocks in came.items():
-            self._hits[tier] += blocks * size
         host, _, _ = sequence.cached_by_tier
-        disk, remote = came["disk"] * size, came["remote"] * size
+        # Blocks without their recurrent state serve nothing, and a block may be full only in part.
+        disk = min(came["disk"] * size, sequence.cached_tokens)
+        remote = min(came["remote"] * size, sequence.cached_tokens - disk)
+        self._hits["disk"] += disk
+        self._hits["remote"] += remote
         sequence.cached_by_tier = max(0, host - disk - remote), disk, remote
 
     def ended(self, entry: Entry) -> None:
@@ -231,6 +238,9 @@ def make_parts(planning: Planning) -> tuple[TierPart, ...]:
         rows = cast(RowPool, planning.kind.memory)
         return (TierPart(RowTiers(rows, lower, None if cost is None else cost.recompute, planning.now)),)
     (pool,) = planning.kind.block_pools
+    if lower.snapshots is not None:
+        states = cast(HybridKind, planning.kind).states
+        return (TierPart(hybrid_tiers(pool, states, lower, lower.snapshots, cost, planning.now)),)
     again = None if cost is None else partial(cost.recompute, size)
     prices = Prices(again, block_size=size, block_bytes=lower.block_bytes)
     return (TierPart(LowerTiers(pool, lower, prices, planning.now)),)

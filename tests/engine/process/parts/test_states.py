@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.engine.process.build import build, build_engine
+from holdfast.engine.process.build import Engine, build, build_engine
+from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.types import LanguageLoop
@@ -138,6 +141,7 @@ def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> No
     [
         ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
         ({"pp": 2, "tp": 3}, "tp is 3; it must divide the model's 4 attention heads"),
+        ({"remote_cache": "redis://localhost:1", "host_cache_gb": 0.01}, "kept on the device, the host and a disk"),
     ],
 )
 def test_options_that_recurrent_layers_do_not_have_are_refused(
@@ -173,3 +177,89 @@ def test_turns_with_adapters_go_on_from_their_own_states(served: tuple[Any, Path
             prompts[name] = prompt + said + drawn(5, seed=turn + 3)
     assert len({*prompts.values()}) == 3
     engine.close()
+
+
+def with_disk(served: tuple[Any, Path], disk: Path, **changes: Any) -> Engine:
+    """An engine with a disk tier. With `lru` nothing is priced: a tiny model computes faster than a disk reads."""
+    options = {"host_cache_gb": 0.004, "disk_cache_dir": str(disk), "disk_cache_gb": 0.02, "eviction": "lru", **changes}
+    return build_engine(EngineConfig(model=str(served[1]), **SIZES, **options))
+
+
+def turn(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The answer to a prompt, and how many of its tokens were not computed. The engine then writes what is idle."""
+    handler, tokens, cached = engine.handler(TierHandler), tuple[int, ...](), 0
+    engine.loop.add(replace(request(name, prompt), arrival=time.monotonic()))
+    while engine.loop.stats().waiting or engine.loop.stats().running:
+        handler.exchange()
+        for output in engine.loop.step() or ():
+            tokens, cached = tokens + output.tokens, output.cached_tokens
+    handler.flush(engine.loop, 10)
+    return tokens, cached
+
+
+def conversation(engine: Engine, turns: int) -> tuple[int, ...]:
+    """The tokens of a conversation of this many turns, with the prompt of the next one."""
+    prompt = drawn(41, seed=1)
+    for number in range(turns):
+        said, _ = turn(engine, str(number), prompt)
+        prompt += said + drawn(7, seed=number + 2)
+    return prompt
+
+
+def test_an_engine_goes_on_from_what_another_has_left_on_the_disk(served: tuple[Any, Path], tmp_path: Path) -> None:
+    engine = with_disk(served, tmp_path / "disk")
+    prompt = conversation(engine, turns=2)
+    engine.close()
+    engine = with_disk(served, tmp_path / "disk")
+    assert engine.info.executor == "paged" and engine.loop.stats().disk_snapshots_kept == 2
+    assert turn(engine, "next", prompt) == (generated(served[0], prompt, 9), len(prompt) - 7 - 1)
+    stats = engine.loop.stats()
+    assert stats.prefix_hits_on_disk == len(prompt) - 8 and stats.blocks_corrupt == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("store", ["states", "blocks"])
+def test_a_flipped_bit_on_the_disk_costs_computing_and_no_wrong_token(
+    served: tuple[Any, Path], tmp_path: Path, store: str
+) -> None:
+    engine = with_disk(served, tmp_path / "disk")
+    prompt = conversation(engine, turns=1)
+    engine.close()
+    (path,) = (tmp_path / "disk").glob("kv-*/blocks" if store == "blocks" else "kv-*/states/kv-*/blocks")
+    data = bytearray(path.read_bytes())
+    at = next(at for at in range(256, len(data)) if data[at])  # after a state's description
+    data[at] ^= 1
+    path.write_bytes(data)
+    engine = with_disk(served, tmp_path / "disk")
+    assert turn(engine, "next", prompt) == (generated(served[0], prompt, 9), 0)
+    assert engine.loop.stats().blocks_corrupt == 1
+    engine.close()
+
+
+def test_a_state_that_a_kill_left_incomplete_is_dropped_at_the_start(
+    served: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = with_disk(served, tmp_path / "disk")
+    prompt = conversation(engine, turns=1)
+    engine.close()
+    (index,) = (tmp_path / "disk").glob("kv-*/states/kv-*/index")
+    has_pieces = index.read_bytes()[64:68] != bytes(4)  # a small state is one piece, which is there or not
+    with index.open("r+b") as file:
+        file.write(bytes(64))  # the entry of the first piece
+    with caplog.at_level(logging.WARNING, "holdfast.engine"):
+        engine = with_disk(served, tmp_path / "disk")
+    assert ("1 recurrent states in" in caplog.text) == has_pieces
+    assert engine.loop.stats().disk_snapshots_kept == 0
+    assert turn(engine, "next", prompt) == (generated(served[0], prompt, 9), 0)
+    engine.close()
+
+
+def test_the_snapshots_share_of_the_disk_follows_the_option(served: tuple[Any, Path], tmp_path: Path) -> None:
+    totals = []
+    for share in (0.25, 0.75):
+        engine = with_disk(served, tmp_path / "disk", snapshot_share=share)
+        stats = engine.loop.stats()
+        totals.append((stats.disk_snapshots_total, stats.disk_blocks_total))
+        engine.close()
+    (few, many_blocks), (many, few_blocks) = totals
+    assert many == pytest.approx(3 * few, abs=3) and many_blocks == pytest.approx(3 * few_blocks, abs=3)

@@ -21,6 +21,9 @@ BLOCK_BYTES = 1 << 20
 class FakeTiers:
     """A disk and a remote tier whose jobs end late, in any order, and not always well."""
 
+    bad_reads, bad_writes = 0.5, 0.2
+    """Shares of blocks that are not read or written."""
+
     def __init__(self, disk_blocks, choose):
         self.disk_blocks = disk_blocks
         self.choose = choose
@@ -54,7 +57,7 @@ class FakeTiers:
         if job.kind == "check":
             yield self.choose.choice(("done", "failed"))
         for at, block in enumerate(job.blocks):
-            bad = self.choose.random() < (0.5 if job.kind == "read" else 0.2)
+            bad = self.choose.random() < (self.bad_reads if job.kind == "read" else self.bad_writes)
             self.seen[job.tier, job.kind] += 1
             if job.kind == "probe":
                 yield "done" if block.digest in self.remote else "missing"

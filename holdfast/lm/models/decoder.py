@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear import layer_ops_for
@@ -63,6 +64,8 @@ class LayerWeights:
     shared_gate: torch.Tensor | None = None  # [1, hidden]: the gate of the shared expert, which is the MLP
     recurrent: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of a recurrent layer's mixer between the two projections (`RecurrentWeights.tensors`)."""
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors of `DecoderSpec.layer_tensors`, by field."""
 
 
 PLACES = {
@@ -139,7 +142,7 @@ class Decoder:
         self._bytes = 0
         self._no_norm = self._empty(0)
         """The empty weight that stands for a missing norm."""
-        self._tables = (names.embedding, names.positions)
+        self._tables = (names.embedding, names.positions, *decoder.token_tables)
         """Names of the tensors that are read row by row."""
         self._pairs = decoder.rope.pairs(decoder.head_dim)
         fields = names.fields
@@ -151,11 +154,11 @@ class Decoder:
         own = shard.own(decoder)
         tokens = vocabulary_piece(decoder, shard)
         self.embedding = self._fused((names.embedding,), (tokens,)) if shard.first else self._none
-        pieces = layer_pieces(decoder, shard)
+        kinds = [layer_pieces(each, shard) for each in decoder.layer_specs or (decoder,)]
         quantized = LINEAR_FIELDS if fp8 else ()
         # All weights that are quantized pass through one buffer. A buffer for each would fragment memory when it is
         # freed.
-        sizes = (elements_of(tuple(piece.shape for piece in pieces[field])) for field in quantized)
+        sizes = (elements_of(tuple(piece.shape for piece in kind[field])) for kind in kinds for field in quantized)
         self._unquantized = self._empty(max(sizes, default=0))
         self.layers = tuple(self._layer(index, quantized) for index in shard.layers)
         del self._unquantized
@@ -166,6 +169,13 @@ class Decoder:
         self.project_out = self._whole(names.project_out, width, hidden) if narrow and shard.last else None
         rows = decoder.position_rows if shard.first else 0
         self.positions = self._whole(names.positions, rows, hidden) if rows else None
+        self.tensors = {name: self._whole(name, *shape) for name, shape in decoder.tensors.items()}
+        """The tensors of `DecoderSpec.tensors`, by name."""
+        self.token_tables = {
+            name: self._fused((name,), (Piece(shape, (shard.vocabulary(shape[0]), range(shape[1]))),))
+            for name, shape in decoder.token_tables.items()
+        }
+        """This device's rows of `DecoderSpec.token_tables`, by name."""
         self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item() * decoder.stream_scale
         self.lm_head = self._lm_head(tokens)
         biased = decoder.head_bias and shard.last
@@ -179,7 +189,8 @@ class Decoder:
             None if window is None or window >= max_model_len else window
             for window in own.windows or (None,) * own.num_layers
         )
-        self._ops, self._local_ops = self._layer_ops(own, max_model_len)
+        self._max_model_len = max_model_len
+        self._ops, self._local_ops = self._layer_ops(own)
         self._mixers = self._make_mixers(windows, own.other_layers)
         if device.type == "cpu":
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
@@ -189,7 +200,7 @@ class Decoder:
             num_layers=sum(decoder.cached[shard.layers.start : shard.layers.stop]),
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
-            head_dim=decoder.head_dim,
+            head_dim=own.head_dim,
             vocab_size=decoder.vocab_size,
             own_vocab_size=len(tokens.own[0]),
             max_model_len=max_model_len,
@@ -202,6 +213,11 @@ class Decoder:
             last=shard.last,
             recurrent_layers=sum(decoder.recurrent),
             state=() if decoder.recurrence is None else decoder.recurrence.state(dtype),
+            shapes=tuple(
+                KVShape(each.num_kv_heads, each.head_dim, each.head_dim)
+                for each in own.layer_specs
+                if each.kv_source is None
+            ),
         )
 
     def _make_mixers(self, windows: Sequence[int | None], local: Sequence[bool]) -> tuple[Mixer, ...]:
@@ -253,36 +269,35 @@ class Decoder:
             return self.embedding
         return self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
 
-    def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
+    def _layer_ops(self, own: DecoderSpec) -> tuple[LayerOps, LayerOps]:
         """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""
+        ops, local = self._ops_of(own, own.rope), own.other_rope
+        return ops, ops if local is None else self._ops_of(own, local)
 
-        def frequencies(rope: Rope) -> torch.Tensor:
-            return rope.inverse_frequencies(own.head_dim, max_model_len).to(self._device)
-
+    def _ops_of(self, own: DecoderSpec, rope: Rope) -> LayerOps:
+        """The operations of layers with this rotation. `own` is the spec of this device's part."""
         shape = LayerShape(
             num_heads=own.num_heads,
-            num_kv_heads=own.num_kv_heads,
+            num_kv_heads=own.num_kv_heads if own.kv_source is None else 0,
             head_dim=own.head_dim,
             eps=own.rms_eps,
             activation=own.activation,
             dtype=self._dtype,
-            inverse_frequencies=frequencies(own.rope),
-            amplitude=own.rope.amplitude,
+            inverse_frequencies=rope.inverse_frequencies(own.head_dim, self._max_model_len).to(self._device),
+            amplitude=rope.amplitude,
             layer_norm=own.layer_norm,
             gated=own.gated,
             qk_norm_whole=own.qk_norm_whole,
             qk_layer_norm=own.qk_layer_norm,
             kv_copies=self.shard.copies(self.decoder.num_kv_heads),
+            unit_v_norm=own.unit_v_norm,
         )
-        ops, local = layer_ops_for(shape, self.group), own.other_rope
-        if local is None:
-            return ops, ops
-        shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
-        return ops, layer_ops_for(shape, self.group)
+        return layer_ops_for(shape, self.group)
 
     def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
         pieces = pieces_of_layer(self.decoder, self.shard, index)
-        family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
+        spec = self.decoder.of_layer(index)
+        family, weights = spec.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
         weights |= {"gate_up": self._none, "down": self._none.t()}
         if self.decoder.experts is not None and self.decoder.experts.sparse[index]:
             experts = read_experts(
@@ -313,6 +328,7 @@ class Decoder:
             weights["qkv"] = self._joined(weights["qkv"], weights.pop("mixer_in"), 0)
             weights["o"] = self._joined(weights["o"], weights.pop("mixer_out"), 1)
         weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
+        weights["more"] = {name: weights.pop(name) for name in spec.layer_tensors}
         return LayerWeights(**weights)
 
     def _joined(self, one: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:

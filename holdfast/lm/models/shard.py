@@ -67,6 +67,7 @@ class Shard:
             intermediate_size=spec.intermediate_size // self.tp,
             windows=spec.windows[self.layers.start : self.layers.stop],
             unrotated=spec.unrotated[self.layers.start : self.layers.stop],
+            layer_specs=tuple(map(self.own, spec.layer_specs[self.layers.start : self.layers.stop])),
         )
 
 
@@ -77,7 +78,13 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
             f"tp is {layout.tp} and pp is {layout.pp}; {spec.architecture} has recurrent layers, which one device "
             "computes: leave both out"
         )
-    check_tp(spec, layout.tp)
+    for each in (spec, *spec.layer_specs):
+        check_tp(each, layout.tp)
+    if layout.pp > 1 and (spec.token_tables or any(each.kv_source is not None for each in spec.layer_specs)):
+        raise ValueError(
+            f"pp is {layout.pp}; layers of {spec.architecture} read embeddings, or keys and values, of the first stage: "
+            "leave it out"
+        )
     stage = layout.stage_of(rank)
     stages = split_layers(
         spec.num_layers,
@@ -99,7 +106,7 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
 def check_tp(spec: DecoderSpec, tp: int) -> None:
     """Raise ValueError if `tp` devices cannot share the layers."""
     sizes = [("attention heads", spec.num_heads)]
-    if spec.experts is None or not all(spec.experts.sparse):
+    if spec.experts is None or spec.experts.beside_mlp or not all(spec.experts.sparse):
         sizes.append(("MLP columns", spec.intermediate_size))
     if spec.experts is not None:
         sizes.append(("columns of an expert", spec.experts.intermediate_size))
@@ -181,7 +188,7 @@ def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, tu
 
     Fields of recurrent layers and of shared experts are whole: devices do not share such layers.
     """
-    split, shapes = layer_pieces(spec, shard), shapes_of_layer(spec, layer)
+    split, shapes = layer_pieces(spec.of_layer(layer), shard), shapes_of_layer(spec, layer)
     whole = {field: tuple(Piece.all_of(*shape) for shape in parts) for field, parts in shapes.items()}
     return {field: split.get(field, pieces) for field, pieces in whole.items()}
 

@@ -135,7 +135,8 @@ def sort_kernel(
 def grouped_kernel(
     x, weight, scale, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs, inputs,
     x_stride, out_stride, alpha, limit,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, HALVED: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    HALVED: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -165,13 +166,13 @@ def grouped_kernel(
             _tile(
                 x, weight, scale, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
                 alpha, limit, first_output, expert, start, stop,
-                TOP_K, GATED, SCALED, CLAMPED, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
+                TOP_K, GATED, SCALED, CLAMPED, GELU, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
             )  # fmt: skip
             return
     _tile(
         x, weight, scale, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
         alpha, limit, first_output, expert, start, stop,
-        TOP_K, GATED, SCALED, CLAMPED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
+        TOP_K, GATED, SCALED, CLAMPED, GELU, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
     )  # fmt: skip
 
 
@@ -179,7 +180,8 @@ def grouped_kernel(
 def _tile(
     x, weight, scale, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride, alpha, limit,
     first_output, expert, start, stop,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The products of up to BLOCK_M pairs in [start, stop) with BLOCK_N outputs of their expert."""
@@ -228,7 +230,7 @@ def _tile(
         if GATED:
             up += tl.load(bias + first_row + outputs + row).to(tl.float32)[:, None]
     if GATED:
-        acc = gated_product(acc, up, alpha, limit, CLAMPED)
+        acc = gated_product(acc, up, alpha, limit, CLAMPED, GELU)
         target = place.to(tl.int64)
     else:
         if not SCALED:

@@ -120,13 +120,15 @@ class DecoderSpec:
 
     This spec then has the sizes of the first layer."""
     kv_source: int | None = None
-    """In the spec of one layer: the number of the earlier layer whose keys and values it reads; None: it has its own."""
+    """In the spec of one layer: the number of the earlier layer whose keys and values it reads; None: it has
+    its own."""
     layer_tensors: Mapping[str, Shape] = field(default_factory=dict)
     """Shapes of further tensors of a layer, by field. Every device holds them whole."""
     tensors: Mapping[str, Shape] = field(default_factory=dict)
     """Shapes of further tensors of the whole decoder, by name. Every device holds them whole."""
     token_tables: Mapping[str, Shape] = field(default_factory=dict)
-    """Shapes of further tables with a row for each token, by name. Devices share the rows, as those of the embedding."""
+    """Shapes of further tables with a row for each token, by name. Devices share the rows, as they do the
+    embedding's."""
 
     def of_layer(self, layer: int) -> DecoderSpec:
         """The spec of one layer."""

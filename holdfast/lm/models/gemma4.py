@@ -123,7 +123,7 @@ def _with_heads(common: DecoderSpec, kv_heads: int, head_dim: int) -> DecoderSpe
 
 def _of_layer(spec: DecoderSpec, config: Mapping[str, Any], kind: str, source: int | None) -> DecoderSpec:
     """The spec of one layer, from that of its type. `source` is the layer whose keys and values it reads, if any."""
-    qkv = QKV
+    qkv: tuple[str, ...] = QKV
     if config.get("attention_k_eq_v") and kind == FULL:
         qkv = (QKV[0], QKV[1], QKV[1])  # values are the keys before norm and rotation
     if source is not None:

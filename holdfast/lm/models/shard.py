@@ -82,8 +82,8 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
         check_tp(each, layout.tp)
     if layout.pp > 1 and (spec.token_tables or any(each.kv_source is not None for each in spec.layer_specs)):
         raise ValueError(
-            f"pp is {layout.pp}; layers of {spec.architecture} read embeddings, or keys and values, of the first stage: "
-            "leave it out"
+            f"pp is {layout.pp}; {spec.architecture} has layers that read embeddings, or keys and values, of an "
+            "earlier stage: leave it out"
         )
     stage = layout.stage_of(rank)
     stages = split_layers(

@@ -332,8 +332,9 @@ class LayerOps:
 
         qkv [T, (H + 2 Hkv) D] holds queries, keys and values, in this order. With q_norm and k_norm [D] (both or
         neither), queries and keys are normed within each head first; with `qk_norm_whole`, over all heads. For that and
-        for `qk_layer_norm`, qkv is written to. Without KV heads, qkv holds queries, and nothing is written. The first half of a head is rotated against its second half (the pairing
-        of GPT-NeoX and of Transformers). Caches and slot_mapping are those of `Attention.write`.
+        for `qk_layer_norm`, qkv is written to. The first half of a head is rotated against its second half (the pairing
+        of GPT-NeoX and of Transformers). Caches and slot_mapping are those of `Attention.write`. If the shape has no KV
+        heads, qkv holds queries alone, and nothing is written.
         """
         shape = self.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim

@@ -17,7 +17,7 @@ from holdfast.lm.kernels.fp8 import FP8
 
 FP8_CAPABILITY = (8, 9)
 """Lowest compute capability of GPUs that convert to and from e4m3. Triton compiles no such kernel for older ones."""
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """Largest head dimension that fits the tiles of the GPU kernels."""
 
 

@@ -190,6 +190,14 @@ EXCLUSIONS = (
         "adapters of a model with recurrent layers run on padded rows: set executor to padded, or leave it out",
     ),
     Exclusion(
+        "tuning", "layers of several sizes", "a model whose layers differ in heads cannot be tuned; leave tuning out"
+    ),
+    Exclusion(
+        "adapters",
+        "layers of several sizes",
+        "adapters of a model whose layers differ in heads run on padded rows: set executor to padded, or leave it out",
+    ),
+    Exclusion(
         "lower tiers",
         "recurrent layers",
         "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "
@@ -235,6 +243,8 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no native decoder")
     elif device.model.spec.recurrent_layers:
         found.add("recurrent layers")
+    elif device.model.decoder.layer_specs:
+        found.add("layers of several sizes")
     return found
 
 

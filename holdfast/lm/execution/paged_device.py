@@ -138,8 +138,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
-        return self.model.spec.num_layers
+        """Layers of the model that have attention."""
+        return self.model.spec.attention_layers
 
     @property
     def precision(self) -> str:
@@ -332,6 +332,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
         spec = self.model.spec
         weights = spec.weight_bytes // spec.dtype.itemsize
+        numbers = spec.num_heads * sum(shape.key_size for shape in spec.kv_shapes)
+        numbers = numbers * spec.attention_layers // spec.num_layers
         shape = EngineShape(
             model=self.name,
             precision=self.precision,
@@ -353,7 +355,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every
             # head. A weight in FP8 takes half the time, so it counts as half a weight.
-            attention_balance=max(1, weights // (2 * spec.num_heads * sum(shape.key_size for shape in spec.kv_shapes))),
+            attention_balance=max(1, weights // (2 * numbers)),
         )
         for part in self.parts:
             shape = part.shaped(shape)

@@ -112,6 +112,14 @@ class ModelSpec:
     shapes: tuple[KVShape, ...] = ()
     """What each layer keeps of a token, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
 
+    reading_layers: int = 0
+    """Number of layers that read the keys and values of another layer, and keep none."""
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers + self.reading_layers
+
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What each layer keeps of a token."""

@@ -213,6 +213,7 @@ class Decoder:
             last=shard.last,
             recurrent_layers=sum(decoder.recurrent),
             state=() if decoder.recurrence is None else decoder.recurrence.state(dtype),
+            reading_layers=sum(each.kv_source is not None for each in own.layer_specs),
             shapes=tuple(
                 KVShape(each.num_kv_heads, each.head_dim, each.head_dim)
                 for each in own.layer_specs

@@ -19,7 +19,7 @@ from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.models.loader import eos_token_ids, load, own_dtype
 from holdfast.lm.models.text_decoders import WITH_IMAGES
 from holdfast.lm.padded.loading import load_unmodified
-from tests.checkpoints import SIZES
+from tests.checkpoints import GEMMA_4, SIZES
 from tests.lm.execution.test_parity import run
 from tests.lm.execution.test_variants import case_of
 from tests.lm.models.test_quantized import difference, quantized
@@ -54,6 +54,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         dict(layer_types=["sliding_attention", "full_attention"], sliding_window=12),
         SIGLIP,
         dict(mm_tokens_per_image=4),
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "gemma4",
+        GEMMA_4,
+        SIGLIP | dict(model_type=..., num_hidden_layers=1, head_dim=16, position_embedding_size=16),
+        {},
     ),
     "InternVLForConditionalGeneration": (
         "internvl",

@@ -154,10 +154,8 @@ def test_a_checkpoint_as_published_has_the_tokens_of_transformers(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(whole))
     stored = load_file(tmp_path / "model.safetensors")
     moved = {"model.language_model." + name.removeprefix("model."): tensor for name, tensor in stored.items()}
-    moved |= dict.fromkeys(
-        (f"model.{tower}.weight" for tower in ("vision_tower.a", "embed_vision.b", "audio_tower.c", "embed_audio.d")),
-        torch.zeros(2),
-    )
+    towers = ("vision_tower.a", "embed_vision.b", "audio_tower.c", "embed_audio.d")
+    moved |= {f"model.{tower}.weight": torch.zeros(2) for tower in towers}
     if not differences:  # published checkpoints have these, and nothing reads them
         last = "model.language_model.layers.5.self_attn."
         moved |= {last + name: torch.zeros(3) for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight")}

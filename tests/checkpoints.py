@@ -262,6 +262,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", _COMMON),
     "gemma2": ("Gemma2", _COMMON | dict(sliding_window=8, query_pre_attn_scalar=16)),
     "gemma3": ("Gemma3Text", _COMMON | dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+    "gemma4": ("Gemma4Text", _COMMON | GEMMA_4 | dict(vocab_size_per_layer_input=TINY_VOCAB, sliding_window=8)),
     "gpt-oss": ("GptOss", _COMMON | dict(sliding_window=8) | _EXPERTS),
     "olmo": ("Olmo", _COMMON),
     "olmo2": ("Olmo2", _COMMON),

@@ -193,11 +193,6 @@ EXCLUSIONS = (
         "tuning", "layers of several sizes", "a model whose layers differ in heads cannot be tuned; leave tuning out"
     ),
     Exclusion(
-        "adapters",
-        "layers of several sizes",
-        "adapters of a model whose layers differ in heads run on padded rows: set executor to padded, or leave it out",
-    ),
-    Exclusion(
         "lower tiers",
         "recurrent layers",
         "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "

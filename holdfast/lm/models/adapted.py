@@ -56,11 +56,14 @@ class AdaptedModule:
     """Its outputs among those of the field."""
     inputs: int
     rows: torch.Tensor | None = None  # [outputs] int64
-    """For each of `columns`, the number of that output in the module itself; None: the order is the same."""
+    """For each of `columns`, the number of that output in the module itself; None: the order is the same.
+
+    An output may have two columns: where values are keys, those of both."""
 
     @property
     def outputs(self) -> int:
-        return int(self.columns.stop - self.columns.start)
+        """Number of outputs that the module has in an adapter's file."""
+        return int(self.columns.stop - self.columns.start) if self.rows is None else int(self.rows.max()) + 1
 
     def placed(self, of_module: torch.Tensor) -> torch.Tensor:
         """A tensor [outputs, ...] in the module's own order, put into the field's order."""
@@ -84,6 +87,8 @@ class AdaptedModules:
     """By short name, in the order of the fields and of their outputs."""
     sparse: tuple[bool, ...]
     """For each layer, whether experts replace its MLP, so that it has the modules of attention only."""
+    of_layers: tuple[Mapping[str, AdaptedModule], ...] = ()
+    """The modules of each layer, where layers differ; `modules` then has the first one of each name."""
 
     @property
     def num_layers(self) -> int:
@@ -94,14 +99,20 @@ class AdaptedModules:
         """The modules that every layer has."""
         return tuple(name for name in self.modules if all(self.has(layer, name) for layer in range(self.num_layers)))
 
+    def of_layer(self, layer: int) -> Mapping[str, AdaptedModule]:
+        """The modules that may be in a layer, by short name."""
+        return self.of_layers[layer] if self.of_layers else self.modules
+
     def has(self, layer: int, module: str) -> bool:
         """Whether a layer has a module."""
-        return not (self.sparse[layer] and self.modules[module].field in ("gate_up", "down"))
+        return module in self.of_layer(layer) and not (
+            self.sparse[layer] and self.modules[module].field in ("gate_up", "down")
+        )
 
     def fields(self, layer: int) -> dict[str, tuple[str, ...]]:
         """For each linear field that a layer has, its modules, from its first output on."""
         found: dict[str, tuple[str, ...]] = {}
-        for name, module in self.modules.items():
+        for name, module in self.of_layer(layer).items():
             if self.has(layer, name):
                 found[module.field] = (*found.get(module.field, ()), name)
         return found
@@ -113,7 +124,21 @@ class AdaptedModules:
 
 def adapted_modules(spec: DecoderSpec) -> AdaptedModules:
     """The modules of a decoder. A mixture of experts has those of the MLP only in layers without experts."""
-    sparse = spec.experts.sparse if spec.experts is not None else (False,) * spec.num_layers
+    replaced = spec.experts is not None and not spec.experts.beside_mlp
+    sparse = spec.experts.sparse if spec.experts is not None and replaced else (False,) * spec.num_layers
+    modules, names = dict[str, AdaptedModule](), dict[str, str]()
+    of_layers = [_modules(each, sparse) for each in spec.layer_specs]
+    for own_modules, own_names in of_layers or [_modules(spec, sparse)]:
+        modules, names = own_modules | modules, own_names | names
+    prefix, base = spec.names.layer, spec.names.base
+    others = [other + prefix.removeprefix(base) for other in reversed(spec.names.bases) if other]
+    return AdaptedModules(
+        AdaptedNames(names, (*others, prefix)), modules, sparse, tuple(own_modules for own_modules, _ in of_layers)
+    )
+
+
+def _modules(spec: DecoderSpec, sparse: tuple[bool, ...]) -> tuple[dict[str, AdaptedModule], dict[str, str]]:
+    """The modules of one layer, and their names after the layer's prefix, both by short name."""
     shapes, names = layer_shapes(spec), dict[str, str]()
     modules: dict[str, AdaptedModule] = {}
     for fused in LINEAR_FIELDS if not all(sparse) else ("qkv", "o"):
@@ -124,21 +149,21 @@ def adapted_modules(spec: DecoderSpec) -> AdaptedModules:
         at = 0
         for tensor in dict.fromkeys(stored):
             own = torch.cat([part for part, name in zip(rows, stored, strict=True) if name == tensor])
-            name = fused if stored.count(tensor) > 1 else short[stored.index(tensor)]
+            is_whole = len({part for part, name in zip(parts, stored, strict=True) if name == tensor}) > 1
+            name = fused if is_whole else short[stored.index(tensor)]
             identity = torch.equal(own, torch.arange(len(own)))
             columns = slice(at, at + len(own))
             modules[name] = AdaptedModule(fused, columns, shapes[fused][0][1], None if identity else own)
             names[name] = tensor.removesuffix(".weight")
             at = columns.stop
-    prefix, base = spec.names.layer, spec.names.base
-    others = [other + prefix.removeprefix(base) for other in reversed(spec.names.bases) if other]
-    return AdaptedModules(AdaptedNames(names, (*others, prefix)), modules, sparse)
+    return modules, names
 
 
 def part_names(spec: DecoderSpec, fused: str) -> tuple[str, ...]:
     """The short names of the parts of a linear field, from its first output on."""
     gate_up = ("gate", "up") if spec.gated else ("up",)
-    return {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": gate_up, "down": ("down",)}[fused]
+    qkv = ("q", "k", "v") if spec.kv_source is None else ("q",)
+    return {"qkv": qkv, "o": ("o",), "gate_up": gate_up, "down": ("down",)}[fused]
 
 
 def _rows(spec: DecoderSpec, fused: str, number: int, outputs: int) -> torch.Tensor:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.experts.experts import Experts
-from holdfast.lm.kernels.linear.layers import ACTIVATIONS, LayerOps, Normed, Rotation
-from holdfast.lm.kernels.lora.protocol import StepAdapters
-from holdfast.lm.models.attention_mixer import AttentionMixer, AttentionWeights
+from holdfast.lm.kernels.linear.layers import ACTIVATIONS, Change, LayerOps, Normed, Rotation
+from holdfast.lm.kernels.lora.protocol import LayerStacks, Lora, StepAdapters
+from holdfast.lm.models.attention_mixer import AttentionMixer, AttentionWeights, adapted
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder, LayerWeights, WeightSource
 from holdfast.lm.models.decoder_spec import DecoderSpec
@@ -30,6 +31,54 @@ class OwnHeadsMixer(AttentionMixer):
 
     def attend(self, ops: LayerOps, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         return super().attend(self._heads, qkv, step, rotations)
+
+
+class Changes:
+    """What adapters change of the products of one layer after its mixer. This base class is for a step without any."""
+
+    def __init__(self, ops: LayerOps) -> None:
+        self._ops = ops
+
+    @staticmethod
+    def of_layer(ops: LayerOps, index: int, adapters: StepAdapters | None, *, sampled: bool = False) -> Changes:
+        """The changes of a layer. Its rows are all tokens of the step, or only the `sampled` ones."""
+        if adapters is None:
+            return Changes(ops)
+        return AdaptedChanges(ops, adapters.layers[index], adapters, adapters.rows if sampled else adapters.tokens)
+
+    def of(self, x: torch.Tensor, field: str) -> Change | None:
+        """The change of the product of x with a layer's field, before its bias; None: there is none."""
+        return None
+
+    def gated(self, normed: torch.Tensor, gate_up: Weight) -> torch.Tensor:
+        """The input of the MLP's last product."""
+        inner: torch.Tensor = self._ops.gated_linear(normed, gate_up)
+        return inner
+
+
+class AdaptedChanges(Changes):
+    """The changes of a step's adapters."""
+
+    def __init__(self, ops: LayerOps, stacks: LayerStacks, adapters: StepAdapters, lora: Lora) -> None:
+        """`stacks` are those of the layer, and `lora` has the layer's rows."""
+        super().__init__(ops)
+        self._stacks, self._adapters, self._lora = stacks, adapters, lora
+
+    def of(self, x: torch.Tensor, field: str) -> Change | None:
+        stack, lora, scaled = getattr(self._stacks, field), self._lora, self._adapters.scaled
+
+        def change(projected: torch.Tensor) -> None:
+            lora.add(projected, x, stack)
+            if scaled:
+                lora.scale(projected, stack)
+
+        return change
+
+    def gated(self, normed: torch.Tensor, gate_up: Weight) -> torch.Tensor:
+        stack = self._stacks.gate_up
+        assert stack is not None
+        both = adapted(self._ops, self._ops.computed(normed), gate_up, None, stack, self._adapters, self._lora)
+        return self._ops.gate(both)
 
 
 class Gemma4Decoder(Decoder):
@@ -73,7 +122,6 @@ class Gemma4Decoder(Decoder):
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The rows of the stream and of the last mixer's output; the last layer's embeddings, if there are any."""
-        assert step.adapters is None  # refused where they are loaded
         ops = self._ops
         rotations = [ops.rotation(step.positions), self._local_ops.rotation(step.positions)]
         stream = self.embedded(step.ids, step.positions) if step.stream is None else step.stream
@@ -82,14 +130,16 @@ class Gemma4Decoder(Decoder):
         for index, mixer in enumerate(self._mixers):
             attended = mixer.mix(ops, normed, step, rotations)
             if index < len(self.layers) - 1 or not self.shard.last:
-                normed = self._ended(index, stream, attended, *inputs[index])
+                changes = Changes.of_layer(ops, index, step.adapters)
+                normed = self._ended(index, (stream, attended, *inputs[index]), changes)
         if not self.shard.last:
             return (stream,)
         rows = (stream, attended, *inputs[-1])
         return rows if step.sample_at is None else tuple(each.index_select(0, step.sample_at) for each in rows)
 
     def _last(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
-        return self._ended(len(self.layers) - 1, *rows)
+        last = len(self.layers) - 1
+        return self._ended(last, rows, Changes.of_layer(self._ops, last, adapters, sampled=True))
 
     def _inputs(self, ids: torch.Tensor, stream: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
         """For each layer its embeddings [T, width] of the tokens, if layers have any.
@@ -107,17 +157,31 @@ class Gemma4Decoder(Decoder):
         whole = (read + own.view_as(read)) * 2.0**-0.5
         return [(each.contiguous(),) for each in whole.unbind(1)]
 
-    def _ended(self, index: int, stream: torch.Tensor, attended: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Add the rest of a layer after its mixer to the stream, and return the stream normed for the next layer."""
-        ops, layer = self._ops, self.layers[index]
+    def _ended(self, index: int, rows: tuple[torch.Tensor, ...], changes: Changes) -> torch.Tensor:
+        """Add the rest of a layer after its mixer to the stream, and return the stream normed for the next layer.
+
+        `rows` are those of the stream, of the mixer's output, and of the layer's embeddings if there are any.
+        """
+        ops, layer, (stream, attended, *inputs) = self._ops, self.layers[index], rows
         normed = ops.add_linear_norm(
-            stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
+            stream,
+            attended,
+            layer.o,
+            layer.o_bias,
+            layer.post_norm,
+            out_norm=layer.attention_out_norm,
+            change=changes.of(attended, "o"),
         )
+        inner = changes.gated(normed, layer.gate_up)
+        down, change = layer.down, changes.of(inner, "down")
         if layer.experts is None:
-            inner = ops.gated_linear(normed, layer.gate_up)
-            ops.add_linear_norm(stream, inner, layer.down, None, self._no_norm, out_norm=layer.mlp_out_norm)
+            ops.add_linear_norm(stream, inner, down, None, self._no_norm, out_norm=layer.mlp_out_norm, change=change)
         else:
-            self._add_mixture(stream, ops.computed(normed), layer, layer.experts)
+            zeros, more = torch.zeros_like, layer.more
+            dense = ops.add_linear_norm(zeros(stream), inner, down, None, more["dense_out_norm"], change=change)
+            read = functional.rms_norm(stream, stream.shape[1:], eps=self.decoder.rms_eps)
+            mixed = ops.add_experts_norm(zeros(stream), read, layer.experts, more["experts_out_norm"])
+            stream += ops.norm(ops.computed(dense) + ops.computed(mixed), self._given(layer.mlp_out_norm))
         for each in inputs:
             gate = ACTIVATIONS[self.decoder.activation](ops.linear(stream, layer.more["input_gate"]))
             added = ops.linear(gate * each, layer.more["input_up"])
@@ -126,15 +190,9 @@ class Gemma4Decoder(Decoder):
         following = self.norm if index == len(self.layers) - 1 else self.layers[index + 1].input_norm
         return ops.norm(stream, following)
 
-    def _add_mixture(self, stream: torch.Tensor, normed: torch.Tensor, layer: LayerWeights, experts: Experts) -> None:
-        """Add the MLP's output for `normed`, and that of experts for the stream, each normed, to the stream."""
-        ops, more = self._ops, layer.more
-        read = functional.rms_norm(stream, stream.shape[1:], eps=self.decoder.rms_eps)
-        inner, nothing = ops.gated_linear(normed, layer.gate_up), torch.zeros_like
-        dense = ops.add_linear_norm(nothing(stream), inner, layer.down, None, more["dense_out_norm"])
-        mixed = ops.add_experts_norm(nothing(stream), read, experts, more["experts_out_norm"])
-        both = ops.computed(dense) + ops.computed(mixed)
-        stream += ops.norm(both, layer.mlp_out_norm if layer.mlp_out_norm is not None else self._no_norm)
+    def _given(self, norm: torch.Tensor | None) -> torch.Tensor:
+        """A norm, or the empty weight that stands for a missing one."""
+        return self._no_norm if norm is None else norm
 
 
 def _folded(experts: Experts, more: Mapping[str, torch.Tensor]) -> Experts:

@@ -206,7 +206,7 @@ class ModulePiece:
 
 
 def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, ModulePiece]]:
-    """For each module that an adapter may change, the device's pieces of it, by part.
+    """For each module of one layer that an adapter may change, the device's pieces of it, by part.
 
     An adapter's B is split as the rows of these pieces, and its A as the columns. So the sum over devices of the
     adapter's parts is the whole adapter's output, like the sum of the layer's parts. A fused module has several parts
@@ -219,7 +219,7 @@ def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, Module
         for part, piece in zip(part_names(spec, module.field), fields[module.field], strict=True):
             rows, columns = piece.own
             offset = whole_at - module.columns.start
-            if 0 <= offset < module.outputs:
+            if 0 <= offset < module.columns.stop - module.columns.start:
                 parts[part] = ModulePiece(
                     slice(offset + rows.start, offset + rows.stop),
                     slice(columns.start, columns.stop),
@@ -228,19 +228,28 @@ def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, Module
             whole_at, own_at = whole_at + piece.whole[0], own_at + len(rows)
         if shard.tp == 1:
             inputs = next(iter(parts.values())).inputs
-            parts = {name: ModulePiece(slice(0, module.outputs), inputs, module.columns)}
+            whole = slice(0, module.columns.stop - module.columns.start)
+            parts = {name: ModulePiece(whole, inputs, module.columns)}
         found[name] = parts
     return found
 
 
 def own_modules(spec: DecoderSpec, shard: Shard) -> AdaptedModules:
     """The modules of the device's part of a decoder, for adapters of `own_adapter`."""
-    base, modules = adapted_modules(spec), {}
+    base = adapted_modules(spec)
+    of_layers = tuple(_own_modules(each, shard) for each in spec.layer_specs[shard.layers.start : shard.layers.stop])
+    modules = of_layers[0] if of_layers else _own_modules(spec, shard)
+    return AdaptedModules(base.names, modules, base.sparse[shard.layers.start : shard.layers.stop], of_layers)
+
+
+def _own_modules(spec: DecoderSpec, shard: Shard) -> dict[str, AdaptedModule]:
+    """The modules of the device's part of one layer."""
+    base, modules = adapted_modules(spec).modules, {}
     for name, parts in module_pieces(spec, shard).items():
         pieces = [*parts.values()]
         columns, inputs = slice(pieces[0].columns.start, pieces[-1].columns.stop), pieces[0].inputs
-        modules[name] = AdaptedModule(base.modules[name].field, columns, inputs.stop - inputs.start)
-    return AdaptedModules(base.names, modules, base.sparse[shard.layers.start : shard.layers.stop])
+        modules[name] = AdaptedModule(base[name].field, columns, inputs.stop - inputs.start)
+    return modules
 
 
 def own_adapter(weights: AdapterWeights, spec: DecoderSpec, shard: Shard) -> AdapterWeights:
@@ -248,16 +257,17 @@ def own_adapter(weights: AdapterWeights, spec: DecoderSpec, shard: Shard) -> Ada
 
     The rows of B are in the order of the device's fields.
     """
-    pieces, modules, pairs = module_pieces(spec, shard), adapted_modules(spec).modules, {}
+    base, pairs = adapted_modules(spec), {}
+    kinds = [module_pieces(each, shard) for each in spec.layer_specs or (spec,)]
 
-    def rows(module: str, whole: torch.Tensor) -> torch.Tensor:
-        placed = modules[module].placed(whole)
-        return torch.cat([placed[piece.outputs] for piece in pieces[module].values()])
+    def rows(layer: int, module: str, whole: torch.Tensor) -> torch.Tensor:
+        placed, pieces = base.of_layer(layer)[module].placed(whole), kinds[layer % len(kinds)][module]
+        return torch.cat([placed[piece.outputs] for piece in pieces.values()])
 
     for (layer, module), pair in weights.pairs.items():
         if layer in shard.layers:
-            inputs = next(iter(pieces[module].values())).inputs
-            magnitude = None if pair.magnitude is None else rows(module, pair.magnitude)
-            own = LoraPair(pair.a[:, inputs], rows(module, pair.b), pair.scale, magnitude)
+            inputs = next(iter(kinds[layer % len(kinds)][module].values())).inputs
+            magnitude = None if pair.magnitude is None else rows(layer, module, pair.magnitude)
+            own = LoraPair(pair.a[:, inputs], rows(layer, module, pair.b), pair.scale, magnitude)
             pairs[layer - shard.layers.start, module] = own
     return AdapterWeights(pairs, weights.names)

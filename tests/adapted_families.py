@@ -59,7 +59,8 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def every_linear(module: Any) -> list[str]:
     """The linear modules of a layer that PEFT's "all-linear" finds, by the ends of their names.
 
-    Of a mixture of experts only attention's: PEFT makes the others' names those of the experts.
+    Of a mixture of experts only attention's, and those of an MLP that is beside the experts: PEFT makes the others'
+    names those of the experts.
     """
     prefixes = ("model.layers.", "model.decoder.layers.", "transformer.h.")
     found: Any = {}
@@ -69,7 +70,9 @@ def every_linear(module: Any) -> list[str]:
             found[name.removeprefix(prefix).partition(".")[2]] = None
     experts = any("experts" in name for name, _ in module.named_modules())
     found = [name for name in found if not name.startswith("per_layer")]  # those of Gemma 4 take no adapters
-    return [name for name in found if name.startswith("self_attn") or not experts]
+    beside = any(name.endswith("layers.0.experts") for name, _ in module.named_modules())
+    plain = ("self_attn", "mlp") if beside else ("self_attn",)
+    return [name for name in found if name.startswith(plain) or not experts]
 
 
 @dataclass

@@ -241,6 +241,32 @@ def test_the_mlp_of_a_mixture_s_dense_layers_takes_adapters(tmp_path: Path) -> N
     engine.close()
 
 
+def test_the_mlp_beside_the_experts_of_a_gemma_4_takes_adapters(tmp_path: Path) -> None:
+    _, stem, differences = NATIVE_FAMILIES["gemma4-mixture"]
+    module = tiny(stem, **differences)
+    module.save_pretrained(tmp_path / "base")
+    model = load(tmp_path / "base", device="cpu", dtype="float32")
+    assert isinstance(model, Decoder)
+    weights = drawn(model.decoder, 4, seed=3)
+    assert {layer for layer, name in weights.pairs if name == "gate"} == {0, 1, 2}
+    engine = Engine(model, slots=1)
+    adapter = engine.register("a", write(tmp_path / "a", weights))
+    prompt, params = prompts(1)[0], SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    engine.add(Request("0", prompt, params), adapter)
+    assert engine.run() == {"0": generated(merged(module, weights), prompt, GENERATED)}
+    engine.close()
+
+
+def test_a_module_that_a_layer_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    _, stem, differences = NATIVE_FAMILIES["gemma4"]
+    spec = native_spec({**tiny(stem, **differences).config.to_dict(), "architectures": ["Gemma4ForCausalLM"]})
+    path = write(tmp_path, drawn(spec, 2, seed=0)) / WEIGHTS_FILE
+    tensors = load_file(path)
+    save_file({**tensors, "base_model.model.model.layers.5.self_attn.k_proj.lora_A.weight": torch.zeros(2, 64)}, path)
+    with pytest.raises(UnsupportedAdapter, match=r"k_proj.* of layer 5, which has no such module"):
+        read_peft(tmp_path, spec)
+
+
 def test_a_gemma_3_that_sees_reads_the_names_of_its_language_model(tmp_path: Path) -> None:
     case = family("gemma3", tmp_path)
     whole = replace(

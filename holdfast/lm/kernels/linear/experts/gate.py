@@ -40,7 +40,8 @@ def gated_product(gate, up, alpha, limit, CLAMPED: tl.constexpr, GELU: tl.conste
         result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
     elif GELU:
         # gelu(x) = x / (1 + exp(-2 z)) with z = sqrt(2 / pi) (x + 0.044715 x^3), as 1 + tanh(z) = 2 / (1 + exp(-2 z))
-        result = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        result = gate / (1.0 + tl.exp(tl.minimum(exponent, 80.0))) * up  # exp overflows from 89 on
     else:
         result = gate / (1.0 + tl.exp(-gate)) * up
     return result

@@ -509,6 +509,12 @@ def gemma4(config: Mapping[str, Any]) -> DecoderSpec:
     return gemma4_spec(config, shared(gemma4_config(config)))
 
 
+def gemma4_unified(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Gemma 4 12B: a Gemma 4 without embeddings for each layer, and without experts."""
+    defaults = dict(max_position_embeddings=262_144, sliding_window=1024, hidden_size_per_layer_input=0)
+    return gemma4({**defaults, **config})
+
+
 def named(**changed: str) -> WeightNames:
     """Llama's tensor names, with some of them changed."""
     return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
@@ -563,6 +569,7 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gemma4_text": gemma4,
+    "gemma4_unified_text": gemma4_unified,
     "gpt_oss": gpt_oss,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,

@@ -56,7 +56,7 @@ FIELDS = {
 QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 UNREAD = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "v_norm.weight")
 """Tensors of attention that a checkpoint may hold for a layer that reads another one's keys and values."""
-OTHERS = ("model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+OTHERS = tuple(f"model.{name}." for name in ("vision_embedder", "embed_vision", "audio_tower", "embed_audio"))
 """Beginnings of the names of tensors that only images and sound need, besides those of other families."""
 INPUT_TABLE = "model.embed_tokens_per_layer.weight"
 INPUT_PROJECTION = "model.per_layer_model_projection.weight"

@@ -49,10 +49,6 @@ class KVShape(NamedTuple):
             )
         return 2 if self.value_size else 1
 
-    def numbers(self, block_size: int) -> int:
-        """Numbers in a block of `block_size` tokens of one layer."""
-        return self.planes * block_size * self.heads * self.key_size
-
 
 class LayerPlace(NamedTuple):
     """The place of one layer in a cache."""

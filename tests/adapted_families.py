@@ -59,8 +59,8 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def every_linear(module: Any) -> list[str]:
     """The linear modules of a layer that PEFT's "all-linear" finds, by the ends of their names.
 
-    Of a mixture of experts only attention's, and those of an MLP that is beside the experts: PEFT makes the others'
-    names those of the experts.
+    A mixture of experts has only those of attention, and those of an MLP next to the experts: PEFT makes the names of
+    others those of the experts.
     """
     prefixes = ("model.layers.", "model.decoder.layers.", "transformer.h.")
     found: Any = {}

@@ -87,14 +87,14 @@ GEMMA_4_DENSE: dict[str, Any] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
 }
-"""What a larger Gemma 4 has instead: fewer KV heads, whose values are the keys, in layers of full attention (31B)."""
+"""The differences of a larger Gemma 4: fewer KV heads, whose values are the keys, in layers of full attention (31B)."""
 GEMMA_4_MIXTURE: dict[str, Any] = GEMMA_4_DENSE | {
     "enable_moe_block": True,
     "num_experts": 6,
     "top_k_experts": 3,
     "moe_intermediate_size": 40,
 }
-"""The same with experts beside the MLP (26B-A4B)."""
+"""A larger Gemma 4 with experts next to the MLP (26B-A4B)."""
 
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "Llama": {},

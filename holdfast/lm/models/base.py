@@ -110,7 +110,7 @@ class ModelSpec:
     state: tuple[StateTensor, ...] = ()
     """The tensors of the state that each of these layers keeps of a sequence."""
     shapes: tuple[KVShape, ...] = ()
-    """What each layer keeps of a token, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
+    """The sizes of each layer's keys and values, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
 
     reading_layers: int = 0
     """Number of layers that read the keys and values of another layer, and keep none."""
@@ -122,7 +122,7 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer keeps of a token."""
+        """The sizes of each layer's keys and values."""
         return self.shapes or (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     @property

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = dict(
 """Transformers' defaults, which published configs may leave out."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 EVERY = 6
-"""One of so many layers has full attention unless the config lists the layers' types."""
+"""Every sixth layer has full attention unless the config lists the layers' types."""
 GLOBAL_HEAD_DIM = 512
 """Size of a head in layers of full attention unless the config gives one."""
 ROPES: dict[str, dict[str, Any]] = {
@@ -243,7 +243,7 @@ def input_table(config: Mapping[str, Any], layers: int, width: int) -> dict[str,
 
 
 def experts_of(config: Mapping[str, Any], layers: int) -> ExpertSpec:
-    """Experts beside the MLP of every layer; shares are normalized."""
+    """Experts next to the MLP of every layer; shares are normalized."""
     count, chosen = at_least_one(config, "num_experts", 0), at_least_one(config, "top_k_experts", 0)
     if chosen > min(count, MOST_CHOSEN):
         raise UnsupportedCheckpoint(

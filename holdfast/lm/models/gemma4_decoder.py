@@ -34,7 +34,7 @@ class OwnHeadsMixer(AttentionMixer):
 
 
 class Changes:
-    """What adapters change of the products of one layer after its mixer. This base class is for a step without any."""
+    """The changes of adapters to the products of one layer after its mixer. This base class makes none."""
 
     def __init__(self, ops: LayerOps) -> None:
         self._ops = ops

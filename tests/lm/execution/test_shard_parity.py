@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 GEMMAS: dict[str, dict[str, Any]] = {
     "e2b": {"vocab_size_per_layer_input": 400},  # embeddings for each layer, layers that read earlier keys
     "dense": GEMMA_4_DENSE,  # one KV head with keys as values in layers of full attention
-    "mixture": GEMMA_4_MIXTURE,  # experts beside the MLP
+    "mixture": GEMMA_4_MIXTURE,  # experts next to the MLP
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

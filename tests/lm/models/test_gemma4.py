@@ -69,7 +69,7 @@ def published(text: dict[str, Any], **changed: Any) -> DecoderSpec:
 
 
 def shapes_of(spec: DecoderSpec) -> list[KVShape]:
-    """What the layers with keys and values of their own keep of a token."""
+    """The sizes of keys and values, of the layers that have their own."""
     own = [each for each in spec.layer_specs if each.kv_source is None]
     return [KVShape(each.num_kv_heads, each.head_dim, each.head_dim) for each in own]
 

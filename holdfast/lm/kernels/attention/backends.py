@@ -39,7 +39,7 @@ def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: b
 def attention_of_layers(
     device: torch.device | str, shapes: Sequence[KVShape], *, num_heads: int, **options: Any
 ) -> Attention[Any]:
-    """The attention backend for layers that keep what `shapes` says.
+    """The attention backend for layers whose keys and values have these `shapes`.
 
     Layers of one shape share a backend. `options` and errors are those of `attention_for`.
     """

@@ -27,7 +27,7 @@ LONG_RUN = 8
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token."""
+    """The sizes of the keys and values that one layer keeps of a token."""
 
     heads: int
     """Number of KV heads."""

@@ -17,7 +17,8 @@ NATIVE = (
 )  # fmt: skip
 """Values of `model_type` of text decoders that are native in the engine and have FP8 weights on demand.
 
-Native decoders with recurrent layers are left out: they have no such weights.
+Native decoders with recurrent layers are left out, as they have no such weights, and so are those whose layers differ in
+heads.
 """
 
 
@@ -131,6 +132,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
     if any(said.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ValueError(f"{name} is a mixture of experts, which the simulator does not support; give a dense model")
+    if str(said.get("model_type")).startswith("gemma4"):
+        raise ValueError(f"{name} has layers that differ in heads, which the simulator does not support")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     kind = said.get("model_type")
     gated = kind not in UNGATED

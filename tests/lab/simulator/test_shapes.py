@@ -59,13 +59,14 @@ RECURRENT = (
     "GraniteMoeHybrid",
     "FalconH1",
     "NemotronH",
+    "Gemma4",
 )
-"""Native families with recurrent layers, whose steps are not simulated."""
+"""Native families with recurrent layers, or with layers that differ in heads. Their steps are not simulated."""
 
 
 def test_native_architectures_are_recognized():
     inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
-    assert inner - {"qwen3_5_text", "qwen3_5_moe_text"} <= {*NATIVE}
+    assert inner - {"qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "gemma4_unified_text"} <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
     recurrent = {f"{name}ForCausalLM" for name in RECURRENT}
     assert outer == {*families.NATIVE} - {*WITH_IMAGES} - recurrent
@@ -84,6 +85,7 @@ def test_native_architectures_are_recognized():
         ({}, "num_attention_heads is None"),
         ({"num_attention_heads": "many"}, "is many"),
         ({"num_experts": 8}, "experts"),
+        ({"model_type": "gemma4_text"}, "layers that differ in heads"),
     ],
 )
 def test_a_config_with_missing_or_invalid_sizes_is_refused(config, message):

@@ -17,8 +17,8 @@ NATIVE = (
 )  # fmt: skip
 """Values of `model_type` of text decoders that are native in the engine and have FP8 weights on demand.
 
-Native decoders with recurrent layers are left out, as they have no such weights. Those whose layers differ in heads are
-not simulated.
+Native decoders with recurrent layers are left out, as they have no such weights. Decoders whose layers differ in heads
+are not simulated.
 """
 
 

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from tests.checkpoints import TINY_VOCAB, tiny
+from tests.checkpoints import GEMMA_4_DENSE, GEMMA_4_MIXTURE, TINY_VOCAB, tiny
 
 NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "llama", dict(attention_bias=True, mlp_bias=True)),
@@ -27,6 +27,9 @@ NATIVE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", "olmo2", {}),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
     "gemma3": ("Gemma3ForCausalLM", "gemma3", {}),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4", {}),
+    "gemma4-dense": ("Gemma4ForCausalLM", "gemma4", GEMMA_4_DENSE),
+    "gemma4-mixture": ("Gemma4ForCausalLM", "gemma4", GEMMA_4_MIXTURE),
     "opt": ("OPTForCausalLM", "opt", {}),
     "opt-350m": ("OPTForCausalLM", "opt", dict(do_layer_norm_before=False, word_embed_proj_dim=48)),
     "falcon": ("FalconForCausalLM", "falcon-new", dict(bias=True)),
@@ -84,16 +87,20 @@ HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def every_linear(module: Any) -> list[str]:
     """The linear modules of a layer that PEFT's "all-linear" finds, by the ends of their names.
 
-    Of a mixture of experts only attention's: PEFT makes the others' names those of the experts.
+    A mixture of experts has only those of attention, and those of an MLP next to the experts: PEFT makes the names of
+    others those of the experts.
     """
     prefixes = ("model.layers.", "model.decoder.layers.", "transformer.h.")
-    found = {}
+    found: Any = {}
     for name, part in module.named_modules():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if prefix and type(part).__name__ in ("Linear", "Conv1D", "FalconLinear"):
             found[name.removeprefix(prefix).partition(".")[2]] = None
     experts = any("experts" in name for name, _ in module.named_modules())
-    return [name for name in found if name.startswith("self_attn") or not experts]
+    found = [name for name in found if not name.startswith("per_layer")]  # those of Gemma 4 take no adapters
+    beside = any(name.endswith("layers.0.experts") for name, _ in module.named_modules())
+    plain = ("self_attn", "mlp") if beside else ("self_attn",)
+    return [name for name in found if name.startswith(plain) or not experts]
 
 
 def every_hybrid_linear(module: Any) -> list[str]:

@@ -32,7 +32,8 @@ def drawn(
         for module in modules or base.modules:
             if not base.has(layer, module):
                 continue
-            outputs, inputs = base.shapes()[module]
+            own = base.of_layer(layer)[module]
+            outputs, inputs = own.outputs, own.inputs
             a = torch.randn(rank, inputs, generator=draw) * (strength / inputs**0.5)
             b = torch.randn(outputs, rank, generator=draw) * (strength / rank**0.5)
             pairs[layer, module] = LoraPair(a, b, scale)

@@ -66,6 +66,36 @@ GRANITE: dict[str, Any] = {
     "logits_scaling": 1.5,
 }
 
+GEMMA_4_TYPES = [*["sliding_attention"] * 2, "full_attention"] * 2
+GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": GEMMA_4_TYPES,
+    "sliding_window": 12,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+}
+"""A Gemma 4 with embeddings for each layer, half of whose layers read the keys and values of earlier ones (E2B)."""
+GEMMA_4_DENSE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": GEMMA_4_TYPES[:3],
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+"""The differences of a larger Gemma 4: fewer KV heads, whose values are the keys, in layers of full attention (31B)."""
+GEMMA_4_MIXTURE: dict[str, Any] = GEMMA_4_DENSE | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+}
+"""A larger Gemma 4 with experts next to the MLP (26B-A4B)."""
+
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 12},
@@ -74,6 +104,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "GPT2": LEGACY,
     "Gemma2": {"sliding_window": 12, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
     "Gemma3Text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma4Text": GEMMA_4,
     "GptOss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4},
     "Phimoe": {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.1},
@@ -155,8 +186,11 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
     with torch.no_grad():
         for key, parameter in module.named_parameters():
             endings = ("bias", "norm.weight", "layernorm.weight", "sinks", "mamba.D", "mixer.D")
-            if key.endswith(endings) or ".norms." in key:
+            if key.endswith((*endings, "norm_1.weight", "norm_2.weight", "scale")) or ".norms." in key:
                 parameter.normal_(0.5, 0.5)  # a default of 0 or 1 would not tell whether it is used
+        for key, buffer in module.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     module.save_pretrained(directory, max_shard_size=shard)
     return module
 
@@ -228,6 +262,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", _COMMON),
     "gemma2": ("Gemma2", _COMMON | dict(sliding_window=8, query_pre_attn_scalar=16)),
     "gemma3": ("Gemma3Text", _COMMON | dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+    "gemma4": ("Gemma4Text", _COMMON | GEMMA_4 | dict(vocab_size_per_layer_input=TINY_VOCAB, sliding_window=8)),
     "gpt-oss": ("GptOss", _COMMON | dict(sliding_window=8) | _EXPERTS),
     "olmo": ("Olmo", _COMMON),
     "olmo2": ("Olmo2", _COMMON),

@@ -189,7 +189,10 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
         value = dequantized(getattr(model, name))
         if isinstance(value, torch.Tensor) and value.numel():
             yield name, value
+    yield from {**model.tensors, **model.token_tables}.items()
     for index, layer in enumerate(model.layers):
+        for name, value in layer.more.items():
+            yield f"{index}.{name}", value
         for part, prefix in ((layer, f"{index}."), (layer.experts, f"{index}.experts.")):
             for name, value in _tensors(part):
                 yield prefix + name, value

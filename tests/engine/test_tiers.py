@@ -22,6 +22,7 @@ from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.parts.moves.messages import ChunksFound
 from holdfast.lm.parts.tiers.planner import TierPart
+from tests.checkpoints import make
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""
@@ -263,3 +264,19 @@ def test_an_option_that_excludes_lower_tiers_is_refused_by_name(changes, match):
         EngineConfig(disk_cache_dir="d", **changes)
     with pytest.raises(ValueError, match="no disk_cache_dir"):
         EngineConfig(disk_cache_gb=3)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_blocks_of_layers_of_two_head_sizes_come_back_from_the_disk(small, tiny, tmp_path, kv_cache_dtype):
+    make(tmp_path / "gemma", "Gemma4Text")
+    block = 16 * 2 * (2 * 2 * 16 + 2 * 32) * (1 if kv_cache_dtype == "fp8" else 4)
+    sizes = {"cache_gb": 12 * block / 1e9, "host_cache_gb": 16 * block / 1e9}
+    given = {"model": str(tmp_path / "gemma"), "kv_cache_dtype": kv_cache_dtype}
+    plain = build_engine(small(prefix_sharing=False, **given))
+    expected, _ = answers(plain)
+    plain.loop.close()
+    for cached in (0, 96):
+        engine = build_engine(tiny(**given, **sizes))
+        assert answers(engine, at_once=True) == (expected, [cached] * 6)
+        engine.handler(TierHandler).flush(engine.loop, 5)
+        engine.loop.close()

@@ -189,6 +189,19 @@ EXCLUSIONS = (
         "recurrent layers",
         "the states of recurrent layers are kept on the device, the host and a disk; leave out remote_cache",
     ),
+    Exclusion(
+        "tuning", "layers of several sizes", "a model whose layers differ in heads cannot be tuned; leave tuning out"
+    ),
+    Exclusion(
+        "adapters",
+        "recurrent layers on several devices",
+        "adapters of a model with recurrent layers need the whole model on one device; leave out tp and pp",
+    ),
+    Exclusion(
+        "lower tiers",
+        "recurrent layers on several devices",
+        "recurrent states go to a disk only if one device has all of them; leave out disk_cache_dir, or tp and pp",
+    ),
     Exclusion("moves", "recurrent layers", "the states of recurrent layers do not move with their blocks"),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
@@ -224,6 +237,10 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no native decoder")
     elif device.model.spec.recurrent_layers:
         found.add("recurrent layers")
+        if isinstance(device, ManyDevice):
+            found.add("recurrent layers on several devices")
+    elif device.model.decoder.layer_specs:
+        found.add("layers of several sizes")
     return found
 
 

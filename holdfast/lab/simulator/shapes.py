@@ -17,7 +17,10 @@ NATIVE = (
     "stablelm", "nemotron", "mixtral", "phimoe", "qwen3_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl",
     "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "llama4_text", *FAMILIES,
 )  # fmt: skip
-"""Values of `model_type` of text decoders that are native in the engine and have FP8 weights on demand."""
+"""Values of `model_type` of text decoders that are native in the engine and have FP8 weights on demand.
+
+Decoders whose layers differ in heads are not simulated.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
     if has_experts(said):
         raise ValueError(f"{name} is a mixture of experts, which the simulator does not support; give a dense model")
+    if str(said.get("model_type")).startswith("gemma4"):
+        raise ValueError(f"{name} has layers that differ in heads, which the simulator does not support")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     kind = said.get("model_type")
     gated = kind not in UNGATED

@@ -435,15 +435,23 @@ def _attention(device: TimedDevice, query: int, context: int) -> float:
         context_stop=np.full(count, context, np.int32),
         row=np.arange(count, dtype=np.int32),
     )
-    heads = torch.randn(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
-    kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+    options: dict[str, Any] = dict(dtype=spec.dtype, device=spec.device)
+    inputs = {
+        shape: (
+            torch.randn(count * query, spec.num_heads, shape.key_size, **options),
+            torch.randn(count * query, shape.heads, shape.key_size, **options),
+        )
+        for shape in dict.fromkeys(spec.kv_shapes)
+    }
     slot_mapping = torch.from_numpy(slots.reshape(-1)).to(spec.device)
     block_tables = torch.from_numpy(tables).to(spec.device)
     metadata = device.attention.make_metadata(segments)
-    layers = memory.layers[:LAYERS]  # more than the L2 cache holds; all layers are alike
+    # More than the L2 cache holds. If layers differ, all are timed.
+    layers = [*zip(spec.kv_shapes, memory.layers, strict=True)][: LAYERS if len(inputs) == 1 else None]
 
     def attend() -> None:
-        for keys, values in layers:
+        for shape, (keys, values) in layers:
+            heads, kv_heads = inputs[shape]
             device.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
             device.attention.attend(heads, keys, values, block_tables, metadata, scale=1.0)
 

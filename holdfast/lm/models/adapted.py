@@ -69,13 +69,17 @@ class AdaptedModule:
     """Its outputs among those of the field."""
     inputs: int
     rows: torch.Tensor | None = None  # [outputs] int64
-    """For each of `columns`, the number of that output in the module itself; None: the order is the same."""
+    """For each of `columns`, the number of that output in the module itself; None: the order is the same.
+
+    An output may have two columns: where values are keys, those of both.
+    """
     takes_gains: bool = True
     """Whether the field's outputs are the module's alone, so that a DoRA can scale them."""
 
     @property
     def outputs(self) -> int:
-        return int(self.columns.stop - self.columns.start)
+        """Number of outputs that the module has in an adapter's file."""
+        return int(self.columns.stop - self.columns.start) if self.rows is None else int(self.rows.max()) + 1
 
     def placed(self, of_module: torch.Tensor) -> torch.Tensor:
         """A tensor [outputs, ...] in the module's own order, put into the field's order."""
@@ -101,6 +105,8 @@ class AdaptedModules:
     """For each layer, whether experts replace its MLP."""
     layers: Mapping[str, tuple[bool, ...]]
     """For each module, which layers have it."""
+    of_layers: tuple[Mapping[str, AdaptedModule], ...] = ()
+    """The modules of each layer, where layers differ in size; `modules` then has the first one of each name."""
 
     @property
     def num_layers(self) -> int:
@@ -111,6 +117,10 @@ class AdaptedModules:
         """The modules that every layer has."""
         return tuple(name for name in self.modules if all(self.has(layer, name) for layer in range(self.num_layers)))
 
+    def of_layer(self, layer: int) -> Mapping[str, AdaptedModule]:
+        """The modules that may be in a layer, by short name."""
+        return self.of_layers[layer] if self.of_layers else self.modules
+
     def has(self, layer: int, module: str) -> bool:
         """Whether a layer has a module."""
         return self.layers[module][layer]
@@ -118,7 +128,7 @@ class AdaptedModules:
     def fields(self, layer: int) -> dict[str, tuple[str, ...]]:
         """For each linear field that a layer has, its modules, from its first output on."""
         found: dict[str, tuple[str, ...]] = {}
-        for name, module in self.modules.items():
+        for name, module in self.of_layer(layer).items():
             if self.has(layer, name):
                 found[module.field] = (*found.get(module.field, ()), name)
         return found
@@ -133,22 +143,26 @@ def adapted_modules(spec: DecoderSpec) -> AdaptedModules:
 
     Layers of one kind have the same ones.
     """
-    sparse = spec.experts.sparse if spec.experts is not None else (False,) * spec.num_layers
-    kinds: dict[tuple[str, ...], dict[str, tuple[str, AdaptedModule]]] = {}
+    replaced = spec.experts is not None and not spec.experts.beside_mlp
+    sparse = spec.experts.sparse if spec.experts is not None and replaced else (False,) * spec.num_layers
+    kinds: dict[tuple[tuple[str, tuple[Shape, ...]], ...], dict[str, tuple[str, AdaptedModule]]] = {}
     found: list[dict[str, tuple[str, AdaptedModule]]] = []
     for layer in range(spec.num_layers):
         shapes = shapes_of_layer(spec, layer)
-        kind = tuple(shapes)
+        kind = tuple(shapes.items())
         if kind not in kinds:
-            kinds[kind] = _modules_of_layer(spec, shapes)
+            kinds[kind] = _modules_of_layer(spec.of_layer(layer), shapes)
         found.append(kinds[kind])
-    known = {name: place for kind_of in kinds.values() for name, place in kind_of.items()}
+    known: dict[str, tuple[str, AdaptedModule]] = {}
+    for own in kinds.values():
+        known = own | known
     names = {name: stored for name, (stored, _) in known.items()}
     layers = {name: tuple(name in own for own in found) for name in known}
     prefix, base = spec.names.layer, spec.names.base
     others = [other + prefix.removeprefix(base) for other in reversed(spec.names.bases) if other]
     modules = {name: module for name, (_, module) in known.items()}
-    return AdaptedModules(AdaptedNames(names, (*others, prefix)), modules, sparse, layers)
+    of_layers = [{name: module for name, (_, module) in own.items()} for own in found if spec.layer_specs]
+    return AdaptedModules(AdaptedNames(names, (*others, prefix)), modules, sparse, layers, tuple(of_layers))
 
 
 def _modules_of_layer(
@@ -187,7 +201,8 @@ def _modules_of_field(
     for tensor in dict.fromkeys(stored):
         own = [number for number, name in enumerate(stored) if name == tensor]
         module, names = tensor.removesuffix(".weight"), {short[number] for number in own}
-        name = names.pop() if len(names) == 1 else source
+        is_one = len(names) == 1 or len({parts[number] for number in own}) == 1
+        name = short[own[0]] if is_one else source
         if source.startswith("mixer_"):
             name = module.rpartition(".")[2]
         yield name, module, torch.cat([rows[number] for number in own])
@@ -199,8 +214,9 @@ def part_names(spec: DecoderSpec, fused: str) -> tuple[str, ...]:
     The modules of recurrent layers have their names in files instead.
     """
     gate_up = ("gate", "up") if spec.gated else ("up",)
+    qkv = ("q",) * spec.attention_gate + (("q", "k", "v") if spec.kv_source is None else ("q",))
     return {
-        "qkv": ("q",) * spec.attention_gate + ("q", "k", "v"),
+        "qkv": qkv,
         "o": ("o",),
         "gate_up": gate_up,
         "down": ("down",),

@@ -97,7 +97,7 @@ class AdapterSlots:
         at = tables = outputs = 0
         for layer in range(self._base.num_layers):
             for field, names in self._base.fields(layer).items():
-                modules = tuple(self._base.modules[name] for name in names)
+                modules = tuple(self._base.of_layer(layer)[name] for name in names)
                 place = _Place(at, at + len(modules) * max_rank * modules[0].inputs, tables, outputs, names, modules)
                 self._places[layer, field] = place
                 at, tables, outputs = place.b + max_rank * place.outputs, tables + len(names), outputs + place.outputs

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Attention, Segments
+from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 from holdfast.lm.types.states import KeptInputs, StateCopy
@@ -105,7 +106,9 @@ class ModelSpec:
     """Number of layers that keep keys and values."""
     num_heads: int
     num_kv_heads: int
+    """Number of KV heads of the first of these layers."""
     head_dim: int
+    """Size of a head of the first of these layers."""
     vocab_size: int
     own_vocab_size: int
     """Number of vocabulary tokens whose logits this device computes."""
@@ -128,6 +131,11 @@ class ModelSpec:
     """The tensors of the state that each of these layers keeps of a sequence."""
     recurrence: RecurrentLayers | None = None
     """The kind of these layers; None for a model without any."""
+    shapes: tuple[KVShape, ...] = ()
+    """The sizes of each layer's keys and values, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
+
+    reading_layers: int = 0
+    """Number of layers that read the keys and values of another layer, and keep none."""
 
     @property
     def kept(self) -> tuple[StateTensor, ...]:
@@ -138,6 +146,16 @@ class ModelSpec:
     def kept_bytes(self) -> int:
         """Bytes of the kept inputs of one token in all recurrent layers."""
         return self.recurrent_layers * sum(tensor.nbytes for tensor in self.kept)
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers + self.reading_layers
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """The sizes of each layer's keys and values."""
+        return self.shapes or (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     @property
     def state_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.int4 import Int4Weight, side_by_side
@@ -68,6 +69,8 @@ class LayerWeights:
     mixer_tail: torch.Tensor | None = None  # [last rows, hidden]: `RecurrentWeights.tail`
     recurrent: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of a recurrent layer's mixer between the two projections (`RecurrentWeights.tensors`)."""
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors of `DecoderSpec.layer_tensors`, by field."""
 
     def rows(self, field: str, columns: slice) -> torch.Tensor:
         """The rows of a linear field that give these outputs, as plain numbers."""
@@ -164,7 +167,7 @@ class Decoder:
         self._bytes = 0
         self._no_norm = self._empty(0)
         """The empty weight that stands for a missing norm."""
-        self._tables = (names.embedding, names.positions)
+        self._tables = (names.embedding, names.positions, *decoder.token_tables)
         """Names of the tensors that are read row by row."""
         self._pairs = decoder.rope.pairs(decoder.head_dim)
         fields = names.fields
@@ -196,6 +199,13 @@ class Decoder:
         self.project_out = self._whole(names.project_out, width, hidden) if narrow and shard.last else None
         rows = decoder.position_rows if shard.first else 0
         self.positions = self._whole(names.positions, rows, hidden) if rows else None
+        self.tensors = {name: self._whole(name, *shape) for name, shape in decoder.tensors.items()}
+        """The tensors of `DecoderSpec.tensors`, by name."""
+        self.token_tables = {
+            name: self._fused((name,), (Piece(shape, (shard.vocabulary(shape[0]), range(shape[1]))),))
+            for name, shape in decoder.token_tables.items()
+        }
+        """This device's rows of `DecoderSpec.token_tables`, by name."""
         self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item() * decoder.stream_scale
         self.lm_head = self._lm_head(tokens)
         biased = decoder.head_bias and shard.last
@@ -209,7 +219,8 @@ class Decoder:
             None if window is None or window >= max_model_len else window
             for window in own.windows or (None,) * own.num_layers
         )
-        self._ops, self._local_ops = self._layer_ops(own, max_model_len)
+        self._max_model_len = max_model_len
+        self._ops, self._local_ops = self._layer_ops(own)
         self._mixers = self._make_mixers(own, windows)
         if device.type == "cpu":
             weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
@@ -219,7 +230,7 @@ class Decoder:
             num_layers=sum(own.cached),
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
-            head_dim=decoder.head_dim,
+            head_dim=own.head_dim,
             vocab_size=decoder.vocab_size,
             own_vocab_size=len(tokens.own[0]),
             max_model_len=max_model_len,
@@ -233,6 +244,12 @@ class Decoder:
             recurrent_layers=sum(own.recurrent),
             state=() if own.recurrence is None else own.recurrence.state(dtype),
             recurrence=own.recurrence,
+            reading_layers=sum(each.kv_source is not None for each in own.layer_specs),
+            shapes=tuple(
+                KVShape(each.num_kv_heads, each.head_dim, each.head_dim)
+                for each in own.layer_specs
+                if each.kv_source is None
+            ),
         )
 
     def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:
@@ -296,35 +313,33 @@ class Decoder:
             return packed
         return self.embedding if shared else self._fused((name,), (tokens,))
 
-    def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
+    def _layer_ops(self, own: DecoderSpec) -> tuple[LayerOps, LayerOps]:
         """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""
+        ops, local = self._ops_of(own, own.rope), own.other_rope
+        return ops, ops if local is None else self._ops_of(own, local)
 
-        def frequencies(rope: Rope) -> torch.Tensor:
-            return rope.inverse_frequencies(own.head_dim, max_model_len).to(self._device)
-
+    def _ops_of(self, own: DecoderSpec, rope: Rope) -> LayerOps:
+        """The operations of layers with this rotation. `own` is the spec of this device's part."""
         shape = LayerShape(
             num_heads=own.num_heads,
-            num_kv_heads=own.num_kv_heads,
+            num_kv_heads=own.num_kv_heads if own.kv_source is None else 0,
             head_dim=own.head_dim,
             eps=own.rms_eps,
             activation=own.activation,
             dtype=self._dtype,
-            inverse_frequencies=frequencies(own.rope),
-            amplitude=own.rope.amplitude,
+            inverse_frequencies=rope.inverse_frequencies(own.head_dim, self._max_model_len).to(self._device),
+            amplitude=rope.amplitude,
             layer_norm=own.layer_norm,
             gated=own.gated,
             qk_norm_whole=own.qk_norm_whole,
             qk_layer_norm=own.qk_layer_norm,
             kv_copies=self.shard.copies(self.decoder.num_kv_heads),
+            unit_v_norm=own.unit_v_norm,
             # A step may begin an odd number of sums if each layer has one. On the first stage, that of the embeddings
             # separates steps.
             sums_in_parts=self.shard.first or not own.mlps,
         )
-        ops, local = layer_ops_for(shape, self.group), own.other_rope
-        if local is None:
-            return ops, ops
-        shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
-        return ops, layer_ops_for(shape, self.group)
+        return layer_ops_for(shape, self.group)
 
     def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
         weights = dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
@@ -353,6 +368,7 @@ class Decoder:
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
         weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
+        weights["more"] = {name: weights.pop(name) for name in self.decoder.of_layer(index).layer_tensors}
         return LayerWeights(**weights)
 
     def _fields(self, index: int) -> dict[str, Fused]:
@@ -360,7 +376,7 @@ class Decoder:
 
         Where attention and a recurrence are side by side, their projections are one weight.
         """
-        family, found = self.decoder.names, dict[str, Fused]()
+        family, found = self.decoder.of_layer(index).names, dict[str, Fused]()
         for name, named in pieces_of_layer(self.decoder, self.shard, index).items():
             names = tuple(family.layer.format(index) + part for part, _ in named)
             found[name] = names, tuple(piece for _, piece in named), 0

@@ -113,6 +113,26 @@ class DecoderSpec:
     """The factors on the MLP's gate before the activation, and on the input of the MLP's last projection."""
     query_scale: float | None = None
     """The factor on attention scores; None: head_dim ** -0.5."""
+    unit_v_norm: bool = False
+    """Whether values have a norm without weights within each head."""
+    layer_specs: tuple[DecoderSpec, ...] = ()
+    """The spec of each layer by itself, where layers differ in sizes or tensor names; empty: all are as this spec says.
+
+    This spec then has the sizes of the first layer."""
+    kv_source: int | None = None
+    """In the spec of one layer: the number of the earlier layer whose keys and values it reads; None: it has
+    its own."""
+    layer_tensors: Mapping[str, Shape] = field(default_factory=dict)
+    """Shapes of further tensors of a layer, by field. Every device holds them whole."""
+    tensors: Mapping[str, Shape] = field(default_factory=dict)
+    """Shapes of further tensors of the whole decoder, by name. Every device holds them whole."""
+    token_tables: Mapping[str, Shape] = field(default_factory=dict)
+    """Shapes of further tables with a row for each token, by name. Devices share the rows, as they do the
+    embedding's."""
+
+    def of_layer(self, layer: int) -> DecoderSpec:
+        """The spec of one layer."""
+        return self.layer_specs[layer] if self.layer_specs else self
 
     @property
     def recurrent(self) -> tuple[bool, ...]:
@@ -121,10 +141,11 @@ class DecoderSpec:
 
     @property
     def cached(self) -> tuple[bool, ...]:
-        """For each layer, whether it has attention, and so keeps keys and values."""
+        """For each layer, whether it has attention, and keys and values of its own."""
         mlps = self.mlps or (False,) * self.num_layers
         alone = (state and self.parallel_factors is None for state in self.recurrent)
-        return tuple(not (state or mlp) for state, mlp in zip(alone, mlps, strict=True))
+        reads = (self.of_layer(layer).kv_source is not None for layer in range(self.num_layers))
+        return tuple(not any(lacks) for lacks in zip(alone, mlps, reads, strict=True))
 
     @property
     def other_rope(self) -> Rope | None:
@@ -198,6 +219,8 @@ class ExpertSpec:
     """Width of the shared expert, which every token reads; 0: there is none."""
     shared_gate: bool = True
     """Whether the shared expert's output is multiplied by a gate of its own."""
+    beside_mlp: bool = False
+    """Whether a layer with experts has an MLP, too, whose output is normed by itself (Gemma 4)."""
 
 
 @dataclass(frozen=True)
@@ -289,13 +312,18 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
         "gate_up": ((inner, hidden),) * mlp,
         "down": ((hidden, inner),),
         **dict.fromkeys(spec.norms, norm),
+        **{field: (shape,) for field, shape in spec.layer_tensors.items()},
     }
+    if spec.kv_source is not None:
+        shapes["qkv"] = shapes["qkv"][:1]
     if spec.qk_norm:
         widths = (q, kv) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
         counts = (spec.num_heads, spec.num_kv_heads) if spec.qk_layer_norm else (1, 1)
         shapes |= {"q_norm": ((widths[0],),) * counts[0], "k_norm": ((widths[1],),) * counts[1]}
+        if spec.kv_source is not None:
+            del shapes["k_norm"]
     if spec.qkv_bias:
-        shapes["qkv_bias"] = ((q,), (kv,), (kv,))
+        shapes["qkv_bias"] = ((q,), (kv,), (kv,))[: len(shapes["qkv"])]
     if spec.o_bias:
         shapes["o_bias"] = ((hidden,),)
     if spec.sinks:
@@ -307,7 +335,7 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
 
 def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...]]:
     """For each field that a layer reads from the checkpoint, the shapes of its parts. Experts are not among them."""
-    shapes, hidden, experts = layer_shapes(spec), spec.hidden_size, spec.experts
+    shapes, hidden, experts = layer_shapes(spec.of_layer(layer)), spec.hidden_size, spec.experts
     if spec.mlps and spec.mlps[layer]:
         return _shapes_of_mlp(spec, shapes)
     if spec.mlps:
@@ -316,7 +344,7 @@ def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...
         if spec.parallel_factors is None:
             shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
         shapes |= spec.recurrence.shapes(hidden)
-    if experts is not None and experts.sparse[layer]:
+    if experts is not None and experts.sparse[layer] and not experts.beside_mlp:
         shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
         if size := experts.shared_size:
             shapes |= {"shared_gate_up": ((size, hidden),) * 2, "shared_down": ((hidden, size),)}

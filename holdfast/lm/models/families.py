@@ -23,6 +23,7 @@ from holdfast.lm.models.experts import (
     qwen3_next_experts,
     qwen3_vl_moe_experts,
 )
+from holdfast.lm.models.gemma4 import gemma4_config, gemma4_spec
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
 from holdfast.lm.models.mamba_layers import (
@@ -503,6 +504,17 @@ def gemma3_text(config: Mapping[str, Any]) -> DecoderSpec:
     return gemma3({"vocab_size": 262_208, "num_attention_heads": 8, **config})
 
 
+def gemma4(config: Mapping[str, Any]) -> DecoderSpec:
+    """Gemma 4: layers with a window and layers without have heads of their own, and some read another's keys."""
+    return gemma4_spec(config, shared(gemma4_config(config)))
+
+
+def gemma4_unified(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Gemma 4 12B: a Gemma 4 without embeddings for each layer, and without experts."""
+    defaults = dict(max_position_embeddings=262_144, sliding_window=1024, hidden_size_per_layer_input=0)
+    return gemma4({**defaults, **config})
+
+
 def named(**changed: str) -> WeightNames:
     """Llama's tensor names, with some of them changed."""
     return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
@@ -519,6 +531,7 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "NemotronForCausalLM": nemotron,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
     "OPTForCausalLM": opt,
     "FalconForCausalLM": falcon,
     "GPT2LMHeadModel": gpt2,
@@ -555,6 +568,8 @@ TEXT: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "nemotron": nemotron,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
+    "gemma4_text": gemma4,
+    "gemma4_unified_text": gemma4_unified,
     "gpt_oss": gpt_oss,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,

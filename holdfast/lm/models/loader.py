@@ -38,10 +38,11 @@ from holdfast.lm.models.base import (
     check_finite,
     limited,
 )
-from holdfast.lm.models.decoder import Decoder, WeightSource
+from holdfast.lm.models.decoder import WeightSource
 from holdfast.lm.models.decoder_spec import DecoderSpec, expert_shapes, shapes_of_layer
 from holdfast.lm.models.experts import with_stored_names
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.gemma4_decoder import make_decoder
 from holdfast.lm.models.gguf_blocks import GROUP, FourBits
 from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, GgufSlice
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of, within
@@ -116,7 +117,7 @@ def load(
     how = quantization_of(config)
     if load_format == "random":
         drawn = RandomMxfp4 if how is not None and how.method == "mxfp4" else RandomWeights
-        return Decoder(spec, drawn(spec, device), **options)
+        return make_decoder(spec, drawn(spec, device), **options)
     opened = open_files(directory, spec, config, device)
     spec = with_stored_names(spec, opened)
     plain = GgufWeights if is_gguf(directory) else StoredWeights
@@ -124,7 +125,7 @@ def load(
     source.check_names()
     spec = source.with_experts(source.with_head(spec))
     with read_ahead(files_of(directory), rank, layout.ranks):
-        return Decoder(spec, source, **options)
+        return make_decoder(spec, source, **options)
 
 
 def decoder_spec(directory: str | Path) -> DecoderSpec:
@@ -377,12 +378,14 @@ def stored_names(spec: DecoderSpec) -> set[str]:
     names = spec.names
     used = {names.embedding, names.norm, names.lm_head}  # a checkpoint may hold a copy of a tied head
     used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
+    used |= {*spec.tensors, *spec.token_tables}
     if spec.head_bias:
         used.add(names.head_bias)
     sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse
     experts = expert_shapes(spec)
     for layer in range(spec.num_layers):
-        own = [name for field in shapes_of_layer(spec, layer) for name in names.fields[field]]
+        fields = spec.of_layer(layer).names.fields
+        own = [name for field in shapes_of_layer(spec, layer) for name in fields[field]]
         own += experts if sparse[layer] else ()
         used.update(
             names.layer.format(layer) + (names.parts[name].name if name in names.parts else name) for name in own

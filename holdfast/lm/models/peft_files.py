@@ -296,7 +296,8 @@ def _tensors(names: list[str], base: AdaptedModules) -> dict[Key, dict[str, str]
         if layer >= base.num_layers:
             raise UnsupportedAdapter(f"tensor {name} is of layer {layer}; the base model has {base.num_layers} layers")
         if not base.has(layer, module):
-            lacks = "has experts" if base.sparse[layer] else f"has no {place[2]}"
+            replaced = base.sparse[layer] and base.modules[module].field in ("gate_up", "down")
+            lacks = "has experts" if replaced else f"has no {place[2]}"
             raise UnsupportedAdapter(f"tensor {name} is of layer {layer}, which {lacks}; {_supported(base)}")
         kinds = tensors.setdefault((layer, module), {})
         if (kind := match[2] or match[3]) in kinds:
@@ -318,7 +319,7 @@ def _ranks(file: Any, tensors: Mapping[Key, Mapping[str, str]], base: AdaptedMod
     """The rank of every pair, from the shapes in the file's header. Refuses shapes that do not fit the base model."""
     ranks = {}
     for key, found in sorted(tensors.items()):
-        name, module = base.names.of(*key), base.modules[key[1]]
+        name, module = base.names.of(*key), base.of_layer(key[0])[key[1]]
         if missing := {"A", "B"} - found.keys():
             raise UnsupportedAdapter(
                 f"{WEIGHTS_FILE} has no tensor base_model.model.{name}.lora_{missing.pop()}.weight"

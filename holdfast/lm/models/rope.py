@@ -18,7 +18,7 @@ class Rope:
 
     theta: float
     kind: str = "default"
-    """The kind of scaling: none (no rotation), default, linear, dynamic, llama3, yarn or longrope."""
+    """The kind of scaling: none (no rotation), default, linear, dynamic, llama3, yarn, longrope or proportional."""
     factor: float = 1.0
     original_length: int = 0
     """Number of positions before scaling, for dynamic, llama3, yarn and longrope."""
@@ -37,6 +37,8 @@ class Rope:
     """The share of each head that is rotated, from its first number on."""
     interleaved: bool = False
     """Whether neighbours in a head make a pair, as in RoFormer itself, instead of numbers that are half of it apart."""
+    turning: float = 1.0
+    """The share of all pairs that turn, those with the highest frequencies (proportional). The others stand still."""
 
     def rotated(self, dim: int) -> int:
         """Number of a head's elements that are rotated."""
@@ -87,6 +89,9 @@ class Rope:
                     f"longrope has {len(factors)} factors, and {dim} numbers of a head are rotated in {dim // 2} pairs"
                 )
             return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
+        if self.kind == "proportional":
+            still = torch.arange(dim // 2) >= int(self.turning * dim // 2)
+            return (plain / self.factor).masked_fill(still, 0.0)
         if self.kind == "linear":
             return plain / self.factor
         if self.kind == "llama3":

@@ -77,12 +77,19 @@ class Shard:
             unrotated=spec.unrotated[stage],
             mlps=spec.mlps[stage],
             recurrence=recurrence and replace(recurrence.own(self.tp), layers=recurrence.layers[stage]),
+            layer_specs=tuple(map(self.own, spec.layer_specs[stage])),
         )
 
 
 def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
     """The shard of a rank. Raises ValueError naming the size if the decoder cannot be split this way."""
-    check_tp(spec, layout.tp)
+    for each in (spec, *spec.layer_specs):
+        check_tp(each, layout.tp)
+    if layout.pp > 1 and (spec.token_tables or any(each.kv_source is not None for each in spec.layer_specs)):
+        raise ValueError(
+            f"pp is {layout.pp}; {spec.architecture} has layers that read embeddings, or keys and values, of an "
+            "earlier stage: leave it out"
+        )
     stage = layout.stage_of(rank)
     stages = split_layers(
         spec.num_layers,
@@ -105,7 +112,7 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
 def check_tp(spec: DecoderSpec, tp: int) -> None:
     """Raise ValueError if `tp` devices cannot share the layers."""
     sizes = [("attention heads", spec.num_heads)]
-    if spec.experts is None or not all(spec.experts.sparse):
+    if spec.experts is None or spec.experts.beside_mlp or not all(spec.experts.sparse):
         sizes.append(("MLP columns", spec.intermediate_size))
     if spec.experts is not None:
         sizes.append(("columns of an expert", spec.experts.intermediate_size))
@@ -226,7 +233,8 @@ def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, li
     A tensor with rows of several kinds, such as the first projection of Mamba-2, has a piece for each kind. Experts are
     not there, except the shared one.
     """
-    layers_of_llama = layer_pieces(spec, shard)
+    own_spec = spec.of_layer(layer)
+    layers_of_llama = layer_pieces(own_spec, shard)
     recurrent = {} if spec.recurrence is None or shard.tp == 1 else spec.recurrence.split()
     found: dict[str, list[NamedPiece]] = {}
     for field, shapes in shapes_of_layer(spec, layer).items():
@@ -239,7 +247,7 @@ def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, li
             parts = [[Piece.within(each, dim, shard.part(each[dim]))] for each in shapes]
         else:
             parts = [[piece] for piece in layers_of_llama.get(field) or [Piece.all_of(*each) for each in shapes]]
-        named = zip(spec.names.fields[field], parts, strict=True)
+        named = zip(own_spec.names.fields[field], parts, strict=True)
         found[field] = [(name, piece) for name, pieces in named for piece in pieces]
     return found
 
@@ -267,7 +275,7 @@ class ModulePiece:
 
 
 def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, ModulePiece]]:
-    """For each module that an adapter may change, the device's pieces of it, by part.
+    """For each module of one layer that an adapter may change, the device's pieces of it, by part.
 
     An adapter's B is split as the rows of these pieces, and its A as the columns. So the sum over devices of the
     adapter's parts is the whole adapter's output, like the sum of the layer's parts. A fused module has several parts
@@ -280,7 +288,7 @@ def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, Module
         for part, piece in zip(part_names(spec, module.field), fields[module.field], strict=True):
             rows, columns = piece.own
             offset = whole_at - module.columns.start
-            if 0 <= offset < module.outputs:
+            if 0 <= offset < module.columns.stop - module.columns.start:
                 parts[part] = ModulePiece(
                     slice(offset + rows.start, offset + rows.stop),
                     slice(columns.start, columns.stop),
@@ -289,21 +297,32 @@ def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, Module
             whole_at, own_at = whole_at + piece.whole[0], own_at + len(rows)
         if shard.tp == 1:
             inputs = next(iter(parts.values())).inputs
-            parts = {name: ModulePiece(slice(0, module.outputs), inputs, module.columns)}
+            whole = slice(0, module.columns.stop - module.columns.start)
+            parts = {name: ModulePiece(whole, inputs, module.columns)}
         found[name] = parts
     return found
 
 
 def own_modules(spec: DecoderSpec, shard: Shard) -> AdaptedModules:
     """The modules of the device's part of a decoder, for adapters of `own_adapter`."""
-    base, modules = adapted_modules(spec), {}
+    base = adapted_modules(spec)
+    own = slice(shard.layers.start, shard.layers.stop)
+    of_layers = tuple(_own_modules(each, shard) for each in spec.layer_specs[own])
+    modules = dict[str, AdaptedModule]()
+    for each in of_layers or (_own_modules(spec, shard),):
+        modules = each | modules
+    layers = {name: base.layers[name][own] for name in modules}
+    return AdaptedModules(base.names, modules, base.sparse[own], layers, of_layers)
+
+
+def _own_modules(spec: DecoderSpec, shard: Shard) -> dict[str, AdaptedModule]:
+    """The modules of the device's part of one layer."""
+    base, modules = adapted_modules(spec).modules, {}
     for name, parts in module_pieces(spec, shard).items():
         pieces = [*parts.values()]
         columns, inputs = slice(pieces[0].columns.start, pieces[-1].columns.stop), pieces[0].inputs
-        modules[name] = AdaptedModule(base.modules[name].field, columns, inputs.stop - inputs.start)
-    own = slice(shard.layers.start, shard.layers.stop)
-    layers = {name: has[own] for name, has in base.layers.items()}
-    return AdaptedModules(base.names, modules, base.sparse[own], layers)
+        modules[name] = AdaptedModule(base[name].field, columns, inputs.stop - inputs.start)
+    return modules
 
 
 def own_adapter(weights: AdapterWeights, spec: DecoderSpec, shard: Shard) -> AdapterWeights:
@@ -311,16 +330,17 @@ def own_adapter(weights: AdapterWeights, spec: DecoderSpec, shard: Shard) -> Ada
 
     The rows of B are in the order of the device's fields.
     """
-    pieces, modules, pairs = module_pieces(spec, shard), adapted_modules(spec).modules, {}
+    base, pairs = adapted_modules(spec), {}
+    kinds = [module_pieces(each, shard) for each in spec.layer_specs or (spec,)]
 
-    def rows(module: str, whole: torch.Tensor) -> torch.Tensor:
-        placed = modules[module].placed(whole)
-        return torch.cat([placed[piece.outputs] for piece in pieces[module].values()])
+    def rows(layer: int, module: str, whole: torch.Tensor) -> torch.Tensor:
+        placed, pieces = base.of_layer(layer)[module].placed(whole), kinds[layer % len(kinds)][module]
+        return torch.cat([placed[piece.outputs] for piece in pieces.values()])
 
     for (layer, module), pair in weights.pairs.items():
         if layer in shard.layers:
-            inputs = next(iter(pieces[module].values())).inputs
-            magnitude = None if pair.magnitude is None else rows(module, pair.magnitude)
-            own = LoraPair(pair.a[:, inputs], rows(module, pair.b), pair.scale, magnitude)
+            inputs = next(iter(kinds[layer % len(kinds)][module].values())).inputs
+            magnitude = None if pair.magnitude is None else rows(layer, module, pair.magnitude)
+            own = LoraPair(pair.a[:, inputs], rows(layer, module, pair.b), pair.scale, magnitude)
             pairs[layer - shard.layers.start, module] = own
     return AdapterWeights(pairs, weights.names)

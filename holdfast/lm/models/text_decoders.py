@@ -12,6 +12,8 @@ from holdfast.lm.models.decoder_spec import DecoderSpec
 
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -36,7 +38,7 @@ OTHERS = (*TOWERS, *(f"model.{tower}" for tower in TOWERS))
 """Beginnings of the names of those tensors in all checkpoints, old and new."""
 INNER_NAMES = {**{f"^{re.escape(base)}": "model." for base in BASES}, f"^{re.escape(HEAD)}": "lm_head.weight"}
 """Patterns of the decoder's tensor names, each with the beginning of its name in a checkpoint of the decoder alone."""
-TIED = ("gemma3", "internvl", "mistral3")
+TIED = ("gemma3", "gemma4", "gemma4_unified", "internvl", "mistral3")
 """Model types whose LM head is the embedding unless the config says otherwise, as in Transformers."""
 
 

@@ -13,6 +13,7 @@ from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.process.build import build, build_engine, pace_of
 from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.engine.profiles import CostProfile
+from tests.checkpoints import make
 from tests.scheduling import create_requests
 
 
@@ -23,6 +24,12 @@ def run_to_the_end(loop):
         for output in loop.step() or ():
             tokens.setdefault(output.request_id, []).extend(output.tokens)
     return tokens
+
+
+def test_a_model_whose_layers_differ_in_heads_is_not_tuned(small, tmp_path):
+    make(tmp_path / "gemma", "Gemma4Text")
+    with pytest.raises(ValueError, match="a model whose layers differ in heads cannot be tuned; leave tuning out"):
+        build_engine(small(model=str(tmp_path / "gemma"), tuning=True)).loop.close()
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])

@@ -127,7 +127,7 @@ def test_quantized_checkpoints_take_their_own_bytes(given, size, plain):
 
 def test_native_architectures_are_recognized():
     inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
-    assert inner - {"qwen3_5_moe_text"} <= {*NATIVE}
+    assert inner - {"qwen3_5_moe_text", "gemma4_text", "gemma4_unified_text"} <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
     assert outer == {*families.NATIVE} - {*WITH_IMAGES} - {"Qwen3_5MoeForCausalLM"}
     sizes = {
@@ -145,6 +145,7 @@ def test_native_architectures_are_recognized():
         ({}, "num_attention_heads is None"),
         ({"num_attention_heads": "many"}, "is many"),
         ({"num_experts": 8}, "experts"),
+        ({"model_type": "gemma4_text"}, "layers that differ in heads"),
     ],
 )
 def test_a_config_with_missing_or_invalid_sizes_is_refused(config, message):

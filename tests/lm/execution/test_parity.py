@@ -49,6 +49,7 @@ FAMILIES = (
     "Phimoe",
     "Llama4Text",
     "Gemma3Text",
+    "Gemma4Text",
     "Phi3",
     "Olmo2",
     "StableLm",
@@ -67,7 +68,9 @@ FAMILIES = (
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 SNAPSHOTS = 12  # fewer than sequences end
 WITH_OPTIONS = ("Gemma2", "GptOss")  # windows, caps and sinks
-CASES = [(family, "auto") for family in FAMILIES] + [(family, "fp8") for family in ("Llama", "Gemma2", "GptOss")]
+CASES = [(family, "auto") for family in FAMILIES] + [
+    (family, "fp8") for family in ("Llama", "Gemma2", "Gemma4Text", "GptOss")
+]
 ON_CPU = [pytest.param((*case, "cpu"), id="-".join(case)) for case in CASES]
 ON_CUDA = [pytest.param((*case, "cuda"), id="-".join((*case, "cuda")), marks=pytest.mark.gpu) for case in CASES]
 

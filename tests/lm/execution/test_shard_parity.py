@@ -28,7 +28,7 @@ from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
 from holdfast.loop.loop import Loop
-from tests.checkpoints import make
+from tests.checkpoints import GEMMA_4_DENSE, GEMMA_4_MIXTURE, make
 from tests.paged import allocated
 from tests.ranks import Rank, in_ranks
 
@@ -41,6 +41,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),  # biases of queries, keys and values, and a window in some layers
     "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),  # norms within heads, and the embedding as the LM head
     "gpt-oss": ("GptOss", {}),  # experts with biases, sinks, and a window in some layers
+}
+GEMMAS: dict[str, dict[str, Any]] = {
+    "e2b": {"vocab_size_per_layer_input": 400},  # embeddings for each layer, layers that read earlier keys
+    "dense": GEMMA_4_DENSE,  # one KV head with keys as values in layers of full attention
+    "mixture": GEMMA_4_MIXTURE,  # experts next to the MLP
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -250,6 +255,26 @@ def test_variants_are_split_over_both_shards_and_stages(
 
 
 @pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", GEMMAS)
+def test_layers_of_several_head_sizes_are_split_over_shards(tmp_path: Path, name: str, tp: int) -> None:
+    make(tmp_path, "Gemma4Text", vocab_size=VOCAB, **GEMMAS[name])
+    check(tmp_path, Layout(tp=tp))
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_layers_of_several_head_sizes_are_split_over_stages(tmp_path: Path, quantization: QuantizationName) -> None:
+    make(tmp_path, "Gemma4Text", vocab_size=VOCAB, **GEMMA_4_DENSE)
+    for layout in (Layout(pp=3), Layout(2, 2)):
+        check(tmp_path, layout, quantization=quantization)
+
+
+def test_stages_of_a_model_whose_layers_read_earlier_keys_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, "Gemma4Text")
+    with pytest.raises(ValueError, match="pp is 2; Gemma4ForCausalLM has layers that read embeddings, or keys"):
+        load(tmp_path, device="cpu", layout=Layout(pp=2))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
 def test_norms_over_all_heads_are_split_where_devices_share_a_kv_head_or_not(tmp_path: Path, tp: int) -> None:
     make(tmp_path, "Olmo2", vocab_size=VOCAB, num_key_value_heads=2)
     check(tmp_path, Layout(tp=tp))
@@ -292,6 +317,9 @@ def test_no_device_holds_more_than_its_share(checkpoint: Path) -> None:
         assert sum(held.values()) == sum(sizes)
 
 
+MAPPINGS = ("recurrent", "more")
+
+
 def tensors_of(model: Any) -> list[torch.Tensor]:
-    layers = [getattr(layer, name) for layer in model.layers for name in layer.__slots__ if name != "recurrent"]
+    layers = [getattr(layer, name) for layer in model.layers for name in layer.__slots__ if name not in MAPPINGS]
     return [each for each in (model.embedding, *layers, model.norm, model.lm_head) if each is not None]

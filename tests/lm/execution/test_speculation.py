@@ -35,6 +35,18 @@ CONFIG = {
     "max_position_embeddings": 160,
     "initializer_range": 0.5,
 }
+GEMMA = CONFIG | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "sliding_window": 12,
+}
+"""Layers of two head sizes, half of which read the keys of earlier ones."""
 FREE = CostModel(
     model="m",
     device="d",
@@ -60,10 +72,10 @@ KINDS: tuple[dict[str, Any], ...] = (
 Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+@pytest.fixture(scope="module", params=[CONFIG, GEMMA], ids=["llama", "gemma4"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory: Path = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(request.param))
     return load(directory, device="cpu", load_format="random")
 
 

@@ -62,11 +62,18 @@ def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module", params=["Llama", "Gemma4Text"])  # the latter has layers of two head sizes
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def small(request: pytest.FixtureRequest, kv_cache_dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Small:
+def small(
+    request: pytest.FixtureRequest, family: str, kv_cache_dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> Small:
     torch.set_num_threads(1)
-    directory: Path = tmp_path_factory.mktemp("Llama")
-    module = make(directory, "Llama").to(request.param)
+    directory: Path = tmp_path_factory.mktemp(family)
+    module = make(directory, family).to(request.param)
     return Small(load(directory, device=request.param, dtype="float32"), kv_cache_dtype, module)
 
 

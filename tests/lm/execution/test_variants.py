@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from tests.checkpoints import VOCAB, make
+from tests.checkpoints import GEMMA_4_DENSE, GEMMA_4_MIXTURE, VOCAB, make
 from tests.lm.execution.test_parity import Case, run
 
 SHORT, LONG = [1.0 + 0.1 * index for index in range(8)], [4.0 + index for index in range(8)]
@@ -44,6 +44,51 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=BOTH | {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}},
         ),
     ),
+    "gemma4-dense": ("Gemma4Text", GEMMA_4_DENSE),
+    "gemma4-mixture": ("Gemma4Text", GEMMA_4_MIXTURE),
+    "gemma4-odd": (
+        "Gemma4Text",
+        GEMMA_4_MIXTURE
+        | dict(
+            hidden_size=48,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            num_global_key_value_heads=2,
+            head_dim=24,
+            global_head_dim=40,
+            attention_bias=True,
+            sliding_window=7,
+            final_logit_softcapping=None,
+            num_experts=5,
+            top_k_experts=5,
+            moe_intermediate_size=24,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "gemma4-shared": (
+        "Gemma4Text",
+        dict(
+            num_hidden_layers=7,
+            layer_types=["full_attention", *["sliding_attention", "sliding_attention", "full_attention"] * 2],
+            num_kv_shared_layers=5,
+            use_double_wide_mlp=False,
+            num_key_value_heads=1,
+            head_dim=24,
+            global_head_dim=56,
+            hidden_size_per_layer_input=12,
+            vocab_size_per_layer_input=400,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e5,
+                    "partial_rotary_factor": 0.3,
+                    "factor": 2.0,
+                },
+            },
+        ),
+    ),
+    "gemma4-full": ("Gemma4Text", GEMMA_4_DENSE | dict(layer_types=["full_attention"] * 3, attention_k_eq_v=False)),
     "phi3-whole": ("Phi3", dict(sliding_window=None, num_key_value_heads=4, tie_word_embeddings=True)),
     "phi3-longrope": ("Phi3", dict(original_max_position_embeddings=128, rope_parameters=LONGROPE)),
     "phi3-partial": (

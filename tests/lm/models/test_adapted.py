@@ -23,11 +23,11 @@ def modules_of(name: str) -> tuple[AdaptedModules, list[str]]:
 @pytest.mark.parametrize("name", NATIVE_FAMILIES)
 def test_every_linear_module_of_peft_is_known_and_the_fields_are_covered_once(name: str) -> None:
     base, linear = modules_of(name)
-    everywhere = {base.names.modules[short] for short in base.everywhere}
-    assert everywhere == {*linear} and {*base.modules} <= {*SHORT_NAMES}
+    found = {base.names.modules[short] for short in (base.modules if base.of_layers else base.everywhere)}
+    assert found == {*linear} and {*base.modules} <= {*SHORT_NAMES}
     for layer in range(base.num_layers):
         for names in base.fields(layer).values():
-            columns = [base.modules[short].columns for short in names]
+            columns = [base.of_layer(layer)[short].columns for short in names]
             assert [part.start for part in columns] == [0, *(part.stop for part in columns[:-1])]
 
 
@@ -38,3 +38,19 @@ def test_outputs_that_are_placed_in_a_field_come_back_in_their_own_order(name: s
         own = torch.randn(module.outputs, 2)
         assert torch.equal(module.own(module.placed(own)), own)
     assert base.modules["qkv"].rows is not None or name == "gpt2"
+
+
+def test_keys_that_are_values_have_one_module_over_both() -> None:
+    base, _ = modules_of("gemma4-dense")
+    window, full = base.of_layer(0), base.of_layer(2)
+    assert [*window][:3] == ["q", "k", "v"] and [*full][:2] == ["q", "k"] and "v" not in full
+    assert full["k"].columns == slice(4 * 32, 4 * 32 + 2 * 32) and full["k"].outputs == 32
+    own = torch.randn(32, 2)
+    assert torch.equal(full["k"].placed(own), torch.cat((own, own)))
+
+
+def test_a_layer_that_reads_earlier_keys_has_no_module_of_keys() -> None:
+    base, _ = modules_of("gemma4")
+    assert base.fields(5)["qkv"] == ("q",) and base.fields(2)["qkv"] == ("q", "k", "v")
+    assert not base.has(5, "k") and base.everywhere == ("q", "o", "gate", "up", "down")
+    assert base.of_layer(5)["gate"].outputs == 2 * base.of_layer(2)["gate"].outputs

@@ -19,7 +19,7 @@ from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.models.loader import eos_token_ids, load, own_dtype
 from holdfast.lm.models.text_decoders import WITH_IMAGES
 from holdfast.lm.padded.loading import load_unmodified
-from tests.checkpoints import SIZES
+from tests.checkpoints import GEMMA_4, GEMMA_4_DENSE, GEMMA_4_TYPES, SIZES
 from tests.lm.execution.test_parity import run
 from tests.lm.execution.test_variants import case_of
 from tests.lm.models.test_quantized import difference, quantized
@@ -46,6 +46,7 @@ HYBRID = dict(
     linear_key_head_dim=16,
     linear_value_head_dim=16,
 )
+SHARING = {key: value for key, value in GEMMA_4.items() if "per_layer_input" not in key}
 LLAMA_4 = CLIP | dict(model_type=..., vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -54,6 +55,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         dict(layer_types=["sliding_attention", "full_attention"], sliding_window=12),
         SIGLIP,
         dict(mm_tokens_per_image=4),
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "gemma4",
+        GEMMA_4,
+        SIGLIP | dict(model_type=..., num_hidden_layers=1, head_dim=16, position_embedding_size=16),
+        {},
+    ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        "gemma4_unified",
+        SHARING | GEMMA_4_DENSE | dict(num_hidden_layers=6, layer_types=GEMMA_4_TYPES, num_kv_shared_layers=2),
+        dict(patch_size=4, mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=64),
+        dict(audio_config=dict(audio_embed_dim=16)),
     ),
     "InternVLForConditionalGeneration": (
         "internvl",

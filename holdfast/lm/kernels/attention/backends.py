@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from holdfast.core.config import AttentionBackendName
 from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3, vllm_kernels
+from holdfast.lm.kernels.attention.mixed_attention import mixed
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
+from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.fp8 import FP8
 
 FP8_CAPABILITY = (8, 9)
 """Lowest compute capability of GPUs that convert to and from e4m3. Triton compiles no such kernel for older ones."""
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """Largest head dimension that fits the tiles of the GPU kernels."""
 
 
@@ -31,6 +34,20 @@ def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: b
             f"kv_cache_dtype is fp8, which takes a GPU of compute capability {least} (Ada, Hopper) or later; "
             f"{torch.cuda.get_device_name(device)} is older: leave it out, or choose the attention backend torch"
         )
+
+
+def attention_of_layers(
+    device: torch.device | str, shapes: Sequence[KVShape], *, num_heads: int, **options: Any
+) -> Attention[Any]:
+    """The attention backend for layers whose keys and values have these `shapes`.
+
+    Layers of one shape share a backend. `options` and errors are those of `attention_for`.
+    """
+    backends = {
+        shape: attention_for(device, num_heads=num_heads, num_kv_heads=shape.heads, head_dim=shape.key_size, **options)
+        for shape in dict.fromkeys(shapes)
+    }
+    return next(iter(backends.values())) if len(backends) == 1 else mixed(backends)
 
 
 def attention_for(

@@ -15,6 +15,7 @@ MODULE = "vllm.vllm_flash_attn.flash_attn_interface"
 CAPABILITY = (9, 0)
 BLOCK_SIZE_UNIT = 16
 HEAD_DIM_UNIT = 8
+MAX_HEAD_DIM = 256
 
 
 def vllm_kernels(device: torch.device) -> Any:
@@ -56,6 +57,11 @@ class FlashAttention3(CapturableAttention[FlashMetadata]):
             raise ValueError(
                 f"attention_backend is vllm-flash-attn, which takes blocks of a multiple of {BLOCK_SIZE_UNIT} and "
                 f"heads of a multiple of {HEAD_DIM_UNIT}; block_size is {block_size}, head_dim {head_dim}"
+            )
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"attention_backend is vllm-flash-attn, which takes heads of at most {MAX_HEAD_DIM}, and a layer has "
+                f"heads of {head_dim}; choose auto"
             )
         self.device = device
         self.block_size = block_size

@@ -128,11 +128,12 @@ def rotate_write_kernel(
     qkv_stride, key_stride_block, key_stride_slot, key_stride_head,
     value_stride_block, value_stride_slot, value_stride_head, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, UNIT_VALUES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate queries and keys, and write keys and values to the cache. Program (token, group of heads).
 
-    Heads are held as two halves of [BLOCK_HEADS, BLOCK_HALF]. A negative slot is padding and is not written.
+    Heads are held as two halves of [BLOCK_HEADS, BLOCK_HALF]. With UNIT_VALUES, values are normed without weights;
+    q_norm is given then. A negative slot is padding and is not written.
     """
     launch_dependents(DEPENDENT)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -182,6 +183,9 @@ def rotate_write_kernel(
         value_at = value_cache + block * value_stride_block + offset * value_stride_slot
         value_at = value_at + (value_head * value_stride_head)[:, None] + dim[None, :]
         value_held = held & (value_head >= 0)[:, None]
+        if UNIT_VALUES:
+            first *= scale
+            second *= scale
         tl.store(value_at, to_cache_dtype(first, value_cache.dtype.element_ty), mask=value_held)
         tl.store(value_at + HALF, to_cache_dtype(second, value_cache.dtype.element_ty), mask=value_held)
 

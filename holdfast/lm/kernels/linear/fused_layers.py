@@ -329,6 +329,7 @@ class FusedLayerOps(LayerOps):
             BLOCK_SIZE=key_cache.shape[1],
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
+            UNIT_VALUES=shape.unit_v_norm,
             num_warps=4,
             **dependent_launch_options(qkv.device),
         )

@@ -42,6 +42,7 @@ class LayerShape:
 
     num_heads: int
     num_kv_heads: int
+    """Number of KV heads; 0 in layers that read the cache of another one."""
     head_dim: int
     eps: float
     """Number added under the root of every norm."""
@@ -65,6 +66,8 @@ class LayerShape:
     """Number of devices that hold each KV head."""
     sums_in_parts: bool = True
     """Whether sums over devices may travel in parts (`Group.begin_sum`)."""
+    unit_v_norm: bool = False
+    """Whether values have a norm without weights within each head. Queries and keys then have norms, too."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +335,8 @@ class LayerOps:
         qkv [T, (H + 2 Hkv) D] holds queries, keys and values, in this order. With q_norm and k_norm [D] (both or
         neither), queries and keys are normed within each head first; with `qk_norm_whole`, over all heads. For that and
         for `qk_layer_norm`, qkv is written to. The first half of a head is rotated against its second half (the pairing
-        of GPT-NeoX and of Transformers). Caches and slot_mapping are those of `Attention.write`.
+        of GPT-NeoX and of Transformers). Caches and slot_mapping are those of `Attention.write`. If the shape has no KV
+        heads, qkv holds queries alone, and nothing is written.
         """
         shape = self.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -345,7 +349,10 @@ class LayerOps:
             cosine, sine = rotation
             turned = (turned * cosine).addcmul_(turned.roll(dim // 2, -1), sine)
         query, key = torch.split(turned, [heads, kv_heads], dim=1)
-        write_slots(key, value, *caches, slot_mapping)
+        if shape.unit_v_norm:
+            value = functional.rms_norm(value, (dim,), eps=shape.eps)
+        if kv_heads:
+            write_slots(key, value, *caches, slot_mapping)
         return query
 
     def _norm_written(

@@ -70,6 +70,11 @@ def test_flash_attention_refuses_other_sizes(head_dim: int, block_size: int) -> 
         flash_attention(head_dim=head_dim, block_size=block_size)
 
 
+def test_flash_attention_refuses_larger_heads_than_it_has_kernels_for() -> None:
+    with pytest.raises(ValueError, match="takes heads of at most 256, and a layer has heads of 512; choose auto"):
+        flash_attention(head_dim=512)
+
+
 def test_flash_attention_refuses_a_cache_of_another_type() -> None:
     batch = make_batch(MIXED, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"takes bfloat16 or float16.*torch\.float32"):

@@ -42,7 +42,17 @@ MIXED = [(3, 0, 37), (0, 49, 50), (1, 20, 61), (4, 0, 1), (2, 0, 9), (2, 30, 42)
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
-    [(4, 2, 16, 16), (1, 1, 16, 1), (6, 2, 40, 5), (8, 1, 80, 16), (4, 4, 96, 16), (32, 1, 16, 16), (71, 1, 64, 16)],
+    [
+        (4, 2, 16, 16),
+        (1, 1, 16, 1),
+        (6, 2, 40, 5),
+        (8, 1, 80, 16),
+        (4, 4, 96, 16),
+        (32, 1, 16, 16),
+        (71, 1, 64, 16),
+        (4, 1, 512, 16),
+        (3, 3, 320, 5),
+    ],
 )
 def test_a_mixed_batch_equals_the_oracle(
     heads: int, kv_heads: int, head_dim: int, block_size: int, device: str
@@ -107,6 +117,22 @@ def test_merged_parts_of_a_context_equal_the_oracle(options: dict[str, object], 
     assert_exact(attend(batch, num_processors=40, scale=0.25, **options), oracle(batch, scale=0.25, **options))
 
 
+def test_merged_parts_of_heads_of_512_equal_the_oracle(device: str) -> None:
+    batch = make_batch([(0, 599, 600), (1, 1240, 1280)], heads=4, kv_heads=1, head_dim=512, device=device)
+    metadata = make_attention(batch, num_processors=40).make_metadata(batch.segments)
+    assert all(len(tiles.merges) for tiles in metadata)
+    assert_exact(attend(batch, num_processors=40, scale=0.04), oracle(batch, scale=0.04))
+
+
+def test_tiles_of_larger_heads_have_fewer_rows_and_keys(device: str) -> None:
+    sizes = []
+    for head_dim in (96, 256, 512):
+        attention = make_attention(make_batch([(0, 0, 4)], head_dim=head_dim, device=device))
+        launch = attention.launch(attention.tiles.wide_m, 2, 100)
+        sizes.append((attention.tiles.wide_m, launch.block_n))
+    assert sizes == [(256, 64), (128, 32), (64, 16)]
+
+
 def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> None:
     batch = make_batch([(0, 0, 12), (1, 30, 31)], device=device)
     fused = torch.cat([batch.query, batch.key, batch.value], dim=1)  # [T, Hq + 2 Hkv, D]
@@ -162,6 +188,9 @@ def test_write_skips_padding_and_touches_no_other_slot(device: str) -> None:
         (14, 2, 80, 16),
         (71, 1, 64, 5),
         (16, 4, 256, 16),
+        (8, 1, 512, 16),
+        (32, 4, 512, 32),
+        (6, 2, 320, 16),
         (10, 2, 96, 64),
     ],
 )
@@ -190,6 +219,7 @@ def test_compiled_kernels_stay_within_the_precision_of_the_type(
         (torch.bfloat16, 14, 2, 64),
         (torch.bfloat16, 14, 2, 80),
         (torch.float16, 16, 4, 256),
+        (torch.bfloat16, 16, 2, 512),
         (torch.float32, 14, 2, 64),
     ],
 )

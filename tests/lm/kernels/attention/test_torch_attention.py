@@ -157,7 +157,7 @@ def test_write_touches_no_other_slot() -> None:
     ("change", "message"),
     [
         ({"num_kv_heads": 3}, "8 query heads do not divide among 3 KV heads"),
-        ({"head_dim": 0}, "head_dim is 0; it must lie between 1 and 256"),
+        ({"head_dim": 0}, "head_dim is 0; it must lie between 1 and 512"),
         ({"block_size": 0}, "block_size is 0"),
         ({"device": "meta"}, "no attention for device meta"),
     ],

@@ -177,6 +177,32 @@ def test_rotation_and_cache_write_equal_float64(
     assert_near(data[written], exact[written])
 
 
+@pytest.mark.parametrize("kv_heads", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_may_have_a_norm_without_weights_and_queries_may_be_alone(
+    kv_heads: int, dtype: torch.dtype, device: str
+) -> None:
+    tokens, heads, head_dim = 5, 3, 24
+    shape = shape_of(device, dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, unit_v_norm=True)
+    qkv = drawn(tokens, (heads + 2 * kv_heads) * head_dim, device=device, dtype=dtype, spread=3)
+    norm, positions = drawn(head_dim, device=device, dtype=dtype), torch.arange(tokens, device=device)
+    data = torch.full((2, 4, 2, max(1, kv_heads), head_dim), torch.nan, device=device, dtype=dtype)
+    exact, ops, reference = data.double(), FusedLayerOps(shape), oracle(shape)
+    found = ops.rotate_and_write(qkv, ops.rotation(positions), norm, norm, (data[0], data[1]), positions)
+    doubles = doubled(qkv), doubled(norm)
+    expected = reference.rotate_and_write(
+        *doubles[0], reference.rotation(positions), *doubles[1] * 2, (exact[0], exact[1]), positions
+    )
+    assert_near(found, expected)
+    written = ~exact.isnan()
+    assert torch.equal(~data.isnan(), written) and bool(written.any()) == (kv_heads > 0)
+    if kv_heads:
+        assert_near(data[written], exact[written])
+        values = data[1].flatten(0, 1)[:tokens]
+        raw = qkv[:, -kv_heads * head_dim :].double().view_as(values)
+        assert_near(values, raw / (raw.square().mean(-1, keepdim=True) + shape.eps).sqrt())
+
+
 def test_an_fp8_cache_holds_the_rounded_keys_and_values(device: str) -> None:
     ops = FusedLayerOps(shape_of(device))
     qkv = drawn(7, 128, device=device, spread=3)

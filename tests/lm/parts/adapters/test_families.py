@@ -16,8 +16,8 @@ from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.state_memory import states_of
+from holdfast.lm.kernels.attention.backends import attention_of_layers
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
@@ -26,6 +26,7 @@ from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.gemma4_decoder import OwnHeadsMixer
 from holdfast.lm.models.loader import load, native_spec
 from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE, UnsupportedAdapter, read_peft
 from holdfast.lm.models.text_decoders import WITH_IMAGES
@@ -73,11 +74,10 @@ def logits_of(model: Decoder, slots: AdapterSlots, given: list[tuple[int, ...]],
     With `tiled`, adapters are computed by the kernels of a GPU.
     """
     spec, where = model.spec, model.spec.device
-    sizes = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=BLOCK)
-    cache = KVCache.allocate(
-        layers=spec.num_layers, num_blocks=BLOCKS * len(given), dtype=spec.dtype, device=where, **sizes
+    cache = KVCache.allocate_layers(
+        spec.kv_shapes, num_blocks=BLOCKS * len(given), block_size=BLOCK, dtype=spec.dtype, device=where
     )
-    attention = TorchAttention(device=where, num_heads=spec.num_heads, **sizes)
+    attention = attention_of_layers(where, spec.kv_shapes, num_heads=spec.num_heads, block_size=BLOCK, backend="torch")
     lengths = [len(ids) for ids in given]
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     segments = Segments(starts, np.array(lengths, np.int32), np.arange(len(given), dtype=np.int32))
@@ -151,7 +151,9 @@ def test_logits_of_a_mixed_batch_are_those_of_peft(any_case: Family, names: tupl
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2", "falcon", "gpt2", "gemma2", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "phi3", "olmo2", "falcon", "gpt2", "gemma2", "qwen3-moe", "gemma4", "gemma4-dense"]
+)
 def test_ranks_that_share_the_layers_give_peft_s_logits_with_a_dora(name: str, tp: int, tmp_path: Path) -> None:
     """Each rank has some columns of o and down, so it has a part of the norm of every row."""
     case, names, given = family(name, tmp_path), ("dora", "wide"), prompts(6)
@@ -190,6 +192,9 @@ def test_the_kernels_of_a_gpu_give_the_same_logits(any_case: Family, monkeypatch
     model = case.model
     for name in ("_ops", "_local_ops"):
         monkeypatch.setattr(model, name, FusedLayerOps(getattr(model, name).shape))
+    for mixer in model._mixers:
+        if isinstance(mixer, OwnHeadsMixer):
+            monkeypatch.setattr(mixer, "_heads", FusedLayerOps(mixer._heads.shape))
     assert_logits_are_peft_s(case, ("wide", "some"), prompts(3, longest=4), tiled=True)
     if model.decoder.parallel or model.spec.architecture in ("LlamaForCausalLM", "Gemma2ForCausalLM"):
         assert_logits_are_peft_s(case, ("dora", "wide"), prompts(3, longest=4), tiled=True)
@@ -230,6 +235,32 @@ def test_the_mlp_of_a_mixture_s_dense_layers_takes_adapters(tmp_path: Path) -> N
     engine.add(Request("0", prompt, params), adapter)
     assert engine.run() == {"0": generated(merged(case_of, weights), prompt, GENERATED)}
     engine.close()
+
+
+def test_the_mlp_beside_the_experts_of_a_gemma_4_takes_adapters(tmp_path: Path) -> None:
+    _, stem, differences = NATIVE_FAMILIES["gemma4-mixture"]
+    module = tiny(stem, **differences)
+    module.save_pretrained(tmp_path / "base")
+    model = load(tmp_path / "base", device="cpu", dtype="float32")
+    assert isinstance(model, Decoder)
+    weights = drawn(model.decoder, 4, seed=3)
+    assert {layer for layer, name in weights.pairs if name == "gate"} == {0, 1, 2}
+    engine = Engine(model, slots=1)
+    adapter = engine.register("a", write(tmp_path / "a", weights))
+    prompt, params = prompts(1)[0], SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    engine.add(Request("0", prompt, params), adapter)
+    assert engine.run() == {"0": generated(merged(module, weights), prompt, GENERATED)}
+    engine.close()
+
+
+def test_a_module_that_a_layer_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    _, stem, differences = NATIVE_FAMILIES["gemma4"]
+    spec = native_spec({**tiny(stem, **differences).config.to_dict(), "architectures": ["Gemma4ForCausalLM"]})
+    path = write(tmp_path, drawn(spec, 2, seed=0)) / WEIGHTS_FILE
+    tensors = load_file(path)
+    save_file({**tensors, "base_model.model.model.layers.5.self_attn.k_proj.lora_A.weight": torch.zeros(2, 64)}, path)
+    with pytest.raises(UnsupportedAdapter, match=r"k_proj.* of layer 5, which has no such module"):
+        read_peft(tmp_path, spec)
 
 
 def test_a_gemma_3_that_sees_reads_the_names_of_its_language_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -22,7 +23,7 @@ class ExpertRule:
     If not, they are shares of a softmax over all experts.
     """
     clamp: tuple[float, float] | None = None
-    """The constants (alpha, limit) of the clamped gate (GPT-OSS), or None for silu(gate) * up.
+    """The constants (alpha, limit) of the clamped gate (GPT-OSS), or None for activation(gate) * up.
 
     The clamped gate is gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within ± `limit`.
     """
@@ -42,6 +43,8 @@ class ExpertRule:
 
     `normalized` is False then.
     """
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """The activation of a gate that is not clamped."""
 
     @property
     def per_token(self) -> int:
@@ -111,7 +114,8 @@ def gated(gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
     """The input of an expert's second product, [T, inner], from the result of its first one, [T, 2 inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if rule.clamp is None:
-        return functional.silu(gate).mul_(up)
+        active = functional.silu(gate) if rule.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        return active.mul_(up)
     alpha, limit = rule.clamp
     gate = gate.clamp(max=limit)
     return (gate * torch.sigmoid(alpha * gate)).mul_(up.clamp(-limit, limit).add_(1))

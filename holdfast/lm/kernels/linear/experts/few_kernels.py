@@ -85,8 +85,8 @@ def gate_few_kernel(
     logits, x, norm, weight, scale, extra, unit, bias, inner_out, chosen, shares,
     experts, inner, inputs, x_stride, eps, alpha, limit, jitter,
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
-    SHARED: tl.constexpr, CLAMPED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SHARED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first product of a pair's expert, gated: [T * TOP_K, inner] float32. Program (BLOCK_N rows, pair).
@@ -139,7 +139,7 @@ def gate_few_kernel(
         result += tl.load(bias + row).to(tl.float32)
     gate, up = tl.split(tl.reshape(result, (TAKEN, 2)))
     n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
-    tl.store(inner_out + pair * inner + n, gated_product(gate, up, alpha, limit, CLAMPED), mask=n < inner)
+    tl.store(inner_out + pair * inner + n, gated_product(gate, up, alpha, limit, CLAMPED, GELU), mask=n < inner)
 
 
 @triton.jit

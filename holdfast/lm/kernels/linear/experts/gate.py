@@ -29,12 +29,19 @@ def mixer_share(left, best, jitter, AXIS: tl.constexpr):
 
 
 @triton.jit
-def gated_product(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """silu(gate) * up, or with CLAMPED the gate of `ExpertRule.clamp`. NaN stays NaN."""
+def gated_product(gate, up, alpha, limit, CLAMPED: tl.constexpr, GELU: tl.constexpr):
+    """silu(gate) * up, with GELU gelu(gate) * up by tanh, or with CLAMPED the gate of `ExpertRule.clamp`.
+
+    NaN stays NaN.
+    """
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    elif GELU:
+        # gelu(x) = x / (1 + exp(-2 z)) with z = sqrt(2 / pi) (x + 0.044715 x^3), as 1 + tanh(z) = 2 / (1 + exp(-2 z))
+        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        result = gate / (1.0 + tl.exp(tl.minimum(exponent, 80.0))) * up  # exp overflows from 89 on
     else:
         result = gate / (1.0 + tl.exp(-gate)) * up
     return result

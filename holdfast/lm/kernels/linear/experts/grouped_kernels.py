@@ -136,8 +136,8 @@ def sort_kernel(
 def grouped_kernel(
     x, weight, scale, extra, unit, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs,
     inputs, x_stride, out_stride, alpha, limit,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, HALVED: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    HALVED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -167,13 +167,14 @@ def grouped_kernel(
             _tile(
                 x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride,
                 out_stride, alpha, limit, first_output, expert, start, stop,
-                TOP_K, GATED, SCALED, CLAMPED, FORM, GROUP, SCALE_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
+                TOP_K, GATED, SCALED, CLAMPED, GELU, FORM, GROUP, SCALE_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN,
+                STAGES,
             )  # fmt: skip
             return
     _tile(
         x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride,
         out_stride, alpha, limit, first_output, expert, start, stop,
-        TOP_K, GATED, SCALED, CLAMPED, FORM, GROUP, SCALE_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
+        TOP_K, GATED, SCALED, CLAMPED, GELU, FORM, GROUP, SCALE_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def grouped_kernel(
 def _tile(
     x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
     alpha, limit, first_output, expert, start, stop,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -254,7 +255,7 @@ def _tile(
         if GATED:
             up += tl.load(bias + first_row + outputs + row).to(tl.float32)[:, None]
     if GATED:
-        acc = gated_product(acc, up, alpha, limit, CLAMPED)
+        acc = gated_product(acc, up, alpha, limit, CLAMPED, GELU)
         target = place.to(tl.int64)
     else:
         if not SCALED:

@@ -138,7 +138,8 @@ def experts_of_few(
     gate_few_kernel[(triton.cdiv(inner, gate.block_n // 2), pairs)](
         logits, x, norm, *gate_up, experts.gate_up_bias, between, chosen, shares,
         count, inner, hidden, x.stride(0), eps, *_clamp(rule), rule.jitter or 0.0,
-        **_shares(rule), CLAMPED=rule.clamp is not None, **_form(experts.gate_up),
+        **_shares(rule), CLAMPED=rule.clamp is not None, GELU=rule.activation != "silu",
+        **_form(experts.gate_up),
         BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden, packed=_is_packed(experts.gate_up)), **pdl,
     )  # fmt: skip
     block_r = triton.next_power_of_2(rule.per_token)
@@ -252,6 +253,7 @@ def _grouped(
         x, *_stored(weights), bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares,
         sorting.divisors, len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
         TOP_K=rule.per_token, GATED=gated, SCALED=rule.scales_input, CLAMPED=rule.clamp is not None,
+        GELU=rule.activation != "silu",
         BLOCK_E=triton.next_power_of_2(count), HALVED=launch.halved, BLOCK_M=launch.block_m,
         **_form(weights), **own.options(inputs, packed=_is_packed(weights)), **dependent_launch_options(x.device),
     )  # fmt: skip

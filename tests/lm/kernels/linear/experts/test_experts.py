@@ -25,6 +25,7 @@ RULES = [
     ExpertRule(top_k=2),
     ExpertRule(top_k=3, normalized=False),
     ExpertRule(top_k=4, clamp=(1.7, 0.5)),
+    ExpertRule(top_k=3, activation="gelu_pytorch_tanh"),
     ExpertRule(top_k=2, normalized=False, jitter=0.2),
     ExpertRule(top_k=1, normalized=False, scales_input=True, shared=True),
     ExpertRule(top_k=2, normalized=False, scales_input=True),
@@ -111,7 +112,8 @@ def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
                 2
             )
             if rule.clamp is None:
-                inner = functional.silu(gate) * up
+                silu = rule.activation == "silu"
+                inner = (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
             else:
                 alpha, limit = rule.clamp
                 gate = gate.clamp(max=limit)
@@ -341,6 +343,7 @@ SHAPES = {
     "qwen3-30b-a3b": (ExpertRule(top_k=8), 128, 2048, 768, False),
     "mixtral": (ExpertRule(top_k=2), 8, 1024, 1792, False),
     "gpt-oss": (ExpertRule(top_k=4, clamp=(1.702, 7.0)), 32, 2880, 2880, True),
+    "gemma-4-26b-a4b": (ExpertRule(top_k=8, activation="gelu_pytorch_tanh"), 128, 2816, 704, False),
 }
 
 

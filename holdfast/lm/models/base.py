@@ -102,6 +102,10 @@ class ModelSpec:
     """Whether this is the first stage, which embeds tokens. Other stages begin with the previous stage's stream."""
     last: bool = True
     """Whether this is the last stage, which computes logits. Other stages return their stream."""
+    latent_rank: int = 0
+    """Width of the first part of each key that is also its value, in latent attention; 0: values are on their own.
+
+    With latent attention there is one KV head, and `head_dim` is the width of its keys."""
     recurrent_layers: int = 0
     """Number of layers that keep a recurrent state in place of keys and values."""
     state: tuple[StateTensor, ...] = ()

@@ -28,6 +28,7 @@ from holdfast.lm.models.attention_mixer import (
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
+from holdfast.lm.models.latent import LATENT_FIELDS, LatentMixer, LatentWeights
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
 from holdfast.lm.models.mlp_mixer import MlpMixer
 from holdfast.lm.models.rope import Rope
@@ -63,6 +64,8 @@ class LayerWeights:
     shared_gate: torch.Tensor | None = None  # [1, hidden]: the gate of the shared expert, which is the MLP
     recurrent: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of a recurrent layer's mixer between the two projections (`RecurrentWeights.tensors`)."""
+    latent: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors of latent attention between the two projections (`LatentWeights.tensors`)."""
 
 
 PLACES = {
@@ -82,11 +85,30 @@ PLACES = {
 PRECISE_FIELDS = ("decay", "time_bias", "skip")
 """The fields that stay in float32."""
 
+ROW_FIELDS = ("latent_up",)
+"""The fields whose rows are read in groups, so that their layout is by rows on any device."""
+
 RECURRENT_FIELDS = ("conv", "conv_bias", "gain", *PRECISE_FIELDS)
 """The fields of `LayerWeights.recurrent`."""
 
 Norms = tuple[torch.Tensor, torch.Tensor | None]
 """The norm of the stream after a projection, and the norm of the projection itself."""
+
+
+def row_orders(spec: DecoderSpec) -> dict[str, torch.Tensor]:
+    """For each ending of a tensor's name, the order of each head's rows that makes `Rope.pairs` of those rotated.
+
+    Empty if the stored order is that order.
+    """
+    pairs, fields = spec.rope.pairs(spec.rotated_dim), spec.names.fields
+    if pairs is None:
+        return {}
+    if spec.latent is None:
+        names = (*fields["qkv"][:2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
+        return dict.fromkeys((*names, *fields.get("k_norm", ())), pairs)
+    orders, queries = spec.latent.order(pairs), fields["query_up" if spec.latent.query_rank else "qkv"][0]
+    of_latent = (fields[name][1] for name in ("qkv", "qkv_bias") if name in fields)
+    return {queries: orders["query"]} | dict.fromkeys(of_latent, orders["latent"])
 
 
 class WeightSource(Protocol):
@@ -141,10 +163,8 @@ class Decoder:
         """The empty weight that stands for a missing norm."""
         self._tables = (names.embedding, names.positions)
         """Names of the tensors that are read row by row."""
-        self._pairs = decoder.rope.pairs(decoder.head_dim)
-        fields = names.fields
-        self._paired = (*fields["qkv"][:2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
-        self._paired += fields.get("k_norm", ())
+        self._orders = row_orders(decoder)
+        """For each ending of a tensor's name, the order in which each head's rows are read."""
         self.decoder = decoder
         """The spec of the whole decoder, of which this may be a shard."""
         self.shard, self.group = shard, group
@@ -200,6 +220,7 @@ class Decoder:
             stream_width=0 if shard.first and shard.last else decoder.hidden_size,
             first=shard.first,
             last=shard.last,
+            latent_rank=0 if decoder.latent is None else decoder.latent.rank,
             recurrent_layers=sum(decoder.recurrent),
             state=() if decoder.recurrence is None else decoder.recurrence.state(dtype),
         )
@@ -216,6 +237,12 @@ class Decoder:
                 states += 1
             if not spec.cached[number]:
                 mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias))
+                continue
+            if spec.latent is not None:
+                projected = LatentWeights(qkv=layer.qkv, bias=layer.qkv_bias, tensors=layer.latent)
+                heads = len(self.shard.part(spec.num_heads))
+                mixers.append(LatentMixer(projected, spec.latent, heads=heads, scale=spec.scale, cache=caches))
+                caches += 1
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
@@ -257,7 +284,7 @@ class Decoder:
         """The operations of layers with the spec's `rope`, and of those with its `other_rope`."""
 
         def frequencies(rope: Rope) -> torch.Tensor:
-            return rope.inverse_frequencies(own.head_dim, max_model_len).to(self._device)
+            return rope.inverse_frequencies(own.rotated_dim, max_model_len).to(self._device)
 
         shape = LayerShape(
             num_heads=own.num_heads,
@@ -303,9 +330,9 @@ class Decoder:
                 weights[name] = self._quantized(names, parts)
             else:
                 # Kernels read rows in the checkpoint's order. Rows that must be reordered are read as plain numbers.
-                as_stored = name in LINEAR_FIELDS and (name != "qkv" or self._pairs is None)
+                as_stored = name in LINEAR_FIELDS and (name != "qkv" or not self._orders)
                 packed = self._packed(names, parts) if as_stored else None
-                weights[place] = self._fused(names, parts) if packed is None else packed
+                weights[place] = self._fused(names, parts, by_rows=name in ROW_FIELDS) if packed is None else packed
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
@@ -313,6 +340,7 @@ class Decoder:
             weights["qkv"] = self._joined(weights["qkv"], weights.pop("mixer_in"), 0)
             weights["o"] = self._joined(weights["o"], weights.pop("mixer_out"), 1)
         weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
+        weights["latent"] = {name: weights.pop(name) for name in LATENT_FIELDS if name in weights}
         return LayerWeights(**weights)
 
     def _joined(self, one: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
@@ -345,11 +373,12 @@ class Decoder:
         """A tensor that every device holds whole."""
         return self._fused((name,), (Piece.all_of(*shape),))
 
-    def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
-        """One tensor with the rows of all parts."""
+    def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...], *, by_rows: bool = False) -> torch.Tensor:
+        """One tensor with the rows of all parts. With `by_rows`, its layout is by rows on any device."""
         rows = [piece.shape[0] for piece in pieces]
         shape = (sum(rows), *pieces[0].shape[1:])
-        if self._device.type == "cpu" and len(shape) == 2 and names[0] not in self._tables:
+        by_rows |= self._device.type != "cpu" or names[0] in self._tables
+        if len(shape) == 2 and not by_rows:
             # The layout is by inputs: MKL then computes products of few tokens up to twice as fast.
             whole = self._empty(*shape[::-1]).t()
         else:
@@ -387,9 +416,10 @@ class Decoder:
             if not len(part):  # another device's head
                 continue
             self._source.fill(name, piece, part)
-            if self._pairs is not None and name.endswith(self._paired):
-                heads = torch.arange(0, len(part), len(self._pairs))[:, None]
-                part.copy_(part[(heads + self._pairs).flatten().to(part.device)])
+            order = next((order for ending, order in self._orders.items() if name.endswith(ending)), None)
+            if order is not None:
+                heads = torch.arange(0, len(part), len(order))[:, None]
+                part.copy_(part[(heads + order).flatten().to(part.device)])
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)

@@ -13,6 +13,8 @@ from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, Weigh
 from holdfast.lm.models.delta_layers import DEFAULTS, hybrid
 from holdfast.lm.models.experts import (
     at_least_one,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
     gpt_oss_experts,
     granite_experts,
     llama4_experts,
@@ -23,6 +25,7 @@ from holdfast.lm.models.experts import (
     qwen3_next_experts,
     qwen3_vl_moe_experts,
 )
+from holdfast.lm.models.latent_layers import GLM, V2, V3, YOUTU, latent_layers
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
 from holdfast.lm.models.mamba_layers import (
@@ -503,6 +506,31 @@ def gemma3_text(config: Mapping[str, Any]) -> DecoderSpec:
     return gemma3({"vocab_size": 262_208, "num_attention_heads": 8, **config})
 
 
+def deepseek_v2(config: Mapping[str, Any]) -> DecoderSpec:
+    """DeepSeek-V2 and V2-Lite: latent attention, and experts besides shared ones after the first layers."""
+    config = {**V2, **config}
+    fields = latent_layers(config, shared(config))
+    return DecoderSpec(**fields, experts=deepseek_v2_experts(config, fields["num_layers"]))
+
+
+def deepseek_v3(config: Mapping[str, Any]) -> DecoderSpec:
+    """DeepSeek-V3, R1 and Kimi K2: V2 with experts chosen by sigmoids and a correction."""
+    config = {**V3, **config}
+    fields = latent_layers(config, shared(config))
+    return DecoderSpec(**fields, experts=deepseek_v3_experts(config, fields["num_layers"]))
+
+
+def glm4_moe_lite(config: Mapping[str, Any]) -> DecoderSpec:
+    """GLM-4.7-Flash: a small DeepSeek-V3 with one group of experts."""
+    return deepseek_v3({**GLM, **config})
+
+
+def youtu(config: Mapping[str, Any]) -> DecoderSpec:
+    """Youtu-LLM: latent attention, and an MLP in every layer."""
+    config = {**YOUTU, **config}
+    return DecoderSpec(**latent_layers(config, shared(config)))
+
+
 def named(**changed: str) -> WeightNames:
     """Llama's tensor names, with some of them changed."""
     return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
@@ -535,6 +563,10 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "NemotronHForCausalLM": nemotron_h,
     "FalconH1ForCausalLM": falcon_h1,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
+    "YoutuForCausalLM": youtu,
 }
 """For each architecture, the function that reads its config.json."""
 

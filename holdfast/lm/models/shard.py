@@ -103,6 +103,7 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
         sizes.append(("MLP columns", spec.intermediate_size))
     if spec.experts is not None:
         sizes.append(("columns of an expert", spec.experts.intermediate_size))
+        sizes.append(("columns of the shared expert", spec.experts.shared_size))
     for name, size in sizes:
         if size % tp:
             raise ValueError(f"tp is {tp}; it must divide the model's {size} {name}")
@@ -161,6 +162,9 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
             for field, own, total in (("q_norm", heads, spec.num_heads), ("k_norm", kv_heads, spec.num_kv_heads))
         }
     columns = {"o": q, "down": inner}
+    if spec.latent is not None:
+        rows |= spec.latent.rows(heads)
+        columns["o"] = spec.latent.columns(heads)
 
     def piece(field: str, part: int, shape: Shape) -> Piece:
         own = [*Piece.all_of(*shape).own]
@@ -179,11 +183,22 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
 def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, tuple[Piece, ...]]:
     """For each field that a layer reads from the checkpoint, the device's pieces of its parts. Experts are not there.
 
-    Fields of recurrent layers and of shared experts are whole: devices do not share such layers.
+    Fields of recurrent layers are whole: devices do not share such layers.
     """
     split, shapes = layer_pieces(spec, shard), shapes_of_layer(spec, layer)
+    if spec.experts is not None and spec.experts.shared_size:
+        split |= _shared_pieces(spec.hidden_size, spec.experts.shared_size, shard)
     whole = {field: tuple(Piece.all_of(*shape) for shape in parts) for field, parts in shapes.items()}
     return {field: split.get(field, pieces) for field, pieces in whole.items()}
+
+
+def _shared_pieces(hidden: int, inner: int, shard: Shard) -> dict[str, tuple[Piece, ...]]:
+    """The device's pieces of the shared expert of a layer, which is split as an MLP is. Its gate is whole."""
+    own, stream = shard.part(inner), range(hidden)
+    return {
+        "shared_gate_up": (Piece((inner, hidden), (own, stream)),) * 2,
+        "shared_down": (Piece((hidden, inner), (stream, own)),),
+    }
 
 
 @dataclass(frozen=True, slots=True)

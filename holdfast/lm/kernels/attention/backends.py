@@ -10,6 +10,7 @@ from holdfast.core.config import AttentionBackendName
 from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3, vllm_kernels
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
+from holdfast.lm.kernels.attention.torch_latent import TorchLatentAttention
 from holdfast.lm.kernels.fp8 import FP8
 
 FP8_CAPABILITY = (8, 9)
@@ -31,6 +32,38 @@ def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: b
             f"kv_cache_dtype is fp8, which takes a GPU of compute capability {least} (Ada, Hopper) or later; "
             f"{torch.cuda.get_device_name(device)} is older: leave it out, or choose the attention backend torch"
         )
+
+
+def latent_attention_for(
+    device: torch.device | str,
+    *,
+    num_heads: int,
+    head_dim: int,
+    rank: int,
+    block_size: int,
+    backend: AttentionBackendName = "auto",
+    cache_dtype: torch.dtype | None = None,
+) -> Attention[Any]:
+    """The backend of latent attention, for keys of `head_dim` numbers of which the first `rank` are the value.
+
+    Raises ValueError for an FP8 cache, and for a backend that has no latent attention. See `attention_for`.
+    """
+    device = torch.device(device)
+    if cache_dtype == FP8:
+        raise ValueError(
+            "kv_cache_dtype is fp8, which latent attention does not have: its cache is already small; leave it out"
+        )
+    if backend == "vllm-flash-attn":
+        raise ValueError("attention_backend is vllm-flash-attn, which has no latent attention; choose auto")
+    require(backend, device)
+    sizes = dict(num_heads=num_heads, head_dim=head_dim, rank=rank, block_size=block_size)
+    if device.type == "cpu" or backend == "torch":
+        return TorchLatentAttention(device=device, **sizes)
+    # Imported here because a CPU installation has no Triton.
+    from holdfast.lm.kernels.attention.latent import PagedLatentAttention
+
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return PagedLatentAttention(device=device, num_processors=processors, **sizes)
 
 
 def attention_for(

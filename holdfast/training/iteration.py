@@ -95,7 +95,7 @@ def arena_of(cache: KVCache, *, shared: bool = False) -> Arena:
 
     For `shared`, see `Arena`.
     """
-    planes = [(_bytes(key), _bytes(value)) for key, value in map(cache.layer, range(len(cache.data)))]
+    planes = [(_bytes(key), _bytes(value)) for key, value in map(cache.layer, range(len(cache.places)))]
     return Arena(planes, planes[0][0].numel() // cache.num_blocks, shared=shared)
 
 

@@ -43,7 +43,7 @@ class HostMemory:
         """
         self.cache = cache
         self._pin, self._unpin = pin or cuda_pin, unpin or cuda_unpin
-        self._bytes = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
+        self._bytes = cache.memory
         self._pinned: list[int] = []
         self._stop = threading.Event()
         self.pinning = threading.Lock()
@@ -104,10 +104,7 @@ class HostPart(NamedTuple):
     @classmethod
     def of(cls, cache: KVCache) -> HostPart:
         """The blocks of a cache. Raises ValueError if a block is not in one piece."""
-        if cache.num_blocks and not cache.data[:, :, 0].is_contiguous():
-            raise ValueError("the host tier has its blocks in pieces")
-        flat = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
-        return cls(flat.numpy().data, cache.data[:, :, 0].nbytes)
+        return cls(cache.memory.numpy().data, cache.block_bytes)
 
     @classmethod
     def shared(cls, descriptor: int, num_blocks: int, block_bytes: int) -> HostPart:

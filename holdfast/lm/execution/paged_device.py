@@ -32,7 +32,7 @@ from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.state_memory import states_of
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.grammar.sources import mask_words
-from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.backends import attention_of_layers
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.capture import free_workspaces
@@ -104,11 +104,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
-        self.attention = attention_for(
+        self.attention = attention_of_layers(
             spec.device,
+            spec.kv_shapes,
             num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            latent_rank=spec.latent_rank,
             block_size=config.block_size,
             backend=config.attention_backend,
             cache_dtype=self.cache_dtype,
@@ -116,7 +116,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self._recurrence = recurrence_for(spec.device, spec.dtype) if spec.recurrent_layers else None
         self._row_bytes = config.max_sequences * spec.state_bytes
         """Bytes of the recurrent states of running sequences."""
-        self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
+        self.block_bytes = self._cache(1, torch.device("meta")).block_bytes
         sizes = spec, self.max_step_tokens, config.max_samples
         link = None if place is None else place.link(*sizes, back=any(part.sends_back for part in parts))
         self._link, self._shared = link, None if place is None else place.host
@@ -354,7 +354,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every
             # head. A weight in FP8 takes half the time, so it counts as half a weight.
-            attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),
+            attention_balance=max(1, weights // (2 * spec.num_heads * sum(shape.key_size for shape in spec.kv_shapes))),
         )
         for part in self.parts:
             shape = part.shaped(shape)
@@ -435,7 +435,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _compile_copies(self) -> None:
         """Copy one block each way, which compiles the kernel."""
         device, number = self._cache(1, self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
-        host = KVCache(torch.empty_like(self._cache(1, CPU, by_block=True).data, pin_memory=True))
+        pinned = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True)
+        host = self._cache(1, CPU, by_block=True, within=pinned)
         copy_blocks(device, number, host, number)
         copy_blocks(host, number, device, number)
         torch.cuda.synchronize(self.device)
@@ -448,13 +449,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _cache(
         self, num_blocks: int, device: torch.device, *, by_block: bool = False, within: torch.Tensor | None = None
     ) -> KVCache:
-        spec = self.model.spec
-        return KVCache.allocate(
-            layers=spec.num_layers,
+        return KVCache.allocate_layers(
+            self.model.spec.kv_shapes,
             num_blocks=num_blocks,
             block_size=self.config.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
             dtype=self.cache_dtype,
             device=device,
             by_block=by_block,

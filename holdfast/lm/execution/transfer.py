@@ -61,7 +61,7 @@ class Transfers:
         self._last_in: CopyEvent | None = None
         self._copies = CopiesInFlight()
         self._begun = -1
-        self._block_bytes = device.data[:, :, 0].nbytes
+        self._block_bytes = device.block_bytes
         step = -(-len(layers) // groups)
         self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 

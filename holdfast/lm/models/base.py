@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Attention, Segments
+from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.lora.protocol import StepAdapters
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
 from holdfast.lm.types.states import StateCopy
@@ -85,7 +86,9 @@ class ModelSpec:
     """Number of layers that keep keys and values."""
     num_heads: int
     num_kv_heads: int
+    """Number of KV heads of the first of these layers."""
     head_dim: int
+    """Size of a head of the first of these layers."""
     vocab_size: int
     own_vocab_size: int
     """Number of vocabulary tokens whose logits this device computes."""
@@ -110,6 +113,15 @@ class ModelSpec:
     """Number of layers that keep a recurrent state in place of keys and values."""
     state: tuple[StateTensor, ...] = ()
     """The tensors of the state that each of these layers keeps of a sequence."""
+    shapes: tuple[KVShape, ...] = ()
+    """What each layer keeps of a token, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer keeps of a token."""
+        if self.latent_rank:
+            return (KVShape(1, self.head_dim, 0),) * self.num_layers
+        return self.shapes or (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     @property
     def state_bytes(self) -> int:

@@ -230,9 +230,10 @@ def answers_now(remote: RemoteStore) -> bool:
 
 def layout_of(config: EngineConfig, device: PagedDevice | ManyDevice, parts: Sequence[HostPart]) -> str:
     """The layout of a block, in words: the bytes of each rank, and the contents of rank 0's."""
-    data = device.memory.cache.data
+    cache = device.memory.cache
     sizes = "+".join(str(part.block_bytes) for part in parts)
-    return f"tp {config.tp}, pp {config.pp}, {sizes} bytes, {data.dtype} {tuple(data[:, :, 0].shape)}"
+    contents = " and ".join(map(str, cache.block_shapes))
+    return f"tp {config.tp}, pp {config.pp}, {sizes} bytes, {cache.dtype} {contents}"
 
 
 def versions_of_files(checkpoint: Checkpoint) -> str:

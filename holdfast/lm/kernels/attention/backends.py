@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from holdfast.core.config import AttentionBackendName
 from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3, vllm_kernels
+from holdfast.lm.kernels.attention.mixed_attention import mixed
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.attention.torch_latent import TorchLatentAttention
+from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.fp8 import FP8
 
 FP8_CAPABILITY = (8, 9)
@@ -64,6 +67,22 @@ def latent_attention_for(
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return PagedLatentAttention(device=device, num_processors=processors, **sizes)
+def attention_of_layers(
+    device: torch.device | str, shapes: Sequence[KVShape], *, num_heads: int, latent_rank: int = 0, **options: Any
+) -> Attention[Any]:
+    """The attention backend for layers that keep what `shapes` says.
+
+    Layers of one shape share a backend. With a `latent_rank`, all layers have one shape, and their values are the first
+    so many numbers of their keys. `options` and errors are those of `attention_for` and `latent_attention_for`.
+    """
+    if latent_rank:
+        sizes = dict(num_heads=num_heads, head_dim=shapes[0].key_size, rank=latent_rank)
+        return latent_attention_for(device, **sizes, **options)
+    backends = {
+        shape: attention_for(device, num_heads=num_heads, num_kv_heads=shape.heads, head_dim=shape.key_size, **options)
+        for shape in dict.fromkeys(shapes)
+    }
+    return next(iter(backends.values())) if len(backends) == 1 else mixed(backends)
 
 
 def attention_for(

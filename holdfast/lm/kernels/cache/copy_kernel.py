@@ -47,9 +47,9 @@ def _copy_blocks(
 def copy_runs(
     source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
 ) -> None:
-    """Copy blocks from one KV cache's data to another's.
+    """Copy blocks from a group of layers of one KV cache to that of another.
 
-    The data of each cache is [layers, 2, num_blocks, ...], laid out by `KVCache.allocate`, on the device or in pinned
+    Each group is [layers, planes, num_blocks, ...], laid out by `KVCache.allocate_layers`, on the device or in pinned
     host memory. Both have the same layers. The block numbers, int64 [n], are on the device.
     """
     run = source[0, 0, 0].numel()

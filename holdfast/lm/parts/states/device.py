@@ -37,8 +37,7 @@ class StateExecutor(PartExecutor):
         if transfers is not None:
             transfers.follow(min(plan.copies.awaits, plan.step - 1))
         sources, targets = zip(*copies.tails, strict=True)
-        device = cache.data.device
-        copy_blocks(cache, upload(sources, device), cache, upload(targets, device))
+        copy_blocks(cache, upload(sources, cache.device), cache, upload(targets, cache.device))
 
 
 class StateDevice(DevicePart):

@@ -38,9 +38,9 @@ class TuningExecutor(PartExecutor, Generic[Trains]):
 
     def before(self, plan: StepPlan) -> None:
         if moves := plan.part(TrainingPlan).moves:
-            on_gpu = self._cache.data.is_cuda
+            on_gpu = self._cache.device.type == "cuda"
             numbers = torch.tensor(moves, dtype=torch.int64, pin_memory=on_gpu)
-            pairs = numbers.to(self._cache.data.device, non_blocking=True).t().contiguous()
+            pairs = numbers.to(self._cache.device, non_blocking=True).t().contiguous()
             copy_blocks(self._cache, pairs[0], self._cache, pairs[1])
 
     def after(self, plan: StepPlan) -> Sequence[Launched]:

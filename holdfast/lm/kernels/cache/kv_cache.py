@@ -58,7 +58,7 @@ class LayerPlace(NamedTuple):
     """The place of one layer in a cache."""
 
     group: int
-    index: int
+    number: int
     """The layer's number within its group."""
 
 
@@ -115,7 +115,7 @@ class KVCache:
         sizes = [math.prod(tail) * dtype.itemsize for tail in tails]
         if within is None:
             within = torch.empty(num_blocks * sum(sizes), dtype=torch.uint8, device=device)
-        parts = within.view(num_blocks, sum(sizes)).split(sizes, dim=1)
+        parts = torch.split(within.view(num_blocks, sum(sizes)), sizes, dim=1)
         views = [part.view(dtype).unflatten(1, tail) for part, tail in zip(parts, tails, strict=True)]
         return cls(*(view.permute(1, 2, 0, 3, 4, 5) for view in views), places=places)
 
@@ -166,7 +166,7 @@ class KVCache:
         They are the same tensor if the layer reads its values from its keys.
         """
         place = self.places[index]
-        planes = self.groups[place.group][place.index]
+        planes = self.groups[place.group][place.number]
         return planes[0], planes[-1]
 
     def part(self, layers: slice) -> list[torch.Tensor]:
@@ -175,7 +175,7 @@ class KVCache:
             return [self.groups[0][layers]]
         members: dict[int, list[int]] = {}
         for place in self.places[layers]:
-            members.setdefault(place.group, []).append(place.index)
+            members.setdefault(place.group, []).append(place.number)
         return [self.groups[group][of[0] : of[-1] + 1] for group, of in sorted(members.items())]
 
 

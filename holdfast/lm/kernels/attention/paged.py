@@ -49,7 +49,9 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         head_dim: int,
         block_size: int,
         fp8_cache: bool = False,
+        wide_m: int = 0,
     ) -> None:
+        """`wide_m` is the number of rows in a wide tile; 0: the kernels' own choice for this head size."""
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_dim = head_dim
@@ -62,14 +64,14 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         # become float16 before that.
         self.on_hopper = not fp8_cache and prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
-        wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
+        chosen = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
         self.tiles = DeviceTilesBuilder(
             device=device,
             num_processors=num_processors,
             num_kv_heads=num_kv_heads,
             group_size=self.group_size,
             narrow_m=self.narrow_m,
-            wide_m=max(wide_m, self.narrow_m),
+            wide_m=max(wide_m or chosen, self.narrow_m),
         )
         self._side_stream = SideStream(device)
 

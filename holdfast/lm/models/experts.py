@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, Groups
+from holdfast.lm.kernels.linear.experts.experts import ALL_EXPERTS, ExpertRule, Experts, Groups
 from holdfast.lm.kernels.mxfp4 import ExpertWeights, Mxfp4Matrices
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec, expert_shapes
@@ -139,7 +139,7 @@ def deepseek_v2_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpe
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedCheckpoint(f"topk_method {method!r} is not supported; known: greedy, group_limited_greedy")
-    groups = None if method == "greedy" else _groups(config, best=1)
+    groups = ALL_EXPERTS if method == "greedy" else _groups(config, best=1)
     return _deepseek_experts(config, num_layers, QWEN3_MOE, normalized=False, groups=groups)
 
 
@@ -170,8 +170,8 @@ def _deepseek_experts(
     return replace(experts, shared_size=inner * _size(config, "n_shared_experts", 0), shared_gate=False)
 
 
-def _groups(config: Mapping[str, Any], *, best: int) -> Groups | None:
-    """The groups of a config's experts, ranked by the sum of their `best` highest scores; None if all are kept.
+def _groups(config: Mapping[str, Any], *, best: int) -> Groups:
+    """The groups of a config's experts, ranked by the sum of their `best` highest scores.
 
     Raises UnsupportedCheckpoint for groups that are not equal, or hold too few experts.
     """
@@ -180,7 +180,7 @@ def _groups(config: Mapping[str, Any], *, best: int) -> Groups | None:
     if experts % count or kept > count:
         raise UnsupportedCheckpoint(f"n_group is {count} and topk_group is {kept}; {experts} experts have no such groups")
     if kept == count:
-        return None
+        return ALL_EXPERTS
     if experts // count < best or chosen > kept * (experts // count):
         raise UnsupportedCheckpoint(
             f"n_group is {count} and topk_group is {kept}; {kept} groups of {experts // count} experts are too few for "

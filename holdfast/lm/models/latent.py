@@ -142,7 +142,7 @@ class LatentMixer(Mixer):
         spec = self._spec
         plain, rotated = torch.split(query, [spec.plain, spec.rotated], dim=2)
         absorbed = query.new_empty(len(query), self._heads, spec.cached)
-        absorbed[..., : spec.rank] = torch.bmm(plain.transpose(0, 1), self._of_keys).transpose(0, 1)
+        torch.bmm(plain.transpose(0, 1), self._of_keys, out=absorbed[..., : spec.rank].transpose(0, 1))
         absorbed[..., spec.rank :] = rotated
         return absorbed
 

@@ -364,7 +364,7 @@ class LayerOps:
 
         latent [T, rank + R] holds each token's latent, which is normed by `norm` [rank] with `eps`, and then the key
         that is rotated. The last R numbers of query [T, H, rank + R] are rotated in place. The cache is
-        [num_blocks, block_size, 1, rank + R]; slot_mapping is that of `Attention.write`.
+        [num_blocks, block_size, 1, rank + R]; slot_mapping is that of `Attention.write`. `latent` may be overwritten.
         """
         rank = len(norm)
         cosine, sine = rotation

@@ -26,6 +26,10 @@ class Groups:
     """Number of a group's highest scores whose sum ranks the group, 1 or 2."""
 
 
+ALL_EXPERTS = Groups(1, 1, 1)
+"""One group, which every token may choose from."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule:
     """The rule by which a token chooses experts, and the function between an expert's two products."""
@@ -63,10 +67,10 @@ class ExpertRule:
     """Whether an expert's score is the sigmoid of its logit, in place of its share of a softmax (DeepSeek-V3, §2.1.2).
 
     The shares of the chosen experts are their scores, divided by their sum if `normalized`."""
-    groups: Groups | None = None
-    """The groups of experts of which a token may choose only some; None: it chooses from all experts."""
+    groups: Groups = ALL_EXPERTS
+    """The groups of experts of which a token may choose only some."""
     factor: float = 1.0
-    """The factor on all shares."""
+    """The factor on all shares. It is 1 with `shared`."""
 
     @property
     def per_token(self) -> int:
@@ -86,7 +90,7 @@ class Experts:
     gate_up_bias: torch.Tensor | None = None  # [E, 2 inner]
     down_bias: torch.Tensor | None = None  # [E, hidden]
     correction: torch.Tensor | None = None  # [E] float32
-    """Numbers that are added to scores to choose experts, but not to shares (DeepSeek-V3, §2.1.2)."""
+    """Numbers that are added to sigmoids to choose experts, but not to shares (DeepSeek-V3, §2.1.2)."""
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +136,7 @@ def choice_scores(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
         scores = scores.sigmoid()
     if experts.correction is not None:
         scores = scores + experts.correction
-    if groups is None:
+    if groups.count == groups.kept:
         return scores
     grouped = scores.unflatten(-1, (groups.count, -1))
     of_groups = grouped.topk(groups.best, dim=-1).values.sum(-1)

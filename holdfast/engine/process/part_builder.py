@@ -17,6 +17,7 @@ from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.part import Part
@@ -189,6 +190,12 @@ EXCLUSIONS = (
         "recurrent layers",
         "adapters of a model with recurrent layers run on padded rows: set executor to padded, or leave it out",
     ),
+    Exclusion("tuning", "latent attention", "a model with latent attention cannot be tuned; leave tuning out"),
+    Exclusion(
+        "adapters",
+        "latent attention",
+        "adapters of a model with latent attention run on padded rows: set executor to padded, or leave it out",
+    ),
     Exclusion(
         "lower tiers",
         "recurrent layers",
@@ -233,9 +240,15 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
             found.add("no kept states")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         found.add("no native decoder")
-    elif device.model.spec.recurrent_layers:
-        found.add("recurrent layers")
+    else:
+        found |= properties_of_decoder(device.model.decoder)
     return found
+
+
+def properties_of_decoder(spec: DecoderSpec) -> set[str]:
+    """The properties of a native decoder that parts may exclude."""
+    found = {"recurrent layers"} if any(spec.recurrent) else set()
+    return found | ({"latent attention"} if spec.latent is not None else set())
 
 
 def excluded(parts: Collection[str], site: Site, *, host_tier: bool = True) -> str:

@@ -108,12 +108,14 @@ def latent_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[
 
 
 def latent_of(config: Mapping[str, Any]) -> LatentSpec:
-    """The sizes of latent attention. Raises UnsupportedCheckpoint naming a size below 1."""
+    """The sizes of latent attention. Raises UnsupportedCheckpoint naming a size below 1, or an odd rotated one."""
     keys = dict(rank="kv_lora_rank", rotated="qk_rope_head_dim", plain="qk_nope_head_dim", value="v_head_dim")
     sizes = {name: int(config[key]) for name, key in keys.items()}
     for name, key in keys.items():
         if sizes[name] < 1:
             raise UnsupportedCheckpoint(f"{key} is {sizes[name]}; it must be at least 1")
+    if sizes["rotated"] % 2:
+        raise UnsupportedCheckpoint(f"qk_rope_head_dim is {sizes['rotated']}; it must be even, as pairs are rotated")
     biased, query_rank = bool(config.get("attention_bias", False)), int(config.get("q_lora_rank") or 0)
     if biased and not query_rank:
         raise NotNative("attention_bias is on without q_lora_rank, and such queries have no bias")

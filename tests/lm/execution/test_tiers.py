@@ -57,16 +57,21 @@ class Small:
         return tuple(out[0, len(prompt) :].tolist())
 
 
-@pytest.fixture(scope="module", params=["auto", "fp8"])
-def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=[("Llama", "auto"), ("Llama", "fp8"), ("DeepseekV3", "auto")], ids="-".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A family, and the type of its cache. DeepSeek's holds latents in place of keys and values."""
+    family, kv_cache_dtype = request.param
+    return family, kv_cache_dtype
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def small(request: pytest.FixtureRequest, kv_cache_dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Small:
+def small(
+    request: pytest.FixtureRequest, kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Small:
     torch.set_num_threads(1)
-    directory: Path = tmp_path_factory.mktemp("Llama")
-    module = make(directory, "Llama").to(request.param)
+    family, kv_cache_dtype = kind
+    directory: Path = tmp_path_factory.mktemp(family)
+    module = make(directory, family).to(request.param)
     return Small(load(directory, device=request.param, dtype="float32"), kv_cache_dtype, module)
 
 

@@ -131,6 +131,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
     if any(said.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ValueError(f"{name} is a mixture of experts, which the simulator does not support; give a dense model")
+    if said.get("kv_lora_rank"):
+        raise ValueError(f"{name} has latent attention, which the simulator does not support; give another model")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     kind = said.get("model_type")
     gated = kind not in UNGATED

@@ -178,7 +178,9 @@ def _groups(config: Mapping[str, Any], *, best: int) -> Groups:
     count, experts = at_least_one(config, "n_group", 1), _size(config, "n_routed_experts")
     kept, chosen = at_least_one(config, "topk_group", count), _size(config, "num_experts_per_tok")
     if experts % count or kept > count:
-        raise UnsupportedCheckpoint(f"n_group is {count} and topk_group is {kept}; {experts} experts have no such groups")
+        raise UnsupportedCheckpoint(
+            f"n_group is {count} and topk_group is {kept}; {experts} experts have no such groups"
+        )
     if kept == count:
         return ALL_EXPERTS
     if experts // count < best or chosen > kept * (experts // count):

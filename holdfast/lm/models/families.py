@@ -25,7 +25,7 @@ from holdfast.lm.models.experts import (
     qwen3_next_experts,
     qwen3_vl_moe_experts,
 )
-from holdfast.lm.models.latent_layers import GLM, V2, V3, YOUTU, latent_layers
+from holdfast.lm.models.latent_layers import GLM, V2, V3, YOUTU, latent_config, latent_layers
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
 from holdfast.lm.models.mamba_layers import (
@@ -508,14 +508,14 @@ def gemma3_text(config: Mapping[str, Any]) -> DecoderSpec:
 
 def deepseek_v2(config: Mapping[str, Any]) -> DecoderSpec:
     """DeepSeek-V2 and V2-Lite: latent attention, and experts besides shared ones after the first layers."""
-    config = {**V2, **config}
+    config = latent_config(config, V2)
     fields = latent_layers(config, shared(config))
     return DecoderSpec(**fields, experts=deepseek_v2_experts(config, fields["num_layers"]))
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> DecoderSpec:
     """DeepSeek-V3, R1 and Kimi K2: V2 with experts chosen by sigmoids and a correction."""
-    config = {**V3, **config}
+    config = latent_config(config, V3)
     fields = latent_layers(config, shared(config))
     return DecoderSpec(**fields, experts=deepseek_v3_experts(config, fields["num_layers"]))
 
@@ -527,8 +527,10 @@ def glm4_moe_lite(config: Mapping[str, Any]) -> DecoderSpec:
 
 def youtu(config: Mapping[str, Any]) -> DecoderSpec:
     """Youtu-LLM: latent attention, and an MLP in every layer."""
-    config = {**YOUTU, **config}
-    return DecoderSpec(**latent_layers(config, shared(config)))
+    config = latent_config(config, YOUTU)
+    fields = latent_layers(config, shared(config))
+    fields["init_std"] = float(config.get("initializer_range") or 2 / (5 * fields["hidden_size"]) ** 0.5)
+    return DecoderSpec(**fields)
 
 
 def named(**changed: str) -> WeightNames:

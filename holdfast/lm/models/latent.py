@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, §2.1): its sizes, and the mixer of a layer that has it.
 
-A token's keys and values of all heads are linear in one vector, the latent. The cache keeps only the latent, normed, and
+A token's keys and values of all heads are linear in one vector, the latent. The cache keeps only the normed latent and
 one rotated key that all heads share. The matrices that would expand a latent are multiplied into queries and results
-instead (§2.1.2): scores are products of queries and latents, and a head's result is a sum of latents. Prefill and decode
-do this alike. A long prefill would take fewer operations with expanded keys, but these would have to be computed anew
-from the cache for each chunk.
+instead (§2.1.2): scores are products of queries and latents, and a head's result is a sum of latents. Prefill and
+decode do this alike. Expanded keys would take fewer operations in a long prefill, but each chunk would have to expand
+the whole context again.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class LatentMixer(Mixer):
         spec, tensors = self._spec, self._weights.tensors
         if spec.query_rank:
             first = ops.linear(ops.norm_with(first, tensors["query_norm"], spec.eps), tensors["query_up"])
-        return first.unflatten(1, (self._heads, spec.query))
+        return first.reshape(len(first), self._heads, spec.query)
 
     def _absorbed(self, query: torch.Tensor) -> torch.Tensor:
         """Queries [T, H, rank + rotated] that attend to latents, from those that would attend to keys."""

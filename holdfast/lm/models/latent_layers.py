@@ -1,4 +1,4 @@
-"""Latent attention in checkpoints: how DeepSeek-V2, DeepSeek-V3 and models like them describe it and name its tensors."""
+"""Latent attention in checkpoints: how DeepSeek-V2, V3 and models like them describe it, and name its tensors."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ FIELDS = {
 
 WHOLE_QUERIES = ("self_attn.q_proj.weight", FIELDS["qkv"][1])
 """The names of `qkv` where queries are computed from the stream."""
+
+
+def latent_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with a family's defaults. Its number of KV heads is left out, because all heads share one latent."""
+    return {**defaults, **config, "num_key_value_heads": None}
 
 
 def latent_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,14 +61,16 @@ RECURRENT = (
     "NemotronH",
 )
 """Native families with recurrent layers, whose steps are not simulated."""
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu")
+"""Native families with latent attention, whose steps are not simulated either."""
 
 
 def test_native_architectures_are_recognized():
     inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
     assert inner - {"qwen3_5_text", "qwen3_5_moe_text"} <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
-    recurrent = {f"{name}ForCausalLM" for name in RECURRENT}
-    assert outer == {*families.NATIVE} - {*WITH_IMAGES} - recurrent
+    others = {f"{name}ForCausalLM" for name in (*RECURRENT, *LATENT)}
+    assert outer == {*families.NATIVE} - {*WITH_IMAGES} - others
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 100, "max_position_embeddings": 64,
@@ -84,6 +86,7 @@ def test_native_architectures_are_recognized():
         ({}, "num_attention_heads is None"),
         ({"num_attention_heads": "many"}, "is many"),
         ({"num_experts": 8}, "experts"),
+        ({"kv_lora_rank": 512}, "latent attention, which the simulator does not support"),
     ],
 )
 def test_a_config_with_missing_or_invalid_sizes_is_refused(config, message):

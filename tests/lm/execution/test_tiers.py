@@ -65,9 +65,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def small(
-    request: pytest.FixtureRequest, kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Small:
+def small(request: pytest.FixtureRequest, kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Small:
     torch.set_num_threads(1)
     family, kv_cache_dtype = kind
     directory: Path = tmp_path_factory.mktemp(family)

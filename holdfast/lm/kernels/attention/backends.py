@@ -67,6 +67,8 @@ def latent_attention_for(
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return PagedLatentAttention(device=device, num_processors=processors, **sizes)
+
+
 def attention_of_layers(
     device: torch.device | str, shapes: Sequence[KVShape], *, num_heads: int, latent_rank: int = 0, **options: Any
 ) -> Attention[Any]:
@@ -76,8 +78,8 @@ def attention_of_layers(
     so many numbers of their keys. `options` and errors are those of `attention_for` and `latent_attention_for`.
     """
     if latent_rank:
-        sizes = dict(num_heads=num_heads, head_dim=shapes[0].key_size, rank=latent_rank)
-        return latent_attention_for(device, **sizes, **options)
+        width = shapes[0].key_size
+        return latent_attention_for(device, num_heads=num_heads, head_dim=width, rank=latent_rank, **options)
     backends = {
         shape: attention_for(device, num_heads=num_heads, num_kv_heads=shape.heads, head_dim=shape.key_size, **options)
         for shape in dict.fromkeys(shapes)

@@ -22,9 +22,7 @@ class TorchLatentAttention(TorchAttention):
 
     def __init__(self, *, device: torch.device, num_heads: int, head_dim: int, rank: int, block_size: int) -> None:
         """`head_dim` is the width of keys, and `rank` that of their first part, the latent."""
-        super().__init__(
-            device=device, num_heads=num_heads, num_kv_heads=1, head_dim=head_dim, block_size=block_size
-        )
+        super().__init__(device=device, num_heads=num_heads, num_kv_heads=1, head_dim=head_dim, block_size=block_size)
         self.rank = rank
 
     def write(

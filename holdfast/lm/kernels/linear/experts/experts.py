@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.mxfp4 import ExpertWeights, matrix_of
 
-
 TINY = 1e-20
 """A number that keeps the sum of sigmoids above 0, as in DeepSeek's own code."""
 
@@ -138,7 +137,7 @@ def choice_scores(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
         scores = scores + experts.correction
     if groups.count == groups.kept:
         return scores
-    grouped = scores.unflatten(-1, (groups.count, -1))
+    grouped = scores.view(len(scores), groups.count, -1)
     of_groups = grouped.topk(groups.best, dim=-1).values.sum(-1)
     kept = torch.zeros_like(of_groups, dtype=torch.bool)
     kept.scatter_(-1, of_groups.topk(groups.kept, dim=-1).indices, True)

@@ -142,8 +142,8 @@ def down_few_kernel(
 ):  # fmt: skip
     """The second product of all experts of a token, times their shares, summed: [T, outputs].
 
-    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. Shares are multiplied by `factor`. With ADDED, it is added to `out`. With a
-    `scale`, weights are MXFP4.
+    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. Shares are multiplied by `factor`. With ADDED,
+    it is added to `out`. With a `scale`, weights are MXFP4.
     """
     token = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, BLOCK_R)

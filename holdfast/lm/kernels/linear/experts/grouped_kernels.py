@@ -29,8 +29,8 @@ def route_kernel(
     Program (BLOCK_T tokens). A SINGLE program also sorts, as `sort_kernel` does. Otherwise each program writes the
     experts to chosen [T, TOP_K], and its number of pairs for each expert to its row of counts [programs, experts].
     Shares with MIXED are those of SparseMixer, with SCALED or SIGMOID sigmoids. With RANKED, experts are chosen by the
-    numbers of `ranked`. Shares are multiplied by `factor`, which is in the divisors. With SHARED, one more expert has the last rank of
-    every token; it has no logit, and a place in all other arrays.
+    numbers of `ranked`. Shares are multiplied by `factor`, which is in the divisors. With SHARED, one more expert has
+    the last rank of every token; it has no logit, and a place in all other arrays.
     """
     launch_dependents(DEPENDENT)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

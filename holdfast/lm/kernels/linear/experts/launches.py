@@ -183,8 +183,8 @@ def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, pairs, programs * count, count, count)
     )
     route_kernel[(programs,)](
-        logits, experts.router_bias, experts.correction, chosen, shares, divisors, counts, order, ends, tile_ends, tokens,
-        count - rule.shared, rule.jitter or 0.0, rule.factor,
+        logits, experts.router_bias, experts.correction, chosen, shares, divisors, counts, order, ends, tile_ends,
+        tokens, count - rule.shared, rule.jitter or 0.0, rule.factor,
         PARTS=len(logits), **_shares(experts), SINGLE=single, BLOCK_T=block_t,
         BLOCK_E=block_e, BLOCK_M=block_m, num_warps=8 if block_t > 16 else 4, **pdl,
     )  # fmt: skip

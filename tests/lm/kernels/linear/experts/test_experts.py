@@ -129,9 +129,7 @@ def chosen_of(scores: torch.Tensor, experts: Experts) -> list[int]:
     if experts.correction is not None:
         ranks = [rank + add for rank, add in zip(ranks, experts.correction.tolist(), strict=True)]
     size = len(ranks) // rule.groups.count
-    sums = [
-        sum(sorted(ranks[first : first + size])[-rule.groups.best :]) for first in range(0, len(ranks), size)
-    ]
+    sums = [sum(sorted(ranks[first : first + size])[-rule.groups.best :]) for first in range(0, len(ranks), size)]
     kept = sorted(range(len(sums)), key=sums.__getitem__)[-rule.groups.kept :]
     left = [expert for expert in range(len(ranks)) if expert // size in kept]
     return sorted(left, key=ranks.__getitem__, reverse=True)[: rule.top_k]

@@ -152,7 +152,7 @@ ROPES: list[dict[str, Any]] = [
 ]
 BOOLEANS = [False, True]
 V3_OPTIONS: dict[str, list[Any]] = dict(
-    q_lora_rank=[8, 24], attention_bias=BOOLEANS, rope_interleave=BOOLEANS, norm_topk_prob=BOOLEANS
+    q_lora_rank=[None, 8, 24], attention_bias=BOOLEANS, rope_interleave=BOOLEANS, norm_topk_prob=BOOLEANS
 )
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "DeepseekV2": dict(
@@ -191,6 +191,8 @@ def drawn(family: str, draw: random.Random) -> dict[str, Any]:
     found |= {name: draw.choice(values) for name, values in OPTIONS[family].items()}
     if family == "Glm4MoeLite":
         found["topk_group"] = found["n_group"]
+    if found["q_lora_rank"] is None:  # such queries have no bias
+        found.pop("attention_bias", None)
     return found
 
 

@@ -153,6 +153,16 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
     },
     "Glm4MoeLite": LATENT | {"head_dim": ..., "n_group": 1, "topk_group": 1, "q_lora_rank": 20},
+    "MiniCPM3": {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
+        "dim_model_base": 16,
+    },
     "Youtu": {
         "head_dim": 8,
         "num_key_value_heads": 4,

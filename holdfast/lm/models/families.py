@@ -25,7 +25,7 @@ from holdfast.lm.models.experts import (
     qwen3_next_experts,
     qwen3_vl_moe_experts,
 )
-from holdfast.lm.models.latent_layers import GLM, V2, V3, YOUTU, latent_config, latent_layers
+from holdfast.lm.models.latent_layers import GLM, MINICPM, V2, V3, YOUTU, latent_config, latent_layers, minicpm_layers
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
 from holdfast.lm.models.mamba_layers import (
@@ -533,6 +533,12 @@ def youtu(config: Mapping[str, Any]) -> DecoderSpec:
     return DecoderSpec(**fields)
 
 
+def minicpm3(config: Mapping[str, Any]) -> DecoderSpec:
+    """MiniCPM3: latent attention, an MLP in every layer, and multipliers of embeddings, stream and logits."""
+    config = latent_config(config, MINICPM)
+    return DecoderSpec(**minicpm_layers(config, shared(config)))
+
+
 def named(**changed: str) -> WeightNames:
     """Llama's tensor names, with some of them changed."""
     return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
@@ -569,6 +575,7 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "DeepseekV3ForCausalLM": deepseek_v3,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite,
     "YoutuForCausalLM": youtu,
+    "MiniCPM3ForCausalLM": minicpm3,
 }
 """For each architecture, the function that reads its config.json."""
 

@@ -65,6 +65,23 @@ YOUTU: dict[str, Any] = DEFAULTS | dict(
 )
 """Transformers' defaults for a Youtu-LLM."""
 
+MINICPM: dict[str, Any] = dict(
+    kv_lora_rank=256,
+    q_lora_rank=768,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    intermediate_size=6400,
+    max_position_embeddings=32_768,
+    initializer_range=0.1,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    rope_interleave=False,
+    scale_emb=12,
+    scale_depth=1.4,
+    dim_model_base=256,
+)
+"""Transformers' defaults for a MiniCPM3."""
+
 FIELDS = {
     "qkv": ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
     "qkv_bias": ("self_attn.q_a_proj.bias", "self_attn.kv_a_proj_with_mqa.bias"),
@@ -93,7 +110,7 @@ def latent_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[
     """
     latent = latent_of(config)
     if config.get("mlp_bias"):
-        raise NotNative("mlp_bias is on, and experts besides latent attention have no biases here")
+        raise NotNative("mlp_bias is on, and an MLP after latent attention has no biases here")
     names: WeightNames = fields["names"]
     given = {**names.fields, **FIELDS}
     if not latent.query_rank:
@@ -110,6 +127,32 @@ def latent_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[
         "query_scale": query_scale(config, latent.query),
         "rope": replace(fields["rope"], interleaved=bool(config.get("rope_interleave", True))),
     }
+
+
+def minicpm_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The DecoderSpec fields of a MiniCPM3, from those that all families read.
+
+    Each half of a layer adds r f(norm(x)) to the stream x, where r is scale_depth over the root of the number of
+    layers. Here the stream is x / r, as for a Granite 4 (`mamba_layers.granite_layers`).
+    """
+    hidden, layers = fields["hidden_size"], fields["num_layers"]
+    values = config.get("v_head_dim") or hidden // fields["num_heads"]
+    depth, base = config.get("scale_depth") or math.sqrt(layers), config.get("dim_model_base") or hidden
+    share = _positive("scale_depth", depth) / math.sqrt(layers)
+    found = latent_layers({**config, "v_head_dim": values}, fields)
+    return found | {
+        "rms_eps": fields["rms_eps"] / share**2,
+        "embedding_scale": _positive("scale_emb", config["scale_emb"]),
+        "stream_scale": 1 / share,
+        "logit_divisor": hidden / _positive("dim_model_base", base),
+    }
+
+
+def _positive(key: str, value: Any) -> float:
+    """A number of the config. Raises UnsupportedCheckpoint if it is not positive."""
+    if value <= 0:
+        raise UnsupportedCheckpoint(f"{key} is {value:g}; it must be above 0")
+    return float(value)
 
 
 def latent_of(config: Mapping[str, Any]) -> LatentSpec:

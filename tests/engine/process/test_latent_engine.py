@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = dict(
 )
 
 
-@pytest.fixture(scope="module", params=["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu"])
+@pytest.fixture(scope="module", params=["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("checkpoint")

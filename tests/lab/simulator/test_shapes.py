@@ -61,7 +61,7 @@ RECURRENT = (
     "NemotronH",
 )
 """Native families with recurrent layers, whose steps are not simulated."""
-LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu")
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu", "MiniCPM3")
 """Native families with latent attention, whose steps are not simulated either."""
 
 

@@ -71,6 +71,15 @@ V3: dict[str, Any] = dict(
 """A part of the config that DeepSeek-V3 is published with."""
 
 
+MINICPM: dict[str, Any] = dict(
+    architectures=["MiniCPM3ForCausalLM"],
+    vocab_size=73_448,
+    hidden_size=2560,
+    num_hidden_layers=62,
+    num_attention_heads=40,
+)
+
+
 def spec_of(config: dict[str, Any], **changes: Any) -> DecoderSpec:
     return NATIVE[config["architectures"][0]]({**config, **changes})
 
@@ -129,6 +138,8 @@ def test_kimi_k2_and_glm_have_one_group_of_experts() -> None:
         (V3, dict(qk_rope_head_dim=63), "qk_rope_head_dim is 63; it must be even, as pairs are rotated"),
         (V3, dict(mlp_layer_types=["dense"]), "mlp_layer_types lists 1 layers of 61"),
         (V3, dict(n_group=0), "n_group is 0; it must be at least 1"),
+        (MINICPM, dict(scale_depth=-1.0), "scale_depth is -1; it must be above 0"),
+        (MINICPM, dict(scale_emb=0), "scale_emb is 0; it must be above 0"),
     ],
 )
 def test_bad_configs_are_refused_by_the_value(config: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
@@ -161,6 +172,13 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "DeepseekV3": V3_OPTIONS | dict(n_shared_experts=[1, 2], num_mtp_layers=[0]),
     "Glm4MoeLite": V3_OPTIONS | dict(rms_norm_eps=[1e-5, 1e-2], n_group=[1, 2]),
     "Youtu": dict(q_lora_rank=[None, 24], rope_interleave=BOOLEANS),
+    "MiniCPM3": dict(
+        q_lora_rank=[None, 24],
+        scale_emb=[1, 12],
+        scale_depth=[None, 1.4],
+        dim_model_base=[None, 16],
+        v_head_dim=[None, 12],
+    ),
 }
 
 
@@ -180,7 +198,7 @@ def drawn(family: str, draw: random.Random) -> dict[str, Any]:
         tie_word_embeddings=draw.choice(BOOLEANS),
         rope_parameters=draw.choice(ROPES) | {"rope_theta": 1e4},
     )
-    if family != "Youtu":
+    if family not in ("Youtu", "MiniCPM3"):
         found |= dict(
             n_routed_experts=draw.choice([8, 12]),
             num_experts_per_tok=draw.choice([2, 4]),

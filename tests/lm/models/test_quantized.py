@@ -179,7 +179,7 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("method", ["fp8-block", "compressed-channel", "awq-32"])
 def test_latent_attention_is_read_from_quantized_checkpoints(tmp_path: Path, method: str, tp: int) -> None:
-    """DeepSeek-V3 is published with FP8 blocks. Rows of a rotation in pairs are reordered, which needs plain numbers."""
+    """DeepSeek-V3 is published with FP8 blocks. Rows that are rotated in pairs are reordered as plain numbers."""
     sizes = dict(kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=32, head_dim=32, qk_nope_head_dim=32, v_head_dim=16)
     module = quantized(tmp_path, "DeepseekV3", method, **sizes)
     whole = load(tmp_path, device="cpu")

@@ -107,10 +107,10 @@ class PagedLatentAttention(PagedAttention):
         return out
 
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
-        """Launch settings that fit the registers and the shared memory of a Hopper GPU."""
+        """Launch settings that fit the registers and the shared memory of a Hopper GPU, with a rank of 512."""
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
-            return Launch(block_n=16, num_warps=8, num_stages=1)
-        return Launch(block_n=32, num_warps=8 if block_m > 32 else 4, num_stages=2)
+            return Launch(block_n=16, num_warps=16 if block_m > 32 else 8, num_stages=1)
+        return Launch(block_n=32, num_warps=8 if block_m > 16 else 4, num_stages=2)
 
 
 def heads_at_a_time(heads: int) -> int:

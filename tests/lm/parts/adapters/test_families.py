@@ -143,7 +143,7 @@ RECURRENT = {
     "FalconH1ForCausalLM",
 }
 """Architectures with recurrent layers. Their adapters run on padded rows."""
-LATENT = {f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu")}
+LATENT = {f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu", "MiniCPM3")}
 """Architectures with latent attention. Their adapters run on padded rows, too."""
 
 

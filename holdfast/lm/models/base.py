@@ -114,11 +114,11 @@ class ModelSpec:
     state: tuple[StateTensor, ...] = ()
     """The tensors of the state that each of these layers keeps of a sequence."""
     shapes: tuple[KVShape, ...] = ()
-    """What each layer keeps of a token, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
+    """The sizes that each layer keeps of a token, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer keeps of a token."""
+        """The sizes that each layer keeps of a token."""
         if self.latent_rank:
             return (KVShape(1, self.head_dim, 0),) * self.num_layers
         return self.shapes or (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers

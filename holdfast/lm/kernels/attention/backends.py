@@ -74,8 +74,8 @@ def attention_of_layers(
 ) -> Attention[Any]:
     """The attention backend for layers that keep what `shapes` says.
 
-    Layers of one shape share a backend. With a `latent_rank`, all layers have one shape, and their values are the first
-    so many numbers of their keys. `options` and errors are those of `attention_for` and `latent_attention_for`.
+    Layers of one shape share a backend. With a `latent_rank`, all layers have one shape, and the first `latent_rank`
+    numbers of a key are its value. `options` and errors are those of `attention_for` and `latent_attention_for`.
     """
     if latent_rank:
         width = shapes[0].key_size

@@ -27,7 +27,7 @@ LONG_RUN = 8
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token."""
+    """The sizes that one layer keeps of a token."""
 
     heads: int
     """Number of KV heads."""
@@ -116,7 +116,7 @@ class KVCache:
         if within is None:
             within = torch.empty(num_blocks * sum(sizes), dtype=torch.uint8, device=device)
         parts = torch.split(within.view(num_blocks, sum(sizes)), sizes, dim=1)
-        views = [part.view(dtype).unflatten(1, tail) for part, tail in zip(parts, tails, strict=True)]
+        views = [part.view(dtype).view(num_blocks, *tail) for part, tail in zip(parts, tails, strict=True)]
         return cls(*(view.permute(1, 2, 0, 3, 4, 5) for view in views), places=places)
 
     @property

@@ -11,6 +11,7 @@ import torch
 
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build, build_engine
+from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import LanguageLoop
 from tests.checkpoints import VOCAB, make
@@ -69,6 +70,23 @@ def test_a_block_takes_the_bytes_of_its_latents(served: tuple[Any, Path]) -> Non
     numbers = config.num_hidden_layers * SIZES["block_size"] * (config.kv_lora_rank + config.qk_rope_head_dim)
     assert engine.info.memory.block == 4 * numbers
     engine.close()
+
+
+def test_latents_come_back_from_the_host_and_the_disk_after_a_restart(served: tuple[Any, Path], tmp_path: Path) -> None:
+    config = served[0].config
+    block = 4 * config.num_hidden_layers * 4 * (config.kv_lora_rank + config.qk_rope_head_dim) / 1e9
+    tiers: dict[str, Any] = dict(host_cache_gb=20 * block, disk_cache_dir=str(tmp_path / "disk"), eviction="lru")
+    sizes = SIZES | dict(cache_gb=20 * block, disk_cache_gb=0.01, **tiers)
+    prompts = [drawn(41, seed=number) for number in range(5)]
+    for turn in range(2):
+        engine = build_engine(EngineConfig(model=str(served[1]), **sizes))
+        for number, prompt in enumerate(prompts):
+            found, cached = answer(engine.loop, f"{turn} {number}", prompt)
+            assert found == generated(served[0], prompt, 9)
+            assert cached == (40 if turn else 0)
+        engine.handler(TierHandler).flush(engine.loop, 10)
+        assert engine.loop.stats().disk_blocks_cached >= 50
+        engine.loop.close()
 
 
 @pytest.mark.parametrize(

@@ -241,8 +241,7 @@ class Decoder:
             if spec.latent is not None:
                 projected = LatentWeights(qkv=layer.qkv, bias=layer.qkv_bias, tensors=layer.latent)
                 heads = len(self.shard.part(spec.num_heads))
-                mixers.append(LatentMixer(projected, spec.latent, heads=heads, scale=spec.scale, cache=caches))
-                caches += 1
+                mixers.append(LatentMixer(projected, spec.latent, heads=heads, scale=spec.scale, cache=index))
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks

@@ -167,7 +167,7 @@ def _deepseek_experts(
         sparse=tuple(kind == "sparse" for kind in kinds),
         rule=ExpertRule(top_k=chosen, normalized=normalized, factor=factor, **rule),
     )
-    return replace(experts, shared_size=inner * _size(config, "n_shared_experts", 0), shared_gate=False)
+    return replace(experts, shared_gate=False, shared_size=inner * _size(config, "n_shared_experts", 0))
 
 
 def _groups(config: Mapping[str, Any], *, best: int) -> Groups:

@@ -9,8 +9,8 @@ from holdfast.lm.kernels.attention.latent_kernel import latent_kernel, write_lat
 from holdfast.lm.kernels.attention.paged import Launch, PagedAttention
 from holdfast.lm.kernels.attention.tiles import DeviceTiles
 
-MOST_ROWS = 64
-"""Largest number of rows in a tile. A tile's sums of latents stay in registers: 64 rows of 512 take half of them."""
+MOST_HEADS = 64
+"""Largest number of heads in a tile. Its sums of latents stay in registers: 64 rows of 512 take half of them."""
 
 
 class PagedLatentAttention(PagedAttention):
@@ -34,7 +34,6 @@ class PagedLatentAttention(PagedAttention):
             num_kv_heads=num_heads // heads_at_a_time(num_heads),
             head_dim=rank,
             block_size=block_size,
-            wide_m=MOST_ROWS,
         )
         self._width = head_dim
 
@@ -114,5 +113,5 @@ class PagedLatentAttention(PagedAttention):
 
 
 def heads_at_a_time(heads: int) -> int:
-    """Number of query heads in a tile: the largest that divides `heads` and is at most MOST_ROWS."""
-    return next(size for size in range(min(heads, MOST_ROWS), 0, -1) if heads % size == 0)
+    """Number of query heads in a tile: the largest that divides `heads` and is at most MOST_HEADS."""
+    return next(size for size in range(min(heads, MOST_HEADS), 0, -1) if heads % size == 0)

@@ -49,9 +49,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         head_dim: int,
         block_size: int,
         fp8_cache: bool = False,
-        wide_m: int = 0,
     ) -> None:
-        """`wide_m` is the number of rows in a wide tile; 0: the kernels' own choice for this head size."""
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_dim = head_dim
@@ -64,14 +62,15 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         # become float16 before that.
         self.on_hopper = not fp8_cache and prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
-        chosen = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
+        # A tile's results are in registers, so larger heads take fewer rows.
+        wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 * 128 // max(128, self.block_d)
         self.tiles = DeviceTilesBuilder(
             device=device,
             num_processors=num_processors,
             num_kv_heads=num_kv_heads,
             group_size=self.group_size,
             narrow_m=self.narrow_m,
-            wide_m=max(wide_m or chosen, self.narrow_m),
+            wide_m=max(wide_m, self.narrow_m),
         )
         self._side_stream = SideStream(device)
 
@@ -222,6 +221,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     def _merge(self, tiles: DeviceTiles, partials: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         """Launch the merge of partial results."""
         alone = len(out) <= FEW_TOKENS
+        block_s = 64 if alone else 16
         merge_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
             tiles.merges,
             *partials,
@@ -231,7 +231,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             HEAD_DIM=self.head_dim,
             BLOCK_M=tiles.block_m,
             BLOCK_D=self.block_d,
-            BLOCK_S=64 if alone else 16,
+            BLOCK_S=block_s if self.block_d <= 256 else block_s // 2,  # so that a step stays in registers
             num_warps=4 if alone else 1,
             **dependent_launch_options(out.device),
         )
@@ -242,9 +242,9 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         # The fewer decode programs a processor has, the more each must have in flight.
         share = tokens * self.num_kv_heads / self.num_processors
         block_n = 64 if wide or self.fp8_cache or share <= 4 else 32
-        if self.block_d > 128:
-            block_n //= 2
+        block_n = max(16, block_n * 128 // max(128, self.block_d))
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
             return Launch(block_n=max(16, block_n // 2), num_warps=8, num_stages=1)
-        num_stages = 3 if wide or self.fp8_cache or 2 < share <= 4 else 4
+        large = self.block_d > 256  # a fourth stage would not fit the shared memory of Ada, nor twice that of Hopper
+        num_stages = 3 if wide or large or self.fp8_cache or 2 < share <= 4 else 4
         return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=num_stages)

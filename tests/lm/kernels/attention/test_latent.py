@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.attention.backends import attention_of_layers, latent_attention_for
-from holdfast.lm.kernels.attention.latent import MOST_ROWS, PagedLatentAttention, heads_at_a_time
+from holdfast.lm.kernels.attention.latent import MOST_HEADS, PagedLatentAttention, heads_at_a_time
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.attention.torch_latent import TorchLatentAttention
 from holdfast.lm.kernels.cache.kv_cache import KVShape
@@ -101,8 +101,8 @@ def test_windows_caps_and_sinks_are_refused(options: dict[str, object], device: 
 @pytest.mark.parametrize("heads", [1, 16, 20, 48, 64, 128, 71])
 def test_tiles_take_as_many_heads_as_fit_and_divide_them(heads: int) -> None:
     size = heads_at_a_time(heads)
-    assert heads % size == 0 and size <= MOST_ROWS
-    assert not any(heads % larger == 0 for larger in range(size + 1, min(heads, MOST_ROWS) + 1))
+    assert heads % size == 0 and size <= MOST_HEADS
+    assert not any(heads % larger == 0 for larger in range(size + 1, min(heads, MOST_HEADS) + 1))
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [(1, 1), (4, 16), (20, 5)])

@@ -63,7 +63,8 @@ def test_latents_are_normed_rotated_and_written_as_in_float64(
     norm = drawn(rank, device=device, dtype=dtype)
     positions = torch.randint(0, 100_000, (tokens,), device=device)
     slots = torch.randperm(blocks * block_size, device=device)[:tokens]
-    cache = torch.full((blocks, block_size, 1, rank + rotated), torch.nan, device=device, dtype=dtype)
+    memory = torch.full((3, blocks, block_size, 1, rank + rotated), torch.nan, device=device, dtype=dtype)
+    cache = memory[1]
     exact, exact_query = cache.double(), query.double()
     reference, ops = oracle(shape), FusedLayerOps(shape)
     latents = projected.double()[:, 7:]
@@ -74,7 +75,7 @@ def test_latents_are_normed_rotated_and_written_as_in_float64(
     ops.rotate_and_write_latent(query, projected[:, 7:], ops.rotation(positions), norm, eps, cache, slots)
     assert_near(query, exact_query)
     written = ~cache.isnan()
-    assert int(written.sum()) == (tokens - 1) * (rank + rotated)
+    assert int((~memory.isnan()).sum()) == int(written.sum()) == (tokens - 1) * (rank + rotated)
     assert_near(cache[written], exact[written])
 
 

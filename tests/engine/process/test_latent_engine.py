@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def generated(module: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ..
 def answer(loop: LanguageLoop, name: str, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """The tokens of a request, and how many tokens of its prompt were not computed."""
     tokens, cached = (), 0
-    loop.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    loop.add(Request(name, prompt, params, arrival=time.monotonic()))
     while loop.has_work():
         for output in loop.step() or ():
             tokens, cached = tokens + output.tokens, output.cached_tokens

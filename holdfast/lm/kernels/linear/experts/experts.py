@@ -137,7 +137,7 @@ def choice_scores(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
         scores = scores + experts.correction
     if groups.count == groups.kept:
         return scores
-    grouped = scores.view(len(scores), groups.count, -1)
+    grouped = scores.view(len(scores), groups.count, scores.shape[1] // groups.count)
     of_groups = grouped.topk(groups.best, dim=-1).values.sum(-1)
     kept = torch.zeros_like(of_groups, dtype=torch.bool)
     kept.scatter_(-1, of_groups.topk(groups.kept, dim=-1).indices, True)

@@ -218,6 +218,12 @@ def test_tokens_choose_from_the_best_groups_by_corrected_scores(
         assert error(out, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("rule", GROUPED)
+def test_a_step_whose_tokens_are_not_sampled_chooses_no_experts(rule: ExpertRule) -> None:
+    experts = draw(rule, 12, 64, 32, "cpu")
+    assert apply_experts(torch.empty(0, 64), experts).shape == (0, 64)
+
+
 def test_a_correction_changes_the_choice_and_not_the_shares(device: str) -> None:
     experts = draw(ExpertRule(top_k=1, sigmoid=True, normalized=False), 4, 64, 32, device)
     x = torch.randn(1, 64, device=device)

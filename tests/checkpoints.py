@@ -48,6 +48,21 @@ MIXTURE = {
     "shared_expert_intermediate_size": 40,
 }
 
+LATENT: dict[str, Any] = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+"""Sizes of latent attention and of the experts of its models."""
+
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -154,20 +169,39 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "StableLm": {"head_dim": ...},
     "Nemotron": {},
     "Bloom": {},
-    "DeepseekV3": {
+    "DeepseekV2": LATENT
+    | {
+        "topk_method": "group_limited_greedy",
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 3.0,
+        "first_k_dense_replace": 1,
+    },
+    "DeepseekV3": LATENT
+    | {
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "num_mtp_layers": 0,
+    },
+    "Glm4MoeLite": LATENT | {"head_dim": ..., "n_group": 1, "topk_group": 1, "q_lora_rank": 20},
+    "MiniCPM3": {
         "head_dim": 8,
         "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
         "kv_lora_rank": 16,
         "q_lora_rank": 16,
         "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
+        "dim_model_base": 16,
+    },
+    "Youtu": {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
     },
 }
 

@@ -21,7 +21,15 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.handler import Found, Handler, RefusalHandler, find
 from holdfast.engine.process.in_service import in_service
-from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site, excluded_with, refuse_excluded
+from holdfast.engine.process.part_builder import (
+    Order,
+    PartBuilder,
+    Served,
+    Site,
+    excluded_with,
+    properties_of_decoder,
+    refuse_excluded,
+)
 from holdfast.engine.process.parts.adapters import AdapterBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.host_tier import HostTierBuilder
@@ -185,16 +193,16 @@ def load(
 
 
 def not_paged(config: EngineConfig, checkpoint: Checkpoint, parts: Sequence[type[PartBuilder]]) -> str:
-    """Why a model with recurrent layers does not run on the paged executor with this configuration; else empty.
+    """Why a native decoder does not run on the paged executor with this configuration; else empty.
 
     Parts that an engine can do without do not count.
     """
     try:
-        recurrent = any(decoder_spec(checkpoint.directory).recurrent)
+        properties = properties_of_decoder(decoder_spec(checkpoint.directory))
     except UnsupportedCheckpoint:  # another executor may run it
         return ""
     wanted = {part.name for part in parts if part.wanted(config) and not part.is_optional}
-    return excluded_with(wanted, {"recurrent layers"}) if recurrent else ""
+    return excluded_with(wanted, properties)
 
 
 def device_parts(

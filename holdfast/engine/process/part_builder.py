@@ -17,6 +17,7 @@ from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.part import Part
@@ -197,6 +198,12 @@ EXCLUSIONS = (
         "recurrent layers on several devices",
         "adapters of a model with recurrent layers need the whole model on one device; leave out tp and pp",
     ),
+    Exclusion("tuning", "latent attention", "a model with latent attention cannot be tuned; leave tuning out"),
+    Exclusion(
+        "adapters",
+        "latent attention",
+        "adapters of a model with latent attention run on padded rows: set executor to padded, or leave it out",
+    ),
     Exclusion(
         "lower tiers",
         "recurrent layers on several devices",
@@ -235,13 +242,21 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
             found.add("no kept states")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         found.add("no native decoder")
-    elif device.model.spec.recurrent_layers:
-        found.add("recurrent layers")
-        if isinstance(device, ManyDevice):
+    else:
+        found |= properties_of_decoder(device.model.decoder)
+        if "recurrent layers" in found and isinstance(device, ManyDevice):
             found.add("recurrent layers on several devices")
-    elif device.model.decoder.layer_specs:
-        found.add("layers of several sizes")
     return found
+
+
+def properties_of_decoder(spec: DecoderSpec) -> set[str]:
+    """The properties of a native decoder that parts may exclude."""
+    found = {
+        "recurrent layers": any(spec.recurrent),
+        "layers of several sizes": bool(spec.layer_specs),
+        "latent attention": spec.latent is not None,
+    }
+    return {name for name, has in found.items() if has}
 
 
 def excluded(parts: Collection[str], site: Site, *, host_tier: bool = True) -> str:

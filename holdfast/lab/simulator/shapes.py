@@ -243,6 +243,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         raise ValueError(f"{name} is a mixture of experts, which the simulator does not support; give a dense model")
     if str(said.get("model_type")).startswith("gemma4"):
         raise ValueError(f"{name} has layers that differ in heads, which the simulator does not support")
+    if said.get("kv_lora_rank"):
+        raise ValueError(f"{name} has latent attention, which the simulator does not support; give another model")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     kind = said.get("model_type")
     gated = kind not in UNGATED

@@ -109,6 +109,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             spec.device,
             spec.kv_shapes,
             num_heads=spec.num_heads,
+            latent_rank=spec.latent_rank,
             block_size=config.block_size,
             backend=config.attention_backend,
             cache_dtype=self.cache_dtype,

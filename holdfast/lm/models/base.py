@@ -125,6 +125,10 @@ class ModelSpec:
     """Whether this is the first stage, which embeds tokens. Other stages begin with the previous stage's stream."""
     last: bool = True
     """Whether this is the last stage, which computes logits. Other stages return their stream."""
+    latent_rank: int = 0
+    """Width of the first part of each key that is also its value, in latent attention; 0: values are on their own.
+
+    With latent attention there is one KV head, and `head_dim` is the width of its keys."""
     recurrent_layers: int = 0
     """Number of layers that keep a recurrent state in place of keys and values."""
     state: tuple[StateTensor, ...] = ()
@@ -132,7 +136,7 @@ class ModelSpec:
     recurrence: RecurrentLayers | None = None
     """The kind of these layers; None for a model without any."""
     shapes: tuple[KVShape, ...] = ()
-    """The sizes of each layer's keys and values, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
+    """The sizes that each layer keeps of a token, if layers differ; empty: all have `num_kv_heads` and `head_dim`."""
 
     reading_layers: int = 0
     """Number of layers that read the keys and values of another layer, and keep none."""
@@ -154,7 +158,9 @@ class ModelSpec:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """The sizes of each layer's keys and values."""
+        """The sizes that each layer keeps of a token."""
+        if self.latent_rank:
+            return (KVShape(1, self.head_dim, 0),) * self.num_layers
         return self.shapes or (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     @property

@@ -32,6 +32,7 @@ from holdfast.lm.models.attention_mixer import (
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import QUANTIZED_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
+from holdfast.lm.models.latent import LATENT_FIELDS, LatentMixer, LatentWeights
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
 from holdfast.lm.models.mlp_mixer import MlpMixer
 from holdfast.lm.models.projection import Projection
@@ -44,7 +45,8 @@ class LayerWeights:
     """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None.
 
     In a recurrent layer, and in one that is an MLP alone, `qkv` is the projection that its mixer begins with, and `o`
-    the one that adds the mixer's result to the stream.
+    the one that adds the mixer's result to the stream. With latent attention they have the shapes of
+    `LatentSpec.shapes`.
     """
 
     input_norm: torch.Tensor  # [hidden]; of a layer norm [2 hidden], biases last; [0] if there is none
@@ -71,6 +73,8 @@ class LayerWeights:
     """The tensors of a recurrent layer's mixer between the two projections (`RecurrentWeights.tensors`)."""
     more: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of `DecoderSpec.layer_tensors`, by field."""
+    latent: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors of latent attention between the two projections (`LatentWeights.tensors`)."""
 
     def rows(self, field: str, columns: slice) -> torch.Tensor:
         """The rows of a linear field that give these outputs, as plain numbers."""
@@ -98,6 +102,9 @@ PLACES = {
 PRECISE_FIELDS = ("decay", "time_bias", "skip")
 """The fields that stay in float32."""
 
+ROW_FIELDS = ("latent_up",)
+"""The fields whose rows are read in groups, so that their layout is by rows on any device."""
+
 RECURRENT_FIELDS = ("conv", "conv_bias", "gain", *PRECISE_FIELDS)
 """The fields of `LayerWeights.recurrent`."""
 
@@ -106,6 +113,23 @@ Fused = tuple[tuple[str, ...], tuple[Piece, ...], int]
 
 Norms = tuple[torch.Tensor, torch.Tensor | None]
 """The norm of the stream after a projection, and the norm of the projection itself."""
+
+
+def row_orders(spec: DecoderSpec) -> dict[str, torch.Tensor]:
+    """For each ending of a tensor's name, the order of each head's rows that makes `Rope.pairs` of those rotated.
+
+    Empty if the stored order is that order.
+    """
+    pairs, fields = spec.rope.pairs(spec.rotated_dim), spec.names.fields
+    if pairs is None:
+        return {}
+    if spec.latent is None:
+        gates = int(spec.attention_gate)
+        names = (*fields["qkv"][gates : gates + 2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
+        return dict.fromkeys((*names, *fields.get("k_norm", ())), pairs)
+    orders, queries = spec.latent.order(pairs), fields["query_up" if spec.latent.query_rank else "qkv"][0]
+    of_latent = (fields[name][1] for name in ("qkv", "qkv_bias") if name in fields)
+    return {queries: orders["query"]} | dict.fromkeys(of_latent, orders["latent"])
 
 
 class WeightSource(Protocol):
@@ -169,11 +193,8 @@ class Decoder:
         """The empty weight that stands for a missing norm."""
         self._tables = (names.embedding, names.positions, *decoder.token_tables)
         """Names of the tensors that are read row by row."""
-        self._pairs = decoder.rope.pairs(decoder.head_dim)
-        fields = names.fields
-        gates = int(decoder.attention_gate)
-        self._paired = (*fields["qkv"][gates : gates + 2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
-        self._paired += fields.get("k_norm", ())
+        self._orders = row_orders(decoder)
+        """For each ending of a tensor's name, the order in which each head's rows are read."""
         self.decoder = decoder
         """The spec of the whole decoder, of which this may be a shard."""
         self.shard, self.group = shard, group
@@ -241,6 +262,7 @@ class Decoder:
             stream_width=0 if shard.first and shard.last else decoder.hidden_size,
             first=shard.first,
             last=shard.last,
+            latent_rank=0 if decoder.latent is None else decoder.latent.rank,
             recurrent_layers=sum(own.recurrent),
             state=() if own.recurrence is None else own.recurrence.state(dtype),
             recurrence=own.recurrence,
@@ -267,6 +289,11 @@ class Decoder:
                 states += 1
             if not own.cached[index]:
                 mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias, index))
+                continue
+            if spec.latent is not None:
+                projected = LatentWeights(qkv=layer.qkv, bias=layer.qkv_bias, tensors=layer.latent)
+                heads = len(self.shard.part(spec.num_heads))
+                mixers.append(LatentMixer(projected, spec.latent, heads=heads, scale=spec.scale, cache=index))
                 continue
             weights = AttentionWeights(
                 qkv=layer.qkv, bias=layer.qkv_bias, q_norm=layer.q_norm, k_norm=layer.k_norm, sinks=layer.sinks
@@ -327,7 +354,7 @@ class Decoder:
             eps=own.rms_eps,
             activation=own.activation,
             dtype=self._dtype,
-            inverse_frequencies=rope.inverse_frequencies(own.head_dim, self._max_model_len).to(self._device),
+            inverse_frequencies=rope.inverse_frequencies(own.rotated_dim, self._max_model_len).to(self._device),
             amplitude=rope.amplitude,
             layer_norm=own.layer_norm,
             gated=own.gated,
@@ -363,12 +390,14 @@ class Decoder:
                 weights[PLACES.get(name, name)] = self._quantized(*fused)
             else:
                 packed = self._packed(*fused) if name in QUANTIZED_FIELDS else None
-                weights[PLACES.get(name, name)] = self._fused(*fused) if packed is None else packed
+                whole = self._fused(*fused, by_rows=name in ROW_FIELDS) if packed is None else packed
+                weights[PLACES.get(name, name)] = whole
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
             # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
         weights["recurrent"] = {name: weights.pop(name) for name in RECURRENT_FIELDS if name in weights}
         weights["more"] = {name: weights.pop(name) for name in self.decoder.of_layer(index).layer_tensors}
+        weights["latent"] = {name: weights.pop(name) for name in LATENT_FIELDS if name in weights}
         return LayerWeights(**weights)
 
     def _fields(self, index: int) -> dict[str, Fused]:
@@ -424,10 +453,16 @@ class Decoder:
         """A tensor that every device holds whole."""
         return self._fused((name,), (Piece.all_of(*shape),))
 
-    def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...], dim: int = 0) -> torch.Tensor:
-        """One tensor with all parts, one after the other along a dimension."""
+    def _fused(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], dim: int = 0, *, by_rows: bool = False
+    ) -> torch.Tensor:
+        """One tensor with all parts, one after the other along a dimension.
+
+        With `by_rows`, its layout is by rows on any device.
+        """
         sizes, shape = joined(pieces, dim)
-        if self._device.type == "cpu" and len(shape) == 2 and names[0] not in self._tables:
+        by_rows |= self._device.type != "cpu" or names[0] in self._tables
+        if len(shape) == 2 and not by_rows:
             # The layout is by inputs: MKL then computes products of few tokens up to twice as fast.
             whole = self._empty(*shape[::-1]).t()
         else:
@@ -445,16 +480,21 @@ class Decoder:
         self._bytes += 0 if weight is None else weight.nbytes
         return weight
 
+    def _order(self, name: str) -> torch.Tensor | None:
+        """The order in which each head's rows of a tensor are read; None: as they are stored."""
+        return next((order for ending, order in self._orders.items() if name.endswith(ending)), None)
+
     def _ordered(self, weight: Weight | None, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
         """A packed weight whose rows are in the order of `_fill`; None if its format fixes their order."""
-        if self._pairs is None or not any(name.endswith(self._paired) for name in names):
+        wanted = [self._order(name) for name in names]
+        if all(order is None for order in wanted):
             return weight
         if not isinstance(weight, Fp8Weight | Int4Weight):
             return None
         orders, at = list[torch.Tensor](), 0
-        for name, piece in zip(names, pieces, strict=True):
+        for own, piece in zip(wanted, pieces, strict=True):
             rows = piece.shape[0]
-            order = in_pairs(rows, self._pairs) if name.endswith(self._paired) else torch.arange(rows)
+            order = torch.arange(rows) if own is None else in_heads(rows, own)
             orders, at = [*orders, at + order], at + rows
         return weight.ordered(torch.cat(orders).to(weight.data.device))
 
@@ -488,8 +528,9 @@ class Decoder:
             if not len(part):  # another device's head
                 continue
             self._source.fill(name, piece, part)
-            if self._pairs is not None and name.endswith(self._paired):
-                part.copy_(part[in_pairs(len(part), self._pairs).to(part.device)])
+            order = self._order(name)
+            if order is not None:
+                part.copy_(part[in_heads(len(part), order).to(part.device)])
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -706,6 +747,6 @@ def joined(pieces: Sequence[Piece], dim: int) -> tuple[list[int], tuple[int, ...
     return sizes, (*first[:dim], sum(sizes), *first[dim + 1 :])
 
 
-def in_pairs(rows: int, pairs: torch.Tensor) -> torch.Tensor:
-    """The order [rows] int64 of rows in which each head's rotated pairs are those of `Rope.pairs`."""
-    return (torch.arange(0, rows, len(pairs))[:, None] + pairs).flatten()
+def in_heads(rows: int, order: torch.Tensor) -> torch.Tensor:
+    """The order [rows] int64 of rows in which each head's rows have this order."""
+    return (torch.arange(0, rows, len(order))[:, None] + order).flatten()

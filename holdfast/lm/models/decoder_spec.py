@@ -9,6 +9,7 @@ from typing import Literal
 
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.base import Shape
+from holdfast.lm.models.latent import LatentSpec
 from holdfast.lm.models.mixer import RecurrentSpec
 from holdfast.lm.models.rope import UNROTATED, Rope
 
@@ -130,6 +131,11 @@ class DecoderSpec:
     """Shapes of further tables with a row for each token, by name. Devices share the rows, as they do the
     embedding's."""
 
+    latent: LatentSpec | None = None
+    """The sizes of latent attention, which all layers have; None: attention over keys and values of each KV head.
+
+    With latent attention there is one KV head, and `head_dim` is `LatentSpec.cached`."""
+
     def of_layer(self, layer: int) -> DecoderSpec:
         """The spec of one layer."""
         return self.layer_specs[layer] if self.layer_specs else self
@@ -159,6 +165,11 @@ class DecoderSpec:
             return self.unrotated
         windows = self.windows or (None,) * self.num_layers
         return tuple(self.local_rope is not None and window is not None for window in windows)
+
+    @property
+    def rotated_dim(self) -> int:
+        """Width of the part of a query or key that `rope` is made for."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
     def scale(self) -> float:
@@ -241,6 +252,8 @@ class ExpertNames:
     first."""
     shared: tuple[str, ...] = ()
     """The names of gate, up and down of the shared expert, if there is one. It is as wide as the others."""
+    correction: str = ""
+    """The name of the numbers that are added to scores only to choose experts; empty: there are none."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +341,8 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
         shapes["o_bias"] = ((hidden,),)
     if spec.sinks:
         shapes["sinks"] = ((spec.num_heads,),)
+    if spec.latent is not None:
+        shapes |= spec.latent.shapes(hidden, spec.num_heads)
     if spec.mlp_bias:
         shapes |= {"gate_up_bias": ((inner,),) * mlp, "down_bias": ((hidden,),)}
     return shapes
@@ -370,6 +385,8 @@ def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {names.router + ".weight": (count, hidden)}
     if experts.biased:
         shapes[names.router + ".bias"] = (count,)
+    if names.correction:
+        shapes[names.correction] = (count,)
     shapes |= dict(zip(names.shared, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=False))
     if names.fused:
         gate_up, down = (hidden, 2 * inner), (inner, hidden)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
+from holdfast.lm.kernels.linear.experts.experts import ALL_EXPERTS, ExpertRule, Experts, Groups
 from holdfast.lm.kernels.mxfp4 import ExpertWeights, Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.base import UnsupportedCheckpoint
@@ -135,15 +135,74 @@ def granite_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec | 
     return replace(experts, shared_size=_size(config, "shared_intermediate_size"), shared_gate=False)
 
 
+def deepseek_v2_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts of DeepSeek-V2: shares of a softmax that are not normalized, of all groups or of the best ones."""
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedCheckpoint(f"topk_method {method!r} is not supported; known: greedy, group_limited_greedy")
+    groups = ALL_EXPERTS if method == "greedy" else _groups(config, best=1)
+    return _deepseek_experts(config, num_layers, QWEN3_MOE, normalized=False, groups=groups)
+
+
+def deepseek_v3_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts of DeepSeek-V3: sigmoids, groups ranked by their two best scores, and a correction of the choice."""
+    names = replace(QWEN3_MOE, correction="mlp.gate.e_score_correction_bias")
+    normalized, groups = bool(config.get("norm_topk_prob", True)), _groups(config, best=2)
+    return _deepseek_experts(config, num_layers, names, normalized=normalized, groups=groups, sigmoid=True)
+
+
+def _deepseek_experts(
+    config: Mapping[str, Any], num_layers: int, names: ExpertNames, *, normalized: bool, **rule: Any
+) -> ExpertSpec:
+    """Experts besides a shared one without a gate. The first `first_k_dense_replace` layers have an MLP."""
+    inner, dense = _size(config, "moe_intermediate_size"), _size(config, "first_k_dense_replace", 0)
+    kinds = config.get("mlp_layer_types") or ["dense" if layer < dense else "sparse" for layer in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise UnsupportedCheckpoint(f"mlp_layer_types lists {len(kinds)} layers of {num_layers}")
+    chosen, factor = _size(config, "num_experts_per_tok"), float(config.get("routed_scaling_factor") or 1.0)
+    experts = _spec(
+        config,
+        names=names,
+        count=_size(config, "n_routed_experts"),
+        inner=inner,
+        sparse=tuple(kind == "sparse" for kind in kinds),
+        rule=ExpertRule(top_k=chosen, normalized=normalized, factor=factor, **rule),
+    )
+    return replace(experts, shared_gate=False, shared_size=inner * _size(config, "n_shared_experts", 0))
+
+
+def _groups(config: Mapping[str, Any], *, best: int) -> Groups:
+    """The groups of a config's experts, ranked by the sum of their `best` highest scores.
+
+    Raises UnsupportedCheckpoint for groups that are not equal, or hold too few experts.
+    """
+    count, experts = at_least_one(config, "n_group", 1), _size(config, "n_routed_experts")
+    kept, chosen = at_least_one(config, "topk_group", count), _size(config, "num_experts_per_tok")
+    if experts % count or kept > count:
+        raise UnsupportedCheckpoint(
+            f"n_group is {count} and topk_group is {kept}; {experts} experts have no such groups"
+        )
+    if kept == count:
+        return ALL_EXPERTS
+    if experts // count < best or chosen > kept * (experts // count):
+        raise UnsupportedCheckpoint(
+            f"n_group is {count} and topk_group is {kept}; {kept} groups of {experts // count} experts are too few for "
+            f"num_experts_per_tok {chosen}"
+        )
+    return Groups(count, kept, best)
+
+
 def with_stored_names(spec: DecoderSpec, stored: Collection[str]) -> DecoderSpec:
     """The decoder's spec, with fused experts if the checkpoint with these tensor names has them instead of single ones.
 
     Transformers reads both forms of Qwen3's mixtures.
     """
-    fused = "." + QWEN3_VL_MOE.gate_up[0]
-    if spec.experts is None or spec.experts.names is not QWEN3_MOE or not any(map(str.endswith, stored, repeat(fused))):
+    fused, experts = QWEN3_VL_MOE, spec.experts
+    single = experts is not None and experts.names.gate_up == QWEN3_MOE.gate_up
+    if experts is None or not single or not any(map(str.endswith, stored, repeat("." + fused.gate_up[0]))):
         return spec
-    return replace(spec, experts=replace(spec.experts, names=QWEN3_VL_MOE))
+    names = replace(experts.names, gate_up=fused.gate_up, down=fused.down, fused=fused.fused)
+    return replace(spec, experts=replace(experts, names=names))
 
 
 def gpt_oss_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
@@ -285,6 +344,8 @@ class _Reader:
         """The other fields of `Experts`."""
         names = self._names
         router = self._filled(names.router + ".weight")
+        if names.correction:
+            return {"router": router, "correction": self._correction()}
         if not self.spec.biased:
             return {"router": router}
         router_bias = self._filled(names.router + ".bias")
@@ -296,6 +357,13 @@ class _Reader:
             "gate_up_bias": torch.cat(self._halves(names.gate_up[0] + "_bias"), 1),
             "down_bias": self._filled(names.down + "_bias") if self._leads else None,
         }
+
+    def _correction(self) -> torch.Tensor:
+        """The correction of scores, in float32: differences of a thousandth decide between experts."""
+        name = self._names.correction
+        into = torch.empty(self._shapes[name], device=self._device, dtype=torch.float32)
+        self._source.fill(self._prefix + name, Piece.all_of(*self._shapes[name]), into)
+        return into
 
     def _fill_gate_up(self, expert: int, gate: torch.Tensor, up: torch.Tensor) -> None:
         """Write one expert's rows of gate and of up."""

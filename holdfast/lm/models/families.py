@@ -13,6 +13,8 @@ from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertSpec, Part, Weigh
 from holdfast.lm.models.delta_layers import DEFAULTS, hybrid
 from holdfast.lm.models.experts import (
     at_least_one,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
     gpt_oss_experts,
     granite_experts,
     llama4_experts,
@@ -24,6 +26,7 @@ from holdfast.lm.models.experts import (
     qwen3_vl_moe_experts,
 )
 from holdfast.lm.models.gemma4 import gemma4_config, gemma4_spec
+from holdfast.lm.models.latent_layers import GLM, MINICPM, V2, V3, YOUTU, latent_config, latent_layers, minicpm_layers
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, norm, opt
 from holdfast.lm.models.mamba_layers import DEFAULTS as MAMBA_DEFAULTS
 from holdfast.lm.models.mamba_layers import (
@@ -515,6 +518,39 @@ def gemma4_unified(config: Mapping[str, Any]) -> DecoderSpec:
     return gemma4({**defaults, **config})
 
 
+def deepseek_v2(config: Mapping[str, Any]) -> DecoderSpec:
+    """DeepSeek-V2 and V2-Lite: latent attention, and experts besides shared ones after the first layers."""
+    config = latent_config(config, V2)
+    fields = latent_layers(config, shared(config))
+    return DecoderSpec(**fields, experts=deepseek_v2_experts(config, fields["num_layers"]))
+
+
+def deepseek_v3(config: Mapping[str, Any]) -> DecoderSpec:
+    """DeepSeek-V3, R1 and Kimi K2: V2 with experts chosen by sigmoids and a correction."""
+    config = latent_config(config, V3)
+    fields = latent_layers(config, shared(config))
+    return DecoderSpec(**fields, experts=deepseek_v3_experts(config, fields["num_layers"]))
+
+
+def glm4_moe_lite(config: Mapping[str, Any]) -> DecoderSpec:
+    """GLM-4.7-Flash: a small DeepSeek-V3 with one group of experts."""
+    return deepseek_v3({**GLM, **config})
+
+
+def youtu(config: Mapping[str, Any]) -> DecoderSpec:
+    """Youtu-LLM: latent attention, and an MLP in every layer."""
+    config = latent_config(config, YOUTU)
+    fields = latent_layers(config, shared(config))
+    fields["init_std"] = float(config.get("initializer_range") or 2 / (5 * fields["hidden_size"]) ** 0.5)
+    return DecoderSpec(**fields)
+
+
+def minicpm3(config: Mapping[str, Any]) -> DecoderSpec:
+    """MiniCPM3: latent attention, an MLP in every layer, and multipliers of embeddings, stream and logits."""
+    config = latent_config(config, MINICPM)
+    return DecoderSpec(**minicpm_layers(config, shared(config)))
+
+
 def named(**changed: str) -> WeightNames:
     """Llama's tensor names, with some of them changed."""
     return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
@@ -548,6 +584,11 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "NemotronHForCausalLM": nemotron_h,
     "FalconH1ForCausalLM": falcon_h1,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
+    "YoutuForCausalLM": youtu,
+    "MiniCPM3ForCausalLM": minicpm3,
 }
 """For each architecture, the function that reads its config.json."""
 

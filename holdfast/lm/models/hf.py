@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.backends import attention_of_layers
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.base import (
@@ -389,9 +389,11 @@ def _plain_logits(module: Any, ids: torch.Tensor) -> torch.Tensor:
 def _paged_logits(model: TransformersModel, ids: torch.Tensor) -> torch.Tensor:
     """The probe's logits through the cache: a first chunk, then a second one packed after another sequence."""
     spec, device = model.spec, model.spec.device
-    heads: dict[str, Any] = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=PROBE_BLOCK)
-    attention = attention_for(device, num_heads=spec.num_heads, **heads)
-    cache = KVCache.allocate(layers=spec.num_layers, num_blocks=4, dtype=spec.dtype, device=device, **heads)
+    heads: dict[str, Any] = dict(num_heads=spec.num_heads, latent_rank=spec.latent_rank)
+    attention = attention_of_layers(device, spec.kv_shapes, **heads, block_size=PROBE_BLOCK)
+    cache = KVCache.allocate_layers(
+        spec.kv_shapes, num_blocks=4, block_size=PROBE_BLOCK, dtype=spec.dtype, device=device
+    )
     tables = np.array([[3, 1], [2, 0]], np.int32)
     logits = []
     for spans in ([(0, 0, PROBE_CHUNK)], [(1, 0, PROBE_CHUNK - 1), (0, PROBE_CHUNK, PROBE_LENGTH)]):

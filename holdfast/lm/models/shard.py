@@ -205,6 +205,9 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
             for field, own, total in (("q_norm", heads, spec.num_heads), ("k_norm", kv_heads, spec.num_kv_heads))
         }
     columns = {"o": q, "down": inner}
+    if spec.latent is not None:
+        rows |= spec.latent.rows(heads)
+        columns["o"] = spec.latent.columns(heads)
 
     def piece(field: str, part: int, shape: Shape) -> Piece:
         own = [*Piece.all_of(*shape).own]

@@ -125,11 +125,16 @@ def test_quantized_checkpoints_take_their_own_bytes(given, size, plain):
     assert shape.layer_bytes == pytest.approx(wanted / 8, rel=1e-6)
 
 
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu", "MiniCPM3")
+"""Native families with latent attention, whose steps are not simulated."""
+
+
 def test_native_architectures_are_recognized():
     inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
     assert inner - {"qwen3_5_moe_text", "gemma4_text", "gemma4_unified_text"} <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
-    assert outer == {*families.NATIVE} - {*WITH_IMAGES} - {"Qwen3_5MoeForCausalLM"}
+    others = {f"{name}ForCausalLM" for name in (*LATENT, "Qwen3_5Moe")}
+    assert outer == {*families.NATIVE} - {*WITH_IMAGES} - others
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 100, "max_position_embeddings": 64,
@@ -146,6 +151,7 @@ def test_native_architectures_are_recognized():
         ({"num_attention_heads": "many"}, "is many"),
         ({"num_experts": 8}, "experts"),
         ({"model_type": "gemma4_text"}, "layers that differ in heads"),
+        ({"kv_lora_rank": 512}, "latent attention, which the simulator does not support"),
     ],
 )
 def test_a_config_with_missing_or_invalid_sizes_is_refused(config, message):

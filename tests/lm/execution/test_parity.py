@@ -64,6 +64,8 @@ FAMILIES = (
     "GraniteMoeHybrid",
     "NemotronH",
     "FalconH1",
+    "DeepseekV2",
+    "DeepseekV3",
 )
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 SNAPSHOTS = 12  # fewer than sequences end

@@ -63,8 +63,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("Phimoe", {}),  # experts after a layer norm, and an LM head with a bias
     "llama4": ("Llama4Text", dict(num_hidden_layers=4)),  # chunks, unrotated layers, a shared expert
     "olmo2": ("Olmo2", dict(attention_bias=True)),  # norms after, and of queries and keys over all heads
+    "deepseek-v2": ("DeepseekV2", {}),  # one latent for all heads, queries from the stream, two shared experts
+    "deepseek-v3": ("DeepseekV3", dict(attention_bias=True)),  # queries from a vector that every device has
+    "youtu": ("Youtu", {}),  # latent attention before an MLP
 }
-WITH_EXPERTS = ("phimoe", "llama4")
+WITH_EXPERTS = ("phimoe", "llama4", "deepseek-v2", "deepseek-v3")
 LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3": Layout(pp=3), "2x2": Layout(2, 2)}
 
 

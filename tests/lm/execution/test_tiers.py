@@ -57,21 +57,20 @@ class Small:
         return tuple(out[0, len(prompt) :].tolist())
 
 
-@pytest.fixture(scope="module", params=["auto", "fp8"])
-def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+KINDS = [("Llama", "auto"), ("Llama", "fp8"), ("Gemma4Text", "auto"), ("Gemma4Text", "fp8"), ("DeepseekV3", "auto")]
+"""Families and the types of their caches. Gemma 4 has layers of two head sizes, and DeepSeek keeps latents."""
 
 
-@pytest.fixture(scope="module", params=["Llama", "Gemma4Text"])  # the latter has layers of two head sizes
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    family, kv_cache_dtype = request.param
+    return family, kv_cache_dtype
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def small(
-    request: pytest.FixtureRequest, family: str, kv_cache_dtype: str, tmp_path_factory: pytest.TempPathFactory
-) -> Small:
+def small(request: pytest.FixtureRequest, kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Small:
     torch.set_num_threads(1)
+    family, kv_cache_dtype = kind
     directory: Path = tmp_path_factory.mktemp(family)
     module = make(directory, family).to(request.param)
     return Small(load(directory, device=request.param, dtype="float32"), kv_cache_dtype, module)

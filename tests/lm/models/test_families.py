@@ -163,14 +163,17 @@ OWN_NAMES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {**PLAIN, "layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "NemotronHForCausalLM": {**PLAIN, "hybrid_override_pattern": "M-*-"},
     "OPTForCausalLM": {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 128},
+    "DeepseekV2ForCausalLM": {**PLAIN, "num_experts_per_tok": 6},
 }
+OWN_KINDS = {"DeepseekV3ForCausalLM": "deepseek_v3"}
+"""The model_type of architectures that have several in Transformers."""
 
 
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_missing_config_fields_have_the_defaults_of_transformers(architecture: str) -> None:
     with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     known = (*with_images.items(), *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-    kind = {name: kind for kind, name in known}[architecture]
+    kind = ({name: kind for kind, name in known} | OWN_KINDS)[architecture]
     given: dict[str, Any] = OWN_NAMES.get(architecture, PLAIN)
     if architecture in WITH_IMAGES:
         kind = "gemma3" if architecture.startswith("Gemma3") else kind

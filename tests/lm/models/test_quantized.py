@@ -214,6 +214,22 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, family
     assert kind is (torch.Tensor if dense else Int4Weight if four else Fp8Weight)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("method", ["fp8-block", "compressed-channel", "awq-32"])
+def test_latent_attention_is_read_from_quantized_checkpoints(tmp_path: Path, method: str, tp: int) -> None:
+    """DeepSeek-V3 is published with FP8 blocks. Rows that are rotated in pairs are reordered as plain numbers."""
+    sizes = dict(kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=32, head_dim=32, qk_nope_head_dim=32, v_head_dim=16)
+    module = quantized(tmp_path, "DeepseekV3", method, **sizes)
+    whole = load(tmp_path, device="cpu")
+    assert isinstance(whole, Decoder)
+    assert difference(whole, module) < 1e-5
+    for rank in range(tp):
+        part = load(tmp_path, device="cpu", layout=Layout(tp=tp), rank=rank)
+        assert isinstance(part, Decoder)
+        rows = whole.layers[1].latent["latent_up"].chunk(tp)[rank]
+        assert torch.equal(part.layers[1].latent["latent_up"], rows)
+
+
 @needs_vectors
 @pytest.mark.parametrize("method", ["awq-32", "gptq-32", "packed-zeros"])
 def test_four_bits_in_bfloat16_are_multiplied_as_a_cpu_s_kernel_packs_them(tmp_path: Path, method: str) -> None:

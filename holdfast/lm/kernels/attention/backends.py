@@ -12,6 +12,7 @@ from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3, vll
 from holdfast.lm.kernels.attention.mixed_attention import mixed
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
+from holdfast.lm.kernels.attention.torch_latent import TorchLatentAttention
 from holdfast.lm.kernels.cache.kv_cache import KVShape
 from holdfast.lm.kernels.fp8 import FP8
 
@@ -36,13 +37,49 @@ def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: b
         )
 
 
+def latent_attention_for(
+    device: torch.device | str,
+    *,
+    num_heads: int,
+    head_dim: int,
+    rank: int,
+    block_size: int,
+    backend: AttentionBackendName = "auto",
+    cache_dtype: torch.dtype | None = None,
+) -> Attention[Any]:
+    """The backend of latent attention, for keys of `head_dim` numbers of which the first `rank` are the value.
+
+    Raises ValueError for an FP8 cache, and for a backend that has no latent attention. See `attention_for`.
+    """
+    device = torch.device(device)
+    if cache_dtype == FP8:
+        raise ValueError(
+            "kv_cache_dtype is fp8, which latent attention does not have: its cache is already small; leave it out"
+        )
+    if backend == "vllm-flash-attn":
+        raise ValueError("attention_backend is vllm-flash-attn, which has no latent attention; choose auto")
+    require(backend, device)
+    sizes = dict(num_heads=num_heads, head_dim=head_dim, rank=rank, block_size=block_size)
+    if device.type == "cpu" or backend == "torch":
+        return TorchLatentAttention(device=device, **sizes)
+    # Imported here because a CPU installation has no Triton.
+    from holdfast.lm.kernels.attention.latent import PagedLatentAttention
+
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return PagedLatentAttention(device=device, num_processors=processors, **sizes)
+
+
 def attention_of_layers(
-    device: torch.device | str, shapes: Sequence[KVShape], *, num_heads: int, **options: Any
+    device: torch.device | str, shapes: Sequence[KVShape], *, num_heads: int, latent_rank: int = 0, **options: Any
 ) -> Attention[Any]:
     """The attention backend for layers whose keys and values have these `shapes`.
 
-    Layers of one shape share a backend. `options` and errors are those of `attention_for`.
+    Layers of one shape share a backend. With a `latent_rank`, all layers have one shape, and the first `latent_rank`
+    numbers of a key are its value. `options` and errors are those of `attention_for` and `latent_attention_for`.
     """
+    if latent_rank:
+        width = shapes[0].key_size
+        return latent_attention_for(device, num_heads=num_heads, head_dim=width, rank=latent_rank, **options)
     backends = {
         shape: attention_for(device, num_heads=num_heads, num_kv_heads=shape.heads, head_dim=shape.key_size, **options)
         for shape in dict.fromkeys(shapes)

@@ -27,7 +27,7 @@ LONG_RUN = 8
 
 
 class KVShape(NamedTuple):
-    """The sizes of the keys and values that one layer keeps of a token."""
+    """The sizes that one layer keeps of a token."""
 
     heads: int
     """Number of KV heads."""

@@ -40,6 +40,7 @@ from holdfast.lm.kernels.linear.fused_kernels import (
     silu_mul_kernel,
 )
 from holdfast.lm.kernels.linear.int4_linear import int4_dequantized, int4_launch_for, int4_skinny_gemm
+from holdfast.lm.kernels.linear.latent_kernels import rotate_write_latent_kernel
 from holdfast.lm.kernels.linear.layers import Change, Gated, LayerOps, Normed, NormInParts, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.packed_linear import packed_dequantized, packed_launch_for, packed_skinny_gemm
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
@@ -335,6 +336,47 @@ class FusedLayerOps(LayerOps):
         )
         return query
 
+    def norm_with(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = x.new_empty(x.shape)
+        self._run_norm(x, None, None, weight, out, eps)
+        return out
+
+    def rotate_and_write_latent(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rotation: Rotation,
+        norm: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        tokens, heads, width = query.shape
+        half = (width - len(norm)) // 2
+        block_half = triton.next_power_of_2(half)
+        block_heads = min(triton.next_power_of_2(heads), max(1, ROTATED_AT_A_TIME // block_half))
+        rotate_write_latent_kernel[(tokens, triton.cdiv(heads, block_heads))](
+            query,
+            latent,
+            *rotation,
+            norm,
+            cache,
+            slot_mapping,
+            *query.stride()[:2],
+            latent.stride(0),
+            *cache.stride()[:2],
+            heads,
+            eps,
+            RANK=len(norm),
+            HALF=half,
+            BLOCK_SIZE=cache.shape[1],
+            BLOCK_R=triton.next_power_of_2(len(norm)),
+            BLOCK_HALF=block_half,
+            BLOCK_HEADS=block_heads,
+            num_warps=4,
+            **dependent_launch_options(query.device),
+        )
+
     def _norm_whole(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         if self.group is None:
             super()._norm_whole(qkv, q_norm, k_norm)
@@ -400,6 +442,18 @@ class FusedLayerOps(LayerOps):
         weight: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        self._run_norm(stream, partials, bias, weight, out, self.shape.eps)
+
+    def _run_norm(
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """`_add_norm` with this number under the root."""
         tokens, width = stream.shape
         block = triton.next_power_of_2(width)
         norm_kernel[(tokens,)](
@@ -411,7 +465,7 @@ class FusedLayerOps(LayerOps):
             width,
             stream.stride(0),
             out.stride(0),
-            self.shape.eps,
+            eps,
             PARTS=0 if partials is None else len(partials),
             BLOCK=block,
             num_warps=max(1, min(16, block // 256)),

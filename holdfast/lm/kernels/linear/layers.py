@@ -355,6 +355,34 @@ class LayerOps:
             write_slots(key, value, *caches, slot_mapping)
         return query
 
+    def norm_with(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm [T, width] of x times weight [width], with `eps` in place of the shape's own."""
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def rotate_and_write_latent(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rotation: Rotation,
+        norm: torch.Tensor,
+        eps: float,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Norm the latents, rotate their keys and the queries, and write latents and keys to the cache.
+
+        latent [T, rank + R] holds each token's latent, which is normed by `norm` [rank] with `eps`, and then the key
+        that is rotated. The last R numbers of query [T, H, rank + R] are rotated in place. The cache is
+        [num_blocks, block_size, 1, rank + R]; slot_mapping is that of `Attention.write`. `latent` may be overwritten.
+        """
+        rank = len(norm)
+        cosine, sine = rotation
+        for turned in (query[..., rank:], latent[:, None, rank:]):
+            half = turned.shape[-1] // 2
+            turned.copy_((turned * cosine).addcmul_(turned.roll(half, -1), sine))
+        key = torch.cat((self.norm_with(latent[:, :rank], norm, eps), latent[:, rank:]), dim=1)
+        cache.view(-1, cache.shape[-1]).index_copy_(0, slot_mapping, key)
+
     def _norm_written(
         self, qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -51,6 +51,43 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rank", "rotated", "block_size"), [(4, 24, 8, 5), (20, 16, 16, 1), (1, 40, 12, 16)])
+@pytest.mark.parametrize("amplitude", [1.0, 1.3])
+def test_latents_are_normed_rotated_and_written_as_in_float64(
+    heads: int, rank: int, rotated: int, block_size: int, amplitude: float, dtype: torch.dtype, device: str
+) -> None:
+    tokens, blocks, eps = 11, 24, 1e-3
+    shape = shape_of(device, dtype, num_heads=heads, num_kv_heads=1, head_dim=rotated, amplitude=amplitude)
+    query = drawn(tokens, heads, rank + rotated, device=device, dtype=dtype)
+    projected = drawn(tokens, 7 + rank + rotated, device=device, dtype=dtype)
+    norm = drawn(rank, device=device, dtype=dtype)
+    positions = torch.randint(0, 100_000, (tokens,), device=device)
+    slots = torch.randperm(blocks * block_size, device=device)[:tokens]
+    memory = torch.full((3, blocks, block_size, 1, rank + rotated), torch.nan, device=device, dtype=dtype)
+    cache = memory[1]
+    exact, exact_query = cache.double(), query.double()
+    reference, ops = oracle(shape), FusedLayerOps(shape)
+    latents = projected.double()[:, 7:]
+    reference.rotate_and_write_latent(
+        exact_query, latents, reference.rotation(positions), norm.double(), eps, exact, slots
+    )
+    slots[3] = -1  # padding
+    ops.rotate_and_write_latent(query, projected[:, 7:], ops.rotation(positions), norm, eps, cache, slots)
+    assert_near(query, exact_query)
+    written = ~cache.isnan()
+    assert int((~memory.isnan()).sum()) == int(written.sum()) == (tokens - 1) * (rank + rotated)
+    assert_near(cache[written], exact[written])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_with_its_own_eps_reads_a_part_of_each_row(dtype: torch.dtype, device: str) -> None:
+    shape, rows, weight = shape_of(device, dtype), drawn(5, 90, device=device, dtype=dtype), drawn(60, device=device)
+    rows *= 0.01  # so that eps counts
+    found = FusedLayerOps(shape).norm_with(rows[:, 30:], weight.to(dtype), 1e-3)
+    assert_near(found, oracle(shape).norm_with(rows.double()[:, 30:], weight.to(dtype).double(), 1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (7, 100), (3, 4096)])
 def test_norm_equals_float64_and_keeps_its_input(tokens: int, width: int, dtype: torch.dtype, device: str) -> None:
     shape = shape_of(device, dtype)

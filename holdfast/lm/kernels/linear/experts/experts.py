@@ -10,6 +10,25 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.mxfp4 import ExpertWeights, matrix_of
 
+TINY = 1e-20
+"""A number that keeps the sum of sigmoids above 0, as in DeepSeek's own code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Equal groups of neighbouring experts (DeepSeek-V2, §2.2.2). A token chooses experts of the best groups only."""
+
+    count: int
+    """Number of groups."""
+    kept: int
+    """Number of groups that a token's experts may be in."""
+    best: int
+    """Number of a group's highest scores whose sum ranks the group, 1 or 2."""
+
+
+ALL_EXPERTS = Groups(1, 1, 1)
+"""One group, which every token may choose from."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule:
@@ -46,6 +65,15 @@ class ExpertRule:
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     """The activation of a gate that is not clamped."""
 
+    sigmoid: bool = False
+    """Whether an expert's score is the sigmoid of its logit, in place of its share of a softmax (DeepSeek-V3, §2.1.2).
+
+    The shares of the chosen experts are their scores, divided by their sum if `normalized`."""
+    groups: Groups = ALL_EXPERTS
+    """The groups of experts of which a token may choose only some."""
+    factor: float = 1.0
+    """The factor on all shares. It is 1 with `shared`."""
+
     @property
     def per_token(self) -> int:
         """Number of experts that compute a token."""
@@ -63,11 +91,13 @@ class Experts:
     router_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [E, 2 inner]
     down_bias: torch.Tensor | None = None  # [E, hidden]
+    correction: torch.Tensor | None = None  # [E] float32
+    """Numbers that are added to sigmoids to choose experts, but not to shares (DeepSeek-V3, §2.1.2)."""
 
     @property
     def nbytes(self) -> int:
         tensors = (self.router, self.gate_up, self.down, self.router_bias, self.gate_up_bias, self.down_bias)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in (*tensors, self.correction) if tensor is not None)
 
 
 def choose(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,8 +106,14 @@ def choose(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tenso
     With `scales_input`, the shares are the factors on the token.
     """
     rule, logits = experts.rule, router_logits(x, experts)
-    best, chosen = torch.topk(logits, rule.top_k, dim=-1)
-    if rule.jitter is not None:
+    ranked = choice_scores(logits, experts)
+    chosen = torch.topk(ranked, rule.top_k, dim=-1).indices
+    best = logits.gather(-1, chosen)
+    if rule.sigmoid:
+        shares = best.sigmoid()
+        if rule.normalized:
+            shares /= shares.sum(-1, keepdim=True) + TINY
+    elif rule.jitter is not None:
         shares = mixer_shares(logits, chosen, rule.jitter).gather(-1, chosen[..., None])[..., 0]
     elif rule.scales_input:
         shares = best.sigmoid()
@@ -85,9 +121,30 @@ def choose(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tenso
         shares = best.softmax(-1)
     else:
         shares = (best - logits.logsumexp(-1, keepdim=True)).exp()
+    if rule.factor != 1.0:
+        shares *= rule.factor
     if not rule.shared:
         return chosen, shares
     return functional.pad(chosen, (0, 1), value=len(experts.router)), functional.pad(shares, (0, 1), value=1.0)
+
+
+def choice_scores(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """The numbers [T, E] by which tokens with these router logits [T, E] rank experts.
+
+    They are -inf for experts outside of a token's groups.
+    """
+    groups, scores = experts.rule.groups, logits
+    if experts.rule.sigmoid:
+        scores = scores.sigmoid()
+    if experts.correction is not None:
+        scores = scores + experts.correction
+    if groups.count == groups.kept:
+        return scores
+    grouped = scores.view(len(scores), groups.count, scores.shape[1] // groups.count)
+    of_groups = grouped.topk(groups.best, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(of_groups, dtype=torch.bool)
+    kept.scatter_(-1, of_groups.topk(groups.kept, dim=-1).indices, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 
 def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share, ranked
 from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile
 from holdfast.lm.kernels.linear.packed_tile import packed_tile
 
@@ -82,10 +82,11 @@ def router_kernel(
 
 @triton.jit
 def gate_few_kernel(
-    logits, x, norm, weight, scale, extra, unit, bias, inner_out, chosen, shares,
+    logits, correction, x, norm, weight, scale, extra, unit, bias, inner_out, chosen, shares,
     experts, inner, inputs, x_stride, eps, alpha, limit, jitter,
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
-    SHARED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    SHARED: tl.constexpr, RANKED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    BEST: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +94,8 @@ def gate_few_kernel(
 
     Pair t * TOP_K + r is token t with its expert of rank r, which each program finds itself from the logits. The first
     program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. With
-    MIXED the shares are those of SparseMixer, with SCALED sigmoids that multiply x. With SHARED, a token's last pair is
+    MIXED the shares are those of SparseMixer, with SIGMOID sigmoids, with SCALED sigmoids that multiply x. With RANKED,
+    experts are chosen by the numbers of `ranked`. With SHARED, a token's last pair is
     that of the shared expert, whose number is `experts`. Rows of gate and up are taken in turns. With a `norm`, x is
     replaced by its RMS norm times `norm`. For FORM and `scale`, see `_product`.
     """
@@ -106,15 +108,19 @@ def gate_few_kernel(
     score = comparable(tl.load(logits + token * experts + e, mask=e < experts, other=float("-inf")))
     top = tl.max(score, 0)
     left = score
+    if RANKED:
+        left = ranked(score, correction, e, experts, SIGMOID, GROUPS, KEPT, BEST, 0)
     best = top
     expert = tl.program_id(0) * 0
     for _ in range(pair % TOP_K + 1):
         best, expert = tl.max(left, 0, return_indices=True)
         left = tl.where(e == expert, float("-inf"), left)
+    if RANKED:
+        best = tl.sum(tl.where(e == expert, score, 0.0), 0)
     share = tl.exp(best - top)
     if MIXED:
         share = mixer_share(left, best, jitter, 0)
-    elif SCALED:
+    elif SCALED or SIGMOID:
         share = 1.0 / (1.0 + tl.exp(-best))
     elif not NORMALIZED:
         share = share / tl.sum(tl.exp(score - top), 0)
@@ -144,15 +150,15 @@ def gate_few_kernel(
 
 @triton.jit
 def down_few_kernel(
-    inner_in, weight, scale, extra, unit, bias, chosen, shares, out, inner, outputs, out_stride,
+    inner_in, weight, scale, extra, unit, bias, chosen, shares, out, inner, outputs, out_stride, factor,
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, ADDED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The second product of all experts of a token, times their shares, summed: [T, outputs].
 
-    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. With ADDED, it is added to `out`. For FORM and
-    `scale`, see `_product`.
+    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. Shares are multiplied by `factor`. With ADDED,
+    it is added to `out`. For FORM and `scale`, see `_product`.
     """
     token = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, BLOCK_R)
@@ -164,6 +170,7 @@ def down_few_kernel(
     share = tl.load(shares + token * TOP_K + rank, mask=held, other=0.0)
     if NORMALIZED:
         share = share / tl.sum(share, 0)
+    share *= factor
     weight_row = expert[None, :] * outputs + row[:, None]
     weight_at = weight + weight_row[:, :, None] * inner
     ROWS: tl.constexpr = BLOCK_N * BLOCK_R

@@ -45,3 +45,39 @@ def gated_product(gate, up, alpha, limit, CLAMPED: tl.constexpr, GELU: tl.conste
     else:
         result = gate / (1.0 + tl.exp(-gate)) * up
     return result
+
+
+@triton.jit
+def ranked(
+    score, correction, e, experts,
+    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """The numbers by which experts are chosen, from their logits: -inf for experts outside of the kept groups.
+
+    score [..., E] with the experts `e` [E] along AXIS, the last one. With a `correction` [experts], it is added to the
+    scores. With GROUPS above 1, only experts of the KEPT groups with the highest sums of their BEST numbers count.
+    """
+    rank = score
+    if SIGMOID:
+        rank = 1.0 / (1.0 + tl.exp(-score))
+    if correction is not None:
+        rank += tl.load(correction + e, mask=e < experts, other=0.0)
+    rank = tl.where(e < experts, rank, float("-inf"))
+    if GROUPS > 1:
+        size = experts // GROUPS
+        group = e // size
+        of_group = tl.full(rank.shape, float("-inf"), tl.float32)
+        for number in tl.static_range(GROUPS):
+            own = tl.where(group == number, rank, float("-inf"))
+            total, first = tl.max(own, AXIS, return_indices=True, keep_dims=True)
+            if BEST == 2:
+                total += tl.max(tl.where(e == first, float("-inf"), own), AXIS, keep_dims=True)
+            of_group = tl.where(group == number, total, of_group)
+        kept = tl.zeros(rank.shape, tl.int32)
+        for _ in tl.static_range(KEPT):
+            _, first = tl.max(of_group, AXIS, return_indices=True, keep_dims=True)
+            taken = group == first // size
+            kept = tl.where(taken, 1, kept)
+            of_group = tl.where(taken, float("-inf"), of_group)
+        rank = tl.where(kept == 1, rank, float("-inf"))
+    return rank

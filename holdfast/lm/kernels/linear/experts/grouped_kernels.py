@@ -12,24 +12,26 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share, ranked
 from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile, packed_dot
 from holdfast.lm.kernels.linear.packed_tile import packed_tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
-    logits, bias, chosen, shares, divisors, counts, pairs, ends, tile_ends, tokens, experts, jitter,
+    logits, bias, correction, chosen, shares, divisors, counts, pairs, ends, tile_ends, tokens, experts, jitter, factor,
     PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
-    SHARED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    SHARED: tl.constexpr, RANKED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    BEST: tl.constexpr, SINGLE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Choose experts by the sum of logits [PARTS, T, experts]: shares [T, TOP_K] and their divisors [T].
 
     Program (BLOCK_T tokens). A SINGLE program also sorts, as `sort_kernel` does. Otherwise each program writes the
     experts to chosen [T, TOP_K], and its number of pairs for each expert to its row of counts [programs, experts].
-    Shares with MIXED are those of SparseMixer, with SCALED sigmoids. With SHARED, one more expert has the last rank of
-    every token; it has no logit, and a place in all other arrays.
+    Shares with MIXED are those of SparseMixer, with SCALED or SIGMOID sigmoids. With RANKED, experts are chosen by the
+    numbers of `ranked`. Shares are multiplied by `factor`, which is in the divisors. With SHARED, one more expert has
+    the last rank of every token; it has no logit, and a place in all other arrays.
     """
     launch_dependents(DEPENDENT)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -45,32 +47,37 @@ def route_kernel(
         score += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
     score = tl.where((e < experts)[None, :], comparable(score), float("-inf"))
     top = tl.max(score, 1)
+    left = score
+    if RANKED:
+        left = ranked(score, correction, e[None, :], experts, SIGMOID, GROUPS, KEPT, BEST, 1)
     divisor = tl.zeros([BLOCK_T], tl.float32)
-    if MIXED or SCALED:
+    if MIXED or SCALED or (SIGMOID and not NORMALIZED):
         divisor += 1.0
     elif not NORMALIZED:
         divisor = tl.sum(tl.exp(score - top[:, None]), 1)
     ranks = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
     for rank in tl.static_range(TOP_K):
-        best, expert = tl.max(score, 1, return_indices=True)
+        best, expert = tl.max(left, 1, return_indices=True)
         if SHARED and rank == TOP_K - 1:
             expert = tl.zeros([BLOCK_T], tl.int32) + experts
         taken = e[None, :] == expert[:, None]
-        score = tl.where(taken, float("-inf"), score)
+        left = tl.where(taken, float("-inf"), left)
+        if RANKED:
+            best = tl.sum(tl.where(taken, score, 0.0), 1)
         ranks = tl.where(taken & valid[:, None], rank, ranks)
         share = tl.exp(best - top)
         if SHARED and rank == TOP_K - 1:
             share = divisor  # by which it is divided
         elif MIXED:
-            share = mixer_share(score, best[:, None], jitter, 1)
-        elif SCALED:
+            share = mixer_share(left, best[:, None], jitter, 1)
+        elif SCALED or SIGMOID:
             share = 1.0 / (1.0 + tl.exp(-best))
-        elif NORMALIZED:
+        if NORMALIZED:
             divisor += share
         tl.store(shares + token * TOP_K + rank, share, mask=valid)
         if not SINGLE:
             tl.store(chosen + token * TOP_K + rank, expert, mask=valid)
-    tl.store(divisors + token, divisor, mask=valid)
+    tl.store(divisors + token, divisor / factor, mask=valid)
     count = tl.sum((ranks >= 0).to(tl.int32), 0)
     every = experts + SHARED
     if SINGLE:

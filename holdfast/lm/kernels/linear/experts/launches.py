@@ -136,9 +136,9 @@ def experts_of_few(
         **router.options(hidden), **pdl,
     )  # fmt: skip
     gate_few_kernel[(triton.cdiv(inner, gate.block_n // 2), pairs)](
-        logits, x, norm, *gate_up, experts.gate_up_bias, between, chosen, shares,
+        logits, experts.correction, x, norm, *gate_up, experts.gate_up_bias, between, chosen, shares,
         count, inner, hidden, x.stride(0), eps, *_clamp(rule), rule.jitter or 0.0,
-        **_shares(rule), CLAMPED=rule.clamp is not None, GELU=rule.activation != "silu",
+        **_shares(experts), CLAMPED=rule.clamp is not None, GELU=rule.activation != "silu",
         **_form(experts.gate_up),
         BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden, packed=_is_packed(experts.gate_up)), **pdl,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def experts_of_few(
     options = down.options(inner, packed=_is_packed(experts.down))
     options["EVEN"] = options["EVEN"] and block_r == rule.per_token
     down_few_kernel[(triton.cdiv(hidden, down.block_n), tokens)](
-        between, *down_weight, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0),
+        between, *down_weight, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0), rule.factor,
         TOP_K=rule.per_token, NORMALIZED=rule.normalized, ADDED=added, BLOCK_R=block_r,
         **_form(experts.down), **options, **pdl,
     )  # fmt: skip
@@ -203,9 +203,9 @@ def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, pairs, programs * count, count, count)
     )
     route_kernel[(programs,)](
-        logits, experts.router_bias, chosen, shares, divisors, counts, order, ends, tile_ends, tokens,
-        count - rule.shared, rule.jitter or 0.0,
-        PARTS=len(logits), **_shares(rule), SINGLE=single, BLOCK_T=block_t,
+        logits, experts.router_bias, experts.correction, chosen, shares, divisors, counts, order, ends, tile_ends,
+        tokens, count - rule.shared, rule.jitter or 0.0, rule.factor,
+        PARTS=len(logits), **_shares(experts), SINGLE=single, BLOCK_T=block_t,
         BLOCK_E=block_e, BLOCK_M=block_m, num_warps=8 if block_t > 16 else 4, **pdl,
     )  # fmt: skip
     if not single:
@@ -279,9 +279,15 @@ def _is_packed(weights: ExpertWeights) -> bool:
     return not isinstance(weights, torch.Tensor)
 
 
-def _shares(rule: ExpertRule) -> dict[str, int]:
+def _shares(experts: Experts) -> dict[str, int]:
     """The constants of kernels that choose experts and compute their shares."""
+    rule, groups = experts.rule, experts.rule.groups
     return dict(
+        RANKED=rule.sigmoid or groups.count > 1 or experts.correction is not None,
+        SIGMOID=rule.sigmoid,
+        GROUPS=groups.count,
+        KEPT=groups.kept,
+        BEST=groups.best,
         TOP_K=rule.per_token,
         NORMALIZED=rule.normalized,
         MIXED=rule.jitter is not None,

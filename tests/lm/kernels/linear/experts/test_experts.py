@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, apply_experts
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, Groups, apply_experts, choose
 from holdfast.lm.kernels.linear.experts.launches import (
+    FEW_TOKENS,
     ExpertLaunch,
     GroupedLaunch,
     experts_of_few,
@@ -96,9 +97,12 @@ def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
         logits = experts.router.double() @ token
         if experts.router_bias is not None:
             logits += experts.router_bias.double()
-        shares, chosen = logits.softmax(0).topk(rule.top_k)
+        scores = logits.sigmoid() if rule.sigmoid else logits.softmax(0)
+        chosen = torch.tensor(chosen_of(scores, experts), device=scores.device)
+        shares = scores[chosen]
         if rule.normalized:
             shares = shares / shares.sum()
+        shares = rule.factor * shares
         if rule.jitter is not None:
             shares = torch.stack([mixer_share(logits, chosen[:rank], rule.jitter) for rank in range(len(chosen))])
         pairs = [*zip(shares, shares.new_ones(len(shares)), chosen.tolist(), strict=True)]
@@ -121,6 +125,18 @@ def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
             total += share * (experts.down[expert].double() @ inner + bias(experts.down_bias, expert))
         rows.append(total)
     return torch.stack(rows)
+
+
+def chosen_of(scores: torch.Tensor, experts: Experts) -> list[int]:
+    """The numbers of a token's experts, the best first, by its scores."""
+    rule, ranks = experts.rule, scores.tolist()
+    if experts.correction is not None:
+        ranks = [rank + add for rank, add in zip(ranks, experts.correction.tolist(), strict=True)]
+    size = len(ranks) // rule.groups.count
+    sums = [sum(sorted(ranks[first : first + size])[-rule.groups.best :]) for first in range(0, len(ranks), size)]
+    kept = sorted(range(len(sums)), key=sums.__getitem__)[-rule.groups.kept :]
+    left = [expert for expert in range(len(ranks)) if expert // size in kept]
+    return sorted(left, key=ranks.__getitem__, reverse=True)[: rule.top_k]
 
 
 def mixer_share(logits: torch.Tensor, before: torch.Tensor, jitter: float) -> torch.Tensor:
@@ -176,6 +192,51 @@ def test_grouped_tokens_get_the_weighted_sum_of_their_experts(
     parts = grouped_experts(x, experts, SMALL)
     assert parts.shape == (rule.per_token, *x.shape)
     assert error(parts.sum(0), expected(x, experts)) < 1e-6
+
+
+GROUPED = [
+    ExpertRule(top_k=3, sigmoid=True, factor=2.5, groups=Groups(4, 2, 2)),
+    ExpertRule(top_k=2, sigmoid=True, groups=Groups(3, 1, 2)),
+    ExpertRule(top_k=4, normalized=False, factor=16.0, groups=Groups(6, 3, 1)),
+    ExpertRule(top_k=4, sigmoid=True, normalized=False),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "corrected"), [(rule, False) for rule in GROUPED] + [(rule, True) for rule in GROUPED if rule.sigmoid]
+)
+@pytest.mark.parametrize("tokens", [3, 9, 37])
+def test_tokens_choose_from_the_best_groups_by_corrected_scores(
+    tokens: int, rule: ExpertRule, corrected: bool, device: str
+) -> None:
+    experts = draw(rule, 12, 64, 32, device)
+    if corrected:
+        experts = replace(experts, correction=torch.linspace(0.4, -0.4, 12, device=device)[torch.randperm(12)])
+    x = torch.randn(tokens, 64, device=device)
+    wanted = expected(x, experts)
+    assert error(apply_experts(x, experts), wanted) < 1e-6
+    assert error(grouped_experts(x, experts, SMALL).sum(0), wanted) < 1e-6
+    out = torch.full_like(x, torch.nan)
+    if tokens <= FEW_TOKENS:
+        experts_of_few(x, experts, out, added=False, launches=FEW)
+        assert error(out, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("rule", GROUPED)
+def test_a_step_whose_tokens_are_not_sampled_chooses_no_experts(rule: ExpertRule) -> None:
+    experts = draw(rule, 12, 64, 32, "cpu")
+    assert apply_experts(torch.empty(0, 64), experts).shape == (0, 64)
+
+
+def test_a_correction_changes_the_choice_and_not_the_shares(device: str) -> None:
+    experts = draw(ExpertRule(top_k=1, sigmoid=True, normalized=False), 4, 64, 32, device)
+    x = torch.randn(1, 64, device=device)
+    for wanted in range(4):
+        correction = torch.zeros(4, device=device)
+        correction[wanted] = 2.0
+        chosen, shares = choose(x, replace(experts, correction=correction))
+        assert chosen.tolist() == [[wanted]]
+        assert torch.allclose(shares, (x @ experts.router[wanted]).sigmoid()[None])
 
 
 @pytest.mark.parametrize(("rule", "biased"), BOTH)

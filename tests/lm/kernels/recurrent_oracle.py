@@ -203,7 +203,8 @@ class ScanCase(LayerCase):
         x, dt, heads = self.x[token], self.dt[token], self.x.shape[1]
         b, c = (each[token].repeat_interleave(heads // each.shape[1], 0) for each in (self.b, self.c))
         state = self.state[slot]
-        state *= (dt * self.decay).exp()[:, None, None]
+        decay = self.decay if self.decay.dim() == 1 else self.decay[token]
+        state *= (dt * decay).exp()[:, None, None]
         state += torch.einsum("hp,hn->hpn", dt[:, None] * x, b)
         found = torch.einsum("hpn,hn->hp", state, c)
         return found if self.skip is None else found + self.skip[:, None] * x

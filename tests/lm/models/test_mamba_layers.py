@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.loader import load
 from holdfast.lm.models.mamba import MambaSpec
 from tests.checkpoints import make
+from tests.lm.kernels.recurrent_oracle import ConvolutionCase, ScanCase, scattered
 
 SIZES: dict[str, Any] = dict(
     vocab_size=100, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8
@@ -106,3 +109,17 @@ def test_published_nemotrons_have_another_prefix(tmp_path: Path) -> None:
         stored[rest if rest.startswith("lm_head") else f"backbone.{rest}"] = tensor
     save_file({**stored, "mtp.layers.0.norm.weight": torch.ones(4)}, path)
     assert load(tmp_path, device="cpu", dtype="float32").spec.recurrent_layers == 2
+
+
+def test_a_replay_uses_the_decay_of_each_token_because_decays_differ_by_layer() -> None:
+    case = ScanCase.random(scattered([3, 1, 5]), groups=2, heads=8, state_dim=16, head_dim=16, with_skip=False)
+    case = replace(case, decay=-2 * torch.rand(case.dt.shape, generator=torch.Generator().manual_seed(1)))
+    spec = MambaSpec(layers=(True, True), heads=8, head_dim=16, groups=2, state_size=16, width=3, eps=1e-5)
+    convolution = ConvolutionCase.random(case.segments, channels=spec.channels, width=3)
+    (_, states), (_, inputs) = case.expected(), convolution.expected()
+    backend = TorchRecurrence(torch.device("cpu"))
+    kept = [convolution.x, case.x, case.dt, case.decay, case.b]
+    assert [tuple(each.shape[1:]) for each in kept] == [each.shape for each in spec.kept(torch.float32)]
+    spec.replay(backend, (convolution.state, case.state), kept, backend.make_metadata(case.segments))
+    torch.testing.assert_close(case.state.double(), states, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(convolution.state.double(), inputs, rtol=0, atol=0)

@@ -45,12 +45,20 @@ class AttentionMixer(Mixer):
 
         `rotation` is the layer's kind of rotation.
         """
-        self._weights, self._projection = weights, Projection(weights.qkv, weights.bias, index)
-        self._cache, self._window, self._rotation = cache, window, rotation
+        self._weights = weights
+        self._index, self._cache, self._window, self._rotation = index, cache, window, rotation
         self._scale, self._softcap, self._chunked = spec.scale, spec.softcap, spec.chunked
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        return self.attend(ops, self._projection.of(ops, normed, step), step, rotations)
+        return self.attend(ops, self._projected(ops, normed, step), step, rotations)
+
+    def _projected(self, ops: LayerOps, normed: Normed, step: StepInput) -> torch.Tensor:
+        """The product with `AttentionWeights.qkv`, and what adapters change of it."""
+        weights, adapters = self._weights, step.adapters
+        if adapters is None:
+            return ops.linear(normed, weights.qkv, weights.bias)
+        stack = adapters.layers[self._index].qkv
+        return adapted(ops, ops.computed(normed), weights.qkv, weights.bias, stack, adapters, adapters.tokens)
 
     def attend(self, ops: LayerOps, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         """The result [T, H D] of attention, whose keys and values are written to the cache first."""
@@ -88,7 +96,7 @@ class GatedAttentionMixer(AttentionMixer):
     """Attention whose heads have output gates (Qiu et al., 2025, Gated Attention for Large Language Models, §2)."""
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
-        shape, projected = ops.shape, self._projection.of(ops, normed, step)
+        shape, projected = ops.shape, self._projected(ops, normed, step)
         gates = shape.num_heads * shape.head_dim
         gate, qkv = projected[:, :gates], projected[:, gates:]
         return self.attend(ops, qkv, step, rotations).mul_(gate.sigmoid())

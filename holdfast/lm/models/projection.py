@@ -1,4 +1,4 @@
-"""The first projection of a layer's mixer, with the adapters of a step."""
+"""The first projection of a mixer that is not attention alone, with the adapters of a step."""
 
 from __future__ import annotations
 

@@ -498,6 +498,24 @@ def test_damaged_nvfp4_tensors_are_refused_by_name(ending: str, value: torch.Ten
         read(reader, "0.weight", Piece.all_of(32, 64))
 
 
+@pytest.mark.parametrize("method", ["fp8-block", "nvfp4", "awq-32"])
+def test_a_model_whose_weights_and_experts_stay_packed_has_the_same_logits(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch dequantizes the forms of a GPU's kernels at each use, so a CPU can hold them, too."""
+    monkeypatch.setattr(
+        "holdfast.lm.models.loader.QuantizedReader",
+        lambda *given, **options: QuantizedReader(*given, **options | dict(reads_packed=True)),
+    )
+    module = quantized(tmp_path, "Qwen3Moe", method, moe_intermediate_size=64)
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder)
+    for layer in model.layers:
+        assert layer.experts is not None and not isinstance(layer.qkv, torch.Tensor)
+        assert isinstance(layer.experts.gate_up, PackedWeight) and isinstance(layer.experts.down, PackedWeight)
+    assert difference(model, module) < 1e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["fp8-block", "nvfp4", "modelopt", "awq-32", "compressed-channel"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])

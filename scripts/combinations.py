@@ -40,7 +40,7 @@ REASONS = """
 ## Why a pair does not work
 
 These are the engine's words, for a Llama, for a T5 where the model is an encoder-decoder, or for a Bamba where it has
-recurrent layers. A Bamba with a disk tier runs on padded rows.
+recurrent layers.
 
 """
 TAIL = """

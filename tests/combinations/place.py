@@ -52,10 +52,11 @@ SMALL: dict[str, Any] = {
 TIERS = {"host", "disk", "remote", "moves"}
 """Features that need a host tier."""
 HYBRID: dict[str, Any] = dict(
-    mamba_n_heads=32, mamba_d_head=4, mamba_d_state=16, max_position_embeddings=512, eos_token_id=1
-)
-"""Sizes of a model with recurrent layers, which can be quantized."""
-STATES, STATE_BYTES = 8, (192 * 3 + 128 * 16) * 4
+    num_hidden_layers=4, attn_layer_indices=[1, 3], mamba_n_heads=32, mamba_d_head=4, mamba_d_state=16,
+    max_position_embeddings=512, eos_token_id=1,
+)  # fmt: skip
+"""Sizes of a model with recurrent layers, which can be quantized. Each stage of two has layers of both kinds."""
+STATES, STATE_BYTES = 8, 2 * (192 * 3 + 128 * 16) * 4
 """Snapshots that a tier has room for, and the bytes of one: the convolution's inputs and the state, in float32."""
 ON_ROWS = {"padded", "encoder-decoder"}
 TARGETS = {"paged": 1390.0, "padded": 0.001, "tuning": 60_000.0}
@@ -85,7 +86,7 @@ class Place:
 
     @cached_property
     def hybrid(self) -> Path:
-        """A Bamba of two layers, one of which is recurrent, and random weights."""
+        """A Bamba of four layers, two of which are recurrent, and random weights."""
         make(self.root / "bamba", "Bamba", **HYBRID)
         return self._with_tokenizer("bamba")
 
@@ -245,14 +246,13 @@ class Plain:
 
 
 def on_rows(features: frozenset[str]) -> bool:
-    """Whether an engine with these features computes padded rows, as one does that keeps recurrent states on a disk."""
-    return bool(features & ON_ROWS) or features >= {"hybrid", "disk"}
+    """Whether an engine with these features computes padded rows."""
+    return bool(features & ON_ROWS)
 
 
 def block_bytes(features: frozenset[str]) -> int:
     """Bytes of a block of the cache."""
-    layers = 2 if "hybrid" in features else 1  # one of the two layers has no cache
-    return BLOCK * TOKEN_BYTES // layers // (4 if "fp8-cache" in features else 1)
+    return BLOCK * TOKEN_BYTES // (4 if "fp8-cache" in features else 1)
 
 
 def device_blocks(features: frozenset[str]) -> int:

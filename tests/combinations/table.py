@@ -112,7 +112,6 @@ FEATURES = {
 
 T5 = "T5ForConditionalGeneration is an encoder-decoder; only causal decoders are served"
 ON_ROWS = "which is for the paged executor, and executor is padded; drop one"
-NO_RANKS = "BambaForCausalLM has recurrent layers, which one device computes: leave both out"
 NO_MOVES = "The engine starts, and moves nothing."
 
 
@@ -137,19 +136,11 @@ REFUSALS = (
     ),
     Refusal(("paged", "encoder-decoder"), T5),
     Refusal(("encoder-decoder", "hybrid"), T5, options=(("model", "t5"), ("executor", "paged"))),
-    Refusal(("hybrid", "tp"), f"tp is 2 and pp is 1; {NO_RANKS}"),
-    Refusal(("hybrid", "pp"), f"tp is 1 and pp is 2; {NO_RANKS}"),
     Refusal(
         ("hybrid", "remote"),
-        "the states of recurrent layers are kept on the device and the host only; leave out disk_cache_dir and "
-        "remote_cache, or set executor to padded",
+        "the states of recurrent layers are kept on the device, the host and a disk; leave out remote_cache",
     ),
     Refusal(("hybrid", "moves"), "the states of recurrent layers do not move with their blocks", starts=NO_MOVES),
-    Refusal(
-        ("hybrid", "drafts"),
-        "speculation is ngram, and a model with recurrent layers cannot take back the tokens of a draft; leave out "
-        "speculation",
-    ),
     Refusal(("hybrid", "tuning"), "a model with recurrent layers cannot be tuned; leave tuning out"),
     Refusal(("encoder-decoder", "tp"), T5),
     Refusal(("encoder-decoder", "pp"), T5),

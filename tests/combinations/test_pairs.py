@@ -20,6 +20,7 @@ SHARED = (
     ("tp", "pp", "remote", "tuning", "4-bit"),
     ("tp", *WITH_RANKS),
     ("pp", *WITH_RANKS),
+    ("hybrid", "tp", "pp", "host", "drafts"),
 )
 """Features of each engine of several ranks. Those take seconds to start, so the pairs of one engine share it."""
 

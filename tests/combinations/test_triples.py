@@ -35,7 +35,7 @@ MOST = 7
 
 
 PAIRS_ONLY = {"hybrid"}
-"""Features without a part in these combinations: with a disk, a model with recurrent layers runs on padded rows."""
+"""Features without a part in these combinations: on several ranks, recurrent layers refuse adapters and a disk."""
 
 
 def drawn(seed: int) -> Iterator[tuple[str, ...]]:

@@ -277,13 +277,9 @@ def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:
 
 
 def most_devices(question: CapacityQuestion) -> int:
-    """Return the maximum number of devices for `holdfast serve`.
-
-    It is one if the model has no native decoder, or has recurrent layers.
-    """
+    """Return the maximum number of devices for `holdfast serve`. It is one if the model has no native decoder."""
     shape = question.model if isinstance(question.model, ModelShape) else MODELS.get(question.model)
-    shared = shape is None or (shape.native and shape.kinds is None)
-    return SERVED_DEVICES if shared else 1
+    return SERVED_DEVICES if shape is None or shape.native else 1
 
 
 def recommend(

@@ -14,7 +14,6 @@ from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.lab.planning import Candidate, Evaluation
 from holdfast.lab.simulator.deployment import deploy
-from holdfast.lab.simulator.shapes import shape_from_config
 from holdfast.lab.workloads import WorkloadConfig
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowBytes, RowShape
@@ -258,16 +257,6 @@ def test_a_model_without_a_native_decoder_is_served_on_one_device():
     question = question_of(PlanConfig(devices=8), WorkloadConfig(), EngineConfig(), "bloom-176b")
     assert most_devices(question) == 1
     assert most_devices(replace(question, model="llama-2-70b")) == 8
-
-
-def test_a_model_with_recurrent_layers_is_served_on_one_device():
-    config = {
-        "model_type": "qwen3_5_text", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64,
-    }  # fmt: skip
-    question = question_of(PlanConfig(devices=8), WorkloadConfig(), EngineConfig(), "llama-2-70b")
-    assert most_devices(replace(question, model=shape_from_config(config, "x"))) == 1
-    assert most_devices(replace(question, model=shape_from_config(config | {"model_type": "qwen3"}, "x"))) == 8
 
 
 def test_a_profile_of_two_devices_is_planned_on_its_own_layout(tmp_path):

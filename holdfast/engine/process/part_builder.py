@@ -193,11 +193,6 @@ EXCLUSIONS = (
     Exclusion(
         "tuning", "layers of several sizes", "a model whose layers differ in heads cannot be tuned; leave tuning out"
     ),
-    Exclusion(
-        "adapters",
-        "recurrent layers on several devices",
-        "adapters of a model with recurrent layers need the whole model on one device; leave out tp and pp",
-    ),
     Exclusion("tuning", "latent attention", "a model with latent attention cannot be tuned; leave tuning out"),
     Exclusion(
         "adapters",

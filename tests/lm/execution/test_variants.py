@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,10 @@ def case_of(module: Any, directory: Path, lengths: list[int], device: str = "cpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_give_the_tokens_of_transformers(tmp_path: Path, variant: str, device: str) -> None:
     family, differences = VARIANTS[variant]
+    if differences.get("attention_chunk_size", 1) is None and tuple(
+        map(int, version("transformers").split(".")[:2])
+    ) < (5, 20):
+        pytest.skip("this version of Transformers makes no cache for a Llama 4 without chunks")
     module = make(tmp_path, family, **differences).to(device)
     case = case_of(module, tmp_path, [60, 9, 40, 1, 57], device=device)
     assert isinstance(case.model, Decoder)

@@ -1,6 +1,6 @@
 """The peer vLLM on the rows of `llama8b` and the conversations of `multiturn`, for a hybrid model's shape.
 
-usage: python -m benchmarks.engine.vllm_hybrid [ROW ...] --shape JSON [--rates 1.5 3 --even 20 150 60] [--json FILE]
+usage: python -m benchmarks.peers.vllm_hybrid [ROW ...] --shape JSON [--rates 1.5 3 --even 20 150 60] [--json FILE]
                                                [--set engine_argument=value]
 rows:  bs1 bs32 bs128 prefill8 (default: all)
 
@@ -51,7 +51,7 @@ class Peer:
         os.environ.update(QUIET)
         from vllm import LLM, ModelRegistry, SamplingParams  # type: ignore[import-not-found]
 
-        ModelRegistry.register_model("Qwen3_5ForCausalLM", "benchmarks.engine.vllm_qwen35:TextDecoder")
+        ModelRegistry.register_model("Qwen3_5ForCausalLM", "benchmarks.peers.vllm_qwen35:TextDecoder")
         directory = tempfile.mkdtemp(prefix="shape-")
         Path(directory, "config.json").write_text(json.dumps(shape))
         fixed = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", mamba_ssm_cache_dtype="float32")

@@ -12,7 +12,7 @@ _PUBLISHED = Qwen3_5ForConditionalGeneration
 
 
 class TextDecoder(Qwen3_5ForCausalLM, IsHybrid):
-    """`Qwen3_5ForCausalLM`, which tells vLLM the sizes and types of its states."""
+    """`Qwen3_5ForCausalLM`, with the sizes and types of its states."""
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config):  # type: ignore[no-untyped-def]

@@ -249,7 +249,7 @@ def properties_of_decoder(spec: DecoderSpec) -> set[str]:
     found = {
         "recurrent layers": any(spec.recurrent),
         "layers of several sizes": bool(spec.layer_specs),
-        "latent attention": spec.latent is not None,
+        "latent attention": bool(spec.latent),
     }
     return {name for name, has in found.items() if has}
 

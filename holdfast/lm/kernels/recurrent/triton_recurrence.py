@@ -97,7 +97,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the kernels of chunks leave for each other. The names are those of their arguments."""
+    """Results that the kernels of chunks read of one another. The names are those of the kernels' arguments."""
 
     weights: torch.Tensor
     read: torch.Tensor

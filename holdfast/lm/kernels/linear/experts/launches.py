@@ -20,7 +20,7 @@ FEW_TOKENS = 4
 """Largest number of tokens for which each pair of a token and an expert reads the expert's weights separately."""
 
 FEW_TOKENS_PACKED = 1
-"""The same for MXFP4 weights: tensor cores need fewer instructions for each number than separate products."""
+"""Largest such number of tokens for MXFP4 weights, which tensor cores compute with fewer instructions."""
 
 SKINNY_TOKENS = 128
 """Largest number of 16-bit tokens for which a skinny GEMM computes the router's logits in parts."""
@@ -91,7 +91,7 @@ GROUPED_PACKED = (
     (20, GroupedLaunch(32, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 64, 4, 4))),
     *GROUPED[2:],
 )
-"""The same for MXFP4 weights."""
+"""The launch of the grouped products of MXFP4 weights, by the largest mean number of pairs per expert."""
 
 
 def reads_by_pair(tokens: int, experts: Experts) -> bool:

@@ -489,6 +489,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _LATENT
         | dict(
             layer_types=["linear_attention", "full_attention"],
+            topk_group=1,
             linear_num_heads=4,
             linear_head_dim=16,
             linear_num_key_heads=4,

@@ -141,9 +141,11 @@ def test_an_attention_backend_for_a_gpu_is_refused_on_a_cpu(small):
 
 def test_the_attention_backend_of_the_option_is_made(small, monkeypatch):
     made = []
-    make = paged_device.attention_for
+    make = paged_device.attention_of_layers
     monkeypatch.setattr(
-        paged_device, "attention_for", lambda *args, **sizes: (made.append(sizes["backend"]), make(*args, **sizes))[1]
+        paged_device,
+        "attention_of_layers",
+        lambda *args, **sizes: (made.append(sizes["backend"]), make(*args, **sizes))[1],
     )
     for backend in ("torch", "auto"):
         build(small(attention_backend=backend))

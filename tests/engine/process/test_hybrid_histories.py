@@ -32,6 +32,6 @@ def test_answers_are_those_of_transformers_over_a_disk_and_many_restarts(tmp_pat
     for seed in (1, 4):
         seen += play(seed, module, tmp_path, 60, DiskHistory)
     assert seen["restarts"] > 4
-    assert seen["prefix_hits_on_disk"] > 200
+    assert seen["prefix_hits_on_disk"] > 50
     assert not seen["blocks_corrupt"]
     assert seen["ties"] <= seen["tokens"] / 100

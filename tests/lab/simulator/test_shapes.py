@@ -133,7 +133,7 @@ def test_native_architectures_are_recognized():
     inner = {*families.TEXT} | {"qwen2_vl", "qwen2_5_vl"}  # these two have the text's sizes next to vision_config
     assert inner - {"qwen3_5_moe_text", "gemma4_text", "gemma4_unified_text"} <= {*NATIVE}
     outer = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "") for kind in NATIVE} - {""}
-    others = {f"{name}ForCausalLM" for name in (*LATENT, "Qwen3_5Moe")}
+    others = {f"{name}ForCausalLM" for name in (*LATENT, "Qwen3_5Moe", "Gemma4")}
     assert outer == {*families.NATIVE} - {*WITH_IMAGES} - others
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,

@@ -320,7 +320,7 @@ def test_no_device_holds_more_than_its_share(checkpoint: Path) -> None:
         assert sum(held.values()) == sum(sizes)
 
 
-MAPPINGS = ("recurrent", "more")
+MAPPINGS = ("recurrent", "more", "latent")
 
 
 def tensors_of(model: Any) -> list[torch.Tensor]:

@@ -15,8 +15,9 @@ from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight
-from holdfast.lm.models.decoder import Decoder, LayerWeights
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, elements_of, layer_shapes
+from holdfast.lm.models.layer_weights import LayerWeights
 from holdfast.lm.models.shard import layer_pieces
 from holdfast.training.stages import Stages
 

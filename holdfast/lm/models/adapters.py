@@ -12,7 +12,7 @@ import torch
 from holdfast.lm.kernels.collectives.protocol import Group, in_rows
 from holdfast.lm.kernels.lora.protocol import LayerStacks, LoraStack
 from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules
-from holdfast.lm.models.decoder import LayerWeights
+from holdfast.lm.models.layer_weights import LayerWeights
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair
 
 INPUTS_SPLIT = ("o", "down")

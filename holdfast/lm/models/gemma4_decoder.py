@@ -15,9 +15,10 @@ from holdfast.lm.kernels.linear.layers import ACTIVATIONS, Change, LayerOps, Nor
 from holdfast.lm.kernels.lora.protocol import LayerStacks, Lora, StepAdapters
 from holdfast.lm.models.attention_mixer import AttentionMixer, AttentionWeights, adapted
 from holdfast.lm.models.base import StepInput
-from holdfast.lm.models.decoder import Decoder, LayerWeights, WeightSource
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.gemma4 import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE
+from holdfast.lm.models.layer_weights import LayerWeights, WeightSource
 from holdfast.lm.models.mixer import Mixer
 
 
@@ -117,8 +118,7 @@ class Gemma4Decoder(Decoder):
         heads = self._ops_of(own, own.rope)
         return OwnHeadsMixer(weights, own, index=index, cache=cache, window=window, rotation=rotation, heads=heads)
 
-    def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
-        layer = super()._layer(index, quantized)
+    def _made(self, layer: LayerWeights) -> LayerWeights:
         return layer if layer.experts is None else replace(layer, experts=_folded(layer.experts, layer.more))
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:

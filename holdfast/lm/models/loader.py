@@ -38,13 +38,13 @@ from holdfast.lm.models.base import (
     check_finite,
     limited,
 )
-from holdfast.lm.models.decoder import WeightSource
 from holdfast.lm.models.decoder_spec import DecoderSpec, expert_shapes, shapes_of_layer
 from holdfast.lm.models.experts import with_stored_names
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.gemma4_decoder import make_decoder
 from holdfast.lm.models.gguf_blocks import GROUP, FourBits
 from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, GgufSlice
+from holdfast.lm.models.layer_weights import WeightSource
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of, within
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of

@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.int4 import Int4Weight, pack
 from holdfast.lm.models.adapted import adapted_modules
-from holdfast.lm.models.decoder import Decoder, WeightSource
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec
 from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens, cut
+from holdfast.lm.models.layer_weights import WeightSource
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece
 

@@ -31,6 +31,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": ("FalconH1", MAMBA),
     "nemotron-h": ("NemotronH", {"mamba_num_heads": 32, "mamba_head_dim": 4, "ssm_state_size": 16}),
 }
+PAIRS = [
+    (name, method)
+    for at, name in enumerate(FAMILIES)
+    for number, method in enumerate(METHODS)
+    if (at + number) % 3 == 0
+]
+"""Families and formats: each family has several formats, and each format several families."""
 DENSE = [name for name in FAMILIES if name != "qwen3-next"]
 
 
@@ -42,8 +49,7 @@ def check(model: Decoder, module: Any, tolerance: float) -> None:
     assert float((found - wanted).abs().max() / wanted.abs().max()) < tolerance
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_logits_equal_those_of_the_dequantized_checkpoint(tmp_path: Path, name: str, method: str) -> None:
     family, differences = FAMILIES[name]
     module = quantized(tmp_path, family, method, **differences)

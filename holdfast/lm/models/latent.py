@@ -72,7 +72,7 @@ class LatentSpec:
         return shapes
 
     def rows(self, heads: range) -> dict[str, tuple[range, ...]]:
-        """For each field of which a device with these heads holds some rows only, the rows of each part."""
+        """For each field that devices divide by rows, the rows of each part on a device with these heads."""
         queries = _rows(heads, self.query)
         first = range(self.query_rank) if self.query_rank else queries
         of_stream = (first, range(self.cached))

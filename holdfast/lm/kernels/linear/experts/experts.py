@@ -70,7 +70,7 @@ class ExpertRule:
 
     The shares of the chosen experts are their scores, divided by their sum if `normalized`."""
     groups: Groups = ALL_EXPERTS
-    """The groups of experts of which a token may choose only some."""
+    """Groups of experts, and the number of them from which a token may choose."""
     factor: float = 1.0
     """The factor on all shares. It is 1 with `shared`."""
 

@@ -125,7 +125,7 @@ async def run(config: BatchConfig, engine: EngineConfig, file: str) -> int:
             async with server_client(config.url, config.api_key, PATIENT) as http:
                 shown = await run_there(http, place, endpoint, notes)
         else:
-            shown = await run_here(engine, place, endpoint, notes)
+            shown = await run_here(engine.unwatched(), place, endpoint, notes)
     except (asyncio.CancelledError, KeyboardInterrupt):
         if place.partial.exists():
             at = "it goes on at the server, and " if config.url is not None else ""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from importlib.util import find_spec
 from math import inf
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from holdfast.core.layout import Layout
 from holdfast.core.units import bytes_of_gb, seconds_of_ms
@@ -86,7 +86,7 @@ def check_numbers(config: Any) -> None:
     """Raise ValueError for the first number of a config that is out of its option's range."""
     for each in fields(config):
         value, limits = getattr(config, each.name), each.metadata["between"]
-        if value is None or value == "auto":
+        if value in (None, "auto", "large"):
             continue
         if limits is not None and not limits[0] <= value <= limits[1]:
             raise ValueError(f"{each.name} is {value}; it must lie between {limits[0]} and {limits[1]}")
@@ -264,10 +264,11 @@ class CoreConfig:
         positive=True,
     )
     fair_weight: float = option(2.0, "cost of a generated token in prompt tokens, for the fair order", positive=True)
-    token_budget: int | Literal["auto"] | None = option(
+    token_budget: int | Literal["auto", "large"] | None = option(
         None,
         "maximum number of tokens in one step, rounded down to whole matrix tiles; default: 2048 on CUDA, 512 on a "
-        "CPU; auto computes it once from tbt_target and the device's profile",
+        "CPU; large is 8192 on CUDA, for work that nobody reads along; auto computes it once from tbt_target and the "
+        "device's profile",
         between=(1, 1 << 20),
     )
     tbt_target: float | None = option(
@@ -388,7 +389,7 @@ class CoreConfig:
                 f"prefill_ahead is {self.prefill_ahead}, which is for {' and '.join(AHEAD_SCHEDULERS)}, and scheduler "
                 f"is {self.scheduler}; drop one"
             )
-        if self.tbt_target is not None and self.fixed_token_budget is not None:
+        if self.tbt_target is not None and self.token_budget not in (None, "auto"):
             raise ValueError("token_budget and tbt_target both set the step's size; give one of them")
         if self.tbt_target is None and self.token_budget == "auto":
             raise ValueError("token_budget is auto, which is computed from tbt_target; give a target or a number")
@@ -419,9 +420,11 @@ class CoreConfig:
         """Largest number of tokens that a step draws."""
         return self.max_sequences
 
-    @property
-    def draft_places(self) -> int:
-        """Number of drafted tokens whose inputs recurrent layers keep at once; 0: such layers verify no drafts."""
+    def draft_places(self, kind: str) -> int:
+        """Number of drafted tokens whose inputs recurrent layers keep at once on a `kind` of device ("cuda", "cpu").
+
+        0: such layers verify no drafts.
+        """
         return 0
 
     @property
@@ -479,7 +482,12 @@ class CoreConfig:
     @property
     def fixed_token_budget(self) -> int | None:
         """The token budget if it is given as a number, else None."""
-        return None if self.token_budget == "auto" else self.token_budget
+        return self.token_budget if isinstance(self.token_budget, int) else None
+
+    def unwatched(self) -> Self:
+        """This configuration for work that nobody reads along: with large steps, unless it says how large they are."""
+        given = self.token_budget is not None or self.tbt_target is not None
+        return self if given else replace(self, token_budget="large")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from holdfast.cli import batch
 from holdfast.cli.batch import BatchConfig
 from holdfast.cli.command import main
 from holdfast.cli.flags import CommandError, UsageError
+from holdfast.engine.client.connection import EngineStartError
 from holdfast.lm.config import EngineConfig
 
 
@@ -101,6 +102,17 @@ async def test_a_stopped_run_follows_its_batch_at_the_server(
         assert await batch.run(config, EngineConfig(), file) == 0
     assert len(client.asked) == 2
     assert set(answers(tmp_path / "in.output.jsonl")) == {"a", "b"}
+
+
+async def test_a_model_that_runs_here_for_a_batch_has_large_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(config: EngineConfig, **_: Any) -> None:
+        raise EngineStartError(str(config.token_budget))
+
+    monkeypatch.setattr(batch.EngineClient, "start", start)
+    with pytest.raises(EngineStartError, match="large"):
+        await batch.run(BatchConfig(), EngineConfig(), written(tmp_path, line("a")))
 
 
 async def test_a_server_that_is_not_there_is_reported(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from holdfast.core import config
 from holdfast.core.config import ROW_SCHEDULERS, AppConfig
 from holdfast.lab.workloads import WorkloadConfig
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.types import token_budget_of
 from holdfast.server.config import ServerConfig
 
 
@@ -77,6 +78,22 @@ def test_each_rank_has_the_gpu_that_devices_name_or_its_own_number():
 def test_token_budget_and_tbt_target_together_are_refused():
     with pytest.raises(ValueError, match="token_budget and tbt_target"):
         EngineConfig(token_budget=512, tbt_target=50.0)
+
+
+def test_work_that_nobody_reads_along_has_large_steps_unless_their_size_is_given():
+    assert EngineConfig().unwatched().token_budget == "large"
+    assert EngineConfig(token_budget=512).unwatched().token_budget == 512
+    assert EngineConfig(tbt_target=50.0).unwatched().token_budget is None
+    with pytest.raises(ValueError, match="token_budget and tbt_target"):
+        EngineConfig(token_budget="large", tbt_target=50.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "budget"),
+    [(None, "cuda", 2048), ("large", "cuda", 8192), ("large", "cpu", 512), (None, "cpu", 512), (100, "cuda", 100)],
+)
+def test_a_step_holds_what_is_given_or_what_suits_the_device(given, kind, budget):
+    assert token_budget_of(EngineConfig(token_budget=given), kind) == budget
 
 
 def test_an_automatic_token_budget_requires_a_target():

@@ -64,7 +64,7 @@ class LLM:
         Raises TypeError for an unknown option.
         """
         check_options(options)
-        config = EngineConfig(model=model, **options)
+        config = EngineConfig(model=model, **options).unwatched()
         self._thread = _LoopThread()
         try:
             self._client = self._thread.run(EngineClient.start(config))

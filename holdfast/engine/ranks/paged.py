@@ -35,7 +35,7 @@ from holdfast.lm.parts.grammars.device import GivenGrammarDevice, GrammarDevice
 from holdfast.lm.parts.prompts.device import PromptDevice
 from holdfast.lm.parts.states.device import state_parts
 from holdfast.lm.parts.vectors.device import VectorDevice
-from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
+from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, token_budget_of
 from holdfast.training.base import digest_of_model, digest_of_module
 
 LARGE_STEP = 16
@@ -215,7 +215,7 @@ def make_paged_device(
     refuse_padded_options(config, model.spec.architecture)
     capacity = capacity_of(
         config.scheduler,
-        token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
+        token_budget=token_budget_of(config, device.type),
         max_model_len=model.spec.max_model_len,
         max_sequences=config.max_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],

@@ -47,7 +47,6 @@ from holdfast.lm.types import (
     BUDGET_TILE,
     COPIES_AHEAD_BYTES,
     COPIES_FOR_OTHERS_BYTES,
-    DEFAULT_TOKEN_BUDGET,
     EngineShape,
     MemoryMeasurement,
     Sampling,
@@ -57,6 +56,7 @@ from holdfast.lm.types import (
     StepPlan,
     TableWrite,
     precision_of,
+    token_budget_of,
 )
 from holdfast.lm.types.news import PartNews
 from holdfast.loop.contracts import Device
@@ -102,7 +102,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self.model, self.config, self.device, self.name = model, config, spec.device, name
         self.group = model.group if isinstance(model, Decoder) else None
         """The devices that share the model's layers, if there are several."""
-        self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
+        self.token_budget = token_budget_of(config, spec.device.type)
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
         self.attention = attention_of_layers(
@@ -115,7 +115,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self._recurrence = recurrence_for(spec.device, spec.dtype) if spec.recurrent_layers else None
-        self._places = config.draft_places if spec.recurrent_layers else 0
+        self._places = config.draft_places(spec.device.type) if spec.recurrent_layers else 0
         self._row_bytes = config.max_sequences * spec.state_bytes + self._places * spec.kept_bytes
         """Bytes of the recurrent states of running sequences, and of the kept inputs of drafts."""
         self.block_bytes = self._cache(1, torch.device("meta")).block_bytes

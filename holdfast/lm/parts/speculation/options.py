@@ -50,10 +50,15 @@ class SpeculationOptions(CoreConfig):
     def max_samples(self) -> int:
         return max(super().max_samples, LEAST_SAMPLES if self.drafter else 0)
 
-    @property
-    def draft_places(self) -> int:
-        """As many as a step draws at most, if a drafter is named.
+    def drafter_on(self, kind: str) -> DrafterName | None:
+        """The drafter on a `kind` of device ("cuda", "cpu").
 
-        With auto there are none: whether drafts pay in models with recurrent layers has not been measured on a GPU.
+        A drafter needs a cost profile to judge by, whose estimate takes seconds on a CPU. So "auto" is off on a CPU,
+        unless a latency target needs the profile in any case.
         """
-        return self.max_samples if self.speculation != "auto" and self.drafter else 0
+        unasked = self.speculation == "auto" and kind == "cpu" and self.tbt_target is None
+        return None if unasked else self.drafter
+
+    def draft_places(self, kind: str) -> int:
+        """As many as a step draws at most, if drafts are verified: not in a pipeline."""
+        return self.max_samples if self.drafter_on(kind) and self.pp == 1 else 0

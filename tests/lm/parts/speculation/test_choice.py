@@ -27,6 +27,21 @@ def test_no_drafter_is_made_where_none_is_wanted(speculation: Any, kind: str) ->
     assert make_drafter(EngineConfig(speculation=speculation), SHAPE, kind) is None
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "places"),
+    [
+        ({}, "cuda", 200),
+        ({}, "cpu", 0),
+        ({"tbt_target": 50.0}, "cpu", 200),
+        ({"speculation": "ngram"}, "cpu", 200),
+        ({"speculation": "off"}, "cuda", 0),
+        ({"pp": 2}, "cuda", 0),
+    ],
+)
+def test_inputs_of_drafts_have_places_where_drafts_are_verified(options: Any, kind: str, places: int) -> None:
+    assert EngineConfig(max_sequences=200, **options).draft_places(kind) == places
+
+
 @pytest.mark.parametrize(("places", "drafted"), [(0, False), (64, True)])
 def test_recurrent_layers_verify_drafts_if_they_have_places_for_their_inputs(places: int, drafted: bool) -> None:
     shape = replace(SHAPE, states=StateShape(snapshots=3, slot_bytes=1, places=places))

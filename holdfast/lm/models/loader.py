@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -25,7 +23,7 @@ from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.int8_cpu import Int8CpuWeight, fits_int8, pack_rows
-from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
+from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight, are_alike, joined, stacked
 from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models import hf
@@ -46,6 +44,7 @@ from holdfast.lm.models.gguf_blocks import GROUP, FourBits
 from holdfast.lm.models.gguf_weights import GGUF_FILE, GgufFile, GgufSlice
 from holdfast.lm.models.layer_weights import WeightSource
 from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of, within
+from holdfast.lm.models.random_weights import random_source
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
 from holdfast.lm.models.text_decoders import text_config
@@ -56,7 +55,7 @@ PUBLISHED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 """Names in published configs of architectures that Transformers calls by another name."""
 ONE_RANK = Layout()
 ROWS_AT_A_TIME = 1024
-"""Number of rows that are read or drawn together, which bounds the memory for them."""
+"""Number of rows that are compared at a time, which bounds the memory for them."""
 log = logging.getLogger("holdfast.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -116,8 +115,7 @@ def load(
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     how = quantization_of(config)
     if load_format == "random":
-        drawn = RandomMxfp4 if how is not None and how.method == "mxfp4" else RandomWeights
-        return make_decoder(spec, drawn(spec, device), **options)
+        return make_decoder(spec, random_source(spec, how, device), **options)
     opened = open_files(directory, spec, config, device)
     spec = with_stored_names(spec, opened)
     plain = GgufWeights if is_gguf(directory) else StoredWeights
@@ -573,61 +571,3 @@ def files_of(directory: Path) -> list[Path]:
         if not (directory / name).exists():
             raise DamagedCheckpoint(f"{index.name} names {name}, which is missing")
     return [directory / name for name in names]
-
-
-class RandomWeights(WeightSource):
-    """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's standard deviation.
-
-    A number depends only on its tensor's name and its place in it, so it is the same for any division among ranks.
-    """
-
-    def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
-        self._std, self._gain = spec.init_std, 1.0 - spec.norm_offset
-        self._plain = spec.names.fields.get("gain", ())
-        """Names of norms that have no offset."""
-        self._generator = torch.Generator(device)
-
-    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
-        if name.endswith("bias"):
-            into.zero_()
-        elif into.ndim == 1:
-            into.fill_(1.0 if name.endswith(self._plain) else self._gain)
-        elif into.ndim == 3:
-            for number, part in zip(piece.own[0], into, strict=True):
-                self._draw(f"{name}.{number}", Piece(piece.whole[1:], piece.own[1:]), part)
-        else:
-            self._draw(name, piece, into)
-
-    def _draw(self, name: str, piece: Piece, into: torch.Tensor) -> None:
-        """Draw all columns of the rows that are needed, a group of rows at a time, with a seed for each group."""
-        (total, width), (rows, columns) = piece.whole, piece.own
-        seed = zlib.crc32(name.encode()) << 24
-        for start in range(rows.start - rows.start % ROWS_AT_A_TIME, rows.stop, ROWS_AT_A_TIME):
-            stop = min(start + ROWS_AT_A_TIME, total)
-            drawn = into.new_empty(stop - start, width)
-            drawn.normal_(0.0, self._std, generator=self._generator.manual_seed(seed + start // ROWS_AT_A_TIME))
-            first, last = max(start, rows.start), min(stop, rows.stop)
-            into[first - rows.start : last - rows.start] = drawn[
-                first - start : last - start, columns.start : columns.stop
-            ]
-
-
-class RandomMxfp4(RandomWeights):
-    """Random weights whose experts are MXFP4: all codes are equally likely, and all scales equal.
-
-    Experts that no kernel reads packed are drawn as other weights are.
-    """
-
-    def packed_experts(self, name: str, piece: Piece, device: torch.device, dtype: torch.dtype) -> Mxfp4Matrices | None:
-        experts, inputs, rows = piece.own
-        _, width, outputs = piece.whole
-        if inputs.start % BLOCK or len(inputs) % BLOCK:
-            return None
-        data = torch.empty(len(experts), len(rows), len(inputs) // 2, dtype=torch.uint8, device=device)
-        for number, into in zip(experts, data, strict=True):
-            generator = self._generator.manual_seed(zlib.crc32(f"{name}.{number}".encode()))
-            whole = torch.randint(256, (outputs, width // 2), generator=generator, device=device, dtype=torch.uint8)
-            into.copy_(whole[rows.start : rows.stop, inputs.start // 2 : inputs.stop // 2])
-        exponent = BIAS + round(math.log2(self._std / SPREAD))
-        scale = torch.full((*data.shape[:2], len(inputs) // BLOCK), exponent, dtype=torch.uint8, device=device)
-        return Mxfp4Matrices(data, scale)

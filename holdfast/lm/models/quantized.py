@@ -355,7 +355,7 @@ class QuantizedReader:
         if self._how.block is None:
             parts = [self._fp8(name, piece, device) for name, piece in zip(names, pieces, strict=True)]
             return [PackedWeight(Form.FP8, data, scale[:, None], data.shape[1]) for data, scale in parts]
-        sizes = _block_sizes(self._how.block, pieces)
+        sizes = block_sizes(self._how.block, pieces)
         if sizes is None:
             return None
         found = [self._fp8_block(name, piece, sizes, device) for name, piece in zip(names, pieces, strict=True)]
@@ -382,7 +382,7 @@ class QuantizedReader:
     ) -> Fp8BlockWeight | None:
         """One FP8 weight in blocks with the rows of all parts; None if the parts cut blocks into too small ones."""
         assert self._how.block is not None
-        sizes = _block_sizes(self._how.block, pieces)
+        sizes = block_sizes(self._how.block, pieces)
         if sizes is None:
             return None
         parts = (self._fp8_block(name, piece, sizes, device) for name, piece in zip(names, pieces, strict=True))
@@ -615,7 +615,7 @@ def rows_within(stored: torch.Tensor, part: Part, piece: Piece) -> torch.Tensor:
     return within(stored, part).reshape(-1, *stored.shape[1:])[rows.start : rows.stop].contiguous()
 
 
-def _block_sizes(block: tuple[int, int], pieces: Sequence[Piece]) -> tuple[int, int] | None:
+def block_sizes(block: tuple[int, int], pieces: Sequence[Piece]) -> tuple[int, int] | None:
     """The largest rows and inputs of a block that no piece cuts, as kernels take them; None if inputs are too few."""
     rows = gcd(MOST_OF_A_BLOCK, block[0], *(end for piece in pieces for end in (piece.own[0].start, piece.shape[0])))
     columns = pieces[0].own[1]

@@ -126,7 +126,7 @@ def granite_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec | 
         return None
     experts = _spec(
         config,
-        names=GRANITE,
+        names=QWEN3_MOE if config.get("separate_tensors") else GRANITE,
         count=_size(config, "num_local_experts", 8),
         inner=_size(config, "intermediate_size", 11_008),
         sparse=(True,) * num_layers,

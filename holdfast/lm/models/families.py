@@ -181,7 +181,7 @@ def qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
 def qwen3_next(config: Mapping[str, Any]) -> DecoderSpec:
     """Qwen3-Next: three of four layers are recurrent, and attention has output gates. Experts besides a shared one."""
     config = {**DEFAULTS, **config}
-    fields = hybrid(config, shared(config, partial=True), grouped=True)
+    fields = hybrid(config, shared(config, partial=True), grouped=not config.get("separate_tensors"))
     return DecoderSpec(**fields, experts=qwen3_next_experts(config, fields["num_layers"]))
 
 

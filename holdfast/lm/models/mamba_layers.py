@@ -77,9 +77,14 @@ def granite_layers(config: Mapping[str, Any], fields: Mapping[str, Any], experts
         shared = experts.shared_size
     biased = bool(config.get("attention_bias"))
     rotated = config.get("position_embedding_type") == "rope"
+    names = mamba_names(fields["names"], mamba)
+    if config.get("separate_tensors"):
+        names = replace(names, fields={**names.fields, **SHARED_EXPERT})
+    else:
+        names = granite_names(names, fields["hidden_size"], shared)
     return {
         **fields,
-        "names": granite_names(mamba_names(fields["names"], mamba), fields["hidden_size"], shared),
+        "names": names,
         "recurrence": mamba,
         "experts": experts,
         "rope": fields["rope"] if rotated else Rope(1.0, "none"),
@@ -98,6 +103,13 @@ def multiplier(config: Mapping[str, Any], key: str) -> float:
     if value <= 0:
         raise UnsupportedCheckpoint(f"{key} is {value:g}; it must be above 0")
     return value
+
+
+SHARED_EXPERT = {
+    "shared_gate_up": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "shared_down": ("mlp.shared_expert.down_proj.weight",),
+}
+"""The tensor names of a shared expert whose gate and up are stored separately."""
 
 
 def granite_names(names: WeightNames, hidden: int, shared: int) -> WeightNames:

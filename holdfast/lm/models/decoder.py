@@ -27,7 +27,7 @@ from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.latent import LatentMixer, LatentWeights
 from holdfast.lm.models.layer_weights import LayerWeights, WeightReader, WeightSource
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
-from holdfast.lm.models.mlp_mixer import MlpMixer
+from holdfast.lm.models.mlp_mixer import MlpMixer, NoMixer
 from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, vocabulary_piece
@@ -144,7 +144,8 @@ class Decoder:
                 recurrent = own.recurrence.mixer(given, states, self.group)
                 states += 1
             if not own.cached[index]:
-                mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias, index))
+                alone = NoMixer() if layer.experts is not None else MlpMixer(layer.qkv, layer.qkv_bias, index)
+                mixers.append(recurrent or alone)
                 continue
             if spec.latent is not None:
                 projected = LatentWeights(qkv=layer.qkv, bias=layer.qkv_bias, tensors=layer.latent)
@@ -305,16 +306,18 @@ class Decoder:
             following = layer.end_norm
         if adapters is not None:
             return self._finish_adapted(index, stream, attended, following, adapters, sampled=sampled)
-        if spec.mlps:
+        if spec.mlps and layer.experts is None:
             return ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, following)
         if spec.parallel:
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
             attention, mlp = (attended, layer.o, layer.o_bias), (inner, layer.down, layer.down_bias)
             return ops.add_linears_norm(stream, attention, mlp, following)
-        normed = ops.add_linear_norm(
-            stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
-        )
+        normed = attended
+        if not spec.mlps:
+            normed = ops.add_linear_norm(
+                stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
+            )
         if layer.experts is not None:
             if layer.gate_up.shape[0]:
                 normed = self._add_shared(stream, ops.computed(normed), layer)
@@ -399,9 +402,11 @@ class Decoder:
             first = partial(lora.begin(read, stack, stream).add, stream)
             return ops.add_linear_norm(stream, x, weight, bias, norm, first)
 
-        if self.decoder.mlps:
+        if self.decoder.mlps and layer.experts is None:
             return add(attended, layer.o, layer.o_bias, stacks.o, (following, None))
-        normed = add(attended, layer.o, layer.o_bias, stacks.o, (layer.post_norm, layer.attention_out_norm))
+        normed = attended
+        if not self.decoder.mlps:
+            normed = add(attended, layer.o, layer.o_bias, stacks.o, (layer.post_norm, layer.attention_out_norm))
         if layer.experts is not None and stacks.gate_up is None:
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         assert stacks.gate_up is not None and stacks.down is not None

@@ -19,6 +19,7 @@ from holdfast.lm.models.experts import (
     granite_experts,
     llama4_experts,
     mixtral_experts,
+    nemotron_experts,
     phimoe_experts,
     qwen3_5_moe_experts,
     qwen3_moe_experts,
@@ -228,9 +229,11 @@ def falcon_h1(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def nemotron_h(config: Mapping[str, Any]) -> DecoderSpec:
-    """Nemotron-H: each layer is Mamba-2, attention without a rotation, or an MLP, and nothing else."""
+    """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without a rotation, an MLP or experts alone."""
     config = nemotron_config(config)
-    return DecoderSpec(**nemotron_layers(config, shared(config)))
+    kinds = config["layer_types"]
+    experts = nemotron_experts(config, kinds) if "moe" in kinds else None
+    return DecoderSpec(**nemotron_layers(config, shared(config), experts))
 
 
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.gguf_hybrids import HYBRIDS

@@ -24,7 +24,7 @@ ENDINGS = {
 """Endings of a checkpoint's names, each with the ending by which the package's map knows it, and the one in GGUF."""
 OTHER_NAMES = (("model.layers.", "backbone.layers."), (".mixer.experts.", ".mlp.experts."))
 """Parts of names that the package's map does not have for all families, each with the part that it has instead."""
-PAIRED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
+PAIRED = re.compile(r"\.(?:self_attn|mixer)\.([qk])_proj\.(weight|bias)$")
 CONVOLUTION = re.compile(r"\.(conv\.conv|conv1d)\.weight$")
 """Names of tensors that a checkpoint stores with a dimension of 1 in the middle, and GGUF without it."""
 FLAT = (".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight")
@@ -205,6 +205,8 @@ class TiledDelta(GatedDelta):
 LAYOUTS: dict[str, Callable[[Config], Layout]] = {
     "llama": Paired,
     "granitehybrid": Paired,
+    "nemotron_h": Paired,
+    "nemotron_h_moe": Paired,
     "gemma2": Shifted,
     "gemma3": Shifted,
     "qwen3next": GatedDelta,

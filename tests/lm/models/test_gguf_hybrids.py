@@ -22,7 +22,7 @@ from holdfast.lm.models.gguf_metadata import write
 from holdfast.lm.models.gguf_values import Metadata
 from holdfast.lm.models.gguf_weights import GgufSlice, Place
 from holdfast.lm.models.loader import load
-from tests.checkpoints import make
+from tests.checkpoints import NEMOTRON_3, make
 from tests.gguf_hybrids import write_hybrid
 from tests.lm.execution.test_recurrent import Steps, expected, prompt, same, start
 from tests.lm.models.test_gguf import drawn_blocks
@@ -56,6 +56,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon-h1": ("FalconH1", "falcon-h1", {}),
     "falcon-h1-normed": ("FalconH1", "falcon-h1", dict(mamba_rms_norm=True, mamba_norm_before_gate=False)),
     "nemotron-h": ("NemotronH", "nemotron_h", {}),
+    "nemotron-3": ("NemotronH", "nemotron_h_moe", NEMOTRON_3),
+    "nemotron-3-one-group": (
+        "NemotronH",
+        "nemotron_h_moe",
+        dict(NEMOTRON_3, n_group=1, topk_group=1, norm_topk_prob=False),
+    ),
     "nemotron-h-biased": ("NemotronH", "nemotron_h", dict(use_bias=True, mlp_bias=True, use_conv_bias=False)),
 }
 """For each case: the family, GGUF's architecture, and the model's differences."""
@@ -164,7 +170,7 @@ def test_a_quantized_hybrid_has_the_logits_of_its_dequantized_checkpoint(tmp_pat
     check(module, load(described(tmp_path / "model.gguf"), device="cpu", dtype="float32"))
 
 
-@pytest.mark.parametrize(("name", "tp"), [("qwen3.5-moe", 2), ("granite-4-experts", 2)])
+@pytest.mark.parametrize(("name", "tp"), [("qwen3.5-moe", 2), ("granite-4-experts", 2), ("nemotron-3", 4)])
 def test_ranks_read_their_heads_of_a_hybrid(tmp_path: Path, name: str, tp: int) -> None:
     family, architecture, differences = CASES[name]
     made(tmp_path / "plain", family, **differences)

@@ -195,7 +195,8 @@ class TiledDelta(GatedDelta):
             return values
         if name.endswith((".in_proj_qkv.weight", ".linear_attn.conv1d.weight")):
             before = shape[0] - len(values)
-            return np.concatenate((np.arange(before), before + values))
+            order: Order = np.concatenate((np.arange(before), before + values))
+            return order
         return None
 
     def _columns(self, name: str) -> HeadColumns | None:

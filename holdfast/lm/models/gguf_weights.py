@@ -202,7 +202,7 @@ class GgufSlice:
     @cached_property
     def _data(self) -> np.ndarray[Any, Any]:
         """The stored bytes of the tensor, or of one expert's part of it, in the order of the file."""
-        data = self._tensor.data
+        data: np.ndarray[Any, Any] = self._tensor.data
         return data if self._place.expert is None else data[self._place.expert]
 
     @cached_property

@@ -277,9 +277,7 @@ def nemotron_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **plain, "rms_norm_eps": config["layer_norm_epsilon"]}
 
 
-def nemotron_layers(
-    config: Mapping[str, Any], fields: Mapping[str, Any], experts: ExpertSpec | None
-) -> dict[str, Any]:
+def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any], experts: ExpertSpec | None) -> dict[str, Any]:
     """The DecoderSpec fields of a Nemotron-H with these experts, from those that all families read.
 
     Raises NotNative for experts with biases or of a latent, for other activations, and for a model without attention or

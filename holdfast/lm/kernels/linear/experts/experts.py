@@ -93,7 +93,9 @@ class Experts:
 
     rule: ExpertRule
     router: torch.Tensor  # [E, hidden]; without the shared one [E - 1, hidden]
-    gate_up: ExpertWeights  # [E, 2 inner, hidden]: the rows of gate, then those of up; without a gate [E, inner, hidden]
+    gate_up: (
+        ExpertWeights  # [E, 2 inner, hidden]: the rows of gate, then those of up; without a gate [E, inner, hidden]
+    )
     down: ExpertWeights  # [E, hidden, inner]
     router_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [E, 2 inner]

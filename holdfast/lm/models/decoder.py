@@ -383,14 +383,17 @@ class Decoder:
         ops, layer, stacks = self._ops, self.layers[index], adapters.layers[index]
         lora = adapters.rows if sampled else adapters.tokens
         if self.decoder.parallel:
-            assert stacks.gate_up is not None and stacks.down is not None
+            assert stacks.o is not None and stacks.gate_up is not None and stacks.down is not None
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gate(adapted(ops, normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
             halves = ((attended, layer.o, layer.o_bias), stacks.o), ((inner, layer.down, layer.down_bias), stacks.down)
             changes = [self._change(x, stack, adapters, lora) for (x, *_), stack in halves]
             return ops.add_linears_norm(stream, halves[0][0], halves[1][0], following, changes)
 
-        def add(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, stack: LoraStack, norms: Norms) -> Normed:
+        def add(
+            x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, stack: LoraStack | None, norms: Norms
+        ) -> Normed:
+            assert stack is not None
             norm, out_norm = norms
             read = x[:, : stack.inputs]  # attention's part, where a recurrence is next to it
             if out_norm is not None or adapters.scaled:

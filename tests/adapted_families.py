@@ -80,6 +80,11 @@ HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "nemotron-h",
         dict(layers_block_type=["linear_attention", "mlp", "full_attention"], n_groups=2, use_bias=True, mlp_bias=True),
     ),
+    "nemotron-3": (
+        "NemotronHForCausalLM",
+        "nemotron-h",
+        dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp"]),
+    ),
 }
 """Likewise for families with recurrent layers."""
 

@@ -111,6 +111,18 @@ GEMMA_4_MIXTURE: dict[str, Any] = GEMMA_4_DENSE | {
 }
 """A larger Gemma 4 with experts next to the MLP (26B-A4B)."""
 
+NEMOTRON_3: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+"""The differences of a Nemotron-H with experts."""
+
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 12},
@@ -225,6 +237,8 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
         for key, buffer in module.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            if key.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     module.save_pretrained(directory, max_shard_size=shard)
     return module
 

@@ -93,16 +93,31 @@ def write_gguf(
         stem, _, ending = name.rpartition(".")
         stored[f"{names.get_name(stem)}.{ending}"] = tensor
     stored |= {name: torch.stack(parts) for name, parts in experts.items()}
+    for name, numbers in (tensors or {}).items():
+        stored[name] = torch.tensor(numbers)
+    add_tensors(writer, stored, kind, encode, others)
+
+
+PLAIN = ("ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm")
+"""Words in the names of matrices that the converter never quantizes."""
+
+
+def add_tensors(
+    writer: GGUFWriter,
+    stored: Mapping[str, torch.Tensor],
+    kind: str,
+    encode: Encode | None = None,
+    others: Mapping[str, tuple[str, Encode | None]] | None = None,
+) -> None:
+    """Add tensors in the formats of `write_gguf`, and write the file."""
     for name, tensor in stored.items():
         data = tensor.float().numpy()
-        if kind != "F32" and tensor.ndim > 1 and not any(word in name for word in ("ffn_gate_inp", "shortconv.conv")):
+        if kind != "F32" and tensor.ndim > 1 and not any(word in name for word in PLAIN):
             own, encoder = next((each for word, each in (others or {}).items() if word in name), (kind, encode))
             data = encoder(data) if encoder else quantize(data, GGMLQuantizationType[own])
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[own])
         else:
             writer.add_tensor(name, data)
-    for name, numbers in (tensors or {}).items():
-        writer.add_tensor(name, np.array(numbers, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

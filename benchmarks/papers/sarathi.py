@@ -253,7 +253,7 @@ def capacity_of(search: Search) -> tuple[Search, float]:
         limit = (25 if slo == "relaxed" else 5) * deployment.profile.cost.step([(1, 4096)] * 32)
     config = engine(system, dataset, deployment.profile.cache_tokens, limit)
     if "orca" in vary and system == "orca":
-        most = min(config.max_sequences, setting.most_of_orca)
+        most = min(config.most_sequences, setting.most_of_orca)
         config = replace(config, max_sequences=most)
     if "headroom" in vary:
         config = replace(config, headroom=0.01)

@@ -14,14 +14,13 @@ from rich.text import Text
 from holdfast.cli.output import stage_printer
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
-from holdfast.core.config import AppConfig
+from holdfast.core.config import DEFAULT_SEQUENCES, AppConfig
 from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.types import MemoryMeasurement
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import Engines, log_as
@@ -83,7 +82,7 @@ def announce(
         "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
         **lower_tiers(engine, info),
-        **({"states": states(memory)} if memory.rows else {}),
+        **({"states": states(engine, info)} if memory.rows else {}),
         **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
         **({"tuning": "takes jobs (POST /v1/fine_tuning/jobs)"} if engine.tuning else {}),
         "retention": retention(engine, info),
@@ -108,10 +107,16 @@ def announce(
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
 
 
-def states(memory: MemoryMeasurement) -> str:
+def states(engine: EngineConfig, info: EngineInfo) -> str:
     """The recurrent states of a model as text: those of running sequences, and snapshots."""
+    memory = info.memory
     on_host = f", {memory.host_snapshots:,} on the host" if memory.host_snapshots else ""
-    return f"{memory.rows / GB:.2f} GB for running sequences, and {memory.snapshots:,} snapshots on the device{on_host}"
+    sequences = f"{info.max_sequences} running sequences"
+    if engine.max_sequences is None and info.max_sequences < DEFAULT_SEQUENCES:
+        sequences += (
+            " (max_sequences gives another number; more states would take over a quarter of the cache's memory)"
+        )
+    return f"{memory.rows / GB:.2f} GB for {sequences}, and {memory.snapshots:,} snapshots on the device{on_host}"
 
 
 def replicas_of(model: EngineClient | Replicas) -> str:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 from holdfast.core.layout import Layout
 from holdfast.core.units import bytes_of_gb, seconds_of_ms
 
+DEFAULT_SEQUENCES = 256
+"""Number of sequences that run at once unless the config gives it."""
 BUILTIN_MODEL = "holdfast-tiny"
 
 SchedulerName = Literal[
@@ -184,7 +186,12 @@ class CoreConfig:
     max_model_len: int | None = option(
         None, "longest sequence in tokens; default: the model's own limit", between=(2, 1 << 24)
     )
-    max_sequences: int = option(256, "maximum number of sequences that run at once", between=(1, 4096))
+    max_sequences: int | None = option(
+        None,
+        f"maximum number of sequences that run at once; default: {DEFAULT_SEQUENCES}, or fewer if the recurrent states "
+        "of so many would take more than a quarter of the memory for the cache",
+        between=(1, 4096),
+    )
     block_size: int = option(16, "tokens in one block of the KV cache", between=(1, 1024))
     cache_gb: float | None = option(
         None,
@@ -416,9 +423,14 @@ class CoreConfig:
         return f"scheduler is {self.scheduler}" if self.scheduler in ROW_SCHEDULERS else ""
 
     @property
+    def most_sequences(self) -> int:
+        """Largest number of sequences that run at once."""
+        return DEFAULT_SEQUENCES if self.max_sequences is None else self.max_sequences
+
+    @property
     def max_samples(self) -> int:
         """Largest number of tokens that a step draws."""
-        return self.max_sequences
+        return self.most_sequences
 
     def draft_places(self, kind: str) -> int:
         """Number of drafted tokens whose inputs recurrent layers keep at once on a `kind` of device ("cuda", "cpu").
@@ -472,12 +484,12 @@ class CoreConfig:
         """Largest number of prompts computed before the batch has a row for them; 0 on paged blocks."""
         if self.scheduler not in AHEAD_SCHEDULERS:
             return 0
-        return self.max_sequences if self.prefill_ahead is None else self.prefill_ahead
+        return self.most_sequences if self.prefill_ahead is None else self.prefill_ahead
 
     @property
     def plan_rows(self) -> int:
         """Number of rows that a plan may name: rows of the batch, and states that wait for a place in it."""
-        return self.max_sequences + self.states_ahead
+        return self.most_sequences + self.states_ahead
 
     @property
     def fixed_token_budget(self) -> int | None:

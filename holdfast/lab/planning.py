@@ -401,7 +401,7 @@ def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload)
 
     As a first guess of the capacity, it saves long runs.
     """
-    sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.max_sequences)]
+    sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.most_sequences)]
     outcome = simulate(engine, deployment.profile, sample, pipeline=deployment.pipeline)
     return len(sample) / outcome.seconds
 

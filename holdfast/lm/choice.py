@@ -132,12 +132,12 @@ def choose_policy(config: CoreConfig, shape: EngineShape, cost: CostModel | None
         target,
         tile=tile,
         ceiling=ceiling,
-        max_sequences=config.max_sequences,
+        max_sequences=config.most_sequences,
         max_model_len=shape.max_model_len,
         cache_positions=shape.cache_positions(config.block_size),
     )
     if shape.rows is not None:  # no row can be left out of a forward of the batch, so a tile comes on top of all rows
-        budget = max(budget, min(ceiling, config.max_sequences + tile))
+        budget = max(budget, min(ceiling, config.most_sequences + tile))
     return StallFree(budget)
 
 
@@ -165,9 +165,9 @@ def check_rows(config: CoreConfig, shape: EngineShape, rows: RowShape) -> None:
             "gives wrong tokens there; choose embedding"
         )
     budget = whole_tiles(min(shape.token_budget, shape.max_step_tokens), shape.tile)
-    if budget < config.max_sequences:
+    if budget < config.most_sequences:
         raise ValueError(
-            f"max_sequences is {config.max_sequences}, and a step holds {budget} tokens; on padded rows it must hold a "
+            f"max_sequences is {config.most_sequences}, and a step holds {budget} tokens; on padded rows it must hold a "
             "decode of every row: lower max_sequences, or raise token_budget"
         )
 
@@ -204,7 +204,7 @@ def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, po
     if shape.states is None:
         return PagedKind(make_pool(config, shape, cost, rule), by_layer=by_layer)
     pool = make_pool(config, shape, cost, rule.from_the_end())
-    states = StatePool(shape.states, config.max_sequences, pool, rule, low_water=config.swap_threshold)
+    states = StatePool(shape.states, config.most_sequences, pool, rule, low_water=config.swap_threshold)
     return HybridKind(pool, states, by_layer=by_layer, forks=not isinstance(policy, FixedBudget) or policy.chunks)
 
 
@@ -255,7 +255,7 @@ def compose_scheduler(planning: Planning, policy: Policy, parts: Sequence[Part])
         policy,
         planning.kind,
         parts,
-        max_sequences=config.max_sequences,
+        max_sequences=config.most_sequences,
         max_model_len=shape.max_model_len,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,

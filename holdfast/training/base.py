@@ -32,7 +32,7 @@ def training_shape(decoder: DecoderSpec) -> TrainingShape:
     shapes = layer_shapes(decoder)
     mlp = elements_of(shapes["gate_up"]) + elements_of(shapes["down"])
     if (experts := decoder.experts) is not None:
-        chosen = 3 * experts.rule.per_token * decoder.hidden_size * experts.intermediate_size
+        chosen = experts.rule.matrices * experts.rule.per_token * decoder.hidden_size * experts.intermediate_size
         mlp = sum(chosen if sparse else mlp for sparse in experts.sparse) // decoder.num_layers
     return TrainingShape(
         num_layers=decoder.num_layers,

@@ -86,8 +86,14 @@ def test_the_announcement_gives_the_memory_of_recurrent_states() -> None:
     memory = replace(engine_info().memory, rows=2_500_000_000, snapshots=1200, host_snapshots=30)
     info = engine_info(memory=memory)
     announce(Console(file=out, width=200), EngineConfig(), ServerConfig(), info, "http://127.0.0.1:8000", "")
-    assert "2.50 GB for running sequences, and 1,200 snapshots on the device, 30 on the host" in out.getvalue()
+    assert "2.50 GB for 4 running sequences (max_sequences gives another number;" in out.getvalue()
+    assert ", and 1,200 snapshots on the device, 30 on the host" in out.getvalue()
     assert "snapshots" not in announced(EngineConfig(), ServerConfig())
+    out = io.StringIO()
+    announce(
+        Console(file=out, width=200), EngineConfig(max_sequences=4), ServerConfig(), info, "http://127.0.0.1:8000", ""
+    )
+    assert "2.50 GB for 4 running sequences, and 1,200 snapshots" in out.getvalue(), "a given number needs no reason"
 
 
 @pytest.mark.parametrize("value", ["", " ", ","])

@@ -53,6 +53,7 @@ from holdfast.engine.ranks.paged import (
     make_rank,
     no_more,
     threads_of,
+    with_sequences,
 )
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
 from holdfast.lm.choice import compose_scheduler, describe_budget, make_planning, make_scheduler, steps_in_flight
@@ -169,6 +170,7 @@ def build_engine(
             check_layout(config, checkpoint)
         elif config.threads:
             torch.set_num_threads(config.threads)
+        config = with_sequences(config, checkpoint)
         if not started:
             started.append(start_ranks(config))
         return compose(load(config, checkpoint, started[0], order, parts), parts)
@@ -329,7 +331,7 @@ def describe(
         block_size=config.block_size if shape.executor == "paged" else 1,
         token_budget=shape.max_step_tokens,
         max_model_len=shape.max_model_len,
-        max_sequences=config.max_sequences,
+        max_sequences=config.most_sequences,
         max_waiting=config.max_waiting,
         vocab_size=shape.vocab_size,
         profile_path=profile_path,
@@ -531,7 +533,7 @@ def make_padded_profile(
     """`make_profile` for padded rows. The rows are empty afterwards, as before."""
     executor = device.executor
     measure = measure_padded_cost if in_full else estimate_padded_cost
-    cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=device.description)
+    cost: CostModel = measure(executor, shape, max_sequences=config.most_sequences, device=device.description)
     if in_full and device.kind == "cpu":
         alone = replace(config, prefix_sharing=False, host_cache_gb=0.0, disk_cache_dir=None, disk_cache_gb=20.0)
         cost = as_in_service(cost, alone, replace(shape, lower=None), executor)

@@ -222,7 +222,7 @@ def about_engine(config: EngineConfig, shape: EngineShape) -> dict[str, object]:
         "block_size": config.block_size if shape.executor == "paged" else 1,
         "blocks": shape.num_blocks,
         "host_blocks": shape.num_host_blocks,
-        "rows": config.max_sequences,
+        "rows": config.most_sequences,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,20 +21,21 @@ from holdfast.engine.ranks.tuning import following_parts
 from holdfast.files.regular import read_bytes
 from holdfast.lm.choice import capacity_of
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.execution.paged_device import PagedDevice, cache_estimate, resolve_device
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.execution.place import Place
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.kernels.attention import backends as attention
-from holdfast.lm.models.base import HiddenModel, Model
+from holdfast.lm.models.base import HiddenModel, Model, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import TransformersModel
-from holdfast.lm.models.loader import decoder_spec, load
+from holdfast.lm.models.loader import decoder_spec, files_of, load, state_bytes_of
 from holdfast.lm.models.shard import shard_of
 from holdfast.lm.parts.adapters.device import adapter_device
 from holdfast.lm.parts.grammars.device import GivenGrammarDevice, GrammarDevice
 from holdfast.lm.parts.prompts.device import PromptDevice
 from holdfast.lm.parts.states.device import state_parts
+from holdfast.lm.parts.states.options import default_sequences
 from holdfast.lm.parts.vectors.device import VectorDevice
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, token_budget_of
 from holdfast.training.base import digest_of_model, digest_of_module
@@ -69,6 +71,25 @@ def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
             raise ValueError(f"devices is {config.devices}, and PyTorch finds {found} GPUs, numbered from 0")
         torch.cuda.set_device(device)  # kernels are launched on the current one
     return device
+
+
+def with_sequences(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """The configuration with the number of sequences that run at once, if it gives none and the model keeps states.
+
+    The states of so many sequences take a bounded share of the memory for the cache (`default_sequences`).
+    """
+    if config.max_sequences is not None or config.rows_only:
+        return config
+    device, directory = device_of(config), checkpoint.directory
+    try:
+        state = state_bytes_of(directory, config.dtype, device)
+        stored = files_of(directory) if state and config.load_format == "auto" else []
+    except UnsupportedCheckpoint:  # another executor may run it, or loading says why none does
+        return config
+    if not state:
+        return config
+    cache = cache_estimate(device, config, sum(path.stat().st_size for path in stored))
+    return replace(config, max_sequences=default_sequences(state, cache))
 
 
 def weights_of(device: PagedDevice) -> str:
@@ -217,7 +238,7 @@ def make_paged_device(
         config.scheduler,
         token_budget=token_budget_of(config, device.type),
         max_model_len=model.spec.max_model_len,
-        max_sequences=config.max_sequences,
+        max_sequences=config.most_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
     )
     return PagedChoice(

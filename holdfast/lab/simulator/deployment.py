@@ -25,6 +25,7 @@ from holdfast.core.layout import Layout
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Device, Link, fp8_of, look_up
 from holdfast.lab.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape
+from holdfast.core.config import DEFAULT_SEQUENCES
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import BUDGET_TILE, DEFAULT_TOKEN_BUDGET
 
@@ -231,7 +232,7 @@ def cache_tokens(shape: ModelShape, device: Device, *, devices: int, memory_frac
     activations = 2e9
     free = devices * (device.memory * memory_fraction - activations) - shape.weight_bytes
     if shape.state_bytes:  # of running sequences, and of snapshots
-        free = (free - EngineConfig.max_sequences * shape.state_bytes) * (1 - EngineConfig.snapshot_share)
+        free = (free - DEFAULT_SEQUENCES * shape.state_bytes) * (1 - EngineConfig.snapshot_share)
     if free < shape.token_bytes:
         raise ValueError(
             f"{shape.name} takes {shape.weight_bytes / 1e9:.0f} GB, and {devices} {device.name} have "

@@ -314,7 +314,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
             config.scheduler,
             token_budget=budget,
             max_model_len=max_model_len,
-            max_sequences=config.max_sequences,
+            max_sequences=config.most_sequences,
             limit=config.fixed_token_budget or tokens,
             chunks=rows is None or rows.abilities.chunks,
             executor="padded" if rows else "paged",

@@ -138,7 +138,7 @@ def measure_cost(device: TimedDevice, *, name: str) -> CostModel:
     graphs = device.memory.graphs
     sizes = [size for size in graphs[0].sizes.tokens if size < limit] if graphs else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
-    rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))
+    rows = tuple(powers(1, min(device.config.most_sequences, device.memory.cache.num_blocks, limit)))
     chunks = [_chunks(device, count) for count in measured]
     far = [((context - query, context),) for query in queries for context in contexts if _is_far(query, context)]
     every_second = dict.fromkeys((*contexts[::2], contexts[-1]))
@@ -183,7 +183,7 @@ def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
     chunks = {count: _chunks(device, count) for count in tokens}
     query = max(1, min(FAR, limit, longest // 2))
     near, far = ((0, query),), ((longest - query, longest),)
-    rows = [*islice(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)), 0, None, 2)]
+    rows = [*islice(powers(1, min(device.config.most_sequences, device.memory.cache.num_blocks, limit)), 0, None, 2)]
     contexts = tuple(powers(min(16, longest), longest))
     decodes = [
         [
@@ -425,7 +425,7 @@ def _attention(device: TimedDevice, query: int, context: int) -> float:
     """Seconds that one segment of `query` tokens ending at `context` adds to a step, over all layers."""
     spec, memory = device.model.spec, device.memory
     block_size, num_blocks = device.config.block_size, memory.cache.num_blocks
-    count = max(1, min(BATCH // query, device.config.max_sequences, num_blocks * block_size // context))
+    count = max(1, min(BATCH // query, device.config.most_sequences, num_blocks * block_size // context))
     width = -(-context // block_size)
     tables = (np.arange(count * width, dtype=np.int32) % num_blocks).reshape(count, width)
     positions = np.arange(context - query, context)

@@ -116,7 +116,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         )
         self._recurrence = recurrence_for(spec.device, spec.dtype) if spec.recurrent_layers else None
         self._places = config.draft_places(spec.device.type) if spec.recurrent_layers else 0
-        self._row_bytes = config.max_sequences * spec.state_bytes + self._places * spec.kept_bytes
+        self._row_bytes = config.most_sequences * spec.state_bytes + self._places * spec.kept_bytes
         """Bytes of the recurrent states of running sequences, and of the kept inputs of drafts."""
         self.block_bytes = self._cache(1, torch.device("meta")).block_bytes
         sizes = spec, self.max_step_tokens, config.max_samples
@@ -282,6 +282,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """
         whole = whole or self._shared_bytes
         on_gpu = self.kind == "cuda"
+        self._check_states()
         plans = list(self._widest_plans())
         blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
         if on_gpu:
@@ -318,6 +319,18 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             host_snapshots=host_snapshots,
         )
 
+    def _check_states(self) -> None:
+        """Raise MemoryError if the recurrent states of all running sequences do not fit, with the number that would."""
+        free, total = memory_of(self.device)
+        each, most = self.model.spec.state_bytes, self.config.most_sequences
+        fits = (free - (self._row_bytes - most * each)) // max(1, each)
+        if each and fits < most:
+            raise MemoryError(
+                f"max_sequences is {most}, and the recurrent states of a sequence take {each / 1e9:.4f} GB: of "
+                f"{total / 1e9:.1f} GB on {describe_device(self.device)} {free / 1e9:.1f} are free, which is room for "
+                f"the states of {max(0, fits)} sequences; lower it, or leave it out"
+            )
+
     @property
     def _shared_bytes(self) -> SharedBytes:
         """Bytes of a block and of a sequence's recurrent states on this rank."""
@@ -347,6 +360,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         `memory.host` reports it ready.
         """
         states = self._states(sizes.snapshots, sizes.host_snapshots)
+        states.rehearse_copies()
         memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes, states)
         allocated = Allocated(memory, self._make_stream, self._link)
         self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
@@ -399,7 +413,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     def _states(self, snapshots: int, host_snapshots: int) -> StateMemory:
         """The recurrent states of all rows and of this many snapshots, and the places of drafts."""
-        rows = self.config.max_sequences
+        rows = self.config.most_sequences
         return states_of(self.model.spec, self._recurrence, rows + snapshots, host_snapshots, self._places)
 
     @property
@@ -443,7 +457,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         spec, config = self.model.spec, self.config
         cache = self._cache(num_blocks, spec.device)
         batch = Batch(
-            rows=config.max_sequences,
+            rows=config.most_sequences,
             max_blocks=-(-spec.max_model_len // config.block_size),
             max_tokens=self.max_step_tokens,
             block_size=config.block_size,
@@ -558,7 +572,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """The steps that take the most memory: one long prefill, then as many sequences as fit, drawn and filtered."""
         greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
         random, filtered = replace(greedy, temperature=1.0), Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
-        most, longest, tokens = self.config.max_sequences, self.model.spec.max_model_len, self.max_step_tokens
+        most, longest, tokens = self.config.most_sequences, self.model.spec.max_model_len, self.max_step_tokens
         for step, (count, drawn) in enumerate(((1, greedy), (most, random), (most, filtered))):
             count = min(max(count, -(-tokens // longest)), tokens, most)
             length = min(tokens // count, longest)
@@ -573,6 +587,21 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                 ),
                 parts=tuple(chain.from_iterable(part.widest(count) for part in self.parts)),
             )
+
+
+def cache_estimate(device: torch.device, config: CoreConfig, weights: int) -> int:
+    """About how many bytes the cache and the states of running sequences will have, on all devices together.
+
+    It is for decisions before the model is loaded: `weights` is the size of its files, in bytes, and the memory of a
+    step is not subtracted.
+    """
+    free, total = memory_of(device)
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if device.type != "cuda":
+        return min(CPU_CACHE_BYTES, free // 2)
+    used = memory_of_others(device, free, total, config.memory_reserved)
+    return max(0, (int(total * config.memory_fraction) - used) * config.layout.ranks - weights)
 
 
 def resolve_device(name: str, index: int | None = None) -> torch.device:

@@ -158,6 +158,12 @@ class RecurrentStates(StateMemory):
             for device, host in self._pairs:
                 copy_blocks(host, sources, device, targets)
 
+    def rehearse_copies(self) -> None:
+        if len(self._host[0]):
+            first = (StateCopy(0, 0),)
+            self.swap_out(first)
+            self.swap_in(first)
+
     def on_host(self, slot: int) -> tuple[memoryview, ...]:
         return tuple([tensor[slot].numpy().data for tensor in self._host])
 

@@ -220,7 +220,7 @@ def part_names(spec: DecoderSpec, fused: str) -> tuple[str, ...]:
         "o": ("o",),
         "gate_up": gate_up,
         "down": ("down",),
-        "shared_gate_up": ("shared_gate", "shared_up"),
+        "shared_gate_up": tuple(f"shared_{name}" for name in gate_up),
         "shared_down": ("shared_down",),
         "mlp_in": ("up",),
         "mlp_out": ("down",),

@@ -58,6 +58,7 @@ class AttentionMixer(Mixer):
         if adapters is None:
             return ops.linear(normed, weights.qkv, weights.bias)
         stack = adapters.layers[self._index].qkv
+        assert stack is not None
         return adapted(ops, ops.computed(normed), weights.qkv, weights.bias, stack, adapters, adapters.tokens)
 
     def attend(self, ops: LayerOps, qkv: torch.Tensor, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:

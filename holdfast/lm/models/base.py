@@ -237,6 +237,12 @@ class StateMemory:
     def swap_in(self, copies: Sequence[StateCopy]) -> None:
         """Copy states from slots on the host to slots on the device, on the current stream."""
 
+    def rehearse_copies(self) -> None:
+        """Copy a state to the host and back, so that no step waits for the first such copies.
+
+        Their kernels are compiled by that. Does nothing without slots on the host.
+        """
+
     def on_host(self, slot: int) -> tuple[memoryview, ...]:
         """The bytes of the state in a slot on the host, in place: those of each tensor in turn."""
         return ()

@@ -27,7 +27,7 @@ from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.latent import LatentMixer, LatentWeights
 from holdfast.lm.models.layer_weights import LayerWeights, WeightReader, WeightSource
 from holdfast.lm.models.mixer import Mixer, RecurrentWeights
-from holdfast.lm.models.mlp_mixer import MlpMixer
+from holdfast.lm.models.mlp_mixer import MlpMixer, NoMixer
 from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, vocabulary_piece
@@ -144,7 +144,8 @@ class Decoder:
                 recurrent = own.recurrence.mixer(given, states, self.group)
                 states += 1
             if not own.cached[index]:
-                mixers.append(recurrent or MlpMixer(layer.qkv, layer.qkv_bias, index))
+                alone = NoMixer() if layer.experts is not None else MlpMixer(layer.qkv, layer.qkv_bias, index)
+                mixers.append(recurrent or alone)
                 continue
             if spec.latent is not None:
                 projected = LatentWeights(qkv=layer.qkv, bias=layer.qkv_bias, tensors=layer.latent)
@@ -305,16 +306,18 @@ class Decoder:
             following = layer.end_norm
         if adapters is not None:
             return self._finish_adapted(index, stream, attended, following, adapters, sampled=sampled)
-        if spec.mlps:
+        if spec.mlps and layer.experts is None:
             return ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, following)
         if spec.parallel:
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
             attention, mlp = (attended, layer.o, layer.o_bias), (inner, layer.down, layer.down_bias)
             return ops.add_linears_norm(stream, attention, mlp, following)
-        normed = ops.add_linear_norm(
-            stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
-        )
+        normed = attended
+        if not spec.mlps:
+            normed = ops.add_linear_norm(
+                stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
+            )
         if layer.experts is not None:
             if layer.gate_up.shape[0]:
                 normed = self._add_shared(stream, ops.computed(normed), layer)
@@ -380,14 +383,17 @@ class Decoder:
         ops, layer, stacks = self._ops, self.layers[index], adapters.layers[index]
         lora = adapters.rows if sampled else adapters.tokens
         if self.decoder.parallel:
-            assert stacks.gate_up is not None and stacks.down is not None
+            assert stacks.o is not None and stacks.gate_up is not None and stacks.down is not None
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gate(adapted(ops, normed, layer.gate_up, layer.gate_up_bias, stacks.gate_up, adapters, lora))
             halves = ((attended, layer.o, layer.o_bias), stacks.o), ((inner, layer.down, layer.down_bias), stacks.down)
             changes = [self._change(x, stack, adapters, lora) for (x, *_), stack in halves]
             return ops.add_linears_norm(stream, halves[0][0], halves[1][0], following, changes)
 
-        def add(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, stack: LoraStack, norms: Norms) -> Normed:
+        def add(
+            x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, stack: LoraStack | None, norms: Norms
+        ) -> Normed:
+            assert stack is not None
             norm, out_norm = norms
             read = x[:, : stack.inputs]  # attention's part, where a recurrence is next to it
             if out_norm is not None or adapters.scaled:
@@ -399,9 +405,11 @@ class Decoder:
             first = partial(lora.begin(read, stack, stream).add, stream)
             return ops.add_linear_norm(stream, x, weight, bias, norm, first)
 
-        if self.decoder.mlps:
+        if self.decoder.mlps and layer.experts is None:
             return add(attended, layer.o, layer.o_bias, stacks.o, (following, None))
-        normed = add(attended, layer.o, layer.o_bias, stacks.o, (layer.post_norm, layer.attention_out_norm))
+        normed = attended
+        if not self.decoder.mlps:
+            normed = add(attended, layer.o, layer.o_bias, stacks.o, (layer.post_norm, layer.attention_out_norm))
         if layer.experts is not None and stacks.gate_up is None:
             return ops.add_experts_norm(stream, normed, layer.experts, following)
         assert stacks.gate_up is not None and stacks.down is not None

@@ -104,7 +104,7 @@ class DecoderSpec:
     recurrence: RecurrentSpec | None = None
     """The recurrent layers; None: every layer has attention."""
     mlps: tuple[bool, ...] = ()
-    """For each layer, whether it is an MLP alone; the other layers are a mixer alone. The MLP's activation is relu².
+    """For each layer, whether it is an MLP or experts alone; the others are a mixer alone. The activation is relu².
 
     Empty: each layer is a mixer and then an MLP or experts."""
     parallel_factors: tuple[float, float] | None = None
@@ -238,7 +238,8 @@ class ExpertSpec:
 class ExpertNames:
     """The tensor names of a layer's experts, after the layer's prefix.
 
-    By default each expert has its own tensors, and {} in a name stands for its number. If `fused`, gate_up is one
+    By default each expert has its own tensors, and {} in a name stands for its number. Without a gate, gate_up is up
+    alone. If `fused`, gate_up is one
     tensor of all experts [E, hidden, 2 inner], and down is another [E, inner, hidden]. With `fused` rows, both are
     stored transposed: [E, 2 inner, hidden] and [E, hidden, inner].
     """
@@ -351,7 +352,8 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
 def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...]]:
     """For each field that a layer reads from the checkpoint, the shapes of its parts. Experts are not among them."""
     shapes, hidden, experts = layer_shapes(spec.of_layer(layer)), spec.hidden_size, spec.experts
-    if spec.mlps and spec.mlps[layer]:
+    sparse = experts is not None and experts.sparse[layer]
+    if spec.mlps and spec.mlps[layer] and not sparse:
         return _shapes_of_mlp(spec, shapes)
     if spec.mlps:
         shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
@@ -359,10 +361,12 @@ def shapes_of_layer(spec: DecoderSpec, layer: int) -> dict[str, tuple[Shape, ...
         if spec.parallel_factors is None:
             shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
         shapes |= spec.recurrence.shapes(hidden)
-    if experts is not None and experts.sparse[layer] and not experts.beside_mlp:
+    if experts is not None and sparse and not experts.beside_mlp:
         shapes = {field: parts for field, parts in shapes.items() if field not in MLP_FIELDS}
+        if spec.mlps:
+            shapes = {field: parts for field, parts in shapes.items() if field not in ATTENTION_FIELDS}
         if size := experts.shared_size:
-            shapes |= {"shared_gate_up": ((size, hidden),) * 2, "shared_down": ((hidden, size),)}
+            shapes |= {"shared_gate_up": ((size, hidden),) * (1 + spec.gated), "shared_down": ((hidden, size),)}
             if experts.shared_gate:
                 shapes["shared_gate"] = ((1, hidden),)
     return shapes
@@ -407,7 +411,7 @@ def layer_elements(spec: DecoderSpec, layer: int) -> int:
     experts, found = spec.experts, sum(map(elements_of, shapes_of_layer(spec, layer).values()))
     if experts is None or not experts.sparse[layer]:
         return found
-    return found + 3 * experts.rule.per_token * spec.hidden_size * experts.intermediate_size
+    return found + experts.rule.matrices * experts.rule.per_token * spec.hidden_size * experts.intermediate_size
 
 
 def elements_of(shapes: tuple[Shape, ...]) -> int:

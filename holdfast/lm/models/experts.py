@@ -47,6 +47,13 @@ LLAMA4 = ExpertNames(
     shared=tuple(f"feed_forward.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),
 )
 
+NEMOTRON = ExpertNames(
+    router="mixer.gate",
+    gate_up=("mixer.experts.{}.up_proj.weight",),
+    down="mixer.experts.{}.down_proj.weight",
+    correction="mixer.gate.e_score_correction_bias",
+)
+
 MOST_CHOSEN = 32
 """Largest number of experts that a token may choose. Kernels unroll their loops over them."""
 
@@ -126,7 +133,7 @@ def granite_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec | 
         return None
     experts = _spec(
         config,
-        names=GRANITE,
+        names=QWEN3_MOE if config.get("separate_tensors") else GRANITE,
         count=_size(config, "num_local_experts", 8),
         inner=_size(config, "intermediate_size", 11_008),
         sparse=(True,) * num_layers,
@@ -149,6 +156,29 @@ def deepseek_v3_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpe
     names = replace(QWEN3_MOE, correction="mlp.gate.e_score_correction_bias")
     normalized, groups = bool(config.get("norm_topk_prob", True)), _groups(config, best=2)
     return _deepseek_experts(config, num_layers, names, normalized=normalized, groups=groups, sigmoid=True)
+
+
+def nemotron_experts(config: Mapping[str, Any], kinds: Sequence[str]) -> ExpertSpec:
+    """Experts of Nemotron 3, chosen as DeepSeek-V3's, in the layers of kind moe. None of them has a gate."""
+    chosen, factor = _size(config, "num_experts_per_tok"), float(config["routed_scaling_factor"])
+    rule = ExpertRule(
+        top_k=chosen,
+        normalized=bool(config["norm_topk_prob"]),
+        groups=_groups(config, best=2),
+        factor=factor,
+        sigmoid=True,
+        gated=False,
+    )
+    experts = _spec(
+        config,
+        names=NEMOTRON,
+        count=_size(config, "n_routed_experts"),
+        inner=_size(config, "moe_intermediate_size"),
+        sparse=tuple(kind == "moe" for kind in kinds),
+        rule=rule,
+    )
+    shared = _size(config, "moe_shared_expert_intermediate_size")
+    return replace(experts, shared_gate=False, shared_size=shared)
 
 
 def _deepseek_experts(
@@ -311,7 +341,7 @@ class _Reader:
         self._own, self._leads = shard.part(self._inner), shard.index == 0
 
     def gate_up(self) -> ExpertWeights:
-        """The weights [E, 2 inner, hidden] of the first products."""
+        """The weights [E, 2 inner, hidden] of the first products; without a gate [E, inner, hidden]."""
         if self._names.fused == "alternating":
             both = range(2 * self._own.start, 2 * self._own.stop)
             packed = self._packed(self._names.gate_up[0], self._hidden, both)
@@ -321,9 +351,9 @@ class _Reader:
         single = self._packed_single(self._names.gate_up, self._of_rows)
         if single is not None:
             return single
-        whole = self._empty(self._every, 2 * len(self._own), len(self._hidden))
+        whole = self._empty(self._every, (1 + self.spec.rule.gated) * len(self._own), len(self._hidden))
         for expert, into in enumerate(whole):
-            self._fill_gate_up(expert, *torch.split(into, len(self._own)))
+            self._fill_gate_up(expert, torch.split(into, len(self._own)))
         return whole
 
     def down(self) -> ExpertWeights:
@@ -365,19 +395,19 @@ class _Reader:
         self._source.fill(self._prefix + name, Piece.all_of(*self._shapes[name]), into)
         return into
 
-    def _fill_gate_up(self, expert: int, gate: torch.Tensor, up: torch.Tensor) -> None:
-        """Write one expert's rows of gate and of up."""
+    def _fill_gate_up(self, expert: int, parts: Sequence[torch.Tensor]) -> None:
+        """Write one expert's rows of gate and of up, or of up alone."""
         names, one, of_up = self._names, range(expert, expert + 1), self._of_up
         if expert == self.spec.count:
-            self._fill_rows(names.shared[:2], (gate, up))
+            self._fill_rows(names.shared[:2], parts)
         elif names.fused == "rows":
-            for part, into in ((self._own, gate), (of_up, up)):
+            for part, into in zip((self._own, of_up), parts, strict=True):
                 into.copy_(self._filled(names.gate_up[0], one, part, self._hidden)[0])
         elif names.fused:
-            for half, into in zip(self._halves(names.gate_up[0], one, self._hidden), (gate, up), strict=True):
+            for half, into in zip(self._halves(names.gate_up[0], one, self._hidden), parts, strict=True):
                 into.copy_(half[0].t())
         else:
-            self._fill_rows([name.format(expert) for name in names.gate_up], (gate, up))
+            self._fill_rows([name.format(expert) for name in names.gate_up], parts)
 
     def _fill_rows(self, names: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
         """Read gate and up of an expert whose tensors are its own."""

@@ -19,6 +19,7 @@ from holdfast.lm.models.experts import (
     granite_experts,
     llama4_experts,
     mixtral_experts,
+    nemotron_experts,
     phimoe_experts,
     qwen3_5_moe_experts,
     qwen3_moe_experts,
@@ -181,7 +182,7 @@ def qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
 def qwen3_next(config: Mapping[str, Any]) -> DecoderSpec:
     """Qwen3-Next: three of four layers are recurrent, and attention has output gates. Experts besides a shared one."""
     config = {**DEFAULTS, **config}
-    fields = hybrid(config, shared(config, partial=True), grouped=True)
+    fields = hybrid(config, shared(config, partial=True), grouped=not config.get("separate_tensors"))
     return DecoderSpec(**fields, experts=qwen3_next_experts(config, fields["num_layers"]))
 
 
@@ -228,9 +229,11 @@ def falcon_h1(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def nemotron_h(config: Mapping[str, Any]) -> DecoderSpec:
-    """Nemotron-H: each layer is Mamba-2, attention without a rotation, or an MLP, and nothing else."""
+    """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without a rotation, an MLP or experts alone."""
     config = nemotron_config(config)
-    return DecoderSpec(**nemotron_layers(config, shared(config)))
+    kinds = config["layer_types"]
+    experts = nemotron_experts(config, kinds) if "moe" in kinds else None
+    return DecoderSpec(**nemotron_layers(config, shared(config), experts))
 
 
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)

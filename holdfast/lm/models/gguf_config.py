@@ -2,45 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
-
-Config = dict[str, Any]
-Values = Callable[[str], list[float]]
-
-
-class Metadata:
-    """The metadata of one GGUF file. Keys are those of the file's architecture."""
-
-    def __init__(self, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], values: Values) -> None:
-        """`shapes` are those of the file's tensors, by name. `values` reads a small tensor."""
-        self.fields, self.shapes, self.values = fields, shapes, values
-        self.architecture = str(fields.get("general.architecture", ""))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.fields.get(f"{self.architecture}.{key}", default)
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """A number. Raises UnsupportedCheckpoint if it is missing, or differs between layers."""
-        found = self.get(key, default)
-        if isinstance(found, list) and len({*found}) == 1:
-            found = found[0]
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise UnsupportedCheckpoint(f"GGUF key {self.architecture}.{key} is {found!r}; a number is supported")
-        return found
-
-    def nonzero(self, key: str, default: float) -> Any:
-        """The number of those layers that have one other than 0. Raises UnsupportedCheckpoint if it differs."""
-        given = self.get(key, default)
-        found = {each for each in given if each} if isinstance(given, list) else {given}
-        if len(found) != 1:
-            raise UnsupportedCheckpoint(f"GGUF key {self.architecture}.{key} is {given!r}; one number is supported")
-        return found.pop()
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.shapes
+from holdfast.lm.models.gguf_hybrids import HYBRIDS
+from holdfast.lm.models.gguf_values import Config, Metadata
 
 
 def config_of(metadata: Metadata) -> Config:
@@ -57,7 +23,7 @@ def config_of(metadata: Metadata) -> Config:
 def _shared(metadata: Metadata) -> Config:
     """The entries that all families have."""
     number = metadata.number
-    hidden, heads = number("embedding_length"), number("attention.head_count")
+    hidden, heads = number("embedding_length"), metadata.nonzero("attention.head_count", None)
     head_dim = number("attention.key_length", hidden // heads)
     if (values := number("attention.value_length", head_dim)) != head_dim:
         raise UnsupportedCheckpoint(f"the GGUF file has keys of {head_dim} numbers and values of {values}")
@@ -65,10 +31,12 @@ def _shared(metadata: Metadata) -> Config:
         raise UnsupportedCheckpoint("the GGUF file has no tensor token_embd.weight")
     special = {name: metadata.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot")}
     ends = [special[name] for name in ("eos", "eot") if special[name] is not None]
+    drafts = number("nextn_predict_layers", 0)
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": number("block_count"),
-        "intermediate_size": number("feed_forward_length", 0),
+        "num_hidden_layers": number("block_count") - drafts,
+        "num_nextn_predict_layers": drafts,
+        "intermediate_size": metadata.nonzero("feed_forward_length", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.nonzero("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -224,5 +192,6 @@ FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "phi3": _phi3,
     "olmo2": _olmo2,
     "lfm2": _lfm2,
+    **HYBRIDS,
 }
 """For each of GGUF's architectures, the entries of config.json that it adds to those of all."""

@@ -16,7 +16,9 @@ from typing import Any
 from holdfast.files.gguf import parts_of
 from holdfast.files.regular import samples_of
 from holdfast.lm.models.base import UnsupportedCheckpoint
-from holdfast.lm.models.gguf_config import Metadata, config_of
+from holdfast.lm.models.gguf_config import config_of
+from holdfast.lm.models.gguf_hybrids import HYBRIDS
+from holdfast.lm.models.gguf_values import Metadata
 from holdfast.lm.models.gguf_weights import GGUF_FILE, read_gguf
 
 SAMPLES = 64
@@ -56,10 +58,12 @@ def write(path: Path, directory: Path) -> None:
 
 def write_tokenizer(path: Path, directory: Path, fields: Mapping[str, Any]) -> None:
     """Write tokenizer.json and tokenizer_config.json, with the chat template."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # For the others, AutoTokenizer would first read a config, which Transformers cannot do for these.
+    kind = PreTrainedTokenizerFast if fields["general.architecture"] in HYBRIDS else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+        tokenizer = kind.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
         tokenizer.backend_tokenizer.save(str(directory / "tokenizer.json"))
     except Exception as error:  # Transformers raises many kinds for what it cannot read
         raise UnsupportedCheckpoint(f"the tokenizer in {path.name} cannot be read: {error}") from error

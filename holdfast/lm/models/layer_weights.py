@@ -26,7 +26,7 @@ class LayerWeights:
     """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None.
 
     In a recurrent layer, and in one that is an MLP alone, `qkv` is the projection that its mixer begins with, and `o`
-    the one that adds the mixer's result to the stream. With latent attention they have the shapes of
+    the one that adds the mixer's result to the stream. Both are empty in one that is experts alone. With latent attention they have the shapes of
     `LatentSpec.shapes`.
     """
 
@@ -195,7 +195,7 @@ class WeightReader:
 
     def _layer(self, index: int, quantized: tuple[str, ...]) -> LayerWeights:
         weights = dict[str, Any](input_norm=self.no_norm, post_norm=self.no_norm)
-        weights |= {"gate_up": self.none, "down": self.none.t()}
+        weights |= {"qkv": self.none, "o": self.none.t(), "gate_up": self.none, "down": self.none.t()}
         if self._decoder.experts is not None and self._decoder.experts.sparse[index]:
             experts = read_experts(
                 self._decoder, index, self._shard, self._source, device=self._device, dtype=self._dtype

@@ -88,7 +88,7 @@ def load(
     directory, device = Path(directory), torch.device(device)
     config = with_quantization(directory, read_json(directory / "config.json"))
     checked_architecture(config)
-    kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
+    kind = dtype_of(config, dtype, device)
     options: dict[str, Any] = dict(device=device, dtype=kind, eos_token_ids=eos_token_ids(directory, config))
     try:
         spec = native_spec(config)
@@ -211,6 +211,25 @@ def check_fp8(device: torch.device) -> None:
             f"quantization is fp8, which takes a GPU of compute capability {least} (Hopper) or later; "
             f"{torch.cuda.get_device_name(device)} is older: leave it out"
         )
+
+
+def dtype_of(config: Mapping[str, Any], dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of a model on a device. With `dtype` auto, it is the checkpoint's own on CUDA and float32 on a CPU."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    return own_dtype(config) if device.type == "cuda" else torch.float32
+
+
+def state_bytes_of(directory: Path, dtype: str, device: torch.device) -> int:
+    """Bytes of the recurrent states of one sequence in a native decoder; 0 if it keeps none.
+
+    Raises UnsupportedCheckpoint for any other model.
+    """
+    recurrence = decoder_spec(directory).recurrence
+    if recurrence is None:
+        return 0
+    tensors = recurrence.state(dtype_of(read_json(directory / "config.json"), dtype, device))
+    return sum(recurrence.layers) * sum(each.nbytes for each in tensors)
 
 
 def own_dtype(config: Mapping[str, Any]) -> torch.dtype:

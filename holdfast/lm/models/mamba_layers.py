@@ -77,9 +77,14 @@ def granite_layers(config: Mapping[str, Any], fields: Mapping[str, Any], experts
         shared = experts.shared_size
     biased = bool(config.get("attention_bias"))
     rotated = config.get("position_embedding_type") == "rope"
+    names = mamba_names(fields["names"], mamba)
+    if config.get("separate_tensors"):
+        names = replace(names, fields={**names.fields, **SHARED_EXPERT})
+    else:
+        names = granite_names(names, fields["hidden_size"], shared)
     return {
         **fields,
-        "names": granite_names(mamba_names(fields["names"], mamba), fields["hidden_size"], shared),
+        "names": names,
         "recurrence": mamba,
         "experts": experts,
         "rope": fields["rope"] if rotated else Rope(1.0, "none"),
@@ -98,6 +103,13 @@ def multiplier(config: Mapping[str, Any], key: str) -> float:
     if value <= 0:
         raise UnsupportedCheckpoint(f"{key} is {value:g}; it must be above 0")
     return value
+
+
+SHARED_EXPERT = {
+    "shared_gate_up": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "shared_down": ("mlp.shared_expert.down_proj.weight",),
+}
+"""The tensor names of a shared expert whose gate and up are stored separately."""
 
 
 def granite_names(names: WeightNames, hidden: int, shared: int) -> WeightNames:
@@ -234,6 +246,12 @@ NEMOTRON_DEFAULTS: dict[str, Any] = dict(
     conv_kernel=4,
     use_conv_bias=True,
     time_step_min=0.001,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=7688,
+    moe_shared_expert_intermediate_size=7688,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
 )
 """Transformers' defaults of Nemotron-H."""
 
@@ -259,14 +277,17 @@ def nemotron_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **plain, "rms_norm_eps": config["layer_norm_epsilon"]}
 
 
-def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The DecoderSpec fields of a Nemotron-H, from those that all families read.
+def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any], experts: ExpertSpec | None) -> dict[str, Any]:
+    """The DecoderSpec fields of a Nemotron-H with these experts, from those that all families read.
 
-    Raises NotNative for experts, for other activations, and for a model without attention or without Mamba-2.
+    Raises NotNative for experts with biases or of a latent, for other activations, and for a model without attention or
+    without Mamba-2.
     """
     kinds = config["layer_types"]
-    if "moe" in kinds:
-        raise NotNative("it has experts without a gate")
+    if experts is not None and config.get("mlp_bias"):
+        raise NotNative("mlp_bias is on, and experts have no biases here")
+    if experts is not None and config.get("moe_latent_size") is not None:
+        raise NotNative(f"moe_latent_size is {config['moe_latent_size']}, and experts read the stream itself here")
     if unknown := {*kinds} - {*LETTERS.values()}:
         raise UnsupportedCheckpoint(f"layer type {min(unknown)!r} is not supported")
     for kind, name in (("full_attention", "attention"), ("linear_attention", "Mamba-2")):
@@ -293,7 +314,10 @@ def nemotron_layers(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dic
         **fields,
         "names": nemotron_names(mamba_names(fields["names"], mamba, "mixer.")),
         "recurrence": mamba,
-        "mlps": tuple(kind == "mlp" for kind in kinds),
+        "mlps": tuple(kind in ("mlp", "moe") for kind in kinds),
+        "experts": experts,
+        "gated": False,
+        "activation": "relu2",
         "mlp_bias": bool(config.get("mlp_bias")),
         "norms": ("input_norm",),
         "rope": Rope(1.0, "none"),
@@ -305,6 +329,8 @@ def nemotron_names(names: WeightNames) -> WeightNames:
     own = {field: tuple(name.replace("self_attn", "mixer") for name in names.fields[field]) for field in ("qkv", "o")}
     own |= {"input_norm": ("norm.weight",), "mlp_in": ("mixer.up_proj.weight",), "mlp_out": ("mixer.down_proj.weight",)}
     own |= {"mlp_in_bias": ("mixer.up_proj.bias",), "mlp_out_bias": ("mixer.down_proj.bias",)}
+    own["shared_gate_up"] = ("mixer.shared_experts.up_proj.weight",)
+    own["shared_down"] = ("mixer.shared_experts.down_proj.weight",)
     return replace(
         names,
         embedding="model.embeddings.weight",

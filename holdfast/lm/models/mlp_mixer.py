@@ -1,4 +1,4 @@
-"""The first half of an MLP that stands in the place of a mixer: the layers of Nemotron-H that are an MLP alone."""
+"""What stands in the place of a mixer in the layers of Nemotron-H that are an MLP or experts alone."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ class MlpMixer(Mixer):
 
     def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
         return functional.relu(self._projection.of(ops, normed, step)).square()
+
+
+class NoMixer(Mixer):
+    """The place of a mixer in a layer that is experts alone: its result is the normed stream, which they read."""
+
+    def mix(self, ops: LayerOps, normed: Normed, step: StepInput, rotations: Sequence[Rotation]) -> torch.Tensor:
+        return ops.computed(normed)

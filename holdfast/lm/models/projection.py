@@ -26,6 +26,7 @@ class Projection:
         if adapters is None:
             return self._product(ops, normed, self._bias)
         x, stack = ops.computed(normed), adapters.layers[self._index].qkv
+        assert stack is not None
         return with_adapters(lambda bias: self._product(ops, x, bias), x, self._bias, stack, adapters, adapters.tokens)
 
     def _product(self, ops: LayerOps, x: Normed, bias: torch.Tensor | None) -> torch.Tensor:

@@ -250,7 +250,9 @@ class PaddedDevice(LanguageDevice):
         rows = RunningRows(self.layout, self.config.plan_rows, device)
         graphs = None
         if self._masks is not None and self._settled:
-            graphs = DecodeGraphs(self.driver, self.layout, self.config.max_sequences, self._settled, masks=self._masks)
+            graphs = DecodeGraphs(
+                self.driver, self.layout, self.config.most_sequences, self._settled, masks=self._masks
+            )
         rules = [each for part in self.parts for each in part.row_rules(self.config.plan_rows, device)]
         work = [each for part in self.parts for each in part.row_work(lambda: stream_for(device))]
         return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs, rules=rules, work=work)
@@ -275,7 +277,7 @@ class PaddedDevice(LanguageDevice):
         Many prompts may use up to half of the memory for states for their activations. Then fewer rows run in that
         step.
         """
-        longest, most = self.model.max_model_len, self.config.max_sequences
+        longest, most = self.model.max_model_len, self.config.most_sequences
         if self.chunked:
             return self.token_budget
         least = max(self.token_budget, longest + most)
@@ -330,7 +332,7 @@ class PaddedDevice(LanguageDevice):
 
     def _decode_shares(self) -> tuple[int, float]:
         """Temporary bytes of a decode of `max_sequences` rows at any width, and those per byte of the rows' states."""
-        most = self.config.max_sequences
+        most = self.config.most_sequences
         rows = min(MEASURED_ROWS, most) if self.abilities.batched_decode else 1
         width = max(1, min(MEASURED_WIDTH, self.model.max_model_len // 2 - 1))
         narrow, wide = self._decode_bytes(rows, width), self._decode_bytes(rows, 2 * width)
@@ -362,7 +364,7 @@ class PaddedDevice(LanguageDevice):
         States are counted without it: a batch that outgrows it, or is on its way in, is outside.
         """
         self._settled = 0
-        rows, each = padded_rows(self.config.max_sequences), position_bytes(self.layout)
+        rows, each = padded_rows(self.config.most_sequences), position_bytes(self.layout)
         fixed = rows * self.row_bytes.fixed
         room = int(cache * GRAPH_SHARE) - fixed
         if self._masks is None or room < 0:

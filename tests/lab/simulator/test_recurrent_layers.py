@@ -46,7 +46,7 @@ def test_recurrent_layers_take_the_same_time_at_any_position_and_attention_only_
 def test_states_of_running_sequences_and_of_snapshots_take_memory_from_the_cache():
     tokens = cache_tokens(SHAPE, DEVICES["h100"], devices=1)
     plain = DEVICES["h100"].memory * 0.9 - 2e9 - SHAPE.weight_bytes
-    left = plain - EngineConfig().max_sequences * SHAPE.state_bytes
+    left = plain - EngineConfig().most_sequences * SHAPE.state_bytes
     assert tokens == int(left * (1 - EngineConfig().snapshot_share) / SHAPE.token_bytes)
 
 

@@ -60,7 +60,7 @@ def made_up(monkeypatch):
         kind="cpu",
         model=SimpleNamespace(spec=SimpleNamespace(max_model_len=8192)),
         memory=SimpleNamespace(cache=SimpleNamespace(num_blocks=4096), graphs=None),
-        config=SimpleNamespace(block_size=16, max_sequences=64, pp=1),
+        config=SimpleNamespace(block_size=16, most_sequences=64, pp=1),
         description="made up",
         executor=SimpleNamespace(prepare=lambda: False),
     )
@@ -181,7 +181,7 @@ def test_an_estimate_on_a_gpu_takes_half_a_second_of_its_time_and_knows_all_padd
             return StepResult(plan.step, (), ran[-1])
 
     made_up.memory.graphs = (SimpleNamespace(sizes=sizes),)
-    made_up.config.max_sequences = 256
+    made_up.config.most_sequences = 256
     monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
     cost = estimate_cost(Gpu(made_up, Burst()), name="m")
     assert len(ran) <= 40 and sum(ran) < 0.6

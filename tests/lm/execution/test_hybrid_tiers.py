@@ -25,7 +25,7 @@ from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import SchedulerStats, StateShape
 from holdfast.loop.loop import Loop
-from tests.checkpoints import VOCAB, make
+from tests.checkpoints import NEMOTRON_3, VOCAB, make
 from tests.hybrid import check_hybrid
 from tests.late_streams import LateStream
 from tests.paged import sizes
@@ -52,11 +52,15 @@ class Small:
         return tuple(out[0, len(prompt) :].tolist())
 
 
-@pytest.fixture(scope="module", params=["Qwen3_5Text", "Qwen3Next"])
+MODELS: dict[str, dict[str, Any]] = {"Qwen3_5Text": {}, "NemotronH": NEMOTRON_3}
+"""The models, by family, and their differences."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Small:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
-    module = make(directory, request.param)
+    module = make(directory, request.param, **MODELS[request.param])
     return Small(load(directory, device="cpu", dtype="float32"), module)
 
 

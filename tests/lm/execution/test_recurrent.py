@@ -30,7 +30,7 @@ from holdfast.lm.types import (
     TableWrite,
 )
 from holdfast.lm.types.plan import BlockMove
-from tests.checkpoints import VOCAB, make
+from tests.checkpoints import NEMOTRON_3, VOCAB, make
 
 ODD = dict(
     num_hidden_layers=5,
@@ -107,6 +107,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
             "conv_kernel": 2,
             "time_step_min": 0.9,
+        },
+    ),
+    "nemotron-3": ("NemotronH", NEMOTRON_3),
+    "nemotron-3-odd": (
+        "NemotronH",
+        {
+            **NEMOTRON_3,
+            "layers_block_type": ["moe", "mlp", "linear_attention", "full_attention"],
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 5,
+            "norm_topk_prob": False,
         },
     ),
     "granite-4-experts": ("GraniteMoeHybrid", {**EXPERTS, "mamba_proj_bias": True, "attention_bias": True}),

@@ -49,6 +49,7 @@ SPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1": CASES["falcon-h1"],
     "falcon-h1-normed": ("FalconH1", dict(mamba_rms_norm=True, mamba_norm_before_gate=False)),
     "nemotron-h": CASES["nemotron-h"],
+    "nemotron-3": CASES["nemotron-3"],
     "nemotron-h-biased": ("NemotronH", BIASED_NEMOTRON),
 }
 """Models whose groups and key heads are fewer than the devices, as many, and more."""

@@ -23,8 +23,9 @@ from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.gguf_blocks import FORMATS, FOUR_BITS, dequantized, four_bits
-from holdfast.lm.models.gguf_config import Metadata, config_of
+from holdfast.lm.models.gguf_config import config_of
 from holdfast.lm.models.gguf_metadata import write
+from holdfast.lm.models.gguf_values import Metadata
 from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import GgufWeights, load, native_spec, open_files
 from holdfast.lm.models.shard import Piece
@@ -549,13 +550,13 @@ def test_unknown_architectures_and_keys_are_refused_by_name() -> None:
 
 
 def test_dequantizing_a_slice_is_slicing_what_is_dequantized(tmp_path: Path) -> None:
-    from holdfast.lm.models.gguf_weights import GgufSlice, read_gguf
+    from holdfast.lm.models.gguf_weights import GgufSlice, Place, read_gguf
 
     make(tmp_path / "plain", "Llama")
     write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q8_0")
     tensor = next(each for each in read_gguf(tmp_path / "model.gguf").tensors if each.name == "blk.0.ffn_up.weight")
     whole = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-    stored = GgufSlice(tensor, None, torch.device("cpu"))
+    stored = GgufSlice(Place(tensor), torch.device("cpu"))
     for cut in ((slice(3, 9),), (slice(3, 9), slice(7, 41)), (slice(None), slice(1, 2)), ...):
         assert torch.equal(stored[cut], whole[cut])
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
-from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.decoder_spec import DecoderSpec, expert_shapes, layer_elements, shapes_of_layer
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.loader import load
 from holdfast.lm.models.mamba import MambaSpec
@@ -49,7 +50,8 @@ def mamba_of(spec: DecoderSpec) -> MambaSpec:
         ("FalconH1", FALCON, {"mamba_rms_norm": True}, "mamba_norm_before_gate is on"),
         ("FalconH1", FALCON, {"projectors_bias": True}, "projectors_bias is on"),
         ("FalconH1", FALCON, {"hidden_act": "gelu"}, "hidden_act is gelu"),
-        ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M*E"}, "it has experts"),
+        ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M*E", "mlp_bias": True}, "mlp_bias is on"),
+        ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M*E", "moe_latent_size": 64}, "moe_latent_size is 64"),
         ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "M-"}, "none of its layers has attention"),
         ("NemotronH", NEMOTRON, {"hybrid_override_pattern": "*-"}, "none of its layers has Mamba-2"),
         ("NemotronH", NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is silu"),
@@ -99,6 +101,42 @@ def test_old_names_of_nemotrons_layers_and_sizes_are_read() -> None:
     assert old == spec_of("NemotronH", NEMOTRON, n_groups=2, conv_kernel=3)
     assert (old.recurrent, old.mlps) == ((True, False, False, True), (False, False, True, False))
     assert old.cached == (False, True, False, False)
+
+
+def test_nemotron_3_has_experts_alone_in_some_layers() -> None:
+    """The sizes are those of NVIDIA-Nemotron-3-Nano-30B-A3B, with fewer layers."""
+    published = dict(
+        hidden_size=2688,
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        head_dim=128,
+        intermediate_size=1856,
+        vocab_size=131_072,
+        hybrid_override_pattern="MEMEM*E",
+        mamba_num_heads=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
+    spec = spec_of("NemotronH", NEMOTRON, **published)
+    experts = spec.experts
+    assert experts is not None and experts.sparse == (False, True, False, True, False, False, True)
+    assert experts.rule == ExpertRule(top_k=6, sigmoid=True, factor=2.5, gated=False)
+    assert spec.cached == (False,) * 5 + (True, False)
+    stored = expert_shapes(spec)
+    assert stored["mixer.experts.127.up_proj.weight"] == (1856, 2688), "one matrix before the activation"
+    assert not any("gate_proj" in name for name in stored)
+    assert shapes_of_layer(spec, 1) == {
+        "input_norm": ((2688,),),
+        "shared_gate_up": ((3712, 2688),),
+        "shared_down": ((2688, 3712),),
+    }
+    assert layer_elements(spec, 1) == 2688 * (1 + 2 * 3712 + 2 * 6 * 1856)
 
 
 def test_published_nemotrons_have_another_prefix(tmp_path: Path) -> None:

@@ -84,8 +84,9 @@ class Lora(Protocol):
 class LayerStacks:
     """The adapters of one layer's linear fields."""
 
-    qkv: LoraStack
-    o: LoraStack
+    qkv: LoraStack | None = None
+    o: LoraStack | None = None
+    """None, like qkv, in a layer that is experts alone."""
     gate_up: LoraStack | None = None
     down: LoraStack | None = None
     """None, like gate_up, if experts replace the layer's MLP."""

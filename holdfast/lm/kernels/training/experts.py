@@ -64,8 +64,10 @@ def experts_backward(
 
 
 def gated_backward(back: torch.Tensor, gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
-    """The gradient of gate_up [T, 2 inner], from that of the result of `gated`."""
+    """The gradient of gate_up [T, 2 inner], or [T, inner] without a gate, from that of the result of `gated`."""
     given = wide(back)
+    if not rule.gated:
+        return (2.0 * given * functional.relu(wide(gate_up))).to(gate_up.dtype)
     gate, up = wide(gate_up).chunk(2, dim=-1)
     if rule.clamp is None:
         sigmoid = torch.sigmoid(gate)

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.core.config import CoreConfig, option
+from holdfast.core.config import DEFAULT_SEQUENCES, CoreConfig, option
+
+
+RUNNING_SHARE = 0.25
+"""Largest share of the cache's memory that the states of running sequences take, by the default of max_sequences."""
+
+
+def default_sequences(state_bytes: int, cache_bytes: int) -> int:
+    """Number of sequences that run at once unless the configuration gives it, for states of this size in bytes.
+
+    `cache_bytes` is the memory for the cache and for the states of running sequences.
+    """
+    return max(1, min(DEFAULT_SEQUENCES, int(RUNNING_SHARE * cache_bytes) // max(1, state_bytes)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def make_tuner(
     room = None
     if config.tbt_seconds is not None:
         decodes, context = reference_step(
-            config.max_sequences, shape.max_model_len, shape.cache_positions(config.block_size)
+            config.most_sequences, shape.max_model_len, shape.cache_positions(config.block_size)
         )
         seconds = cost.step([(1, context)] * decodes)
         room = TrainingRoom(

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.core.config import DEFAULT_SEQUENCES
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.process.build import Engine, build, build_engine
 from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.execution import paged_device, state_memory
 from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.types import LanguageLoop
 from tests.adapters import drawn as drawn_adapter
@@ -36,6 +38,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("checkpoint")
     return make(directory, request.param), directory
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint for what does not differ by family."""
+    directory: Path = tmp_path_factory.mktemp("checkpoint")
+    make(directory, "Qwen3_5Text")
+    return directory
 
 
 @pytest.fixture
@@ -134,6 +144,49 @@ def test_snapshots_take_their_share_of_the_cache(served: tuple[Any, Path]) -> No
         shapes[share] = info.num_blocks
         engine.close()
     assert shapes[0.75] < shapes[0.25] / 2
+
+
+def test_by_default_running_sequences_keep_states_in_a_quarter_of_the_cache_memory(one: Path) -> None:
+    slot = load(one, device="cpu", dtype="float32").spec.state_bytes
+    sizes = {name: value for name, value in SIZES.items() if name != "max_sequences"}
+    for cache, wanted in ((40 * slot, 10), (4000 * slot, DEFAULT_SEQUENCES)):
+        engine = build_engine(EngineConfig(model=str(one), **sizes | {"cache_gb": cache / 1e9}))
+        assert (engine.info.max_sequences, engine.info.memory.rows) == (wanted, wanted * slot)
+        engine.close()
+
+
+def test_a_given_number_of_sequences_is_kept_whatever_share_their_states_take(one: Path) -> None:
+    slot = load(one, device="cpu", dtype="float32").spec.state_bytes
+    engine = build_engine(EngineConfig(model=str(one), **SIZES | {"cache_gb": 40 * slot / 1e9, "max_sequences": 99}))
+    assert (engine.info.max_sequences, engine.info.memory.rows) == (99, 99 * slot)
+    engine.close()
+
+
+def test_more_states_than_the_memory_holds_are_refused_with_the_number_that_fits(
+    one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = load(one, device="cpu", dtype="float32").spec.state_bytes
+    monkeypatch.setattr(paged_device, "memory_of", lambda device: (70 * slot, 100 * slot))
+    config = EngineConfig(model=str(one), **SIZES | {"max_sequences": 71})
+    with pytest.raises(MemoryError, match=r"max_sequences is 71, .* room for the states of 70 sequences; lower it"):
+        build_engine(config)
+
+
+def test_the_first_copies_of_states_to_the_host_are_made_at_the_start(
+    one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = list[int]()
+
+    def copy(source: Any, sources: Any, target: Any, targets: Any) -> None:
+        copied.append(len(sources))
+
+    monkeypatch.setattr(state_memory, "copy_blocks", copy)
+    for host, wanted in ((0.004, 2), (0.0, 0)):
+        engine = build_engine(EngineConfig(model=str(one), **SIZES | {"host_cache_gb": host}))
+        tensors = len(load(one, device="cpu", dtype="float32").spec.state)
+        assert copied == [1] * wanted * tensors, "each tensor of one state, there and back"
+        copied.clear()
+        engine.close()
 
 
 @pytest.mark.parametrize(

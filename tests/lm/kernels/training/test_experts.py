@@ -10,7 +10,9 @@ from holdfast.lm.kernels.training.experts import experts_backward
 from tests.lm.kernels.linear.experts.test_experts import draw, packed
 
 
-@pytest.mark.parametrize("rule", [ExpertRule(top_k=2), ExpertRule(top_k=4, clamp=(1.7, 0.5))])
+@pytest.mark.parametrize(
+    "rule", [ExpertRule(top_k=2), ExpertRule(top_k=4, clamp=(1.7, 0.5)), ExpertRule(top_k=2, gated=False)]
+)
 def test_the_gradient_of_packed_experts_is_that_of_their_numbers(rule: ExpertRule) -> None:
     experts, plain = packed(draw(rule, 6, 64, 32, "cpu", biased=True))
     x, back = torch.randn(9, 64), torch.randn(9, 64)

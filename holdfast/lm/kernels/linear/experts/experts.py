@@ -57,6 +57,8 @@ class ExpertRule:
 
     `normalized` is False then.
     """
+    gated: bool = True
+    """Whether an expert has a gate. Without one, it has relu² (Primer, arXiv 2109.08668, §4) between its products."""
     shared: bool = False
     """Whether one more expert, the last, computes every token, with the share 1. It has no row in the router.
 
@@ -79,6 +81,11 @@ class ExpertRule:
         """Number of experts that compute a token."""
         return self.top_k + self.shared
 
+    @property
+    def matrices(self) -> int:
+        """Number of matrices of one expert, all of the same size: gate if there is one, up and down."""
+        return 2 + self.gated
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -86,7 +93,9 @@ class Experts:
 
     rule: ExpertRule
     router: torch.Tensor  # [E, hidden]; without the shared one [E - 1, hidden]
-    gate_up: ExpertWeights  # [E, 2 inner, hidden]: the rows of gate, then those of up
+    gate_up: (
+        ExpertWeights  # [E, 2 inner, hidden]: the rows of gate, then those of up; without a gate [E, inner, hidden]
+    )
     down: ExpertWeights  # [E, hidden, inner]
     router_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [E, 2 inner]
@@ -168,7 +177,12 @@ def mixer_shares(logits: torch.Tensor, chosen: torch.Tensor, jitter: float) -> t
 
 
 def gated(gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
-    """The input of an expert's second product, [T, inner], from the result of its first one, [T, 2 inner]."""
+    """The input of an expert's second product, [T, inner], from the result of its first one, [T, 2 inner].
+
+    Without a gate, the result is [T, inner].
+    """
+    if not rule.gated:
+        return functional.relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)
     if rule.clamp is None:
         active = functional.silu(gate) if rule.activation == "silu" else functional.gelu(gate, approximate="tanh")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share, ranked
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share, ranked, squared_relu
 from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile
 from holdfast.lm.kernels.linear.packed_tile import packed_tile
 
@@ -86,8 +86,8 @@ def gate_few_kernel(
     experts, inner, inputs, x_stride, eps, alpha, limit, jitter,
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, MIXED: tl.constexpr, SCALED: tl.constexpr,
     SHARED: tl.constexpr, RANKED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    BEST: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BEST: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first product of a pair's expert, gated: [T * TOP_K, inner] float32. Program (BLOCK_N rows, pair).
@@ -96,12 +96,13 @@ def gate_few_kernel(
     program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. With
     MIXED the shares are those of SparseMixer, with SIGMOID sigmoids, with SCALED sigmoids that multiply x. With RANKED,
     experts are chosen by the numbers of `ranked`. With SHARED, a token's last pair is
-    that of the shared expert, whose number is `experts`. Rows of gate and up are taken in turns. With a `norm`, x is
-    replaced by its RMS norm times `norm`. For FORM and `scale`, see `_product`.
+    that of the shared expert, whose number is `experts`. Rows of gate and up are taken in turns. Without GATED, there
+    is no gate, and the product is squared by `squared_relu`. With a `norm`, x is replaced by its RMS norm times `norm`. For FORM and `scale`, see `_product`.
     """
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K
-    TAKEN: tl.constexpr = BLOCK_N // 2
+    ROWS: tl.constexpr = 2 if GATED else 1
+    TAKEN: tl.constexpr = BLOCK_N // ROWS
     item = tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
     wait_for_previous(DEPENDENT)
@@ -132,8 +133,8 @@ def gate_few_kernel(
         tl.store(chosen + pair, expert)
         tl.store(shares + pair, 1.0 if SCALED else share)
     # Programs after the last output read its row again, which costs nothing and needs no mask.
-    row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, inner - 1) + item % 2 * inner
-    row = expert.to(tl.int64) * 2 * inner + row
+    row = tl.minimum(tl.program_id(0) * TAKEN + item // ROWS, inner - 1) + item % ROWS * inner
+    row = expert.to(tl.int64) * ROWS * inner + row
     x_at = x + token * x_stride
     result = _product(
         weight, scale, extra, unit, row, x_at, norm, inputs, eps,
@@ -143,9 +144,13 @@ def gate_few_kernel(
         result *= share
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)
-    gate, up = tl.split(tl.reshape(result, (TAKEN, 2)))
+    if GATED:
+        gate, up = tl.split(tl.reshape(result, (TAKEN, 2)))
+        between = gated_product(gate, up, alpha, limit, CLAMPED, GELU)
+    else:
+        between = squared_relu(result)
     n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
-    tl.store(inner_out + pair * inner + n, gated_product(gate, up, alpha, limit, CLAMPED, GELU), mask=n < inner)
+    tl.store(inner_out + pair * inner + n, between, mask=n < inner)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Functions that the kernels of experts share: scores that can be compared, and the gate between two products."""
+"""Functions that the kernels of experts share: scores that can be compared, and what is between two products."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -45,6 +45,13 @@ def gated_product(gate, up, alpha, limit, CLAMPED: tl.constexpr, GELU: tl.conste
     else:
         result = gate / (1.0 + tl.exp(-gate)) * up
     return result
+
+
+@triton.jit
+def squared_relu(x):
+    """relu² of x. NaN stays NaN."""
+    x = tl.where(x < 0.0, 0.0, x)
+    return x * x
 
 
 @triton.jit

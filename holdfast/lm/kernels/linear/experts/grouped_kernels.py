@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share, ranked
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product, mixer_share, ranked, squared_relu
 from holdfast.lm.kernels.linear.experts.mxfp4_tile import mxfp4_tile, packed_dot
 from holdfast.lm.kernels.linear.packed_tile import packed_tile
 
@@ -143,16 +143,17 @@ def sort_kernel(
 def grouped_kernel(
     x, weight, scale, extra, unit, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs,
     inputs, x_stride, out_stride, alpha, limit,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
-    HALVED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
+    GELU: tl.constexpr, HALVED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A product of each pair with its expert. Program (BLOCK_M pairs of one expert and BLOCK_N outputs, outputs first).
 
-    With GATED, x is [T, inputs], weight is [experts, 2 outputs, inputs], and out [T * TOP_K, outputs] is gated and in
-    the order of `pairs`. Without GATED, x is in the order of `pairs`, weight is [experts, outputs, inputs], and out
-    [TOP_K, T, outputs] is by rank and token, times the pair's share. With SCALED, the share multiplies x instead. With
+    The FIRST product reads x [T, inputs], and writes out [T * TOP_K, outputs] in the order of `pairs`. With GATED, its
+    weight is [experts, 2 outputs, inputs], and out is gated. Without GATED, it is [experts, outputs, inputs], and out
+    is squared by `squared_relu`. The second product reads x in the order of `pairs`, weight is [experts, outputs,
+    inputs], and out [TOP_K, T, outputs] is by rank and token, times the pair's share. With SCALED, the share multiplies x instead. With
     HALVED, an expert's last tile is computed as half a tile if its pairs fit. With a FORM, weights are a
     `PackedWeight`; else with a `scale`, MXFP4. Both are rounded to the type of x.
     """
@@ -174,14 +175,14 @@ def grouped_kernel(
             _tile(
                 x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride,
                 out_stride, alpha, limit, first_output, expert, start, stop,
-                TOP_K, GATED, SCALED, CLAMPED, GELU, FORM, GROUP, SCALE_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN,
-                STAGES,
+                TOP_K, FIRST, GATED, SCALED, CLAMPED, GELU, FORM, GROUP, SCALE_ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                EVEN, STAGES,
             )  # fmt: skip
             return
     _tile(
         x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride,
         out_stride, alpha, limit, first_output, expert, start, stop,
-        TOP_K, GATED, SCALED, CLAMPED, GELU, FORM, GROUP, SCALE_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
+        TOP_K, FIRST, GATED, SCALED, CLAMPED, GELU, FORM, GROUP, SCALE_ROWS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
     )  # fmt: skip
 
 
@@ -189,8 +190,8 @@ def grouped_kernel(
 def _tile(
     x, weight, scale, extra, unit, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
     alpha, limit, first_output, expert, start, stop,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    TOP_K: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CLAMPED: tl.constexpr,
+    GELU: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The products of up to BLOCK_M pairs in [start, stop) with BLOCK_N outputs of their expert."""
@@ -199,7 +200,7 @@ def _tile(
     row = tl.minimum(n, outputs - 1)
     place = start + tl.arange(0, BLOCK_M)
     pair = tl.load(pairs + tl.minimum(place, stop - 1))
-    source = pair // TOP_K if GATED else tl.minimum(place, stop - 1)
+    source = pair // TOP_K if FIRST else tl.minimum(place, stop - 1)
     x_at = x + source.to(tl.int64)[None, :] * x_stride
     ROWS: tl.constexpr = 2 if GATED else 1
     first_row = expert.to(tl.int64) * ROWS * outputs
@@ -253,16 +254,20 @@ def _tile(
         acc *= tl.load(unit + first_row + row)[:, None]
         if GATED:
             up *= tl.load(unit + first_row + outputs + row)[:, None]
-    if GATED and SCALED:
+    if FIRST and SCALED:
         share = tl.load(shares + pair)[None, :]
         acc *= share
-        up *= share
+        if GATED:
+            up *= share
     if bias is not None:
         acc += tl.load(bias + first_row + row).to(tl.float32)[:, None]
         if GATED:
             up += tl.load(bias + first_row + outputs + row).to(tl.float32)[:, None]
-    if GATED:
-        acc = gated_product(acc, up, alpha, limit, CLAMPED, GELU)
+    if FIRST:
+        if GATED:
+            acc = gated_product(acc, up, alpha, limit, CLAMPED, GELU)
+        else:
+            acc = squared_relu(acc)
         target = place.to(tl.int64)
     else:
         if not SCALED:

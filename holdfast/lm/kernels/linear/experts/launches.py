@@ -63,7 +63,9 @@ class GroupedLaunch:
     block_m: int
     """Number of pairs in a tile."""
     gate: ExpertLaunch
-    """The launch of the first product. Its block_n counts outputs; each output reads two rows, of gate and of up."""
+    """The launch of the first product. Its block_n counts outputs; each output reads two rows, of gate and of up.
+
+    Without a gate, it reads one."""
     down: ExpertLaunch
     halved: bool = False
     """Whether an expert's last tile may be half a tile."""
@@ -135,10 +137,10 @@ def experts_of_few(
         x, norm, experts.router, experts.router_bias, logits, count, hidden, x.stride(0), eps,
         **router.options(hidden), **pdl,
     )  # fmt: skip
-    gate_few_kernel[(triton.cdiv(inner, gate.block_n // 2), pairs)](
+    gate_few_kernel[(triton.cdiv(inner, gate.block_n // (1 + rule.gated)), pairs)](
         logits, experts.correction, x, norm, *gate_up, experts.gate_up_bias, between, chosen, shares,
         count, inner, hidden, x.stride(0), eps, *_clamp(rule), rule.jitter or 0.0,
-        **_shares(experts), CLAMPED=rule.clamp is not None, GELU=rule.activation != "silu",
+        **_shares(experts), GATED=rule.gated, CLAMPED=rule.clamp is not None, GELU=rule.activation != "silu",
         **_form(experts.gate_up),
         BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden, packed=_is_packed(experts.gate_up)), **pdl,
     )  # fmt: skip
@@ -217,10 +219,10 @@ def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
 
 
 def grouped_gate(x: torch.Tensor, experts: Experts, sorting: Sorting, launch: GroupedLaunch) -> torch.Tensor:
-    """The first product of each pair's expert, gated: [T per_token, inner], in sorted order."""
+    """The input of the second product of each pair's expert: [T per_token, inner], in sorted order."""
     inner = experts.down.shape[2]
     out = x.new_empty(len(sorting.pairs), inner)
-    _grouped(x, experts, sorting, launch, experts.gate_up, experts.gate_up_bias, out, gated=True)
+    _grouped(x, experts, sorting, launch, experts.gate_up, experts.gate_up_bias, out, first=True)
     return out
 
 
@@ -228,7 +230,7 @@ def grouped_down(
     x: torch.Tensor, experts: Experts, sorting: Sorting, launch: GroupedLaunch, out: torch.Tensor
 ) -> torch.Tensor:
     """The second product, times the pairs' shares, of x [T per_token, inner], sorted: out [per_token, T, hidden]."""
-    _grouped(x, experts, sorting, launch, experts.down, experts.down_bias, out, gated=False)
+    _grouped(x, experts, sorting, launch, experts.down, experts.down_bias, out, first=False)
     return out
 
 
@@ -241,18 +243,20 @@ def _grouped(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     *,
-    gated: bool,
+    first: bool,
 ) -> None:
+    """One of the two products of each pair with its expert."""
     rule = experts.rule
+    gated = first and rule.gated
     count, rows, inputs = weights.shape
     outputs = rows // 2 if gated else rows
-    own = launch.gate if gated else launch.down
+    own = launch.gate if first else launch.down
     if x.element_size() > 2:  # float32 takes twice the shared memory
         own = replace(own, block_k=own.block_k // 2)
     grouped_kernel[(triton.cdiv(outputs, own.block_n) * sorting.most_tiles,)](
         x, *_stored(weights), bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares,
         sorting.divisors, len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
-        TOP_K=rule.per_token, GATED=gated, SCALED=rule.scales_input, CLAMPED=rule.clamp is not None,
+        TOP_K=rule.per_token, FIRST=first, GATED=gated, SCALED=rule.scales_input, CLAMPED=rule.clamp is not None,
         GELU=rule.activation != "silu",
         BLOCK_E=triton.next_power_of_2(count), HALVED=launch.halved, BLOCK_M=launch.block_m,
         **_form(weights), **own.options(inputs, packed=_is_packed(weights)), **dependent_launch_options(x.device),

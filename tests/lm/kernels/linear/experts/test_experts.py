@@ -31,6 +31,7 @@ RULES = [
     ExpertRule(top_k=1, normalized=False, scales_input=True, shared=True),
     ExpertRule(top_k=2, normalized=False, scales_input=True),
     ExpertRule(top_k=2, normalized=False, shared=True),
+    ExpertRule(top_k=3, gated=False),
 ]
 BOTH = [(rule, rule.clamp is not None or rule.scales_input) for rule in RULES]
 SMALL = GroupedLaunch(16, ExpertLaunch(16, 32, 4, 2), ExpertLaunch(32, 16, 4, 2))
@@ -56,7 +57,7 @@ def draw(
     experts = Experts(
         rule=rule,
         router=random(count, hidden, spread=hidden**-0.5),
-        gate_up=random(count + rule.shared, 2 * inner, hidden, spread=hidden**-0.5),
+        gate_up=random(count + rule.shared, (1 + rule.gated) * inner, hidden, spread=hidden**-0.5),
         down=random(count + rule.shared, hidden, inner, spread=inner**-0.5),
     )
     if not biased:
@@ -64,7 +65,7 @@ def draw(
     return replace(
         experts,
         router_bias=random(count, spread=1.0),
-        gate_up_bias=random(count + rule.shared, 2 * inner, spread=1.0),
+        gate_up_bias=random(count + rule.shared, (1 + rule.gated) * inner, spread=1.0),
         down_bias=random(count + rule.shared, hidden, spread=1.0),
     )
 
@@ -112,10 +113,11 @@ def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
             pairs.append((1.0, 1.0, len(logits)))
         total = torch.zeros_like(token)
         for share, factor, expert in pairs:
-            gate, up = (experts.gate_up[expert].double() @ (factor * token) + bias(experts.gate_up_bias, expert)).chunk(
-                2
-            )
-            if rule.clamp is None:
+            first = experts.gate_up[expert].double() @ (factor * token) + bias(experts.gate_up_bias, expert)
+            gate, up = first.chunk(2)
+            if not rule.gated:
+                inner = first.clamp(min=0.0) ** 2
+            elif rule.clamp is None:
                 silu = rule.activation == "silu"
                 inner = (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
             else:
@@ -404,6 +406,13 @@ SHAPES = {
     "qwen3-30b-a3b": (ExpertRule(top_k=8), 128, 2048, 768, False),
     "mixtral": (ExpertRule(top_k=2), 8, 1024, 1792, False),
     "gpt-oss": (ExpertRule(top_k=4, clamp=(1.702, 7.0)), 32, 2880, 2880, True),
+    "nemotron-3-nano-30b-a3b": (
+        ExpertRule(top_k=6, sigmoid=True, factor=2.5, gated=False),
+        128,
+        2688,
+        1856,
+        False,
+    ),
     "gemma-4-26b-a4b": (ExpertRule(top_k=8, activation="gelu_pytorch_tanh"), 128, 2816, 704, False),
 }
 

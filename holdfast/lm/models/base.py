@@ -237,9 +237,10 @@ class StateMemory:
     def swap_in(self, copies: Sequence[StateCopy]) -> None:
         """Copy states from slots on the host to slots on the device, on the current stream."""
 
-    def on_host(self, slot: int) -> tuple[memoryview, ...]:
-        """The bytes of the state in a slot on the host, in place: those of each tensor in turn."""
-        return ()
+    @property
+    def host(self) -> memoryview:
+        """The bytes of all slots on the host, in place, slot after slot (`host_memory.StatesPart`)."""
+        return memoryview(b"")
 
 
 NO_STATES = StateMemory()

@@ -20,7 +20,7 @@ from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.paged import code_of, weights_of
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.disk_store import DiskStore
-from holdfast.lm.execution.host_memory import HostBlocks, HostPart
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart, HostStates, StatesPart
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.state_pieces import StatePieces
@@ -247,12 +247,12 @@ def open_hybrid_tiers(
 
     The states have the share of the disk's size that they have of the cache.
     """
-    config, device, memory = site.config, site.paged, site.paged.memory
+    config, device = site.config, site.paged
     own = int(config.disk_cache_bytes * config.snapshot_share)
     piece = piece_bytes(lambda length: states.slot_bytes)
     disk = DiskStore(directory, config.disk_cache_bytes - own, device.block_bytes, identity, besides=own)
     try:
-        description = {"states": f"{device.model.spec.recurrent_layers} layers of {device.model.spec.state}"}
+        description = {"states": layout_of_states(device, device.state_parts)}
         kept = DiskStore(disk.directory / "states", own, piece, identity | description)
     except BaseException:
         disk.close()
@@ -265,7 +265,7 @@ def open_hybrid_tiers(
     clock, wake = site.clock, site.order.wake
     threads = JoinedThreads(
         TierThreads(HostBlocks(device.host_parts), disk, None, clock, wake),
-        TierThreads(StatePieces(memory.states, piece), kept, None, clock, wake),
+        TierThreads(StatePieces(HostStates(device.state_parts), piece), kept, None, clock, wake),
     )
     return threads, replace(shape, lower=lower)
 
@@ -315,6 +315,12 @@ def layout_of(config: EngineConfig, device: PagedDevice | ManyDevice, parts: Seq
     sizes = "+".join(str(part.block_bytes) for part in parts)
     contents = " and ".join(map(str, cache.block_shapes))
     return f"tp {config.tp}, pp {config.pp}, {sizes} bytes, {cache.dtype} {contents}"
+
+
+def layout_of_states(device: PagedDevice | ManyDevice, parts: Sequence[StatesPart]) -> str:
+    """The layout of a recurrent state on the host, in words: the bytes of each rank, and the tensors of rank 0's."""
+    spec, sizes = device.model.spec, "+".join(str(part.state_bytes) for part in parts)
+    return f"{sizes} bytes, {spec.recurrent_layers} layers of {spec.state}, the widest numbers first"
 
 
 def versions_of_files(checkpoint: Checkpoint) -> str:

@@ -21,6 +21,8 @@ from holdfast.loop.contracts import Clock
 
 T = TypeVar("T")
 
+LOOP_SECONDS = 10.0
+"""Time for the loop to come to the end of a step."""
 FILL_SHARE = 0.5
 """Largest share of the host tier that moves into this engine hold at a time."""
 LOAN_SHARE = 0.125

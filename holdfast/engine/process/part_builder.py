@@ -204,7 +204,6 @@ EXCLUSIONS = (
         "recurrent layers on several devices",
         "recurrent states go to a disk only if one device has all of them; leave out disk_cache_dir, or tp and pp",
     ),
-    Exclusion("moves", "recurrent layers", "the states of recurrent layers do not move with their blocks"),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
     Exclusion("moves", "no host tier", "there is no host tier, through which blocks move"),

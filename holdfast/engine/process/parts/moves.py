@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,12 +15,14 @@ from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import Terms
 from holdfast.engine.process.handler import Handler, Refusal, no_answer
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site, excluded
-from holdfast.engine.process.parts.tiers import layout_of
+from holdfast.engine.process.parts.tiers import layout_of, layout_of_states
+from holdfast.engine.process.state_moves import MovedStates, NoStates, StateMoves
 from holdfast.files.regular import read_bytes, samples_of
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.execution.host_memory import HostBlocks, HostPart
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart, HostStates
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.scheduler.hybrid import SnapshotPart
 from holdfast.lm.types import EngineShape
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
@@ -118,9 +121,10 @@ class MoveBuilder(PartBuilder):
             return finders
         parts = site.blocks.host_parts
         moves = Moves(served.scheduler, site.clock, site.order.wake)
+        states = states_of(site, served, moves)
         try:
             terms = terms_of(site, served.shape, parts)
-            service = ChunkService(moves, terms, HostBlocks(parts), site.config.chunk_host)
+            service = ChunkService(moves, terms, HostBlocks(parts), site.config.chunk_host, states)
         except OSError as error:
             raise ValueError(f"chunk_host is {site.config.chunk_host}: {error.strerror or error}") from None
         self._address = service.address
@@ -130,9 +134,19 @@ class MoveBuilder(PartBuilder):
         return {"chunk_address": self._address, "chunk_reason": self._reason}
 
 
+def states_of(site: Site, served: Served, moves: Moves) -> MovedStates:
+    """The moves of what the model's recurrent layers keep, if it has any."""
+    if served.shape.states is None:
+        return NoStates()
+    states = served.scheduler.part(SnapshotPart).states
+    return StateMoves(moves, states, HostStates(site.blocks.state_parts), site.config.block_size)
+
+
 def terms_of(site: Site, shape: EngineShape, parts: Sequence[HostPart]) -> Terms:
     """Facts in which engines must agree before blocks move between them."""
     block = layout_of(site.config, site.blocks, parts)
+    if shape.states is not None:
+        block += f" with states of {layout_of_states(site.blocks, site.blocks.state_parts)}, {sys.byteorder} first"
     layout = f"{shape.model}, {shape.precision}, {block}, {digest_of_files(site.config, site.checkpoint)}"
     return Terms(site.order.chunk_secret or secrets.token_bytes(32), layout, site.blocks.block_bytes)
 

@@ -106,7 +106,7 @@ class SnapshotPart(Part):
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         """Note that the plan's copies of states to the host or from there are complete."""
         copies = plan.part(StatePlan)
-        if copies.swap_out or copies.swap_in:
+        if copies.uses_host:
             self.states.end_copies()
         return ()
 

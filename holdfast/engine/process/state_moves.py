@@ -20,7 +20,6 @@ from typing import Protocol
 
 from holdfast.engine.process.block_moves import LOOP_SECONDS, Moves
 from holdfast.engine.process.chunk_wire import MAX_DIGESTS, ChunkPeer, Kind, PeerError, digests_in
-from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.snapshots import NO_SLOT, Snapshot, StateKey
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.tiers import Pieces
@@ -232,7 +231,8 @@ class StateMoves:
         keys = keys_in(payload)
         indices = {digest: index for index, digest in pairs}
         for key in keys:
-            check_key(key, indices.get(key.parent), self._size)
+            if key.parent not in indices or not key.follows(indices[key.parent], self._size):
+                raise PeerError(f"the peer names a state of {key.length} tokens that follows none of these blocks")
         return keys
 
     def bring(self, peer: ChunkPeer, room: StateRoom, slot: int, key: StateKey) -> bool:
@@ -316,16 +316,6 @@ def blocks_before(keys: Sequence[StateKey], pairs: Pairs) -> Pairs:
     last = max((index for index, digest in pairs if digest in parents), default=-1)
     tails = [(last + 1, key.tail_digest) for key in keys if key.tail]
     return [*(pair for pair in pairs if pair[0] <= last), *tails]
-
-
-def check_key(key: StateKey, index: int | None, size: int) -> None:
-    """Raise PeerError unless a key is of a state after block `index` of a move, with blocks of `size` tokens."""
-    if index is None:
-        raise PeerError("the peer names a state after a block that it was not asked for")
-    tail = key.tail
-    digest = block_digests(key.parent, tail, size)[0] if tail else b""
-    if len(tail) >= size or key.length != (index + 1) * size + len(tail) or key.tail_digest != digest:
-        raise PeerError(f"the peer names a state of {key.length} tokens that does not follow block {index}")
 
 
 def written(keys: Sequence[StateKey]) -> bytes:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from holdfast.core.cost import CostModel
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.digests import usable_blocks
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers, longest_wait
@@ -125,8 +126,9 @@ class HybridTiers:
             return None
         fetch = Fetch(now, now + longest_wait(seconds), asks=True)
         self._blocks.ask(fetch, digests)
+        first = usable_blocks(stop, self._pool.block_size) - len(digests)
         for each in asked:
-            each.ask(fetch, digests)
+            each.ask(fetch, digests, first)
         return fetch
 
     def _is_worth(self, blocks: Mapping[int, bytes], state: bytes, seconds: float | None) -> bool:
@@ -202,9 +204,9 @@ def hybrid_tiers(
     blocks = LowerTiers(pool, lower, Prices(None, block_size=pool.block_size, block_bytes=lower.block_bytes), now)
     recompute = None if cost is None else cost.recompute
     numbers, kept, remote = count(-1, -1), list[StateTiers](), list[RemoteStates]()
-    if snapshots.disk_blocks or not snapshots.remote:
+    if lower.disk_blocks or not snapshots.remote:
         kept = [StateTiers(states, pool.block_size, snapshots, now, numbers)]
     if snapshots.remote:
-        remote = [RemoteStates(states, blocks, numbers)]
+        remote = [RemoteStates(states, blocks, pool.block_size, numbers)]
     account = JoinedStates(states, kept, remote) if remote else kept[0]
     return HybridTiers(pool, blocks, account, recompute)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from holdfast.lm.memory.prices import Link
@@ -51,8 +52,8 @@ class RemoteStates:
     The account of the blocks in the same tier says whether it works.
     """
 
-    def __init__(self, pool: StatePool, blocks: LowerTiers, numbers: Iterator[int]) -> None:
-        """The remote tier below `pool`. `numbers` are those of jobs, below zero.
+    def __init__(self, pool: StatePool, blocks: LowerTiers, block_size: int, numbers: Iterator[int]) -> None:
+        """The remote tier below `pool`, with blocks of `block_size` tokens. `numbers` are those of jobs, below zero.
 
         Raises ValueError if the host has no slot for a snapshot, through which each goes.
         """
@@ -62,7 +63,7 @@ class RemoteStates:
         """Bytes of a state."""
         self.link = Link(latency=3e-3, rate=5e8)
         """Time that reads take."""
-        self._pool, self._blocks, self._numbers = pool, blocks, numbers
+        self._pool, self._blocks, self._block_size, self._numbers = pool, blocks, block_size, numbers
         self._known: OrderedDict[bytes, StateKey] = OrderedDict()
         """The states that the tier was seen to have, by digest."""
         self._by_parent: dict[bytes, dict[bytes, StateKey]] = {}
@@ -112,10 +113,10 @@ class RemoteStates:
             if not here:
                 del self._by_parent[key.parent]
 
-    def ask(self, fetch: Fetch, digests: Sequence[bytes]) -> None:
-        """Let a fetch wait for the answer which states come after these full blocks."""
+    def ask(self, fetch: Fetch, digests: Sequence[bytes], first: int) -> None:
+        """Let a fetch wait for the answer which states come after these full blocks, from block `first` on."""
         fetch.queued += 1
-        blocks = tuple([TierBlock(digest, place) for place, digest in enumerate(digests)])
+        blocks = tuple([TierBlock(digest, place) for place, digest in enumerate(digests, first)])
         self._begin("find", blocks, Question(fetch), StateAbout(0, b"", 1))
 
     # States that go down.
@@ -204,7 +205,7 @@ class RemoteStates:
     # Jobs.
 
     def _move(self, kind: JobKind, key: StateKey, slot: int, work: Write | Read, used: float) -> None:
-        about = StateAbout(key.length, key.packed(), 1)
+        about = StateAbout(key.length, key.parent + key.packed(), 1)
         self._begin(kind, (TierBlock(key.digest, 0, slot, last_use=used),), work, about)
 
     def _begin(
@@ -229,7 +230,7 @@ class RemoteStates:
                 case Read():
                     self._end_read(work, each, now)
                 case Question(fetch):
-                    self._end_question(fetch, each)
+                    self._end_question(fetch, job, each)
 
     def _end_write(self, snapshot: Snapshot, ended: TierDone) -> None:
         snapshot.holds -= 1
@@ -259,9 +260,11 @@ class RemoteStates:
                 snapshot.holds += 1
                 self._held.setdefault(fetch, []).append(snapshot)
 
-    def _end_question(self, fetch: Fetch, ended: TierDone) -> None:
-        for packed in ended.found:
-            self._know(StateKey.unpacked(packed))
+    def _end_question(self, fetch: Fetch, job: TierJob, ended: TierDone) -> None:
+        places = {block.digest: block.place for block in job.blocks}
+        for key in keys_of(ended.found):
+            if key.parent in places and key.follows(places[key.parent], self._block_size):
+                self._know(key)
         fetch.queued -= 1
 
     def stats(self) -> Mapping[str, int]:
@@ -272,6 +275,13 @@ class RemoteStates:
             "blocks_corrupt": self._corrupt,
             "tier_failures": self._failures,
         }
+
+
+def keys_of(found: Iterable[bytes]) -> Iterator[StateKey]:
+    """The keys of these bytes. What is no key is left out: others write to the tier, too."""
+    for packed in found:
+        with suppress(ValueError):
+            yield StateKey.unpacked(packed)
 
 
 def name_of(digest: bytes) -> bytes:

@@ -396,10 +396,14 @@ class StateTiers:
         }
 
 
+def whole_bytes(state_bytes: int, block_size: int) -> int:
+    """Most bytes of a state of `state_bytes` with its description, for KV blocks of `block_size` tokens."""
+    return StateAbout.size_with(DIGEST_BYTES + StateKey.most_bytes(block_size)) + state_bytes
+
+
 def pieces_of(state_bytes: int, block_size: int, piece_bytes: int) -> int:
-    """Number of pieces of a state of `state_bytes` with its description, for KV blocks of `block_size` tokens."""
-    about = StateAbout.size_with(DIGEST_BYTES + StateKey.most_bytes(block_size))
-    return -(-(about + state_bytes) // piece_bytes)
+    """Number of pieces of a state with its description. See `whole_bytes`."""
+    return -(-whole_bytes(state_bytes, block_size) // piece_bytes)
 
 
 def number_of(name: bytes) -> int:

@@ -1,7 +1,7 @@
 """StateMoves: recurrent states that go along when a conversation's KV blocks move between engines.
 
-A recurrent state serves only with all KV blocks before it, and they serve only with the state. So a fetch first asks the
-other engine which states come after its blocks, and reserves slots of the host for them. Then the blocks come, the
+A recurrent state serves only with all KV blocks before it, and they serve only with the state. So a fetch first asks
+the other engine which states come after its blocks, and reserves slots of the host for them. Then the blocks come, the
 partial block before a state included, and the states last. A move that is cut anywhere leaves blocks without a state:
 the tokens are computed again.
 

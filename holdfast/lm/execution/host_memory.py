@@ -131,7 +131,10 @@ class StatesPart(NamedTuple):
 
     @classmethod
     def shared(cls, descriptor: int, start: int, slots: int, state_bytes: int) -> StatesPart:
-        """The states of another process in `shared_memory`, from byte `start` on, a multiple of a page. Raises OSError."""
+        """The states of another process in `shared_memory`, from byte `start` on: a multiple of a page.
+
+        Raises OSError.
+        """
         return cls(memoryview(mmap.mmap(descriptor, slots * slot_stride(state_bytes), offset=start)), state_bytes)
 
 
@@ -146,9 +149,7 @@ class HostStates:
         self._parts = parts
 
     def __getitem__(self, slot: int) -> Pieces:
-        return tuple(
-            [data[slot * slot_stride(size) :][:size] for data, size in self._parts]
-        )
+        return tuple([data[slot * slot_stride(size) :][:size] for data, size in self._parts])
 
 
 def slot_stride(state_bytes: int) -> int:

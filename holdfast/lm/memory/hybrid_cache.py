@@ -202,7 +202,7 @@ class HybridCache:
         """
         if self._root is None:
             return {}
-        pool, states, size = self._pool, self._states, self._pool.block_size
+        states, size = self._states, self._pool.block_size
         digests = self._cache.usable_digests(tokens)
         key = self._find_anywhere(self._root, digests, tokens)
         saved = key.length - self.match(tokens).snapshot.length

@@ -62,7 +62,6 @@ class StatePlan(PartPlan):
         """Whether the device has work to do before the segments."""
         return bool(self.replays or self.saves or self.starts or self.tails or self.swap_out or self.swap_in)
 
-
     @property
     def uses_host(self) -> bool:
         """Whether the plan reads or writes slots on the host."""

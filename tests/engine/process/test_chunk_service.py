@@ -45,7 +45,9 @@ class Side:
         self.told = []
         self.turn = threading.Event()
         self.moves = Moves(self.scheduler, time.monotonic, self.turn.set)
-        self.service = ChunkService(self.moves, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1", NoStates())
+        self.service = ChunkService(
+            self.moves, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1", NoStates()
+        )
         self.ended = False
         self.thread = threading.Thread(target=self.run)
         self.thread.start()

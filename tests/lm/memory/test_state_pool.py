@@ -507,7 +507,7 @@ def test_the_states_after_the_last_block_that_has_any_are_found_the_latest_used_
     states = States(snapshots=4)
     states.save(ONE[:SIZE])
     early = states.save(ONE)
-    late = states.save(ONE + [9], early)
+    late = states.save([*ONE, 9], early)
     states.blocks.cache_block(*states.blocks.allocate(1, 9.0), chain(ONE)[-1], 1)
     longer = ONE + [7] * 3 * SIZE
     assert states.pool.after(chain(longer)) == [late, early]
@@ -552,9 +552,9 @@ def test_a_state_that_arrives_where_the_device_has_it_frees_its_slot():
 
 def test_a_key_follows_the_block_before_its_tail_alone():
     states = States()
-    for tokens in (ONE, ONE + [5], ONE + [5, 6, 7]):
+    for tokens in (ONE, [*ONE, 5], [*ONE, 5, 6, 7]):
         key = states.key(tokens)
         assert key.follows(1, SIZE) and not key.follows(0, SIZE) and not key.follows(2, SIZE)
         assert not key._replace(length=key.length + SIZE).follows(1, SIZE)
-    assert not states.key(ONE + [5])._replace(tail_digest=bytes(32)).follows(1, SIZE)
+    assert not states.key([*ONE, 5])._replace(tail_digest=bytes(32)).follows(1, SIZE)
     assert not states.key(ONE)._replace(tail_digest=bytes(32)).follows(1, SIZE)

@@ -12,8 +12,8 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import usable_blocks
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.state_pool import StatePool
-from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers, longest_wait
 from holdfast.lm.parts.tiers.joined_states import JoinedStates, StateAccount
+from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers, longest_wait
 from holdfast.lm.parts.tiers.remote_states import RemoteStates
 from holdfast.lm.parts.tiers.state_tiers import StateTiers
 from holdfast.lm.tiers import LowerShape, TierDone, TierJob

@@ -111,9 +111,10 @@ class BelowHost(Protocol):
 class TierPart(Part):
     """Sequences whose kept blocks come from the disk or the remote tier wait for them before they start.
 
-    Where another engine may have left state that this one does not know of, a sequence first waits for an answer to that
-    question. A sequence waits until all blocks that it asked for have come or failed, and no longer than its deadline. It then
-    waits like any other, and finds its blocks on the host. They are held for it until it starts.
+    Where another engine may have left state that this one does not know of, a sequence first waits for an answer to
+    that question. It then waits until all blocks that it asked for have come or failed, and no longer than its
+    deadline. After that it waits like any other, and finds its blocks on the host. They are held for it until it
+    starts.
 
     Others move the bytes: `jobs` says which jobs are to begin, and `done` takes their ends.
     """

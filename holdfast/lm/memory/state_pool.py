@@ -414,6 +414,13 @@ class StatePool:
                 return sorted(here, key=lambda each: each.used, reverse=True)
         return []
 
+    def reach(self, digests: Sequence[bytes]) -> int:
+        """Number of these leading full blocks up to the last one after which any tier has a state."""
+        for count in range(len(digests), 0, -1):
+            if digests[count - 1] in self._kept or any(True for _ in self._below.keys(digests[count - 1])):
+                return count
+        return 0
+
     def _has_blocks(self, key: StateKey) -> bool:
         """Whether the device or the host has the last KV blocks before a state."""
         return self.has_block(key.parent) and (not key.tail or self.has_block(key.tail_digest))

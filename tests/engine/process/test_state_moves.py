@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.core.types import Identity, SamplingParams
-from holdfast.engine.process.parts.moves import MoveHandler
+from holdfast.engine.process.parts.moves import ChunkFinder, MoveHandler
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.snapshots import Snapshot, StateKey
@@ -215,3 +215,11 @@ def test_engines_of_several_ranks_move_the_state_of_each_rank(tmp_path: Path, la
     check_idle(source, target)
     for each in (source, target):
         each.close()
+
+
+def test_an_engine_reports_only_blocks_before_a_state(engines: Engines) -> None:
+    source = engines()
+    prompt = talk(source, 1, drawn(41, seed=1))
+    finder = source.engine.handler(ChunkFinder)
+    assert finder.find(1, chain_of(prompt)).device == len(prompt) // SIZE * SIZE - 2 * SIZE, "a state of 49 tokens"
+    assert finder.find(2, chain_of(prompt)[:11]).device == 0, "blocks before the end of the turn serve nothing"

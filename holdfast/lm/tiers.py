@@ -12,13 +12,14 @@ import xxhash
 TierName = Literal["disk", "remote"]
 """The disk is this engine's alone. The remote tier is a service that engines share."""
 
-JobKind = Literal["write", "read", "renew", "probe", "check"]
+JobKind = Literal["write", "read", "renew", "probe", "find", "check"]
 """Kinds of jobs of a lower tier.
 
 - write: copy blocks of the host to the tier.
 - read: copy blocks of the tier to the host.
 - renew: note on the disk when these blocks of it were last used.
 - probe: ask the remote tier which blocks it has.
+- find: ask the remote tier which recurrent states come after these full blocks (`TierDone.found`).
 - check: wait for REMOTE_PAUSE, and see whether the remote tier works again. It names no blocks, and has one outcome:
   missing if the tier works and has lost its contents.
 """
@@ -172,6 +173,8 @@ class TierDone:
     """Outcome for each of its blocks. In a probe, done means that the tier has the block."""
     seconds: float
     """Seconds from its start to its end, without its wait for a thread."""
+    found: tuple[bytes, ...] = ()
+    """Packed keys (`StateKey.packed`) of the recurrent states that a job of kind find has found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,7 @@ class LowerShape:
     states: tuple[StoredState, ...] = ()
     """If the disk holds states in place of blocks, those at the start, the least recently used first."""
     snapshots: LowerShape | None = None
-    """The disk of recurrent states, next to that of blocks; None for a model without recurrent layers."""
+    """The tiers of recurrent states, next to those of blocks; None for a model without recurrent layers."""
 
 
 class JobBytes(Protocol):

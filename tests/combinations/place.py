@@ -206,7 +206,7 @@ class Place:
 
     def source(self, features: frozenset[str]) -> Bench:
         """An engine from which one with these features can fetch blocks."""
-        like = features & {"4-bit", "fp8-weights", "fp8-cache", "tp", "pp"}
+        like = features & {"4-bit", "fp8-weights", "fp8-cache", "tp", "pp", "hybrid"}
         if like not in self._sources:
             options = SMALL | self.kind(like) | {"chunk_host": "127.0.0.1"}
             options |= dict.fromkeys(like & {"tp", "pp"}, 2)

@@ -136,11 +136,6 @@ REFUSALS = (
     ),
     Refusal(("paged", "encoder-decoder"), T5),
     Refusal(("encoder-decoder", "hybrid"), T5, options=(("model", "t5"), ("executor", "paged"))),
-    Refusal(
-        ("hybrid", "remote"),
-        "the states of recurrent layers are kept on the device, the host and a disk; leave out remote_cache",
-    ),
-    Refusal(("hybrid", "moves"), "the states of recurrent layers do not move with their blocks", starts=NO_MOVES),
     Refusal(("hybrid", "tuning"), "a model with recurrent layers cannot be tuned; leave tuning out"),
     Refusal(("encoder-decoder", "tp"), T5),
     Refusal(("encoder-decoder", "pp"), T5),

@@ -35,7 +35,13 @@ MOST = 7
 
 
 PAIRS_ONLY = {"hybrid"}
-"""Features without a part in these combinations: on several ranks, recurrent layers refuse adapters and a disk."""
+"""Features without a part in the sixty, whose results are recorded. HYBRIDS are the combinations of this one."""
+HYBRIDS = (
+    ("hybrid", "remote", "moves", "grammars", "adapters"),
+    ("hybrid", "tp", "host", "disk", "moves", "adapters"),
+    ("hybrid", "pp", "remote", "moves", "drafts", "adapters"),
+)
+"""Combinations with recurrent layers."""
 
 
 def drawn(seed: int) -> Iterator[tuple[str, ...]]:
@@ -66,6 +72,13 @@ def check(seen: Seen) -> None:
 def test_a_random_combination_gives_the_tokens_of_a_plain_engine(place: Place, number: int) -> None:
     features = next(islice(drawn(SEED), number, None))
     check(serve(place, features, seed=number))
+
+
+@pytest.mark.parametrize("features", HYBRIDS, ids="+".join)
+def test_a_combination_with_recurrent_layers_gives_the_tokens_of_a_plain_engine(
+    place: Place, features: tuple[str, ...]
+) -> None:
+    check(serve(place, features))
 
 
 def test_sixty_combinations_are_different_served_and_ten_of_them_have_several_ranks() -> None:

@@ -141,13 +141,18 @@ class Work:
         return blocks // 5 + 4
 
     def fetch(self) -> None:
-        """Another engine computes a prompt, whose blocks come from there."""
+        """Another engine computes a prompt, whose blocks come from there.
+
+        With recurrent layers the next turn is asked for: a state serves only prompts that go on after its tokens.
+        """
         bench, source = self.bench, self.place.source(self.features)
         asked = replace(self.asked(100, 120, replace(GREEDY, max_tokens=6)), adapted="adapters" in self.features)
         name = f"moved-{len(source.asked)}"
         source.run({name: asked})
+        if "hybrid" in self.features:
+            asked = replace(asked, prompt=asked.prompt + source.tokens[name] + tokens(self._seed + 101, 4))
         identity = Identity(adapter=bench.adapter if asked.adapted else "")
-        chain = block_digests(identity.root(), asked.prompt[: 120 // BLOCK * BLOCK], BLOCK)
+        chain = block_digests(identity.root(), asked.prompt[: len(asked.prompt) // BLOCK * BLOCK], BLOCK)
         bench.say(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, BLOCK))
         handlers = (*bench.engine.handlers, *source.engine.handlers)
         both = [each for each in handlers if isinstance(each, MoveHandler)]

@@ -21,6 +21,8 @@ from holdfast.loop.contracts import Clock
 
 T = TypeVar("T")
 
+LOOP_SECONDS = 10.0
+"""Time for the loop to come to the end of a step."""
 FILL_SHARE = 0.5
 """Largest share of the host tier that moves into this engine hold at a time."""
 LOAN_SHARE = 0.125
@@ -131,6 +133,10 @@ class Moves:
         """A mark of the plans so far, for `passed`. See `MovePart.barrier`."""
         return self._part.barrier()
 
+    def await_copies(self) -> None:
+        """Let the copies to the host that plans have begun become known. See `MovePart.await_copies`."""
+        self._part.await_copies()
+
     def passed(self, barrier: int) -> bool:
         """Whether all plans before this mark have ended their reads of the host. See `MovePart.passed`."""
         return self._part.passed(barrier)
@@ -155,7 +161,7 @@ class Loan:
         """Begin with `Moves.begin`; `end` must follow in any case."""
         self.given: Future[list[int | None]] = Future()
         """The block of each digest, all held; None for one that is not here."""
-        self._pool, self._host, self._digests = moves.pool, moves.host, digests
+        self._moves, self._pool, self._host, self._digests = moves, moves.pool, moves.host, digests
         self._blocks: list[int | None] = [None] * len(digests)
         self._waiting = list(range(len(digests)))
 
@@ -177,6 +183,8 @@ class Loan:
         self._waiting = left
         if not left:
             self.given.set_result(self._blocks)
+        elif any(self._digests[at] not in self._pool.copies.wanted for at in left):
+            self._moves.await_copies()
         return not left
 
     def end(self) -> None:

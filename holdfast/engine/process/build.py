@@ -38,7 +38,7 @@ from holdfast.engine.process.parts.neighbours import NeighbourBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.process.parts.states import StateBuilder
-from holdfast.engine.process.parts.tiers import RemoteBuilder, TierBuilder
+from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
@@ -98,7 +98,6 @@ PARTS: tuple[type[PartBuilder], ...] = (
     AdapterBuilder,
     TuningBuilder,
     StateBuilder,
-    RemoteBuilder,
     TierBuilder,
     MoveBuilder,
     TraceBuilder,

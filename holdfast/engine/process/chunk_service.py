@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from math import inf
 from typing import Protocol, TypeVar
 
-from holdfast.engine.process.block_moves import Loan, Moves, Room
+from holdfast.engine.process.block_moves import LOOP_SECONDS, Loan, Moves, Room
 from holdfast.engine.process.chunk_wire import (
     DIGEST,
     MAX_DIGESTS,
@@ -33,6 +34,7 @@ from holdfast.engine.process.chunk_wire import (
     join_address,
     split_address,
 )
+from holdfast.engine.process.state_moves import MovedStates, Pairs, Start
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
 from holdfast.lm.tiers import Pieces
 
@@ -52,8 +54,6 @@ MAX_QUEUED = 64
 """Most fetches that wait. More are refused."""
 IDLE_SECONDS = 60.0
 """Seconds after which a reader that asks for nothing is given up."""
-LOOP_SECONDS = 10.0
-"""Time for the loop to come to the end of a step."""
 RATE_WEIGHT = 0.3
 """Weight of the last batch in the moving average of the rate."""
 LEAST_TIMED = 1 << 16
@@ -73,9 +73,12 @@ class Blocks(Protocol):
 class ChunkService:
     """Serves the host tier's blocks to other engines, and fetches theirs. Its methods are for the loop's thread."""
 
-    def __init__(self, moves: Moves, terms: Terms, blocks: Blocks, address: str) -> None:
-        """Listen at `address` (`host` or `host:port`, port 0 is any). Raises OSError, ValueError."""
-        self._moves, self._terms, self._blocks = moves, terms, blocks
+    def __init__(self, moves: Moves, terms: Terms, blocks: Blocks, address: str, states: MovedStates) -> None:
+        """Listen at `address` (`host` or `host:port`, port 0 is any). `states` moves what is not in blocks.
+
+        Raises OSError, ValueError.
+        """
+        self._moves, self._terms, self._blocks, self._states = moves, terms, blocks, states
         host, port = split_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
@@ -115,9 +118,10 @@ class ChunkService:
 
     def stats(self) -> Mapping[str, float]:
         """The figures of moves, by their names in SchedulerStats."""
+        states = self._states.stats()
         return {
-            "chunk_bytes_in": self._bytes_in,
-            "chunk_bytes_out": self._bytes_out,
+            "chunk_bytes_in": self._bytes_in + states["chunk_bytes_in"],
+            "chunk_bytes_out": self._bytes_out + states["chunk_bytes_out"],
             "chunk_rate": self._rate,
             "chunk_failures": self._failed,
         }
@@ -167,14 +171,14 @@ class ChunkService:
 
     def _answer(self, peer: ChunkPeer) -> None:
         kind, payload = peer.receive(most=MAX_DIGESTS * DIGEST)
-        digests = digests_in(payload)
         if kind is Kind.HOLDS:
-            peer.send(Kind.HELD, self._ask(partial(self._moves.which, digests)))
+            peer.send(Kind.HELD, self._ask(partial(self._moves.which, digests_in(payload))))
         elif kind is Kind.FETCH:
-            self._give(peer, digests)
+            self._give(peer, digests_in(payload))
         elif kind is Kind.ARRIVED:
-            self._moves.call(partial(self._moves.give_way, digests))
-        else:
+            self._moves.call(partial(self._moves.give_way, digests_in(payload)))
+            self._states.give_way(digests_in(payload))
+        elif not self._states.answer(peer, kind, payload):
             raise PeerError(f"the peer sends a {kind.name} in place of a question")
 
     def _give(self, peer: ChunkPeer, digests: Sequence[bytes]) -> None:
@@ -212,7 +216,9 @@ class ChunkService:
                         return
                     self._sources.add(peer)
                 try:
-                    reason = self._bring(peer, list(zip(message.indices, message.digests, strict=True)), stop, came)
+                    pairs = list(zip(message.indices, message.digests, strict=True))
+                    with self._states.begin(peer, pairs) as start:
+                        reason = start.reason or self._bring(peer, start, stop, came)
                 finally:
                     with self._lock:
                         self._sources.discard(peer)
@@ -226,10 +232,10 @@ class ChunkService:
             log.exception("holdfast: a move from %s failed", message.source)
         finally:
             self._fetches.pop(message.number, None)
-            self._moves.report(ChunksFetched(message.number, came.blocks * message.block_size, reason))
+            self._moves.report(ChunksFetched(message.number, came.tokens(message.block_size), reason))
 
-    def _bring(self, peer: ChunkPeer, pairs: Sequence[tuple[int, bytes]], stop: threading.Event, came: _Count) -> str:
-        """Bring the blocks that the other engine has and this one lacks. Returns why some are missing, if any are."""
+    def _found(self, peer: ChunkPeer, pairs: Pairs) -> tuple[list[tuple[int, bytes]], bool]:
+        """The blocks that the other engine has and this one lacks, and whether it has all that this one lacks."""
         here = self._ask(partial(self._moves.which, [digest for _, digest in pairs]))
         pairs = [pair for pair, is_here in zip(pairs, here, strict=True) if not is_here]
         there = b"".join(
@@ -237,6 +243,14 @@ class ChunkService:
             for at in range(0, len(pairs), MAX_DIGESTS)
         )
         found = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
+        return found, len(found) == len(pairs)
+
+    def _bring(self, peer: ChunkPeer, start: Start, stop: threading.Event, came: _Count) -> str:
+        """Bring what the other engine has of a move and this one lacks. Returns why some is missing, if any is."""
+        found, is_all = self._found(peer, start.pairs)
+        came.bound(start.found())
+        if start.is_whole and not is_all:
+            return "the source does not have all of it"
         size = max(1, min(BATCH_BYTES // self._terms.block_bytes, MOST_BLOCKS))
         batches = [found[at : at + size] for at in range(0, len(found), size)]
         rooms: list[Room] = []
@@ -252,6 +266,8 @@ class ChunkService:
                 arrived += self._fill(peer, rooms[number], places, came)
                 if len(places) < len(batch):
                     return "the host tier has no room that is worth less"
+            came.states += start.finish()
+            came.bound(start.found())
         finally:
             # All stay held until now, so that no block of a move makes room for another one of it.
             ends = [self._moves.call(room.end) for room in rooms]
@@ -260,7 +276,7 @@ class ChunkService:
                     end.result(LOOP_SECONDS)
         if arrived:
             peer.send(Kind.ARRIVED, b"".join(arrived[-MAX_DIGESTS:]))
-        return "" if len(found) == len(pairs) else "the source does not have all of it"
+        return "" if is_all and start.found() else "the source does not have all of it"
 
     def _held_by(self, peer: ChunkPeer, digests: Sequence[bytes]) -> bytes:
         peer.send(Kind.HOLDS, b"".join(digests))
@@ -290,10 +306,20 @@ class ChunkService:
 
 
 class _Count:
-    """Blocks that have come."""
+    """Blocks and states that have come, and how many of their tokens requests find."""
 
-    blocks = 0
+    def __init__(self) -> None:
+        self.blocks = self.states = 0
+        self._most = inf
 
     def add(self, blocks: int) -> None:
         """Count this many more blocks."""
         self.blocks += blocks
+
+    def bound(self, most: float) -> None:
+        """Note that requests find no more tokens than this, whatever has come."""
+        self._most = most
+
+    def tokens(self, size: int) -> int:
+        """Tokens that have come and are found, with blocks of `size` tokens. A state alone counts as one block."""
+        return int(min(max(self.blocks, min(self.states, 1)) * size, self._most))

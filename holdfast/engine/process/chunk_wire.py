@@ -58,6 +58,12 @@ class Kind(enum.IntEnum):
     """Sent in place of a block that has been dropped."""
     ARRIVED = 8
     """Digests of blocks that have come, in the order of their sequence. Has no answer."""
+    STATES = 9
+    """Digests of blocks: which recurrent states come right after the last of them that has any?"""
+    KEYS = 10
+    """The answer: the keys of these states, each after its length."""
+    STATE = 11
+    """The key of a state to send. The answer is a CHUNK, or MISSING."""
 
 
 class PeerError(ConnectionError):

@@ -186,11 +186,6 @@ EXCLUSIONS = (
     ),
     Exclusion("tuning", "recurrent layers", "a model with recurrent layers cannot be tuned; leave tuning out"),
     Exclusion(
-        "remote tier",
-        "recurrent layers",
-        "the states of recurrent layers are kept on the device, the host and a disk; leave out remote_cache",
-    ),
-    Exclusion(
         "tuning", "layers of several sizes", "a model whose layers differ in heads cannot be tuned; leave tuning out"
     ),
     Exclusion("tuning", "latent attention", "a model with latent attention cannot be tuned; leave tuning out"),
@@ -199,12 +194,6 @@ EXCLUSIONS = (
         "latent attention",
         "adapters of a model with latent attention run on padded rows: set executor to padded, or leave it out",
     ),
-    Exclusion(
-        "lower tiers",
-        "recurrent layers on several devices",
-        "recurrent states go to a disk only if one device has all of them; leave out disk_cache_dir, or tp and pp",
-    ),
-    Exclusion("moves", "recurrent layers", "the states of recurrent layers do not move with their blocks"),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
     Exclusion("moves", "no host tier", "there is no host tier, through which blocks move"),
@@ -239,8 +228,6 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no native decoder")
     else:
         found |= properties_of_decoder(device.model.decoder)
-        if "recurrent layers" in found and isinstance(device, ManyDevice):
-            found.add("recurrent layers on several devices")
     return found
 
 

@@ -37,7 +37,7 @@ from holdfast.engine.ranks.paged import weights_of
 from holdfast.engine.ranks.part_results import PartResults, split
 from holdfast.engine.ranks.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, PART_SECONDS, STEP_SECONDS, Ranks
 from holdfast.lm.execution.executor import PagedExecutor
-from holdfast.lm.execution.host_memory import HostPart
+from holdfast.lm.execution.host_memory import HostPart, StatesPart, after_blocks
 from holdfast.lm.execution.link_times import LinkTimes
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.paged_memory import PagedMemory
@@ -150,6 +150,18 @@ class ManyDevice(LanguageDevice):
         others = zip(self._ranks.hosts, self._loaded, strict=True)
         parts = [HostPart.shared(memory, kept.num_blocks, loaded.block_bytes) for memory, loaded in others]
         return [*self._own.host_parts, *parts]
+
+    @cached_property
+    def state_parts(self) -> list[StatesPart]:
+        """The bytes of recurrent states on the host by rank; empty without any. See `host_parts`."""
+        own, kept = self._own.state_parts, self.memory.host_cache
+        if not own or kept is None:
+            return []
+        found = [*own]
+        for memory, loaded in zip(self._ranks.hosts, self._loaded, strict=True):
+            start = after_blocks(kept.num_blocks, loaded.block_bytes)
+            found.append(StatesPart.shared(memory, start, own[0].slots, loaded.state_bytes))
+        return found
 
     @property
     def weights(self) -> str:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
 from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
-from holdfast.lm.types import PartResult, StepPlan
+from holdfast.lm.types import PartResult, StatePlan, StepPlan
+from holdfast.lm.types.states import StateResult
 
 
 class OfRanks(Protocol):
@@ -95,11 +96,37 @@ class SlicesOfRanks(OfRanks):
         )
 
 
+class StatesOfRanks(OfRanks):
+    """Copies of recurrent states to the host and from there. Each rank copies its part of a state.
+
+    A step ends once its copies have ended on all ranks, as threads may use the slots on the host then.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._done: dict[int, set[int]] = {}
+        """By the number of a plan with such copies: the ranks that have done them."""
+
+    def submitted(self, plan: StepPlan) -> None:
+        if plan.part(StatePlan).uses_host:
+            self._done[plan.step] = set()
+
+    def reported(self, rank: int, step: int, result: PartResult) -> None:
+        if isinstance(result, StateResult):
+            self._done[step].add(rank)
+
+    def complete(self, step: int, *, waits: bool) -> bool:
+        return step not in self._done or len(self._done[step]) == self._ranks
+
+    def result(self, step: int) -> StateResult | None:
+        return None if self._done.pop(step, None) is None else StateResult()
+
+
 class PartResults:
     """The results of all such parts."""
 
     def __init__(self, ranks: int) -> None:
-        self._parts: tuple[OfRanks, ...] = (LoadsOfRanks(ranks), SlicesOfRanks(ranks))
+        self._parts: tuple[OfRanks, ...] = (LoadsOfRanks(ranks), SlicesOfRanks(ranks), StatesOfRanks(ranks))
 
     def submitted(self, plan: StepPlan) -> None:
         """All ranks get this plan."""

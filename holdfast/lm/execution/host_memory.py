@@ -1,4 +1,7 @@
-"""HostMemory: the memory of the host tier, pinned slab by slab while the engine serves. HostBlocks: its bytes."""
+"""HostMemory: the memory of the host tier, pinned slab by slab while the engine serves. HostBlocks: its bytes.
+
+HostStates: the bytes of recurrent states on the host.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from holdfast.lm.tiers import Outcome, Pieces, TierJob
 SLAB_BYTES = 1 << 26
 """Bytes that are pinned at a time. Other calls to the driver wait meanwhile: with slabs of 256 MiB, 10% of a stream's
 tokens took over 25 ms."""
+SLOT_BYTES = 64
+"""A slot for a recurrent state takes a multiple of this many bytes, so that the numbers of each state are aligned."""
 HUGE_PAGES = 14
 """Linux's MADV_HUGEPAGE."""
 
@@ -112,6 +117,51 @@ class HostPart(NamedTuple):
         return cls(memoryview(mmap.mmap(descriptor, num_blocks * block_bytes)), block_bytes)
 
 
+class StatesPart(NamedTuple):
+    """One rank's share of the recurrent states on the host."""
+
+    data: memoryview
+    """The bytes, slot after slot. Each slot takes `slot_stride` bytes."""
+    state_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return len(self.data) // slot_stride(self.state_bytes)
+
+    @classmethod
+    def shared(cls, descriptor: int, start: int, slots: int, state_bytes: int) -> StatesPart:
+        """The states of another process in `shared_memory`, from byte `start` on: a multiple of a page.
+
+        Raises OSError.
+        """
+        return cls(memoryview(mmap.mmap(descriptor, slots * slot_stride(state_bytes), offset=start)), state_bytes)
+
+
+class HostStates:
+    """The bytes of the recurrent states on the host, in place: each rank's share of a state, in rank order.
+
+    A thread may read a slot that is held (`StatePool.hold`), and write to a reserved one (`StatePool.reserve_on_host`).
+    """
+
+    def __init__(self, parts: Sequence[StatesPart]) -> None:
+        """`parts` are in rank order."""
+        self._parts = parts
+
+    def __getitem__(self, slot: int) -> Pieces:
+        return tuple([data[slot * slot_stride(size) :][:size] for data, size in self._parts])
+
+
+def slot_stride(state_bytes: int) -> int:
+    """Bytes from one slot of the host to the next, for states of this size. Each slot begins at a multiple of it."""
+    return -(-state_bytes // SLOT_BYTES) * SLOT_BYTES
+
+
+def after_blocks(num_blocks: int, block_bytes: int) -> int:
+    """The first byte of the states in shared memory, which come after the blocks, on a page of their own."""
+    return -(-num_blocks * block_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
 class HostBlocks:
     """The bytes of the host tier's blocks, in place: each rank's share of a block, in rank order.
 
@@ -146,13 +196,14 @@ class JobBlocks:
         return [*outcomes]
 
 
-def shared_memory(descriptor: int, size: int) -> torch.Tensor:
+def shared_memory(descriptor: int, size: int, start: int = 0) -> torch.Tensor:
     """Map `size` bytes of the memory that a file descriptor refers to, as uint8. Other processes may map it too.
 
-    Raises OSError.
+    `start` is the first of them, a multiple of a page. Memory that is there already stays. Raises OSError.
     """
-    os.ftruncate(descriptor, size)
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    if os.fstat(descriptor).st_size < start + size:
+        os.ftruncate(descriptor, start + size)
+    return torch.frombuffer(mmap.mmap(descriptor, size, offset=start), dtype=torch.uint8)
 
 
 def cuda_pin(address: int, size: int, device: torch.device | None = None) -> int:

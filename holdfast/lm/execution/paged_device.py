@@ -23,13 +23,13 @@ from holdfast.lm.devices import describe_device, memory_of, memory_of_others, ta
 from holdfast.lm.execution.batch import TOKENS_ONLY, Batch, ModelInputs
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
-from holdfast.lm.execution.host_memory import HostMemory, HostPart, cuda_pin, shared_memory
+from holdfast.lm.execution.host_memory import HostMemory, HostPart, StatesPart, after_blocks, cuda_pin, shared_memory
 from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.paged_memory import Layers, PagedMemory
 from holdfast.lm.execution.part import Allocated, DevicePart, Kind, PartExecutor, part_of
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
-from holdfast.lm.execution.state_memory import REPLAY_BYTES, states_of
+from holdfast.lm.execution.state_memory import REPLAY_BYTES, host_bytes, states_of
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_of_layers
@@ -195,6 +195,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         kept = self.memory.host_cache
         return [] if kept is None else [HostPart.of(kept)]
 
+    @property
+    def state_parts(self) -> list[StatesPart]:
+        """The bytes of recurrent states on the host; empty without any. Raises RuntimeError before `allocate`."""
+        data = self.memory.states.host
+        return [StatesPart(data, self.model.spec.state_bytes)] if data else []
+
     def time_links(self) -> LinkTimes:
         """Time the messages between the ranks that share the model. All ranks call this at once, while no step runs.
 
@@ -359,7 +365,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         The parts' executors and the executor are made after that. On CUDA no block of the host tier can be used before
         `memory.host` reports it ready.
         """
-        states = self._states(sizes.snapshots, sizes.host_snapshots)
+        within = self._shared_states(sizes)
+        states = self._states(sizes.snapshots, sizes.host_snapshots, within)
         states.rehearse_copies()
         memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes, states)
         allocated = Allocated(memory, self._make_stream, self._link)
@@ -411,10 +418,29 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """Bytes that a replay of accepted drafts takes: its inputs, and results that nobody reads."""
         return 2 * min(REPLAY_BYTES, self._places * self.model.spec.kept_bytes)
 
-    def _states(self, snapshots: int, host_snapshots: int) -> StateMemory:
-        """The recurrent states of all rows and of this many snapshots, and the places of drafts."""
+    def _states(self, snapshots: int, host_snapshots: int, within: torch.Tensor | None = None) -> StateMemory:
+        """The recurrent states of all rows and of this many snapshots, and the places of drafts.
+
+        `within` is the memory of the snapshots on the host; None: it is new.
+        """
         rows = self.config.most_sequences
-        return states_of(self.model.spec, self._recurrence, rows + snapshots, host_snapshots, self._places)
+        return states_of(self.model.spec, self._recurrence, rows + snapshots, host_snapshots, self._places, within)
+
+    def _shared_states(self, sizes: MemoryMeasurement) -> torch.Tensor | None:
+        """The memory of the snapshots on the host, after that of the blocks, if another process may map it; else None.
+
+        Raises MemoryError if a GPU cannot use it.
+        """
+        size = host_bytes(self.model.spec, sizes.host_snapshots)
+        if self._shared is None or not size:
+            return None
+        shared = shared_memory(self._shared, size, after_blocks(sizes.num_host_blocks, self.block_bytes))
+        if self.kind == "cuda" and (error := cuda_pin(shared.data_ptr(), size, self.device)):
+            raise MemoryError(
+                f"{size / 1e9:.2f} GB for recurrent states on the host cannot be pinned (CUDA error {error}): raise "
+                "the limit on locked memory (ulimit -l), or lower host_cache_gb"
+            )
+        return shared
 
     @property
     def _graph_sizes(self) -> GraphSizes:

@@ -69,6 +69,10 @@ class RemoteStore:
             return ["failed"] * len(blocks)
         return ["done" if answer == 1 else "missing" for answer in answers]
 
+    def find(self, blocks: Sequence[TierBlock]) -> tuple[list[Outcome], tuple[bytes, ...]]:
+        """For each of these blocks, that no recurrent state after it is listed here: this store has blocks alone."""
+        return ["missing"] * len(blocks), ()
+
     def write(self, blocks: Sequence[TierBlock], data: Sequence[Pieces]) -> list[Outcome]:
         """Store these blocks. Blocks that the service already has get a new lifetime, and are not sent again."""
         with self._client.pipeline(transaction=False) as pipeline:

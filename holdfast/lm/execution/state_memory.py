@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.lm.execution.host_memory import slot_stride
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.recurrent.protocol import CapturableRecurrence, Recurrence
@@ -30,9 +31,18 @@ class RecurrentStates(StateMemory):
     """
 
     def __init__(
-        self, spec: ModelSpec, recurrence: Recurrence[Any], slots: int, host_slots: int = 0, places: int = 0
+        self,
+        spec: ModelSpec,
+        recurrence: Recurrence[Any],
+        slots: int,
+        host_slots: int = 0,
+        places: int = 0,
+        within: torch.Tensor | None = None,
     ) -> None:
-        """`places` is the number of drafted tokens whose inputs can be kept; 0: no drafts are verified."""
+        """`places` is the number of drafted tokens whose inputs can be kept; 0: no drafts are verified.
+
+        `within` is the memory of the slots on the host, `host_bytes` of uint8; None: it is allocated here.
+        """
         self._recurrence, self._device, self._layers = recurrence, spec.device, spec.recurrence
         self._places = places
         self._most_replayed = max(1, REPLAY_BYTES // max(1, spec.kept_bytes))
@@ -41,14 +51,12 @@ class RecurrentStates(StateMemory):
         self._tensors = [
             torch.zeros(count, slots, *each.shape, dtype=each.dtype, device=spec.device) for each in spec.state
         ]
-        # On the host, all layers of a state are contiguous.
-        pinned = spec.device.type == "cuda"
-        host = [
-            torch.empty(host_slots, count, *each.shape, dtype=each.dtype, pin_memory=pinned and host_slots > 0)
-            for each in spec.state
-        ]
-        self._host = [kept.flatten(1).view(torch.uint8) for kept in host]
-        """The bytes of each tensor of the states on the host, by slot."""
+        if within is None:
+            pinned = spec.device.type == "cuda" and host_slots > 0
+            within = torch.empty(host_bytes(spec, host_slots), dtype=torch.uint8, pin_memory=pinned)
+        self._host = within
+        """The bytes of the states on the host, slot after slot."""
+        host = in_slots(spec, within, host_slots)
         self._pairs = [
             (_as_cache(tensor), _as_cache(kept.transpose(0, 1)))
             for tensor, kept in zip(self._tensors, host, strict=True)
@@ -159,13 +167,14 @@ class RecurrentStates(StateMemory):
                 copy_blocks(host, sources, device, targets)
 
     def rehearse_copies(self) -> None:
-        if len(self._host[0]):
+        if len(self._host):
             first = (StateCopy(0, 0),)
             self.swap_out(first)
             self.swap_in(first)
 
-    def on_host(self, slot: int) -> tuple[memoryview, ...]:
-        return tuple([tensor[slot].numpy().data for tensor in self._host])
+    @property
+    def host(self) -> memoryview:
+        return self._host.numpy().data
 
     def _numbers(self, copies: Iterable[StateCopy]) -> tuple[torch.Tensor, torch.Tensor]:
         """Sources and targets on the device."""
@@ -178,11 +187,35 @@ def _as_cache(states: torch.Tensor) -> KVCache:
     return KVCache(states.flatten(2)[None, :, :, None, None])
 
 
+def host_bytes(spec: ModelSpec, slots: int) -> int:
+    """Bytes of this many slots on the host."""
+    return slots * slot_stride(spec.state_bytes)
+
+
+def in_slots(spec: ModelSpec, data: torch.Tensor, slots: int) -> list[torch.Tensor]:
+    """The tensors of the states in slots on the host: for each of `ModelSpec.state`, one [slots, layers, ...].
+
+    `data` are the bytes of all slots, uint8. A state is in one piece: tensor after tensor, those of the widest numbers
+    first, so that each is aligned. A tensor's numbers of all layers come together.
+    """
+    rows, found, at = data.view(slots, slot_stride(spec.state_bytes)), dict[int, torch.Tensor](), 0
+    for index, each in sorted(enumerate(spec.state), key=lambda pair: -pair[1].dtype.itemsize):
+        size = spec.recurrent_layers * each.nbytes
+        numbers = rows[:, at : at + size].view(each.dtype)
+        found[index], at = numbers.unflatten(1, (spec.recurrent_layers, *each.shape)), at + size
+    return [found[index] for index in range(len(found))]
+
+
 def states_of(
-    spec: ModelSpec, recurrence: Recurrence[Any] | None, slots: int, host_slots: int = 0, places: int = 0
+    spec: ModelSpec,
+    recurrence: Recurrence[Any] | None,
+    slots: int,
+    host_slots: int = 0,
+    places: int = 0,
+    within: torch.Tensor | None = None,
 ) -> StateMemory:
-    """The states of a model in this many slots, and places for drafted tokens.
+    """The states of a model in this many slots, and places for drafted tokens. `within` is as for RecurrentStates.
 
     NO_STATES for a model without recurrent layers.
     """
-    return NO_STATES if recurrence is None else RecurrentStates(spec, recurrence, slots, host_slots, places)
+    return NO_STATES if recurrence is None else RecurrentStates(spec, recurrence, slots, host_slots, places, within)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from holdfast.lm.models.base import StateMemory
 from holdfast.lm.tiers import Outcome, Pieces, TierJob
+
+
+class Slots(Protocol):
+    """The bytes of recurrent states on the host (`host_memory.HostStates`)."""
+
+    def __getitem__(self, slot: int, /) -> Pieces:
+        """The bytes of the state in a slot, in place."""
+        ...
 
 
 class StatePieces:
     """The memory of jobs that move recurrent states (`HostBytes`).
 
-    A state is its description, the bytes of its tensors, and zeros up to a whole number of pieces. The tensors are
-    written and read in place. So the slot of a job must stay as it is until the job has ended.
+    A state is its description, the bytes of its tensors, and zeros up to a whole number of pieces. They are written
+    and read in place. So the slot of a job must stay as it is until the job has ended.
     """
 
-    def __init__(self, states: StateMemory, size: int) -> None:
+    def __init__(self, states: Slots, size: int) -> None:
         """`size` is the bytes of a piece."""
         self._states, self._size = states, size
 
     def begin(self, job: TierJob) -> StatePart:
         """The memory of a job."""
-        return StatePart(job, self._states.on_host(job.blocks[0].host), self._size)
+        return StatePart(job, self._states[job.blocks[0].host], self._size)
 
 
 class StatePart:

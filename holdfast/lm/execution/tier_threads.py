@@ -74,7 +74,7 @@ class TierThreads:
             if job.kind == "check":
                 threading.Thread(target=self._check, args=(job,), name="holdfast-check", daemon=True).start()
                 continue
-            held = HeldJob(job, NO_BYTES if job.kind in ("probe", "renew") else self._host.begin(job))
+            held = HeldJob(job, NO_BYTES if job.kind in ("probe", "find", "renew") else self._host.begin(job))
             with self._lock:
                 self._under_way += 1
                 self._waiting[job.tier][job.kind == "write"].append(held)
@@ -99,9 +99,9 @@ class TierThreads:
         with self._lock:
             urgent, others = self._waiting[tier]
             job, held = (urgent or others).popleft()
-        began = time.perf_counter()
+        began, found = time.perf_counter(), tuple[bytes, ...]()
         try:
-            outcomes = self._do(job, held)
+            outcomes, found = self._do(job, held)
         except Exception:  # otherwise the sequence that needs the job would wait forever
             log.exception("holdfast: a job of the %s tier failed", tier)
             outcomes = ["failed"] * len(job.blocks)
@@ -110,7 +110,7 @@ class TierThreads:
             self.log_failure(job.tier, f"could not {job.kind} a block")
         if corrupt := outcomes.count("corrupt"):
             log.warning("holdfast: %d blocks of the %s tier were corrupt and are dropped", corrupt, tier)
-        self._ended.append(TierDone(job.number, tuple(outcomes), time.perf_counter() - began))
+        self._ended.append(TierDone(job.number, tuple(outcomes), time.perf_counter() - began, found))
         with self._lock:
             self._under_way -= 1
         self._wake()
@@ -149,7 +149,14 @@ class TierThreads:
         self._ended.append(TierDone(job.number, (outcome,), time.perf_counter() - began))
         self._wake()
 
-    def _do(self, job: TierJob, held: JobBytes) -> list[Outcome]:
+    def _do(self, job: TierJob, held: JobBytes) -> tuple[list[Outcome], tuple[bytes, ...]]:
+        """Do a job. Returns its outcomes, and the keys that it has found (`TierDone.found`)."""
+        if job.kind == "find":
+            assert self._remote is not None
+            return self._remote.find(job.blocks)
+        return self._outcomes(job, held), ()
+
+    def _outcomes(self, job: TierJob, held: JobBytes) -> list[Outcome]:
         disk, remote, blocks = self._disk, self._remote, job.blocks
         used = [self._clock_began + block.last_use for block in blocks]
         if job.kind == "probe":

@@ -202,18 +202,31 @@ class HybridCache:
         """
         if self._root is None:
             return {}
-        pool, states, size = self._pool, self._states, self._pool.block_size
+        states, size = self._states, self._pool.block_size
         digests = self._cache.usable_digests(tokens)
-        known = next(
-            (at for at, each in enumerate(digests) if not (states.has_block(each) or pool.is_below(each))), None
-        )
-        key = states.find_anywhere(self._root, digests[:known], tokens)
+        key = self._find_anywhere(self._root, digests, tokens)
         saved = key.length - self.match(tokens).snapshot.length
         if saved < LEAST_GAIN or (key.tail and not self._fits(len(tokens))):
             return {}
         needed = [*digests[: key.length // size], *([key.tail_digest] if key.tail else ())]
         lacking = {index: digest for index, digest in enumerate(needed) if not states.has_block(digest)}
         return {**lacking, -saved: b"" if states.has(key) else key.digest}
+
+    def candidates(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        """The digests of the full blocks after the longest known start, unless that saves all but LEAST_GAIN tokens."""
+        if self._root is None:
+            return ()
+        digests = self._cache.usable_digests(tokens)
+        saved = self._find_anywhere(self._root, digests, tokens).length
+        return digests[saved // self._pool.block_size :] if len(tokens) - saved > LEAST_GAIN else ()
+
+    def _find_anywhere(self, root: bytes, digests: Sequence[bytes], tokens: Sequence[int]) -> StateKey:
+        """The key of the longest state of a prefix of these tokens that a tier is known to have with all its blocks."""
+        pool, states = self._pool, self._states
+        known = next(
+            (at for at, each in enumerate(digests) if not (states.has_block(each) or pool.is_below(each))), None
+        )
+        return states.find_anywhere(root, digests[:known], tokens)
 
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the snapshot and the blocks of a waiting sequence as used now."""

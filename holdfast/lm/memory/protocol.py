@@ -119,6 +119,13 @@ class SequenceState(Protocol[FoundT]):
         """
         ...
 
+    def candidates(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        """Digests of the last full blocks, after which another engine may have left a state for these tokens.
+
+        They are empty where `lacking` names all that may be below the memory, or where nearly all is known.
+        """
+        ...
+
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the kept state of a waiting sequence as used now, so that it stays until the sequence starts."""
         ...

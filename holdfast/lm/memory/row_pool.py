@@ -183,6 +183,10 @@ class RowState:
         found = self._pool.find_below(self._root, tokens)
         return {} if found is None else {found.length: found.digest}
 
+    def candidates(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        """Empty: no other engine reads or writes the tiers below."""
+        return ()
+
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the kept state of an ended sequence as used now. A suspended state stays in any case."""
         found = self._pool.find(self._root, tokens)

@@ -179,6 +179,10 @@ class SequenceCache:
             if block is None and pool.find_on_host(digest) is None
         }
 
+    def candidates(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        """Empty: blocks serve without another state."""
+        return ()
+
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the cached blocks of a waiting sequence as used now, so that they are still cached when it starts."""
         found = self.match(tokens)

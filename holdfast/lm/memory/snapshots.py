@@ -46,6 +46,12 @@ class StateKey(NamedTuple):
         """The digest of all these tokens: that of the last KV block, full or not. It names the state."""
         return self.tail_digest or self.parent
 
+    def follows(self, index: int, size: int) -> bool:
+        """Whether this is the key of a state after block `index` of its sequence, with blocks of `size` tokens."""
+        tail = self.tail
+        digest = block_digests(self.parent, tail, size)[0] if tail else b""
+        return len(tail) < size and self.length == (index + 1) * size + len(tail) and self.tail_digest == digest
+
     def packed(self) -> bytes:
         """The key as bytes, for a tier that outlives the engine. Numbers of the tail are in the machine's order."""
         head = HEAD.pack(self.length, len(self.tail), len(self.tail_digest), self.parent, self.tail_digest)

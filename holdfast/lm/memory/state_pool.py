@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_slots import HostSlots
@@ -38,6 +38,8 @@ class StatePool:
     With a tier below the host (`serve_below`), each snapshot whose copy on the host is complete is offered to it. While
     nobody needs the device, `flush` has all snapshots copied that only the device has. A state that comes back gets a
     slot of the host (`reserve_on_host`, `cache_on_host`).
+
+    Another engine may read a snapshot from the host: `want_on_host` has it copied there, and `hold` keeps it there.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class StatePool:
         """The places of the tokens by which the next plan moves states on, by row."""
         self._may_swap_out = False
         """Whether the last plan may have left snapshots to copy to the host."""
+        self._wanted: dict[Snapshot, None] = {}
+        """Snapshots that others want to have on the host, in order."""
         self._below = NO_STATES_BELOW
         self._flushing = False
         """Whether the next plan copies snapshots to the host however many slots are free: nobody needs the device."""
@@ -314,11 +318,10 @@ class StatePool:
 
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
-        drafts = bool(self._drafts or self._accepted)
-        if not (drafts or self._saves or self._starts or self._later or self._may_swap_out or self._flushing):
+        copies = self._saves or self._starts or self._later or self._may_swap_out or self._flushing or self._wanted
+        if not (copies or self._drafts or self._accepted):
             return ()
-        # One or the other: a flush may take slots that a swap-out of the same plan would fill.
-        leaving = self._flush(now) if self._flushing else self._swap_out(now)
+        leaving = self._leaving(now)
         self.swapped_out += len(leaving)
         plan = StatePlan(
             replays=tuple([KeptInputs(row, places) for row, places in self._accepted.items() if places]),
@@ -342,6 +345,15 @@ class StatePool:
             self.save(row, snapshot, now)
             self.withdraw(snapshot)
         return (plan,) if plan.computes or plan.verifies else ()
+
+    def _leaving(self, now: float) -> list[Snapshot]:
+        """The snapshots that the plan being made copies to the host.
+
+        They are of one kind, as a flush or a wanted copy may take slots that a swap-out of the same plan would fill.
+        """
+        if self._wanted and (wanted := self._copy_wanted(now)):
+            return wanted
+        return self._flush(now) if self._flushing else self._swap_out(now)
 
     def _unpin(self, snapshot: Snapshot) -> None:
         if snapshot is not NOTHING_KEPT:
@@ -388,6 +400,102 @@ class StatePool:
                 if self._rank(victim, now) < self._rank(snapshot, now):
                     self._leave_host(victim)
         return bool(self._host.free)
+
+    # Other engines.
+
+    def after(self, digests: Sequence[bytes]) -> list[Snapshot]:
+        """The snapshots that come right after the last of these full blocks that has any, the one used last first.
+
+        Only those count whose last KV blocks the device or the host has.
+        """
+        for digest in reversed(digests):
+            here = [each for each in self._kept.get(digest, ()) if self._has_blocks(each.key)]
+            if here:
+                return sorted(here, key=lambda each: each.used, reverse=True)
+        return []
+
+    def reach(self, digests: Sequence[bytes]) -> int:
+        """Number of these leading full blocks up to the last one after which any tier has a state."""
+        for count in range(len(digests), 0, -1):
+            if digests[count - 1] in self._kept or any(True for _ in self._below.keys(digests[count - 1])):
+                return count
+        return 0
+
+    def _has_blocks(self, key: StateKey) -> bool:
+        """Whether the device or the host has the last KV blocks before a state."""
+        return self.has_block(key.parent) and (not key.tail or self.has_block(key.tail_digest))
+
+    def want_on_host(self, key: StateKey) -> None:
+        """Ask for a copy on the host of the snapshot with this key, if only the device has it.
+
+        The next plans begin it. It does not come if all on the host is worth more (`coming_to_host`).
+        """
+        self._wanted.update((each, None) for each in self._same(key) if each.host == NO_SLOT)
+
+    @property
+    def wants_copies(self) -> bool:
+        """Whether the next plan is to copy snapshots to the host because others want them there."""
+        return bool(self._wanted)
+
+    def coming_to_host(self, key: StateKey) -> bool:
+        """Whether a copy of the snapshot with this key is asked for, and no plan has begun it."""
+        return any(each in self._wanted for each in self._same(key))
+
+    def hold(self, key: StateKey) -> Snapshot | None:
+        """Let the snapshot with this key stay on the host until `release`; None if it is not there.
+
+        Its slot may be read once `is_quiet(mark)`, where `mark` is what it is now.
+        """
+        for snapshot in self._same(key):
+            if snapshot.host != NO_SLOT:
+                snapshot.holds += 1
+                return snapshot
+        return None
+
+    def arrived(self, slot: int, key: StateKey, now: float) -> Snapshot | None:
+        """Let a state from another engine be found, hold it there, and offer it to the tier below.
+
+        None if the device has it meanwhile: the slot is free then.
+        """
+        snapshot = self.cache_on_host(slot, key, now)
+        if snapshot.host == slot:
+            self._below.offer(snapshot)
+        return self.hold(key)
+
+    def release(self, snapshot: Snapshot) -> None:
+        """End a hold of a snapshot."""
+        snapshot.holds -= 1
+
+    def give_way(self, digests: Collection[bytes]) -> None:
+        """Give up the states of these digests before those that conversations need: another engine has them now."""
+        for snapshot in self.snapshots():
+            if snapshot.key.digest in digests:
+                snapshot.is_continued = True
+
+    def _copy_wanted(self, now: float) -> list[Snapshot]:
+        """Give a slot of the host to the first snapshot that others want, unless the next plan needs it.
+
+        A plan copies one of them, since a slot just given is no spare for the next one.
+        """
+        for snapshot in [each for each in self._wanted if not each.pins]:
+            del self._wanted[snapshot]
+            if snapshot.slot != NO_SLOT and snapshot.host == NO_SLOT and self._find_room_to_lend(snapshot, now):
+                return self._to_host([snapshot])
+        return []
+
+    def _find_room_to_lend(self, snapshot: Snapshot, now: float) -> bool:
+        """Make a slot of the host free, first that of a snapshot that the device has, too."""
+        if not self._host.free:
+            for spare in self._spare_on_host():
+                self._leave_host(spare)
+                break
+        return self._find_room_on_host(snapshot, now)
+
+    def _spare_on_host(self) -> Iterator[Snapshot]:
+        """The snapshots that both tiers have, and that nobody needs on the host."""
+        for each in self.snapshots():
+            if NO_SLOT not in (each.slot, each.host) and not (each.holds or each.pins):
+                yield each
 
     # Tiers below the host.
 
@@ -465,8 +573,7 @@ class StatePool:
         if held + len(self._host.reserved) >= max(1, self._host.total // 2):
             return NO_SLOT
         if not self._host.free:
-            both = (each for each in self.snapshots() if NO_SLOT not in (each.slot, each.host))
-            spare = next((each for each in both if not (each.holds or each.pins)), None)
+            spare = next(self._spare_on_host(), None)
             for victim in self._on_host.first(self.snapshots, now) if spare is None else (spare,):
                 self._leave_host(victim)
         return self._host.reserve() if self._host.free else NO_SLOT

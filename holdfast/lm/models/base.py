@@ -243,9 +243,10 @@ class StateMemory:
         Their kernels are compiled by that. Does nothing without slots on the host.
         """
 
-    def on_host(self, slot: int) -> tuple[memoryview, ...]:
-        """The bytes of the state in a slot on the host, in place: those of each tensor in turn."""
-        return ()
+    @property
+    def host(self) -> memoryview:
+        """The bytes of all slots on the host, in place, slot after slot (`host_memory.StatesPart`)."""
+        return memoryview(b"")
 
 
 NO_STATES = StateMemory()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from holdfast.core.layout import Layout, split_layers
-from holdfast.lm.models.adapted import AdaptedModule, AdaptedModules, adapted_modules, part_names
+from holdfast.lm.models.adapted import SOURCES, AdaptedModule, AdaptedModules, adapted_modules, part_names
 from holdfast.lm.models.base import Shape
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements, layer_shapes, shapes_of_layer
 from holdfast.lm.models.mixer import RecurrentSpec, Units
@@ -236,10 +236,18 @@ def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, li
     A tensor with rows of several kinds, such as the first projection of Mamba-2, has a piece for each kind. Experts are
     not there, except the shared one.
     """
-    own_spec = spec.of_layer(layer)
-    layers_of_llama = layer_pieces(own_spec, shard)
+    fields, found = spec.of_layer(layer).names.fields, dict[str, list[NamedPiece]]()
+    for field, parts in parts_of_layer(spec, shard, layer).items():
+        named = zip(fields[field], parts, strict=True)
+        found[field] = [(name, piece) for name, pieces in named for piece in pieces]
+    return found
+
+
+def parts_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, list[list[Piece]]]:
+    """For each field that a layer reads from the checkpoint, the device's pieces of each of its parts."""
+    layers_of_llama = layer_pieces(spec.of_layer(layer), shard)
     recurrent = {} if spec.recurrence is None or shard.tp == 1 else spec.recurrence.split()
-    found: dict[str, list[NamedPiece]] = {}
+    found: dict[str, list[list[Piece]]] = {}
     for field, shapes in shapes_of_layer(spec, layer).items():
         if field in recurrent:
             dim = int(field == "mixer_out")
@@ -250,8 +258,7 @@ def pieces_of_layer(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, li
             parts = [[Piece.within(each, dim, shard.part(each[dim]))] for each in shapes]
         else:
             parts = [[piece] for piece in layers_of_llama.get(field) or [Piece.all_of(*each) for each in shapes]]
-        named = zip(own_spec.names.fields[field], parts, strict=True)
-        found[field] = [(name, piece) for name, pieces in named for piece in pieces]
+        found[field] = parts
     return found
 
 
@@ -276,14 +283,20 @@ class ModulePiece:
     columns: slice
     """The outputs among those of the device's part of the field."""
 
+    def after(self, start: int) -> ModulePiece:
+        """This piece with its rows counted from row `start` on."""
+        return replace(self, outputs=slice(self.outputs.start - start, self.outputs.stop - start))
+
 
 def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, ModulePiece]]:
     """For each module of one layer that an adapter may change, the device's pieces of it, by part.
 
     An adapter's B is split as the rows of these pieces, and its A as the columns. So the sum over devices of the
     adapter's parts is the whole adapter's output, like the sum of the layer's parts. A fused module has several parts
-    only where devices share it.
+    only where devices share it. The parts of modules of a model with recurrent layers are numbered.
     """
+    if spec.recurrence is not None:
+        return numbered_pieces(spec, shard)
     fields, found = layer_pieces(spec, shard), dict[str, dict[str, ModulePiece]]()
     for name, module in adapted_modules(spec).modules.items():
         parts: dict[str, ModulePiece] = {}
@@ -306,6 +319,38 @@ def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, Module
     return found
 
 
+def numbered_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, ModulePiece]]:
+    """`module_pieces` of a model whose layers differ in kind. A module has one place in all layers that have it."""
+    base, found = adapted_modules(spec), dict[str, dict[str, ModulePiece]]()
+    for layer in range(spec.num_layers):
+        names = [name for name in base.modules if base.has(layer, name) and name not in found]
+        pieces = pieces_of_linear(spec, shard, layer) if names else {}
+        for name in names:
+            module = base.modules[name]
+            start, stop = module.columns.start, module.columns.stop
+            own = [each for at, each in pieces[module.field] if start <= at < stop]
+            found[name] = {str(number): each.after(start) for number, each in enumerate(own)}
+    return found
+
+
+def pieces_of_linear(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, list[tuple[int, ModulePiece]]]:
+    """For each linear field of a layer, the device's pieces of it, each with the first of its rows in the whole field.
+
+    The rows of pieces are counted from the first one of the field.
+    """
+    parts, found = parts_of_layer(spec, shard, layer), dict[str, list[tuple[int, ModulePiece]]]()
+    for linear, sources in SOURCES.items():
+        found[linear], whole_at, own_at = [], 0, 0
+        for part in [part for source in sources for part in parts.get(source, ())]:
+            for piece in part:
+                (rows, columns), first = piece.own, whole_at + piece.own[0].start
+                outputs, inputs = slice(first, first + len(rows)), slice(columns.start, columns.stop)
+                found[linear].append((first, ModulePiece(outputs, inputs, slice(own_at, own_at + len(rows)))))
+                own_at += len(rows)
+            whole_at += part[0].whole[0]
+    return found
+
+
 def own_modules(spec: DecoderSpec, shard: Shard) -> AdaptedModules:
     """The modules of the device's part of a decoder, for adapters of `own_adapter`."""
     base = adapted_modules(spec)
@@ -324,7 +369,9 @@ def _own_modules(spec: DecoderSpec, shard: Shard) -> dict[str, AdaptedModule]:
     for name, parts in module_pieces(spec, shard).items():
         pieces = [*parts.values()]
         columns, inputs = slice(pieces[0].columns.start, pieces[-1].columns.stop), pieces[0].inputs
-        modules[name] = AdaptedModule(base[name].field, columns, inputs.stop - inputs.start)
+        module = base[name]
+        size = inputs.stop - inputs.start
+        modules[name] = AdaptedModule(module.field, columns, size, takes_gains=module.takes_gains)
     return modules
 
 

@@ -12,7 +12,7 @@ from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.plan import PartPlan
 from holdfast.lm.types.result import PartResult
 from holdfast.lm.types.rows import RowPlan, RowResult
-from holdfast.lm.types.states import StatePlan
+from holdfast.lm.types.states import StatePlan, StateResult
 
 VALUES: tuple[type[PartPlan] | type[PartResult] | type[PartNews], ...] = (
     AdapterPlan,
@@ -32,5 +32,6 @@ VALUES: tuple[type[PartPlan] | type[PartResult] | type[PartNews], ...] = (
     RowPlan,
     RowResult,
     StatePlan,
+    StateResult,
 )
 """The classes of the values that parts add to plans and to results, and of their news. No two have the same name."""

@@ -69,7 +69,8 @@ class SnapshotPart(Part):
     waits_for = "shared prefix"
 
     def __init__(self, states: StatePool) -> None:
-        self._states = states
+        self.states = states
+        """The snapshots."""
         self._queues: PartQueues
         self._running: dict[str, Entry] = {}
         """The sequences with a row, by id."""
@@ -80,7 +81,7 @@ class SnapshotPart(Part):
         self._queues = queues
 
     def starting(self, entry: Entry, now: float) -> bool:
-        sequence, coming = entry.sequence, self._states.coming
+        sequence, coming = entry.sequence, self.states.coming
         if not coming or sequence.in_flight or not entry.uses_kept:
             return False
         state = entry.cache.match(sequence.tokens).coming
@@ -98,16 +99,25 @@ class SnapshotPart(Part):
         del self._running[entry.id]
 
     def advance(self, now: float) -> None:
-        for entry in [entry for entry, state in self._held.items() if state not in self._states.coming]:
+        for entry in [entry for entry, state in self._held.items() if state not in self.states.coming]:
             del self._held[entry]
             self._queues.release(entry, self)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         """Note that the plan's copies of states to the host or from there are complete."""
         copies = plan.part(StatePlan)
-        if copies.swap_out or copies.swap_in:
-            self._states.end_copies()
+        if copies.uses_host:
+            self.states.end_copies()
         return ()
 
+    @property
+    def wants_step(self) -> bool:
+        return self.states.wants_copies
+
+    @property
+    def has_work(self) -> bool:
+        """Whether others want copies of snapshots on the host."""
+        return self.states.wants_copies
+
     def stats(self) -> Mapping[str, int]:
-        return self._states.stats()
+        return self.states.stats()

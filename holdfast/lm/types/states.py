@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.lm.types.plan import BlockMove, PartPlan
+from holdfast.lm.types.result import PartResult
 
 
 class StateCopy(NamedTuple):
@@ -60,6 +61,20 @@ class StatePlan(PartPlan):
     def computes(self) -> bool:
         """Whether the device has work to do before the segments."""
         return bool(self.replays or self.saves or self.starts or self.tails or self.swap_out or self.swap_in)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether the plan reads or writes slots on the host."""
+        return bool(self.swap_out or self.swap_in)
+
+
+@dataclass(frozen=True, slots=True)
+class StateResult(PartResult):
+    """A rank has done a plan's copies of states to the host and from there."""
+
+    @property
+    def of_each_rank(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

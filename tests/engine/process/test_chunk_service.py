@@ -13,6 +13,7 @@ from holdfast.engine.process import chunk_service
 from holdfast.engine.process.block_moves import Moves
 from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import ChunkPeer, Kind, PeerError, Terms
+from holdfast.engine.process.state_moves import NoStates
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
 from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
@@ -44,7 +45,9 @@ class Side:
         self.told = []
         self.turn = threading.Event()
         self.moves = Moves(self.scheduler, time.monotonic, self.turn.set)
-        self.service = ChunkService(self.moves, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1")
+        self.service = ChunkService(
+            self.moves, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1", NoStates()
+        )
         self.ended = False
         self.thread = threading.Thread(target=self.run)
         self.thread.start()

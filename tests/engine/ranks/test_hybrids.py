@@ -6,19 +6,25 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from holdfast.core.types import Identity
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.ranks.ranks import RankFailure
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.types import COPIES_AHEAD_BYTES
+from tests.adapters import drawn as drawn_adapter
+from tests.adapters import merged, write
 from tests.checkpoints import make
 from tests.engine.conftest import wait_for_end
 from tests.engine.process.parts.test_states import SIZES, answers, drawn, generated, request
+from tests.engine.ranks.test_adapters import with_magnitudes
 from tests.hybrid_engines import play
 
 PAIRS: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
@@ -65,6 +71,58 @@ def test_the_next_turn_computes_only_its_new_tokens(
         assert cached == (0 if not turn else len(prompt) - len(drawn(7, seed=turn)) - 1)
         prompt += found + drawn(7, seed=turn + 1)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "tp", "pp"),
+    [
+        ("Qwen3_5Text", PAIRS, 2, 2),
+        ("Bamba", dict(mamba_n_groups=1), 2, 1),  # two devices have a half of one group each
+        ("FalconH1", {}, 2, 1),
+        ("NemotronH", {}, 4, 1),
+        ("Lfm2", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2), 1, 2),
+    ],
+)
+def test_adapters_on_several_ranks_go_on_from_their_own_states(
+    tmp_path: Path, family: str, changes: dict[str, Any], tp: int, pp: int
+) -> None:
+    torch.set_num_threads(1)
+    module = make(tmp_path / "model", family, **changes)
+    spec = decoder_spec(tmp_path / "model")
+    given = {name: drawn_adapter(spec, 3, seed=seed) for seed, name in enumerate("ab")}
+    paths = tuple(f"{name}={write(tmp_path / name, weights)}" for name, weights in given.items())
+    engine = build_engine(EngineConfig(model=str(tmp_path / "model"), **SIZES, adapter=paths, tp=tp, pp=pp))
+    ids = {info.name: info.id for info in engine.info.adapters} | {"": ""}
+    modules = {name: merged(module, weights) for name, weights in given.items()} | {"": module}
+    prompts = dict.fromkeys(ids, drawn(29, seed=2))
+    for turn in range(2):
+        asked = [
+            replace(request(f"{name}{turn}", prompt), identity=Identity(adapter=ids[name]))
+            for name, prompt in prompts.items()
+        ]
+        found = answers(engine.loop, *asked)
+        for name, prompt in prompts.items():
+            said, cached = found[f"{name}{turn}"]
+            assert said == generated(modules[name], prompt, 9), name
+            assert cached == (0 if not turn else len(prompt) - 6)
+            prompts[name] = prompt + said + drawn(5, seed=turn + 3)
+    assert len({*prompts.values()}) == 3
+    engine.close()
+
+
+def test_a_dora_of_recurrent_layers_is_the_same_on_two_ranks_and_on_one(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    make(tmp_path / "model", "Qwen3_5Text", **PAIRS)
+    weights = with_magnitudes(drawn_adapter(decoder_spec(tmp_path / "model"), 3, seed=1))
+    path, said = write(tmp_path / "dora", weights), list[Any]()
+    for tp in (1, 2):
+        config = EngineConfig(model=str(tmp_path / "model"), **SIZES, adapter=(f"dora={path}",), tp=tp)
+        engine = build_engine(config)
+        identity = Identity(adapter=engine.info.adapters[0].id)
+        said.append(answers(engine.loop, replace(request("dora", drawn(29, seed=2)), identity=identity)))
+        said.append(answers(engine.loop, request("base", drawn(29, seed=2))))
+        engine.close()
+    assert said[0] == said[2] and said[1] == said[3] and said[0]["dora"] != said[1]["base"]
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast.engine.ranks.part_results import LoadsOfRanks, PartResults, SlicesOfRanks, split
+from holdfast.engine.ranks.part_results import LoadsOfRanks, PartResults, SlicesOfRanks, StatesOfRanks, split
 from holdfast.lm.parts.adapters.values import AdapterLoad, AdapterPlan, AdapterResult
 from holdfast.lm.parts.grammars.values import GrammarResult
 from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport, TrainingSlice
-from holdfast.lm.types import PartPlan, StepPlan
+from holdfast.lm.types import PartPlan, StateCopy, StatePlan, StepPlan
+from holdfast.lm.types.states import StateResult
 
 
 def plan(step: int, *parts: PartPlan) -> StepPlan:
@@ -100,3 +101,17 @@ def test_results_go_to_their_part() -> None:
     found.reported(0, 1, given)
     assert found.complete(1, waits=True)
     assert found.results(1) == [AdapterResult(1), TrainingReport("job")]
+
+
+def test_a_step_with_copies_of_states_to_the_host_waits_for_every_rank() -> None:
+    found = StatesOfRanks(2)
+    found.submitted(plan(3, StatePlan(swap_out=(StateCopy(4, 0),))))
+    found.submitted(plan(4, StatePlan(swap_in=(StateCopy(0, 1),))))
+    found.submitted(plan(5, StatePlan(saves=(StateCopy(0, 4),))))
+    assert found.complete(5, waits=False), "copies on the device are in order on each rank"
+    found.reported(0, 3, StateResult())
+    found.reported(0, 4, StateResult())
+    assert not found.complete(3, waits=False) and not found.complete(4, waits=True)
+    found.reported(1, 3, StateResult())
+    assert found.complete(3, waits=False) and not found.complete(4, waits=False)
+    assert found.result(3) == StateResult() and found.result(5) is None

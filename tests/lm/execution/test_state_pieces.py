@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from holdfast.lm.execution.state_pieces import StatePieces, cut_into
-from holdfast.lm.models.base import StateMemory
 from holdfast.lm.tiers import StateAbout, TierBlock, TierJob
 
 SIZE = 64
@@ -13,13 +12,13 @@ ABOUT = StateAbout(40, b"the tokens", 4)
 """64 bytes of description, then a state of 140 bytes: 3.2 pieces."""
 
 
-class Slots(StateMemory):
+class Slots:
     """States of two tensors, of 100 and 40 bytes."""
 
     def __init__(self, count: int) -> None:
         self.slots = [(bytearray([slot + 1] * 100), bytearray([slot + 101] * 40)) for slot in range(count)]
 
-    def on_host(self, slot: int) -> tuple[memoryview, ...]:
+    def __getitem__(self, slot: int) -> tuple[memoryview, ...]:
         return tuple(memoryview(each) for each in self.slots[slot])
 
 

@@ -440,3 +440,121 @@ def test_the_tail_of_a_state_on_the_disk_stays_when_its_snapshot_leaves_the_memo
     assert (first.is_kept, given_way, states.pool.dropped) == (False, [], 0)
     states.save([*THIRD, 1])
     assert (given_way, states.pool.dropped) == ([[second.key.tail_digest]], 1)
+
+
+# Other engines.
+
+ONE, TWO, THREE = ([*range(start, start + 2 * SIZE)] for start in (0, 100, 200))
+
+
+def chain(tokens):
+    return block_digests(ROOT, tokens, SIZE)
+
+
+def test_a_state_that_another_engine_wants_is_copied_to_the_host_and_stays_while_it_is_held():
+    states = States(host=1)
+    kept = states.save(ONE)
+    states.pool.want_on_host(kept.key)
+    assert states.pool.wants_copies and states.pool.coming_to_host(kept.key) and states.pool.hold(kept.key) is None
+    (plan,) = states.plan()
+    assert plan.swap_out == (StateCopy(kept.slot, kept.host),)
+    assert not states.pool.wants_copies and not states.pool.coming_to_host(kept.key)
+    held, mark = states.pool.hold(kept.key), states.pool.mark
+    assert held is kept and not states.pool.is_quiet(mark), "the copy has not ended"
+    states.pool.end_copies()
+    assert states.pool.is_quiet(mark)
+    other = states.save(TWO)
+    states.pool.want_on_host(other.key)
+    assert states.plan() == () and not states.pool.coming_to_host(other.key), "the only slot is held"
+    states.pool.release(kept)
+    states.pool.want_on_host(other.key)
+    (plan,) = states.plan()
+    assert plan.swap_out == (StateCopy(other.slot, 0),) and kept.host == NO_SLOT and kept.slot != NO_SLOT
+
+
+def test_a_state_that_is_still_to_be_saved_is_copied_by_the_plan_after_that():
+    states = States(host=1)
+    snapshot = states.snapshot(ONE)
+    states.pool.save(0, snapshot, 1.0)
+    states.pool.want_on_host(snapshot.key)
+    (plan,) = states.plan()
+    assert plan.saves and not plan.swap_out and states.pool.wants_copies
+    assert states.plan()[0].swap_out
+
+
+def test_two_wanted_states_never_get_one_slot_of_the_host():
+    states = States(host=1)
+    first, second = states.save(ONE), states.save(TWO)
+    for each in (first, second):
+        states.pool.want_on_host(each.key)
+    copies = [plan.swap_out for _ in range(2) for plan in states.plan()]
+    assert [len(each) for each in copies] == [1, 1], "each plan copies one"
+    assert (first.host, second.host) == (NO_SLOT, 0)
+
+
+def test_a_wanted_state_evicts_none_of_more_worth_from_the_host():
+    states = States(snapshots=1, host=1, low_water=1.0)
+    long = states.save([*range(300, 340)])
+    assert states.plan()[0].swap_out
+    short = states.save(ONE)
+    assert long.is_on_host
+    states.now += 1000
+    states.pool.want_on_host(short.key)
+    assert states.plan() == () and long.is_on_host and short.host == NO_SLOT
+
+
+def test_the_states_after_the_last_block_that_has_any_are_found_the_latest_used_first():
+    states = States(snapshots=4)
+    states.save(ONE[:SIZE])
+    early = states.save(ONE)
+    late = states.save([*ONE, 9], early)
+    states.blocks.cache_block(*states.blocks.allocate(1, 9.0), chain(ONE)[-1], 1)
+    longer = ONE + [7] * 3 * SIZE
+    assert states.pool.after(chain(longer)) == [late, early]
+    states.pool.touch(early, 20.0)
+    assert states.pool.after(chain(longer)) == [early, late]
+    assert states.pool.after(chain(TWO)) == []
+
+
+def test_a_state_without_its_last_block_is_not_offered_to_other_engines():
+    states = States()
+    kept = states.save(ONE)
+    assert states.pool.after(chain(ONE)) == [kept]
+    states.blocks.allocate(64, 5.0)
+    assert states.pool.after(chain(ONE)) == []
+
+
+def test_a_state_that_another_engine_has_got_goes_first():
+    states = States(snapshots=2)
+    old, moved = states.save(ONE), states.save(TWO)
+    states.pool.give_way([chain(TWO)[-1]])
+    states.save(THREE)
+    assert old.is_kept and not moved.is_kept
+
+
+def test_a_state_that_arrives_is_held_and_offered_to_the_tier_below():
+    states, below = with_disk()
+    slot = states.pool.reserve_on_host(1.0)
+    found = states.pool.arrived(slot, states.key(ONE), 2.0)
+    assert found.host == slot and found.holds == 1 and below.offered == [found]
+    states.pool.release(found)
+    assert found.holds == 0
+
+
+def test_a_state_that_arrives_where_the_device_has_it_frees_its_slot():
+    states = States(host=1)
+    kept = states.save(ONE)
+    slot = states.pool.reserve_on_host(1.0)
+    assert states.pool.arrived(slot, kept.key, 2.0) is None
+    check_states(states.pool)
+    assert kept.host == NO_SLOT and states.pool.reserve_on_host(3.0) == slot
+
+
+def test_a_key_follows_the_block_before_its_tail_alone():
+    states = States()
+    for tokens in (ONE, [*ONE, 5], [*ONE, 5, 6, 7]):
+        key = states.key(tokens)
+        assert key.follows(1, SIZE) and not key.follows(0, SIZE) and not key.follows(2, SIZE)
+        assert not key._replace(length=key.length + SIZE).follows(1, SIZE)
+    assert not states.key([*ONE, 5])._replace(tail_digest=bytes(32)).follows(1, SIZE)
+    assert not states.key(ONE)._replace(tail_digest=bytes(32)).follows(1, SIZE)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from holdfast.core.layout import Layout
-from holdfast.lm.models.adapted import adapted_modules
+from holdfast.lm.models.adapted import SOURCES, adapted_modules
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes, shapes_of_layer
 from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.loader import native_spec
@@ -20,6 +20,7 @@ from holdfast.lm.models.shard import (
     module_pieces,
     own_adapter,
     own_modules,
+    parts_of_layer,
     pieces_of_layer,
     shard_of,
     vocabulary_piece,
@@ -168,6 +169,18 @@ MANY_HEADS: dict[str, dict[str, Any]] = {
     "NemotronH": dict(n_groups=4, use_bias=True, mlp_bias=True),
 }
 """Families, with key heads and groups for four devices."""
+PAIRED = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+STAGED: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": PAIRED,
+    "Qwen3Next": PAIRED,
+    "Lfm2": dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
+    "Bamba": dict(num_hidden_layers=4, attn_layer_indices=[1, 3]),
+    "GraniteMoeHybrid": dict(num_hidden_layers=4, layer_types=["mamba", "attention"] * 2),
+    "NemotronH": dict(
+        num_hidden_layers=6, layers_block_type=["linear_attention", "mlp", "full_attention"] * 2, vocab_size=32
+    ),
+}
+"""Layers for two stages, each with both kinds."""
 SPLIT = {"qkv", "qkv_bias", "o", "gate_up", "down", "shared_gate_up", "shared_down", "mlp_in", "mlp_in_bias", "mlp_out"}
 """The fields that devices split besides those of recurrent layers."""
 
@@ -200,6 +213,56 @@ def test_a_device_has_the_rows_of_its_own_part_of_recurrent_layers(family: str, 
         for field, shapes in own.shapes(whole.hidden_size).items():
             dim = int(field == "mixer_out")
             assert sum(piece.shape[dim] for _, piece in pieces[field]) == sum(shape[dim] for shape in shapes), field
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("family", MANY_HEADS)
+def test_the_parts_of_an_adapter_of_recurrent_layers_add_up_to_the_whole(family: str, tp: int, pp: int) -> None:
+    """The device's columns are those of its own part of the fused field, in which heads and groups may be copied."""
+    whole, layout = hybrid_spec(family, **STAGED.get(family, {}) if pp > 1 else {}), Layout(tp=tp, pp=pp)
+    weights, base = drawn(whole, 4, seed=1), adapted_modules(whole)
+    for (layer, module), pair in weights.pairs.items():
+        x = torch.randn(3, pair.a.shape[1], generator=torch.Generator().manual_seed(2))
+        found, seen = torch.zeros(3, pair.b.shape[0]), torch.zeros(pair.b.shape[0])
+        for shard in shards(whole, layout):
+            if layer not in shard.layers:
+                continue
+            part = own_adapter(weights, whole, shard).pairs[layer - shard.layers.start, module]
+            pieces = [*module_pieces(whole, shard)[module].values()]
+            rows = torch.cat([torch.arange(piece.outputs.start, piece.outputs.stop) for piece in pieces])
+            found[:, rows] += x[:, pieces[0].inputs] @ part.a.t() @ part.b.t()
+            seen[rows] += 1
+            placed = own_modules(whole, shard).modules[module]
+            assert (placed.outputs, placed.inputs) == (len(part.b), part.a.shape[1])
+            assert placed.takes_gains == base.modules[module].takes_gains
+        copies = seen if pieces[0].inputs == slice(0, len(x[0])) and tp > 1 else torch.ones_like(seen)
+        expected = base.modules[module].placed((x @ pair.a.t() @ pair.b.t()).t()).t()
+        torch.testing.assert_close(found / copies, expected)
+
+
+@pytest.mark.parametrize("family", MANY_HEADS)
+def test_an_adapter_changes_the_rows_that_a_device_has_of_the_weight_itself(family: str) -> None:
+    """The rows of a device's B are those of its weight: both are cut from one tensor, whose rows are numbered."""
+    whole = hybrid_spec(family)
+    base, layer = adapted_modules(whole), whole.recurrent.index(True)
+    for shard in shards(whole, Layout(tp=2)):
+        own = own_modules(whole, shard)
+        for field, names in base.fields(layer).items():
+            sources = [each for each in SOURCES[field] if each in pieces_of_layer(whole, shard, layer)]
+            sources = sources[:1] if field == "o" else sources
+            number, held = 0, list[int]()
+            for source in sources:
+                for shape, pieces in zip(
+                    shapes_of_layer(whole, layer)[source], parts_of_layer(whole, shard, layer)[source], strict=True
+                ):
+                    held += [number + row for piece in pieces for row in piece.own[0]]
+                    number += shape[0]
+            numbered = torch.arange(number)
+            for name in names:
+                module, placed = base.modules[name], own.modules[name]
+                rows = numbered[module.columns]
+                cut = [rows[piece.outputs] for piece in module_pieces(whole, shard)[name].values()]
+                assert torch.cat(cut).tolist() == held[placed.columns], (field, name)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from holdfast.engine import messages
@@ -14,12 +15,15 @@ from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import Terms
 from holdfast.engine.process.handler import Handler, Refusal, no_answer
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site, excluded
-from holdfast.engine.process.parts.tiers import layout_of
+from holdfast.engine.process.parts.tiers import layout_of, layout_of_states
+from holdfast.engine.process.state_moves import MovedStates, NoStates, StateMoves
 from holdfast.files.regular import read_bytes, samples_of
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.execution.host_memory import HostBlocks, HostPart
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart, HostStates
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.scheduler.hybrid import SnapshotPart
 from holdfast.lm.types import EngineShape
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
@@ -31,8 +35,9 @@ class ChunkFinder(Handler):
 
     receives = (FindChunks,)
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: BlockPool, reach: Callable[[Sequence[bytes]], int] = len) -> None:
+        """`reach` gives the number of leading blocks of a chain that count; others serve nothing."""
+        self._pool, self._reach = pool, reach
         self._found: list[messages.FromEngine] = []
 
     def receive(self, message: FindChunks) -> None:
@@ -44,7 +49,7 @@ class ChunkFinder(Handler):
 
     def find(self, number: int, chain: Sequence[bytes]) -> ChunksFound:
         """Number of tokens of a chain of digests that are here, by tier."""
-        pool = self._pool
+        pool, chain = self._pool, chain[: self._reach(chain)]
         tiers = pool.tiers(chain)
         nowhere = [digest for digest, tier in zip(chain, tiers, strict=True) if tier == "-"]
         on_host = tiers.count("h")
@@ -112,15 +117,17 @@ class MoveBuilder(PartBuilder):
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         """Raises ValueError for an address that cannot be listened at."""
-        site, finders = self.site, [ChunkFinder(pool) for pool in served.scheduler.block_pools]
+        site, reach = self.site, len if served.shape.states is None else state_pool(served).reach
+        finders = [ChunkFinder(pool, reach) for pool in served.scheduler.block_pools]
         self._reason = excluded({self.name}, site, host_tier=served.shape.num_host_blocks > 0)
         if self._reason:
             return finders
         parts = site.blocks.host_parts
         moves = Moves(served.scheduler, site.clock, site.order.wake)
+        states = states_of(site, served, moves)
         try:
             terms = terms_of(site, served.shape, parts)
-            service = ChunkService(moves, terms, HostBlocks(parts), site.config.chunk_host)
+            service = ChunkService(moves, terms, HostBlocks(parts), site.config.chunk_host, states)
         except OSError as error:
             raise ValueError(f"chunk_host is {site.config.chunk_host}: {error.strerror or error}") from None
         self._address = service.address
@@ -130,9 +137,23 @@ class MoveBuilder(PartBuilder):
         return {"chunk_address": self._address, "chunk_reason": self._reason}
 
 
+def state_pool(served: Served) -> StatePool:
+    """The recurrent states of a model that has some."""
+    return served.scheduler.part(SnapshotPart).states
+
+
+def states_of(site: Site, served: Served, moves: Moves) -> MovedStates:
+    """The moves of what the model's recurrent layers keep, if it has any."""
+    if served.shape.states is None:
+        return NoStates()
+    return StateMoves(moves, state_pool(served), HostStates(site.blocks.state_parts), site.config.block_size)
+
+
 def terms_of(site: Site, shape: EngineShape, parts: Sequence[HostPart]) -> Terms:
     """Facts in which engines must agree before blocks move between them."""
     block = layout_of(site.config, site.blocks, parts)
+    if shape.states is not None:
+        block += f" with states of {layout_of_states(site.blocks, site.blocks.state_parts)}, {sys.byteorder} first"
     layout = f"{shape.model}, {shape.precision}, {block}, {digest_of_files(site.config, site.checkpoint)}"
     return Terms(site.order.chunk_secret or secrets.token_bytes(32), layout, site.blocks.block_bytes)
 

@@ -20,14 +20,16 @@ from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.paged import code_of, weights_of
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.disk_store import DiskStore
-from holdfast.lm.execution.host_memory import HostBlocks, HostPart
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart, HostStates, StatesPart
 from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.remote_states import RemoteStateStore
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.state_pieces import StatePieces
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.parts.tiers.state_tiers import whole_bytes
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob, piece_bytes
+from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob, TierName, piece_bytes
 from holdfast.lm.types import EngineShape, LanguageLoop, StateShape
 from holdfast.loop.contracts import Clock
 from holdfast.training.base import digest_of_module
@@ -129,13 +131,14 @@ class TierHandler(Handler):
 class JoinedThreads:
     """The threads that move KV blocks, and those that move recurrent states (`Threads`)."""
 
-    def __init__(self, blocks: TierThreads, states: TierThreads) -> None:
+    def __init__(self, blocks: TierThreads, states: Mapping[TierName, TierThreads]) -> None:
+        """`states` are the threads of each tier, by its name: the tiers keep states in pieces of different sizes."""
         self._blocks, self._states = blocks, states
 
     @property
     def busy(self) -> bool:
         """Whether a job is under way, or has ended and was not taken."""
-        return self._blocks.busy or self._states.busy
+        return self._blocks.busy or any(each.busy for each in self._states.values())
 
     @property
     def trouble(self) -> str:
@@ -143,34 +146,19 @@ class JoinedThreads:
         return self._blocks.trouble
 
     def start(self, jobs: Iterable[TierJob]) -> None:
-        """Begin these jobs. A job of a state names its state."""
-        jobs = [*jobs]
-        self._states.start([job for job in jobs if job.state.pieces])
-        self._blocks.start([job for job in jobs if not job.state.pieces])
+        """Begin these jobs. A job of a state, or of a question for states, says how many pieces a state has."""
+        for job in jobs:
+            threads = self._states[job.tier] if job.state.pieces else self._blocks
+            threads.start([job])
 
     def take(self) -> list[TierDone]:
         """The jobs that have ended since the last call."""
-        return [*self._states.take(), *self._blocks.take()]
+        return [done for each in (*self._states.values(), self._blocks) for done in each.take()]
 
     def close(self) -> None:
         """Stop after the jobs that have begun."""
-        self._states.close()
-        self._blocks.close()
-
-
-class RemoteBuilder(PartBuilder):
-    """Refuses a remote tier to an engine that cannot have one. `TierBuilder` builds it with the disk."""
-
-    name = "remote tier"
-
-    @staticmethod
-    def wanted(config: EngineConfig) -> bool:
-        return bool(config.remote_cache)
-
-    def allocated(self, shape: EngineShape) -> EngineShape:
-        """Raises ValueError."""
-        refuse_excluded([RemoteBuilder], self.site)
-        return shape
+        for each in (*self._states.values(), self._blocks):
+            each.close()
 
 
 class TierBuilder(PartBuilder):
@@ -228,46 +216,48 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[Threads, EngineShape]:
     if isinstance(config.remote_cache, str):
         remote = RemoteStore(config.remote_cache, device.block_bytes, identity)
         lower = replace(lower, remote_down=not answers_now(remote))
+    own = 0 if shape.states is None else int(config.disk_cache_bytes * config.snapshot_share)
     if isinstance(config.disk_cache_dir, str):
         directory, size = Path(config.disk_cache_dir).expanduser(), config.disk_cache_bytes
-        if shape.states is not None:
-            return open_hybrid_tiers(site, shape, shape.states, directory, identity)
-        disk = DiskStore(directory, size, device.block_bytes, identity)
+        disk = DiskStore(directory, size - own, device.block_bytes, identity, besides=own)
         lower = replace(lower, disk_blocks=disk.num_blocks, stored=tuple(disk.stored()))
-    threads = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
+    blocks = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
     if lower.remote_down:
-        threads.log_failure("remote", "does not work")
-    return threads, replace(shape, lower=lower)
+        blocks.log_failure("remote", "does not work")
+    if shape.states is not None:
+        try:
+            states, snapshots = open_state_tiers(site, shape.states, disk, own, identity)
+        except BaseException:
+            blocks.close()
+            raise
+        return JoinedThreads(blocks, states), replace(shape, lower=replace(lower, snapshots=snapshots))
+    return blocks, replace(shape, lower=lower)
 
 
-def open_hybrid_tiers(
-    site: Site, shape: EngineShape, states: StateShape, directory: Path, identity: dict[str, str]
-) -> tuple[Threads, EngineShape]:
-    """`open_tiers` for a model with recurrent layers: a store of blocks, and one of states in a directory below it.
+def open_state_tiers(
+    site: Site, shape: StateShape, disk: DiskStore | None, size: int, identity: dict[str, str]
+) -> tuple[dict[TierName, TierThreads], LowerShape]:
+    """The threads of the tiers of recurrent states, and the shape of these tiers. Raises ValueError and OSError.
 
-    The states have the share of the disk's size that they have of the cache.
+    A disk has a store of `size` bytes for them, in a directory below that of the blocks. Their share of the disk is the
+    one that they have of the cache. A remote tier has them next to the blocks, under other names.
     """
-    config, device, memory = site.config, site.paged, site.paged.memory
-    own = int(config.disk_cache_bytes * config.snapshot_share)
-    piece = piece_bytes(lambda length: states.slot_bytes)
-    disk = DiskStore(directory, config.disk_cache_bytes - own, device.block_bytes, identity, besides=own)
-    try:
-        description = {"states": f"{device.model.spec.recurrent_layers} layers of {device.model.spec.state}"}
-        kept = DiskStore(disk.directory / "states", own, piece, identity | description)
-    except BaseException:
-        disk.close()
-        raise
-    found, damaged = kept.states()
-    if damaged:
-        log.warning("holdfast: %d recurrent states in %s were not whole and are dropped", damaged, directory)
-    snapshots = LowerShape(piece, disk_blocks=kept.num_blocks, states=tuple(found))
-    lower = LowerShape(device.block_bytes, disk.num_blocks, stored=tuple(disk.stored()), snapshots=snapshots)
-    clock, wake = site.clock, site.order.wake
-    threads = JoinedThreads(
-        TierThreads(HostBlocks(device.host_parts), disk, None, clock, wake),
-        TierThreads(StatePieces(memory.states, piece), kept, None, clock, wake),
-    )
-    return threads, replace(shape, lower=lower)
+    config, device, clock, wake = site.config, site.blocks, site.clock, site.order.wake
+    slots, piece = HostStates(device.state_parts), piece_bytes(lambda length: shape.slot_bytes)
+    identity = identity | {"states": layout_of_states(device, device.state_parts)}
+    threads, lower = dict[TierName, TierThreads](), LowerShape(piece, remote=isinstance(config.remote_cache, str))
+    if disk is not None:
+        kept = DiskStore(disk.directory / "states", size, piece, identity)
+        found, damaged = kept.states()
+        if damaged:
+            log.warning("holdfast: %d recurrent states in %s were not whole and are dropped", damaged, disk.directory)
+        threads["disk"] = TierThreads(StatePieces(slots, piece), kept, None, clock, wake)
+        lower = replace(lower, disk_blocks=kept.num_blocks, states=tuple(found))
+    if isinstance(config.remote_cache, str):
+        whole = whole_bytes(shape.slot_bytes, config.block_size)
+        store = RemoteStateStore(config.remote_cache, whole, identity)
+        threads["remote"] = TierThreads(StatePieces(slots, whole), None, store, clock, wake)
+    return threads, lower
 
 
 def open_row_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape]:
@@ -315,6 +305,12 @@ def layout_of(config: EngineConfig, device: PagedDevice | ManyDevice, parts: Seq
     sizes = "+".join(str(part.block_bytes) for part in parts)
     contents = " and ".join(map(str, cache.block_shapes))
     return f"tp {config.tp}, pp {config.pp}, {sizes} bytes, {cache.dtype} {contents}"
+
+
+def layout_of_states(device: PagedDevice | ManyDevice, parts: Sequence[StatesPart]) -> str:
+    """The layout of a recurrent state on the host, in words: the bytes of each rank, and the tensors of rank 0's."""
+    spec, sizes = device.model.spec, "+".join(str(part.state_bytes) for part in parts)
+    return f"{sizes} bytes, {spec.recurrent_layers} layers of {spec.state}, the widest numbers first"
 
 
 def versions_of_files(checkpoint: Checkpoint) -> str:

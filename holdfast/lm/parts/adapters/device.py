@@ -304,16 +304,8 @@ class AdapterDevice(DevicePart):
     """The slots of adapters on a device, and the adapters that may be loaded into them."""
 
     def __init__(self, model: Decoder, config: AdapterOptions) -> None:
-        """Allocate the slots that a configuration asks for, for the layers, heads and columns of this device.
-
-        Raises ValueError for a model with recurrent layers that several devices share.
-        """
+        """Allocate the slots that a configuration asks for, for the layers, heads and columns of this device."""
         spec, shard, ranks = model.spec, model.shard, config.layout.ranks
-        if ranks > 1 and model.decoder.recurrence is not None:
-            raise ValueError(
-                f"tp is {config.layout.tp} and pp is {config.layout.pp}, and adapters of a model with recurrent layers "
-                "run on one device; leave out tp and pp, or adapter and max_adapters"
-            )
         self._device, pinned = spec.device, spec.device.type == "cuda"
         self.slots = AdapterSlots(
             adapted_modules(model.decoder) if ranks == 1 else own_modules(model.decoder, shard),

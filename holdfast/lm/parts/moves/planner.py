@@ -1,4 +1,4 @@
-"""MovePart: reports when no plan in flight reads the host tier any longer, so that moves may write there."""
+"""MovePart: has plans made until copies from and to the host are known to be complete, for moves between engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class MovePart(Part):
     """Marks in the sequence of plans, for moves that fill reserved blocks of the host tier from another engine.
 
     While a move waits for a mark to be passed, plans are made even if they have nothing to do, because only a result
-    says which copies are complete. The host tier must be able to swap in.
+    says which copies are complete. The same holds for blocks on their way to the host that another engine waits for:
+    the result of a plan that computes anything waits for no copy. The host tier must be able to swap in.
     """
 
     name = "moves"
@@ -27,6 +28,10 @@ class MovePart(Part):
         """Number of a plan: its copies from the host, and those of all plans before it, are known to be complete."""
         self._barrier = -1
         """The latest mark."""
+        self._copied = -1
+        """Number of a plan: its copies to the host, and those of all plans before it, are known to be complete."""
+        self._awaited = -1
+        """Number of the last plan whose copies to the host a move waits for."""
 
     def barrier(self) -> int:
         """Set a mark after the plans made so far, for `passed`."""
@@ -37,20 +42,26 @@ class MovePart(Part):
         """Whether no plan made before this mark can still read the host."""
         return self._settled >= barrier
 
+    def await_copies(self) -> None:
+        """Have plans made until the copies to the host of all plans so far are known to be complete."""
+        self._awaited = self._planned
+
     def planned(self, plan: StepPlan) -> None:
         self._planned = plan.step
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         self._settled = max(self._settled, result.copied.swapped_in)
+        self._copied = max(self._copied, result.copied.swapped_out)
         return ()
 
     @property
     def wants_step(self) -> bool:
-        return self._settled < self._barrier
+        return self.has_work
 
     @property
     def has_work(self) -> bool:
-        return self._settled < self._barrier
+        """Whether a move waits for copies that are not known to be complete."""
+        return self._settled < self._barrier or self._copied < self._awaited
 
 
 def make_parts(planning: Planning) -> tuple[MovePart, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from holdfast.lm.execution.paged_memory import PagedMemory
@@ -10,8 +11,8 @@ from holdfast.lm.kernels.cache.kv_cache import copy_blocks
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.base import Model
 from holdfast.lm.parts.states.options import StateOptions
-from holdfast.lm.types import StepPlan
-from holdfast.lm.types.states import StatePlan
+from holdfast.lm.types import PartResult, StepPlan
+from holdfast.lm.types.states import StatePlan, StateResult
 
 
 class StateExecutor(PartExecutor):
@@ -21,9 +22,16 @@ class StateExecutor(PartExecutor):
 
     def __init__(self, memory: PagedMemory) -> None:
         self._memory = memory
+        self._uses_host: deque[bool] = deque()
+        """For each plan whose step was not collected, whether it uses slots on the host; the oldest first."""
+
+    def completed(self, *, wait: bool) -> Sequence[PartResult]:
+        """Report the plan's copies: they end before its step does."""
+        return (StateResult(),) if self._uses_host.popleft() else ()
 
     def before(self, plan: StepPlan) -> None:
         copies = plan.part(StatePlan)
+        self._uses_host.append(copies.uses_host)
         if not copies.computes:
             return
         states = self._memory.states

@@ -1,16 +1,20 @@
-"""HybridTiers: the disk tier of hybrid models, which holds KV blocks and snapshots of recurrent states."""
+"""HybridTiers: the tiers below the host for hybrid models, with KV blocks and snapshots of recurrent states."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from holdfast.core.cost import CostModel
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.digests import usable_blocks
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.state_pool import StatePool
+from holdfast.lm.parts.tiers.joined_states import JoinedStates, StateAccount
 from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers, longest_wait
+from holdfast.lm.parts.tiers.remote_states import RemoteStates
 from holdfast.lm.parts.tiers.state_tiers import StateTiers
 from holdfast.lm.tiers import LowerShape, TierDone, TierJob
 
@@ -22,7 +26,7 @@ Cost = Callable[[int, int], float]
 
 
 class Wanted(NamedTuple):
-    """A sequence's start on the disk, and the fetch that brings it."""
+    """A sequence's start in the tiers below the host, and the fetch that brings it."""
 
     fetch: Fetch
     blocks: Mapping[int, bytes]
@@ -32,21 +36,21 @@ class Wanted(NamedTuple):
 
 
 class HybridTiers:
-    """Composes the disk's account of blocks and that of recurrent states (`planner.BelowHost`).
+    """Composes the account of blocks and that of recurrent states (`planner.BelowHost`).
 
     A recurrent state serves only with all KV blocks before it, and they only with the state. So either all that a
     sequence lacks of a start is brought, or nothing. A sequence first gets a slot of the host for its state, then room
     for its blocks. So those that hold room for blocks never wait for a slot.
     """
 
-    def __init__(self, pool: BlockPool, blocks: LowerTiers, states: StateTiers, cost: Cost | None) -> None:
+    def __init__(self, pool: BlockPool, blocks: LowerTiers, states: StateAccount, cost: Cost | None) -> None:
         """`cost` None: reading is always cheaper than computing."""
         self._pool, self._blocks, self._states, self._cost = pool, blocks, states, cost
         self.disk = blocks.disk
         self._queue: deque[Wanted] = deque()
         """Starts whose states wait for a slot of the host."""
         self._refused = 0
-        """Number of blocks so far that were computed although the disk had them."""
+        """Number of blocks so far that were computed although a lower tier had them."""
 
     @property
     def can_flush(self) -> bool:
@@ -111,9 +115,25 @@ class HybridTiers:
         self._begin(now)
         return None if fetch.complete else fetch
 
+    def question(self, digests: Sequence[bytes], stop: int, now: float) -> Fetch | None:
+        """Ask the remote tier which states come after these blocks, and which of them it has.
+
+        None without a remote tier that works, or if computing the tokens takes less time than reading a state.
+        """
+        seconds = self._computing(max(0, stop - len(digests) * self._pool.block_size), stop)
+        asked = [each for each in self._states.remote if not self._blocks.remote_down]
+        if not asked or (seconds is not None and asked[0].link.seconds(asked[0].size) >= seconds):
+            return None
+        fetch = Fetch(now, now + longest_wait(seconds), asks=True)
+        self._blocks.ask(fetch, digests)
+        first = usable_blocks(stop, self._pool.block_size) - len(digests)
+        for each in asked:
+            each.ask(fetch, digests, first)
+        return fetch
+
     def _is_worth(self, blocks: Mapping[int, bytes], state: bytes, seconds: float | None) -> bool:
         """Whether the host has room for these blocks, and they are read with the state before they are computed."""
-        host, link = self._pool.host, self._states.link
+        host, link = self._pool.host, self._states.link_of(state)
         if host is None or len(blocks) > host.num_blocks // 2:
             return False
         size = len(blocks) * self._blocks.prices.block_bytes + (self._states.size if state else 0)
@@ -165,7 +185,7 @@ class HybridTiers:
         self._blocks.done([each for each in ended if each.number >= 0], now)
 
     def stats(self) -> Mapping[str, float]:
-        """Counters and present sizes of the disk: fields of `SchedulerStats`. Bytes are those of blocks and states."""
+        """Counters and present sizes of these tiers: fields of `SchedulerStats`. Bytes count blocks and states."""
         found = dict[str, float](self._blocks.stats())
         for name, value in self._states.stats().items():
             found[name] = found.get(name, 0) + value
@@ -176,11 +196,17 @@ class HybridTiers:
 def hybrid_tiers(
     pool: BlockPool, states: StatePool, lower: LowerShape, snapshots: LowerShape, cost: CostModel | None, now: float
 ) -> HybridTiers:
-    """The account of a disk with blocks (`lower`) and recurrent states (`snapshots`). `now` is when they were listed.
+    """The account of tiers with blocks (`lower`) and recurrent states (`snapshots`). `now` is when they were listed.
 
     Raises ValueError as `LowerTiers` and `StateTiers` do.
     """
     # Blocks serve only together, so none of them is left out for its price.
     blocks = LowerTiers(pool, lower, Prices(None, block_size=pool.block_size, block_bytes=lower.block_bytes), now)
     recompute = None if cost is None else cost.recompute
-    return HybridTiers(pool, blocks, StateTiers(states, pool.block_size, snapshots, now), recompute)
+    numbers, kept, remote = count(-1, -1), list[StateTiers](), list[RemoteStates]()
+    if lower.disk_blocks or not snapshots.remote:
+        kept = [StateTiers(states, pool.block_size, snapshots, now, numbers)]
+    if snapshots.remote:
+        remote = [RemoteStates(states, blocks, pool.block_size, numbers)]
+    account = JoinedStates(states, kept, remote) if remote else kept[0]
+    return HybridTiers(pool, blocks, account, recompute)

@@ -60,6 +60,8 @@ class Fetch:
     """Whether its sequence has neither started nor ended."""
     over: bool = False
     """Whether the sequence has stopped waiting for it."""
+    asks: bool = False
+    """Whether it brings nothing, and only asks what the remote tier has."""
 
     @property
     def complete(self) -> bool:
@@ -333,8 +335,35 @@ class LowerTiers:
         return None if fetch.complete else fetch
 
     def extend(self, fetch: Fetch, there: Mapping[int, bytes], now: float) -> None:
-        """Let a fetch have those of these blocks that the disk has: digests by place."""
-        self._ask("disk", there, fetch, now)
+        """Let a fetch have those of these blocks that the disk has, or the remote tier was seen to have, by place."""
+        on_disk = {at: each for at, each in there.items() if each in self._arriving or self.has_on_disk(each)}
+        self._ask("disk", on_disk, fetch, now)
+        if self._remote and not self._remote_down:
+            rest = {at: each for at, each in there.items() if at not in on_disk and each in self._known}
+            self._ask("remote", rest, fetch, now)
+
+    @property
+    def remote_down(self) -> bool:
+        """Whether the remote tier has failed, and no check since then has found that it works."""
+        return self._remote_down
+
+    def question(self, digests: Sequence[bytes], stop: int, now: float) -> Fetch | None:
+        """None: `fetch` asks itself."""
+        return None
+
+    def know(self, digest: bytes) -> None:
+        """Note that the remote tier has the block of this digest."""
+        self._know(digest)
+
+    def ask(self, fetch: Fetch, digests: Sequence[bytes]) -> None:
+        """Let a fetch wait for the answer which of these blocks the remote tier has, as far as no tier is known to."""
+        pool, missing = self._pool, list[TierBlock]()
+        for place, (digest, block) in enumerate(zip(digests, pool.find_all(digests), strict=True)):
+            if block is None and pool.find_on_host(digest) is None and not self.has(digest):
+                missing.append(TierBlock(digest, place))
+        if missing:
+            fetch.probing = True
+            self._begin("remote", "probe", missing, fetch)
 
     def _ask(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
         """Let a fetch have these blocks of a tier, also if other fetches wait for them or they are still to be read."""
@@ -422,6 +451,10 @@ class LowerTiers:
             if failed and book.job.tier == "remote":
                 self._remote_down = True
 
+    def note_remote_failure(self) -> None:
+        """Note that the remote tier does not work."""
+        self._remote_down = True
+
     def _finish_write(self, job: TierJob, ended: TierDone) -> None:
         disk = self.disk
         self._host.release([block.host for block in job.blocks])
@@ -498,7 +531,8 @@ class LowerTiers:
         if fetch is None or not (fetch.open and fetch.probing):
             return
         fetch.probing = False
-        self._ask("remote", there, fetch, now)
+        if not fetch.asks:
+            self._ask("remote", there, fetch, now)
 
     def _finish_check(self, ended: TierDone) -> None:
         self._checking = False

@@ -68,6 +68,13 @@ class BelowHost(Protocol):
         """Begin to bring back what a sequence lacks (`SequenceState.lacking`). None if there is nothing to bring."""
         ...
 
+    def question(self, digests: Sequence[bytes], stop: int, now: float) -> Fetch | None:
+        """Begin to ask what other engines have left after these blocks of a sequence (`SequenceState.candidates`).
+
+        `stop` is the number of the sequence's tokens. None: there is nothing to ask.
+        """
+        ...
+
     def end_wait(self, fetch: Fetch) -> None:
         """Note that a sequence does not wait for the rest of a fetch."""
         ...
@@ -104,8 +111,10 @@ class BelowHost(Protocol):
 class TierPart(Part):
     """Sequences whose kept blocks come from the disk or the remote tier wait for them before they start.
 
-    A sequence waits until all blocks that it asked for have come or failed, and no longer than its deadline. It then
-    waits like any other, and finds its blocks on the host. They are held for it until it starts.
+    Where another engine may have left state that this one does not know of, a sequence first waits for an answer to
+    that question. It then waits until all blocks that it asked for have come or failed, and no longer than its
+    deadline. After that it waits like any other, and finds its blocks on the host. They are held for it until it
+    starts.
 
     Others move the bytes: `jobs` says which jobs are to begin, and `done` takes their ends.
     """
@@ -123,6 +132,8 @@ class TierPart(Part):
         """The sequences whose wait is over and that have not started."""
         self._asked: set[Entry] = set()
         """The sequences whose blocks were asked for since they last began to wait."""
+        self._questioned: set[Entry] = set()
+        """The sequences for which a question was considered since they last began to wait."""
         self._alive = 0
         """Number of sequences that have not ended."""
         self._hits: dict[TierName, int] = {"disk": 0, "remote": 0}
@@ -157,17 +168,29 @@ class TierPart(Part):
         sequence = entry.sequence
         if entry in self._asked or sequence.in_flight or not entry.uses_kept:
             return False
-        self._asked.add(entry)
-        missing = entry.cache.lacking(sequence.tokens)
-        fetch = self.lower.fetch(missing, now) if missing else None
+        fetch = self._question(entry, now)
+        if fetch is None:
+            self._asked.add(entry)
+            missing = entry.cache.lacking(sequence.tokens)
+            fetch = self.lower.fetch(missing, now) if missing else None
         if fetch is None:
             return False
         self._waiting[entry] = fetch
         return True
 
+    def _question(self, entry: Entry, now: float) -> Fetch | None:
+        """Ask once what other engines have left for a sequence; None if there is nothing to ask."""
+        if entry in self._questioned:
+            return None
+        self._questioned.add(entry)
+        tokens = entry.sequence.tokens
+        digests = entry.cache.candidates(tokens)
+        return self.lower.question(digests, len(tokens), now) if digests else None
+
     def started(self, entry: Entry) -> None:
         """Note which of the blocks that the sequence found on the host have come from these tiers for it."""
         self._asked.discard(entry)
+        self._questioned.discard(entry)
         came, size, sequence = self._settle(entry), self._queues.pool.block_size, entry.sequence
         if sequence.preemptions or came is NOTHING:
             return
@@ -182,6 +205,7 @@ class TierPart(Part):
     def ended(self, entry: Entry) -> None:
         self._alive -= 1
         self._asked.discard(entry)
+        self._questioned.discard(entry)
         self._settle(entry)
 
     def advance(self, now: float) -> None:
@@ -189,9 +213,13 @@ class TierPart(Part):
         if self._waiting:
             over = [entry for entry, fetch in self._waiting.items() if fetch.complete or now >= fetch.deadline]
             for entry in over:
-                fetch = self._arrived[entry] = self._waiting.pop(entry)
+                fetch = self._waiting.pop(entry)
                 if not fetch.complete:
                     self.lower.end_wait(fetch)
+                if fetch.asks:
+                    self.lower.close(fetch)
+                else:
+                    self._arrived[entry] = fetch
             for entry in over:
                 self._queues.release(entry, self)
         self.lower.flush(not self._alive)

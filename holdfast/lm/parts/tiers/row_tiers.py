@@ -230,6 +230,10 @@ class RowTiers:
             self._pool.kept.release(slot)
         fetch.held.clear()
 
+    def question(self, digests: Sequence[bytes], stop: int, now: float) -> Fetch | None:
+        """None: only this engine writes to its disk."""
+        return None
+
     def end_wait(self, fetch: Fetch) -> None:
         """Note that a sequence does not wait for its state any longer."""
         self._given_up += 1

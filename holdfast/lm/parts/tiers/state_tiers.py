@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 from holdfast.lm.memory.lowest_first import LowestFirst
 from holdfast.lm.memory.prices import Link
@@ -13,6 +14,7 @@ from holdfast.lm.memory.retention import MIN_AGE, Use
 from holdfast.lm.memory.snapshots import NO_SLOT, Snapshot, StateKey
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.parts.tiers.lower_tiers import READ_BYTES, WRITE_BYTES, Fetch
+from holdfast.lm.parts.tiers.remote_states import RemoteStates
 from holdfast.lm.tiers import JobKind, LowerShape, StateAbout, StoredState, TierBlock, TierDone, TierJob
 
 DIGEST_BYTES = 32
@@ -83,8 +85,12 @@ class StateTiers:
     Jobs of states have numbers below zero, so that they differ from those of blocks.
     """
 
-    def __init__(self, pool: StatePool, block_size: int, shape: LowerShape, now: float) -> None:
-        """The disk below `pool`. `now` is the time when its contents were listed.
+    remote: Sequence[RemoteStates] = ()
+
+    def __init__(
+        self, pool: StatePool, block_size: int, shape: LowerShape, now: float, numbers: Iterator[int] | None = None
+    ) -> None:
+        """The disk below `pool`. `now` is the time when its contents were listed. `numbers` are those of jobs.
 
         Raises ValueError if the host has no slot for a snapshot, through which each goes, or the disk no place.
         """
@@ -117,7 +123,8 @@ class StateTiers:
         """Snapshots that stay on the host for sequences that wait."""
         self._victims: LowestFirst[DiskState] = LowestFirst(self._is_stored, self._rank, self.total)
         self._most_written = max(1, WRITE_BYTES // self.size)
-        self._writes = self._numbers = 0
+        self._writes = 0
+        self._numbers = numbers or count(-1, -1)
         self.link = Link(latency=1e-3, rate=1e9)
         """Time that reads of the disk take."""
         self._written = self._read = self._corrupt = self._failures = 0
@@ -282,6 +289,10 @@ class StateTiers:
 
     # States that come back.
 
+    def link_of(self, digest: bytes) -> Link:
+        """The time that reads of the disk take."""
+        return self.link
+
     @property
     def reading(self) -> int:
         """Bytes of the states that are being read."""
@@ -348,14 +359,16 @@ class StateTiers:
         last, jobs = state.used[0], list[TierJob]()
         blocks = [TierBlock(state.name, at, slot, place, last) for at, place in enumerate(self._slots(state.place))]
         for start in range(0, len(blocks), together):
-            self._numbers -= 1
-            jobs.append(TierJob(self._numbers, "disk", kind, tuple(blocks[start : start + together]), about))
-            self._of_job[self._numbers] = state.name
+            job = TierJob(next(self._numbers), "disk", kind, tuple(blocks[start : start + together]), about)
+            jobs.append(job)
+            self._of_job[job.number] = state.name
         self._moving[state.name] = _Moving(kind, jobs, mark, len(blocks), finish)
 
     def done(self, ended: Iterable[TierDone], now: float) -> None:
-        """Take note of jobs that have ended."""
+        """Take note of jobs that have ended. Jobs of others are left out."""
         for each in ended:
+            if each.number not in self._of_job:
+                continue
             name = self._of_job.pop(each.number)
             moving = self._moving[name]
             moving.pieces -= len(each.outcomes)
@@ -383,10 +396,14 @@ class StateTiers:
         }
 
 
+def whole_bytes(state_bytes: int, block_size: int) -> int:
+    """Most bytes of a state of `state_bytes` with its description, for KV blocks of `block_size` tokens."""
+    return StateAbout.size_with(DIGEST_BYTES + StateKey.most_bytes(block_size)) + state_bytes
+
+
 def pieces_of(state_bytes: int, block_size: int, piece_bytes: int) -> int:
-    """Number of pieces of a state of `state_bytes` with its description, for KV blocks of `block_size` tokens."""
-    about = StateAbout.size_with(DIGEST_BYTES + StateKey.most_bytes(block_size))
-    return -(-(about + state_bytes) // piece_bytes)
+    """Number of pieces of a state with its description. See `whole_bytes`."""
+    return -(-whole_bytes(state_bytes, block_size) // piece_bytes)
 
 
 def number_of(name: bytes) -> int:

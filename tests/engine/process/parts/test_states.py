@@ -194,7 +194,6 @@ def test_the_first_copies_of_states_to_the_host_are_made_at_the_start(
     [
         ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
         ({"pp": 2, "tp": 3}, "tp is 3; it must divide the model's 4 attention heads"),
-        ({"remote_cache": "redis://localhost:1", "host_cache_gb": 0.01}, "kept on the device, the host and a disk"),
     ],
 )
 def test_options_that_recurrent_layers_do_not_have_are_refused(

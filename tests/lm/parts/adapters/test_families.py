@@ -338,14 +338,6 @@ def test_a_dora_is_refused_where_the_slots_have_no_gains(tmp_path: Path) -> None
         store.read("x", case.directories["dora"])
 
 
-def test_several_devices_take_no_adapters_of_a_model_with_recurrent_layers(tmp_path: Path) -> None:
-    case = family("bamba", tmp_path)
-    with pytest.raises(
-        ValueError, match="tp is 2 and pp is 1, and adapters of a model with recurrent layers run on one"
-    ):
-        AdapterDevice(case.model, EngineConfig(max_adapters=1, tp=2, device="cpu"))
-
-
 def test_a_dora_of_outputs_that_mamba_adds_to_is_refused(tmp_path: Path) -> None:
     case = family("falcon-h1", tmp_path)
     tensors = load_file(case.directories["wide"] / WEIGHTS_FILE)

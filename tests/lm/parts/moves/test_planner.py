@@ -53,3 +53,16 @@ def test_a_mark_that_was_passed_stays_passed():
     assert part.passed(mark)
     scheduler.update(plans[1], answer(plans[1], swapped_in=-1), 0.0)
     assert part.passed(mark) and not part.wants_step
+
+
+def test_plans_without_segments_are_made_until_copies_to_the_host_are_known_to_be_complete():
+    part, scheduler = engine()
+    plan = scheduler.schedule(0.0)
+    scheduler.abort("0")
+    scheduler.update(plan, answer(plan, swapped_out=plan.step - 1), 0.0)
+    part.await_copies()
+    assert part.wants_step and scheduler.has_work(), "the plan that began them has ended, and they have not"
+    plan = scheduler.schedule(0.0)
+    assert not plan.segments
+    scheduler.update(plan, answer(plan), 0.0)
+    assert not part.has_work and not scheduler.has_work()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.lm.execution.state_memory import RecurrentStates
+from holdfast.lm.execution.host_memory import HostStates, StatesPart
+from holdfast.lm.execution.state_memory import RecurrentStates, host_bytes
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.recurrent.torch_recurrence import TorchRecurrence
 from holdfast.lm.models.base import ZEROS, StateMemory, StateTensor
@@ -18,10 +19,12 @@ from holdfast.lm.models.short_convolution import ConvolutionSpec
 from holdfast.lm.parts.states.device import StateExecutor
 from holdfast.lm.types import KeptInputs, StateCopy, StatePlan, StepPlan
 from holdfast.lm.types.plan import BlockMove, TierCopies
+from holdfast.lm.types.states import StateResult
 from tests.lm.kernels.recurrent_oracle import segments_of, with_drafts
 
 SPEC: Any = SimpleNamespace(
     recurrent_layers=3,
+    state_bytes=3 * (12 + 160),
     state=(StateTensor((2, 3), torch.bfloat16), StateTensor((2, 4, 5), torch.float32)),
     device=torch.device("cpu"),
     recurrence=None,
@@ -63,6 +66,7 @@ def test_a_row_moves_on_by_accepted_tokens_before_it_is_saved() -> None:
     layers = ConvolutionSpec(layers=(True, True), channels=2, width=3)
     spec: Any = SimpleNamespace(
         recurrent_layers=2,
+        state_bytes=2 * 16,
         state=layers.state(torch.float32),
         device=torch.device("cpu"),
         recurrence=layers,
@@ -97,6 +101,33 @@ def test_states_of_the_host_come_before_starts_and_go_after_saves() -> None:
     back = StatePlan(swap_in=(StateCopy(1, 3), StateCopy(0, 1)), starts=(StateCopy(3, 2),))
     before(states, StepPlan(1, (), parts=(back,)))
     assert numbers(states) == [1, 6, 1, 1, 1, 6]
+
+
+def test_a_state_on_the_host_is_one_piece_with_the_widest_numbers_first() -> None:
+    states = numbered(host_slots=3)
+    before(states, StepPlan(0, (), parts=(StatePlan(swap_out=(StateCopy(1, 2), StateCopy(4, 1))),)))
+    assert len(states.host) == host_bytes(SPEC, 3) == 3 * 576, "516 bytes, and room to the next multiple of 64"
+    (piece,) = HostStates([StatesPart(states.host, SPEC.state_bytes)])[2]
+    wide, narrow = torch.full((3, 2, 4, 5), 2.0), torch.full((3, 2, 3), 2.0, dtype=torch.bfloat16)
+    expected = b"".join(each.view(torch.uint8).numpy().tobytes() for each in (wide, narrow))
+    assert len(piece) == SPEC.state_bytes and bytes(piece) == expected
+
+
+def test_states_in_memory_that_is_given_are_there_for_others_too() -> None:
+    within = torch.zeros(host_bytes(SPEC, 2), dtype=torch.uint8)
+    states = RecurrentStates(SPEC, TorchRecurrence(SPEC.device), 6, 2, within=within)
+    states.layers[0][1][:] = 7
+    before(states, StepPlan(0, (), parts=(StatePlan(swap_out=(StateCopy(3, 1),)),)))
+    assert within[576:].view(torch.float32)[0] == 7 and not within[:576].any()
+
+
+def test_only_plans_that_use_slots_of_the_host_are_reported_in_their_order() -> None:
+    memory: Any = SimpleNamespace(states=numbered(host_slots=1), cache=None, transfers=None)
+    executor = StateExecutor(memory)
+    used = (StatePlan(swap_out=(StateCopy(3, 0),)),)
+    for step, parts in enumerate([(), used, (StatePlan(saves=(StateCopy(0, 3),)),), used]):
+        executor.before(StepPlan(step, (), parts=parts))
+    assert [executor.completed(wait=False) for _ in range(4)] == [(), (StateResult(),), (), (StateResult(),)]
 
 
 def test_a_tail_is_copied_once_the_blocks_that_the_plan_waits_for_have_come() -> None:

@@ -192,7 +192,9 @@ def adapted_modules(spec: DecoderSpec) -> AdaptedModules:
     modules = {name: module for name, (_, module) in known.items()}
     of_layers = [{name: module for name, (_, module) in own.items()} for own in found if spec.layer_specs]
     refused = NOT_IN_PEFT.get(spec.architecture, ())
-    return AdaptedModules(AdaptedNames(names, (*others, prefix)), modules, sparse, layers, tuple(of_layers), refused)
+    # A file has the names of the class that the checkpoint is of: the decoder alone, or a larger model.
+    prefixes = (prefix, *others) if spec.architecture.endswith("ForCausalLM") else (*others, prefix)
+    return AdaptedModules(AdaptedNames(names, prefixes), modules, sparse, layers, tuple(of_layers), refused)
 
 
 def _modules_of_layer(

@@ -141,7 +141,6 @@ REFUSALS = (
         "the states of recurrent layers are kept on the device, the host and a disk; leave out remote_cache",
     ),
     Refusal(("hybrid", "moves"), "the states of recurrent layers do not move with their blocks", starts=NO_MOVES),
-    Refusal(("hybrid", "tuning"), "a model with recurrent layers cannot be tuned; leave tuning out"),
     Refusal(("encoder-decoder", "tp"), T5),
     Refusal(("encoder-decoder", "pp"), T5),
     Refusal(("padded", "tp"), "tp is 2, and executor is padded: padded rows run on one device; drop one"),

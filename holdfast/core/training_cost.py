@@ -23,9 +23,7 @@ UnitKind = HalfKind | BackwardKind | Literal["head", "optimizer"]
 HALVES: tuple[HalfKind, ...] = get_args(HalfKind)
 BACKWARDS: dict[HalfKind, BackwardKind] = dict(zip(HALVES, get_args(BackwardKind), strict=True))
 """For each kind of half, the kind of its backward."""
-KINDS: tuple[UnitKind, ...] = ("attention", "mlp", "head", "mlp_backward", "attention_backward", "optimizer") + (
-    "recurrence", "recurrence_backward", "parallel", "parallel_backward",
-)  # fmt: skip
+KINDS: tuple[UnitKind, ...] = (*HALVES, *BACKWARDS.values(), "head", "optimizer")
 LayerHalves = tuple[HalfKind, ...]
 """The halves of one layer, in order."""
 PLAIN: LayerHalves = ("attention", "mlp")

@@ -29,6 +29,11 @@ VALIDATION_EXAMPLES = 64
 """The most examples of a validation: the first ones of the file."""
 
 
+def short_module(name: str) -> str:
+    """The short name of a module that has PEFT's name, such as q_proj; other names stay as they are."""
+    return name if name in KNOWN_MODULES else name.removesuffix("_proj")
+
+
 class Unit(NamedTuple):
     """The smallest piece of work that a slice can hold."""
 

@@ -270,7 +270,7 @@ class HybridCache:
         self._cache.grow(now)
 
     def move(self, places: Mapping[int, int]) -> None:
-        """Replace blocks of the table whose contents moved, and those of the copy of a tail that is still to be made."""
+        """Replace blocks whose contents moved, in the table and in the copy of a tail that is still to be made."""
         self._cache.move(places)
         self._states.move_tail(self._row, places)
 

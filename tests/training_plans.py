@@ -4,7 +4,7 @@ from collections import Counter, deque
 from zlib import crc32
 
 from holdfast.core.cost import CostModel
-from holdfast.core.training_cost import TrainingCost, TrainingShape
+from holdfast.core.training_cost import PLAIN, TrainingCost, TrainingShape
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.tuner import Tuner
@@ -35,7 +35,7 @@ def make_steps(lengths, *, name="job", epochs=1, batch_size=2, micro_batch=16, v
     """The steps of a job over examples of these lengths."""
     chosen = Hyperparameters(epochs=epochs, batch_size=batch_size, micro_batch=micro_batch)
     job = TrainingJob(id=name, hyperparameters=chosen, base_model="base", base_digest="b", data_digest="d")
-    return JobSteps(job, LAYERS, lengths, validation)
+    return JobSteps(job, (PLAIN,) * LAYERS, lengths, validation)
 
 
 def blocks_of(vectors, tokens_per_block=8):

@@ -73,7 +73,9 @@ class TuneConfig:
     rank: int = option(16, "rank of the adapter, 1 to 128")
     alpha: float | None = option(None, "LoRA's alpha; default: twice the rank")
     target_module: tuple[str, ...] = option(
-        (), "matrix to adapt: q, k, v, o, gate, up or down, or qkv or gate_up in one; repeat it for several"
+        (),
+        "matrix to adapt: q, k, v, o, gate, up or down, qkv or gate_up in one, or in_proj or out_proj of a recurrence; "
+        "repeat it for several",
     )
     dora: bool = option(False, "tune a DoRA, which learns the length of each changed row as well")
     seed: int = option(0, "seed of the adapter's beginning and of the order of examples")

@@ -3,6 +3,9 @@
 A unit is half a layer, forward or backward, a chunk of the head, or the optimizer. No measurement is made for it: a
 forward half is its share of the linear layers of a step of as many tokens, by weights, plus the attention of each
 sequence. Measured times correct the error of this estimate (`lm.parts.tuning.tuner`).
+
+The first half of a layer is attention, a recurrence, or both in parallel; the second one is the MLP. Some models have
+layers of one half.
 """
 
 from __future__ import annotations
@@ -13,12 +16,31 @@ from typing import Literal, get_args
 
 from holdfast.core.cost import CostModel
 
-UnitKind = Literal["attention", "mlp", "head", "mlp_backward", "attention_backward", "optimizer"]
-KINDS: tuple[UnitKind, ...] = get_args(UnitKind)
+HalfKind = Literal["attention", "recurrence", "parallel", "mlp"]
+"""The kind of half a layer. In "parallel", attention and a recurrence read the same stream."""
+BackwardKind = Literal["attention_backward", "recurrence_backward", "parallel_backward", "mlp_backward"]
+UnitKind = HalfKind | BackwardKind | Literal["head", "optimizer"]
+HALVES: tuple[HalfKind, ...] = get_args(HalfKind)
+BACKWARDS: dict[HalfKind, BackwardKind] = dict(zip(HALVES, get_args(BackwardKind), strict=True))
+"""For each kind of half, the kind of its backward."""
+KINDS: tuple[UnitKind, ...] = (*HALVES, *BACKWARDS.values(), "head", "optimizer")
+LayerHalves = tuple[HalfKind, ...]
+"""The halves of one layer, in order."""
+PLAIN: LayerHalves = ("attention", "mlp")
+"""The halves of each layer of a model without recurrent layers."""
+
+
+def half_of(kind: UnitKind) -> str:
+    """The kind of half that a unit computes, forward or backward."""
+    return kind.removesuffix("_backward")
+
 
 LORA, LORA_ATTENTION = 1.1, 1.6
 """Time of a half's linear layers with adapters, divided by the time without: for the MLP, and for attention, whose
 products are smaller. This and the factors below were measured on an H200 with rank 16 and 8,192 tokens."""
+RECURRENCE, RECURRENCE_BACKWARD = 1.6, 4.0
+"""Time of a recurrent layer's half in training, and of its backward, divided by the time of its share of weights in a
+step. The backward runs the recurrence once more."""
 BACKWARD = 1.1
 """Time of a backward half divided by that of its forward. The products with the base weights are computed once, because
 base weights have no gradients, and those with the adapters twice."""
@@ -36,7 +58,7 @@ OPTIMIZER = 0.25
 
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
-    """The sizes of a model that the cost of training depends on. Raises ValueError if one is below 1."""
+    """The sizes of a model that the cost of training depends on. Raises ValueError if one that it needs is below 1."""
 
     num_layers: int
     attention_weights: int
@@ -45,22 +67,48 @@ class TrainingShape:
     """Number of weights of one layer's MLP: gate, up and down."""
     head_weights: int
     """Number of weights of the LM head."""
+    recurrence_weights: int = 0
+    """Number of weights of one layer's recurrence, between the stream and the stream; 0 for none."""
+    layers: tuple[LayerHalves, ...] = ()
+    """The halves of each layer; empty: all are PLAIN."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "attention_weights", "mlp_weights", "head_weights"):
+        recurrent = ("recurrence_weights",) * any({*halves} & {"recurrence", "parallel"} for halves in self.layers)
+        for name in ("num_layers", "attention_weights", "mlp_weights", "head_weights", *recurrent):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if len(self.layers) not in (0, self.num_layers):
+            raise ValueError(f"layers are {len(self.layers)}; num_layers is {self.num_layers}")
+
+    def count(self, half: HalfKind) -> int:
+        """Number of layers with this half."""
+        if not self.layers:
+            return self.num_layers * (half in PLAIN)
+        return sum(halves.count(half) for halves in self.layers)
+
+    def weights(self, half: HalfKind) -> int:
+        """Number of weights of one such half."""
+        return {
+            "attention": self.attention_weights,
+            "recurrence": self.recurrence_weights,
+            "parallel": self.attention_weights + self.recurrence_weights,
+            "mlp": self.mlp_weights,
+        }[half]
+
+    @property
+    def kinds(self) -> tuple[UnitKind, ...]:
+        """The kinds of units that a micro-batch has."""
+        return tuple(kind for kind in KINDS if half_of(kind) not in HALVES or self.count(half_of(kind)))  # type: ignore[arg-type]
 
     @property
     def layers_share(self) -> float:
         """Share of the layers in all weights that a forward multiplies by."""
-        layers = self.num_layers * (self.attention_weights + self.mlp_weights)
+        layers = sum(self.count(half) * self.weights(half) for half in HALVES)
         return layers / (layers + self.head_weights)
 
-    @property
-    def attention_share(self) -> float:
-        """Share of the attention half in the weights of a layer."""
-        return self.attention_weights / (self.attention_weights + self.mlp_weights)
+    def share(self, half: HalfKind) -> float:
+        """Share of one such half in the weights of all layers."""
+        return self.weights(half) / sum(self.count(each) * self.weights(each) for each in HALVES)
 
 
 class TrainingCost:
@@ -81,18 +129,26 @@ class TrainingCost:
             return OPTIMIZER * self.cost.linear(1)
         if kind == "head":
             return HEAD * linear * (1 - shape.layers_share) / self.head_units(tokens)
-        layer = linear * shape.layers_share / shape.num_layers
-        if kind in ("mlp", "mlp_backward"):
-            forward = LORA * (1 - shape.attention_share) * layer
-            backward = BACKWARD * forward
-        else:
-            half = LORA_ATTENTION * shape.attention_share * layer
-            attention = sum(self.cost.attention(length, length) for length in lengths) / shape.num_layers
-            forward = half + ATTENTION * attention
-            backward = BACKWARD * half + ATTENTION_BACKWARD * attention
-        if kind in ("mlp", "attention"):
+        half: HalfKind = half_of(kind)  # type: ignore[assignment]
+        forward, backward = self._half(half, lengths, linear * shape.layers_share * shape.share(half))
+        if kind == half:
             return forward
         return backward + forward * recompute
+
+    def _half(self, half: HalfKind, lengths: Sequence[int], plain: float) -> tuple[float, float]:
+        """Seconds of a half, forward and backward. `plain` is the time of its linear layers in a step."""
+        if half == "mlp":
+            return LORA * plain, BACKWARD * LORA * plain
+        attention, linear = 0.0, LORA_ATTENTION * plain
+        backward = BACKWARD * linear
+        if half != "recurrence":
+            layers = self.shape.count("attention") + self.shape.count("parallel")
+            attention = sum(self.cost.attention(length, length) for length in lengths) / max(1, layers)
+        if half != "attention":
+            recurrent = plain * self.shape.recurrence_weights / max(1, self.shape.weights(half))
+            linear = LORA_ATTENTION * (plain - recurrent) + RECURRENCE * recurrent
+            backward = BACKWARD * LORA_ATTENTION * (plain - recurrent) + RECURRENCE_BACKWARD * recurrent
+        return linear + ATTENTION * attention, backward + ATTENTION_BACKWARD * attention
 
     def head_units(self, tokens: int) -> int:
         """Number of head units in a micro-batch of `tokens` tokens."""
@@ -100,14 +156,18 @@ class TrainingCost:
 
     def largest_unit(self, tokens: int) -> float:
         """Seconds of the longest unit of a micro-batch of one sequence of `tokens` tokens, with its recomputation."""
-        return max(self.unit(kind, (tokens,), recompute=True) for kind in KINDS)
+        return max(self.unit(kind, (tokens,), recompute=True) for kind in self.shape.kinds)
 
     def iteration(self, lengths: Sequence[int], *, recompute: bool = False) -> float:
         """Seconds of a whole micro-batch, forward and backward, with the optimizer."""
-        halves: tuple[UnitKind, ...] = ("attention", "mlp", "mlp_backward", "attention_backward")
-        layer = sum(self.unit(kind, lengths, recompute=recompute) for kind in halves)
+        layers = sum(
+            self.shape.count(half)
+            * (self.unit(half, lengths) + self.unit(BACKWARDS[half], lengths, recompute=recompute))
+            for half in HALVES
+            if self.shape.count(half)
+        )
         head = self.unit("head", lengths) * self.head_units(sum(lengths))
-        return self.shape.num_layers * layer + head + self.unit("optimizer", lengths)
+        return layers + head + self.unit("optimizer", lengths)
 
     def auto_micro_batch(self, target: float | None, longest: int) -> int:
         """Largest number of tokens in a micro-batch of a job that gives none: a power of two from 512 to 8,192.

@@ -17,6 +17,7 @@ from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, elements_of, layer_shapes
+from holdfast.lm.models.halves import layer_halves
 from holdfast.lm.models.layer_weights import LayerWeights
 from holdfast.lm.models.shard import layer_pieces
 from holdfast.training.stages import Stages
@@ -29,16 +30,26 @@ PERIOD = 65_521
 
 def training_shape(decoder: DecoderSpec) -> TrainingShape:
     """The sizes that the cost of training depends on. A mixture's MLP has the experts of one token."""
-    shapes = layer_shapes(decoder)
+    shapes, recurrence = layer_shapes(decoder), decoder.recurrence
     mlp = elements_of(shapes["gate_up"]) + elements_of(shapes["down"])
+    if decoder.mlps:  # an MLP without a gate
+        mlp = 2 * decoder.hidden_size * decoder.intermediate_size
     if (experts := decoder.experts) is not None:
-        chosen = experts.rule.matrices * experts.rule.per_token * decoder.hidden_size * experts.intermediate_size
+        rule = experts.rule
+        inner = rule.per_token * experts.intermediate_size + experts.shared_size
+        chosen = rule.matrices * decoder.hidden_size * inner
         mlp = sum(chosen if sparse else mlp for sparse in experts.sparse) // decoder.num_layers
+    recurrent = 0
+    if recurrence is not None:
+        projections = recurrence.shapes(decoder.hidden_size)
+        recurrent = elements_of(projections["mixer_in"]) + elements_of(projections["mixer_out"])
     return TrainingShape(
         num_layers=decoder.num_layers,
         attention_weights=elements_of(shapes["qkv"]) + elements_of(shapes["o"]),
         mlp_weights=mlp,
         head_weights=decoder.vocab_size * decoder.hidden_size,
+        recurrence_weights=recurrent,
+        layers=() if recurrence is None else layer_halves(decoder),
     )
 
 
@@ -192,7 +203,7 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
     yield from {**model.tensors, **model.token_tables}.items()
     for index, layer in enumerate(model.layers):
-        for name, value in layer.more.items():
+        for name, value in {**layer.more, **layer.recurrent}.items():
             yield f"{index}.{name}", value
         for part, prefix in ((layer, f"{index}."), (layer.experts, f"{index}.experts.")):
             for name, value in _tensors(part):

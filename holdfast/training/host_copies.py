@@ -56,7 +56,7 @@ class HostCopies:
             return
         with torch.no_grad():
             for name in STORED:
-                own = stored.host[name].chunk(stored.steps.num_layers)[self._layers.start : self._layers.stop]
+                own = stored.layout.split(stored.host[name])[self._layers.start : self._layers.stop]
                 copy_all(vectors[name], own)
         stored.host_step = stored.step
 

@@ -6,83 +6,98 @@ released or computed again: a unit uses the same operations on the same numbers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
 
+from holdfast.core.training_cost import BACKWARDS, HALVES, HalfKind, half_of
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.halves import AdapterLayout, Halves, Kept, LayerAdapter, PackedTokens
+from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter, layer_halves
+from holdfast.lm.models.trained_mixers import Kept, PackedTokens
 from holdfast.training.jobs import HEAD_ROWS, Unit
 from holdfast.training.stages import Stages
 
 ALIGNMENT = 256
 """The alignment of every tensor's place in bytes, counted from the end of its plane."""
 
-Half = str
-"""The name of a half: attention or mlp."""
+Half = tuple[int, HalfKind]
+"""A half: the number of its layer among those of the device, and its kind."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """The places of tensors in the two planes of each layer, the same in all layers.
+    """The places of tensors in the planes of an arena. Offsets count from the planes' ends."""
 
-    Offsets count from the planes' ends.
-    """
-
-    at: dict[str, tuple[int, int]]
-    """For each tensor, by name: its plane, 0 or 1, and the distance from the plane's end to its beginning, in bytes."""
-    depths: tuple[int, int] = (0, 0)
+    depths: tuple[int, ...]
     """Number of bytes that are taken at the end of each plane."""
+    at: dict[Hashable, tuple[int, int]]
+    """For each tensor, by name: its plane, and the distance from the plane's end to its beginning, in bytes."""
 
-    def then(self, sizes: Iterable[tuple[str, int]]) -> Places:
+    @classmethod
+    def none(cls, planes: int) -> Places:
+        """No places in this many planes."""
+        return cls((0,) * planes, {})
+
+    def then(self, sizes: Iterable[tuple[Hashable, int]]) -> Places:
         """These places and more tensors before them.
 
-        Each tensor (name, bytes) goes to the plane that has less so far.
+        Each tensor (name, bytes) goes to the plane that has least so far.
         """
         at, depths = dict(self.at), [*self.depths]
+        planes = [(depth, plane) for plane, depth in enumerate(depths)]
+        heapq.heapify(planes)
         for name, size in sizes:
-            plane = int(depths[1] < depths[0])
+            plane = planes[0][1]
             depths[plane] += -(-size // ALIGNMENT) * ALIGNMENT
+            heapq.heapreplace(planes, (depths[plane], plane))
             at[name] = plane, depths[plane]
-        return Places(at, (depths[0], depths[1]))
+        return Places(tuple(depths), at)
 
 
 class Arena:
-    """The ends of the KV cache's planes as memory for tensors. A layer has two planes: of keys and of values."""
+    """The ends of the KV cache's planes as memory for tensors. A layer with attention has two: of keys and of values.
 
-    def __init__(
-        self, planes: Sequence[tuple[torch.Tensor, torch.Tensor]], block_bytes: int, *, shared: bool = False
-    ) -> None:
+    Tensors of a layer may lie in the planes of any layer, so layers without a cache have room, too.
+    """
+
+    def __init__(self, planes: Sequence[torch.Tensor], block_bytes: int, *, shared: bool = False) -> None:
         """`planes` are whole, as bytes [num_blocks * block_bytes] uint8. Creating the arena writes nothing.
 
         The arenas of a model that is `shared` by several ranks need equally many blocks, wherever their planes end.
         """
         self.planes, self.block_bytes = planes, block_bytes
         # A plane may end anywhere; places count from the last aligned byte.
-        self._slack = max((plane.data_ptr() + plane.numel()) % ALIGNMENT for pair in planes for plane in pair)
+        self._slack = max((plane.data_ptr() + plane.numel()) % ALIGNMENT for plane in planes)
         if shared:
             self._slack = ALIGNMENT - 1
 
     @property
     def num_blocks(self) -> int:
-        return self.planes[0][0].numel() // self.block_bytes
+        return self.planes[0].numel() // self.block_bytes
+
+    @property
+    def free(self) -> Places:
+        """The places of an empty arena: none."""
+        return Places.none(len(self.planes))
 
     def blocks(self, places: Places) -> int:
         """The number of blocks, at the end of the cache, that these places occupy."""
         deepest = max(places.depths)
         return -(-(deepest + self._slack) // self.block_bytes) if deepest else 0
 
-    def tensor(self, places: Places, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, places: Places, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The tensor at a place, with the current contents of its memory.
 
         Raises ValueError if the plane is too small.
         """
         number, offset = places.at[name]
-        plane = self.planes[layer][number]
+        plane = self.planes[number]
         end = plane.numel() - (plane.data_ptr() + plane.numel()) % ALIGNMENT
         if offset > end:
             raise ValueError(f"{name} lies {offset} bytes before the end of a plane of {end} bytes: take fewer tokens")
@@ -95,8 +110,8 @@ def arena_of(cache: KVCache, *, shared: bool = False) -> Arena:
 
     For `shared`, see `Arena`.
     """
-    planes = [(_bytes(key), _bytes(value)) for key, value in map(cache.layer, range(len(cache.places)))]
-    return Arena(planes, planes[0][0].numel() // cache.num_blocks, shared=shared)
+    planes = [_bytes(plane) for layer in range(len(cache.places)) for plane in cache.layer(layer)]
+    return Arena(planes, planes[0].numel() // cache.num_blocks, shared=shared)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,28 +122,30 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Places]:
     """Places for the inputs of all halves of `tokens` tokens, and places that hold their kept tensors too."""
     size = tokens * halves.model.decoder.hidden_size * halves.model.spec.dtype.itemsize
-    inputs = before.then((half, size) for half in ("attention", "mlp"))
-    shapes = {**halves.kept_shapes("attention", tokens), **halves.kept_shapes("mlp", tokens)}
-    sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
-    # Large ones first, so that the two planes are filled evenly.
-    return inputs, inputs.then(sorted(sizes.items(), key=lambda item: -item[1]))
+    own = [(layer, kind) for layer, kinds in enumerate(halves.layers) for kind in kinds]
+    inputs = before.then((half, size) for half in own)
+    sizes = [
+        ((*half, name), prod(shape) * dtype.itemsize)
+        for half in own
+        for name, (shape, dtype) in halves.kept_shapes(*half, tokens).items()
+    ]
+    # Large ones first, so that the planes are filled evenly.
+    return inputs, inputs.then(sorted(sizes, key=lambda item: -item[1]))
 
 
 @torch.no_grad()
 def workspace_bytes(model: Decoder, tokens: int, rank: int, *, dora: bool = False) -> int:
     """The most GPU memory in bytes that units take outside the arena, for a sequence of `tokens` tokens; 0 on a CPU.
 
-    It is measured by running the units that take most, on the first layer and on the first one with experts. It
-    includes the stream that a micro-batch holds from its last forward.
+    It is measured by running the units that take most, on the first layer of each kind. It includes the stream that a
+    micro-batch holds from its last forward.
     """
     device, dtype = model.spec.device, model.spec.dtype
     if device.type != "cuda":
         return 0
-    layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).everywhere, rank, dora)
+    base = adapted_modules(model.decoder)
+    layout = AdapterLayout(model.decoder, base.scalable if dora else base.tunable, rank, dora)
     halves = Halves(model, layout, 1.0)
-    adapter: LayerAdapter = layout.views(torch.zeros(layout.elements, dtype=dtype, device=device))
-    grads: LayerAdapter = layout.views(torch.zeros(layout.elements, device=device))
-    adapter, grads = halves.own(adapter), halves.own(grads)
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     packed = halves.pack(ids, (tokens,))
     x = torch.zeros(tokens, model.decoder.hidden_size, dtype=dtype, device=device)
@@ -137,14 +154,27 @@ def workspace_bytes(model: Decoder, tokens: int, rank: int, *, dora: bool = Fals
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    experts = model.decoder.experts
-    for layer in {0, experts.sparse.index(True) if experts is not None and any(experts.sparse) else 0}:
-        halves.mlp_backward(layer, gradient, x.clone(), x, adapter, grads, None)
-    halves.attention_backward(0, gradient, x, packed, adapter, grads, None, torch.zeros_like(x))
+    for layer, kind in largest_halves(halves):
+        numbers = torch.zeros(layout.sizes[model.shard.layers.start + layer], dtype=dtype, device=device)
+        sums = torch.zeros(len(numbers), device=device)
+        adapter, grads = (halves.own(layout.views(model.shard.layers.start + layer, each)) for each in (numbers, sums))
+        if halves.mixes(kind):
+            halves.mixer_backward(layer, gradient, x, packed, adapter, grads, None, torch.zeros_like(x))
+        else:
+            halves.mlp_backward(layer, gradient, x.clone(), x, adapter, grads, None)
     if model.shard.last:
         halves.head(gradient[:rows], ids[:rows], torch.zeros(rows, device=device), backward=True)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before + gradient.nbytes
+
+
+def largest_halves(halves: Halves) -> tuple[Half, ...]:
+    """The first half of each kind on the device, where an MLP and experts in its place are two kinds."""
+    found: dict[tuple[HalfKind, bool], Half] = {}
+    for layer, kinds in enumerate(halves.layers):
+        for kind in kinds:
+            found.setdefault((kind, halves.model.layers[layer].experts is not None), (layer, kind))
+    return tuple(found.values())
 
 
 class Iteration:
@@ -175,8 +205,13 @@ class Iteration:
         self._halves, self._arena, self._tokens = halves, arena, tokens
         self._targets, self._weights, self._adapters, self._grads = targets, weights, adapters, grads
         self._inputs, self._all = kept_places(halves, tokens.count, before)
-        self._kept: dict[tuple[Half, int], Kept] = {}
-        self._backward = any(unit.kind == "mlp_backward" for unit in self.units)
+        own = [(layer, kind) for layer, kinds in enumerate(halves.layers) for kind in kinds]
+        self._next = dict(pairwise(own))
+        """For each half but the last, the half that reads its result."""
+        self._first = own[0]
+        self._whole = layer_halves(halves.model.decoder)
+        self._kept: dict[Half, Kept] = {}
+        self._backward = any(half_of(unit.kind) in HALVES and unit.kind not in HALVES for unit in self.units)
         chunks = sum(unit.kind == "head" for unit in self.units)
         spec = halves.model.spec
         sums = torch.float64 if spec.dtype == torch.float64 else torch.float32
@@ -187,6 +222,11 @@ class Iteration:
     @property
     def done(self) -> bool:
         return self.at == len(self.units)
+
+    @property
+    def most_places(self) -> Places:
+        """The places whose tensors are in use once all halves keep theirs."""
+        return self._all
 
     @property
     def places(self) -> Places:
@@ -222,10 +262,14 @@ class Iteration:
             if stages.last:
                 self._run_head(number)
         elif number in stages.layers:
-            self._run_half(kind, number - stages.layers.start, keep)
-        elif kind == "mlp" and number == stages.layers.start - 1:
-            stages.receive_on(self._input("attention", 0))
-        elif kind == "attention_backward" and number == stages.layers.stop:
+            half: Half = number - stages.layers.start, half_of(kind)  # type: ignore[assignment]
+            if kind in HALVES:
+                self._run_forward(half, keep)
+            else:
+                self._run_backward(half)
+        elif number == stages.layers.start - 1 and kind == self._whole[number][-1]:
+            stages.receive_on(self._input(self._first))
+        elif number == stages.layers.stop and kind == BACKWARDS[self._whole[number][0]]:
             stages.receive_back(self._gradient)
 
     def _run_head(self, number: int) -> None:
@@ -234,65 +278,57 @@ class Iteration:
             self._gradient[rows], self._targets[rows], self._weights[rows], backward=self._backward
         )
 
-    def _run_half(self, kind: str, number: int, keep: bool) -> None:
-        """Run a half of this device's layer of this number, and pass on what it gives to another stage."""
-        halves, stages = self._halves, self._stages
-        if kind == "attention":
-            x, out = self._input("attention", number), self._input("mlp", number)
-            if number == 0 and stages.first:
-                halves.embed(self._tokens, x)
-            kept = self._keep("attention", number, keep)
-            halves.attention_forward(number, x, self._tokens, self._adapters[number], kept, out)
-        elif kind == "mlp":
-            x, last = self._input("mlp", number), number == len(stages.layers) - 1
-            if last:
-                self._stream = torch.empty_like(x)
-            out = self._stream if last and self._stream is not None else self._input("attention", number + 1)
-            entered, kept = self._input("attention", number), self._keep("mlp", number, keep)
-            halves.mlp_forward(number, x, entered, self._adapters[number], kept, out)
-            if last and not stages.last:
-                stages.send_on(out)
-        elif kind == "mlp_backward":
-            halves.mlp_backward(
-                number,
-                self._gradient,
-                self._input("mlp", number),
-                self._input("attention", number),
-                self._adapters[number],
-                self._grads[number],
-                self._kept.pop(("mlp", number), None),
-            )
+    def _run_forward(self, half: Half, keep: bool) -> None:
+        """Run a half of this device, and pass on what it gives to another stage."""
+        halves, stages, (layer, kind) = self._halves, self._stages, half
+        x, last = self._input(half), half not in self._next
+        if half == self._first and stages.first:
+            halves.embed(self._tokens, x)
+        if last:
+            self._stream = torch.empty_like(x)
+        out = self._gradient if last else self._input(self._next[half])
+        kept = self._keep(half, keep)
+        if halves.mixes(kind):
+            halves.mixer_forward(layer, x, self._tokens, self._adapters[layer], kept, out)
         else:
-            halves.attention_backward(
-                number,
-                self._gradient,
-                self._input("attention", number),
-                self._tokens,
-                self._adapters[number],
-                self._grads[number],
-                self._kept.pop(("attention", number), None),
-                self._input("mlp", number),
-            )
-            if number == 0 and not stages.first:
-                stages.send_back(self._gradient)
+            halves.mlp_forward(layer, x, self._entered(layer), self._adapters[layer], kept, out)
+        if last and not stages.last:
+            stages.send_on(out)
+
+    def _run_backward(self, half: Half) -> None:
+        """Run the backward of a half of this device, and pass on what it gives to another stage."""
+        halves, stages, (layer, kind) = self._halves, self._stages, half
+        x, adapter, grads = self._input(half), self._adapters[layer], self._grads[layer]
+        kept = self._kept.pop(half, None)
+        if halves.mixes(kind):
+            beside = self._input((layer, halves.layers[layer][-1]))
+            halves.mixer_backward(layer, self._gradient, x, self._tokens, adapter, grads, kept, beside)
+        else:
+            halves.mlp_backward(layer, self._gradient, x, self._entered(layer), adapter, grads, kept)
+        if half == self._first and not stages.first:
+            stages.send_back(self._gradient)
 
     @property
     def _gradient(self) -> torch.Tensor:
         assert self._stream is not None
         return self._stream
 
-    def _input(self, half: Half, layer: int) -> torch.Tensor:
+    def _entered(self, layer: int) -> torch.Tensor:
+        """The input of a layer, [T, hidden]."""
+        return self._input((layer, self._halves.layers[layer][0]))
+
+    def _input(self, half: Half) -> torch.Tensor:
         """The input of a half, [T, hidden]."""
         spec = self._halves.model.spec
         shape = (self._tokens.count, self._halves.model.decoder.hidden_size)
-        return self._arena.tensor(self._inputs, layer, half, shape, spec.dtype)
+        return self._arena.tensor(self._inputs, half, shape, spec.dtype)
 
-    def _keep(self, half: Half, layer: int, keep: bool) -> Kept:
+    def _keep(self, half: Half, keep: bool) -> Kept:
         """The memory for a half's kept tensors: places in the arena, or none, so that the forward allocates them."""
         if not keep:
             return {}
-        shapes = self._halves.kept_shapes(half, self._tokens.count)
-        self._kept[half, layer] = {
-            name: self._arena.tensor(self._all, layer, name, shape, dtype) for name, (shape, dtype) in shapes.items()
+        shapes = self._halves.kept_shapes(*half, self._tokens.count)
+        self._kept[half] = {
+            name: self._arena.tensor(self._all, (*half, name), shape, dtype) for name, (shape, dtype) in shapes.items()
         }
-        return self._kept[half, layer]
+        return self._kept[half]

@@ -8,13 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from holdfast.core.training_cost import BACKWARDS, LayerHalves, UnitKind
 from holdfast.training.order import Order, pack
 
 ALL_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 """The modules of a layer like Llama's, as most families have."""
-KNOWN_MODULES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+RECURRENT_MODULES = (
+    *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+)
+"""The modules of recurrent layers. Each family has some of them."""
+KNOWN_MODULES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", *RECURRENT_MODULES)
 """The modules of all families. Which of them a model has is known when a job begins."""
 HEAD_ROWS = 1024
 """Number of tokens whose logits one unit computes. With 128,256 words, the logits take 263 MB in 16 bits."""
@@ -23,7 +28,10 @@ VALIDATION_STEPS = 100
 VALIDATION_EXAMPLES = 64
 """The most examples of a validation: the first ones of the file."""
 
-UnitKind = Literal["attention", "mlp", "head", "mlp_backward", "attention_backward", "optimizer"]
+
+def short_module(name: str) -> str:
+    """The short name of a module that has PEFT's name, such as q_proj; other names stay as they are."""
+    return name if name in KNOWN_MODULES else name.removesuffix("_proj")
 
 
 class Unit(NamedTuple):
@@ -34,22 +42,19 @@ class Unit(NamedTuple):
     """The number of the layer; for the head, of the chunk of HEAD_ROWS tokens; 0 for the optimizer."""
 
 
-def units_of(num_layers: int, tokens: int, *, backward: bool, optimizer: bool) -> tuple[Unit, ...]:
-    """The units of a micro-batch, in order. A validation has no `backward`.
+def units_of(layers: Sequence[LayerHalves], tokens: int, *, backward: bool, optimizer: bool) -> tuple[Unit, ...]:
+    """The units of a micro-batch, in order, from the halves of each layer. A validation has no `backward`.
 
     With `optimizer`, the last unit is its update.
     """
-    units = [Unit(kind, layer) for layer in range(num_layers) for kind in _FORWARD]
+    halves = [(kind, layer) for layer, kinds in enumerate(layers) for kind in kinds]
+    units = [Unit(kind, layer) for kind, layer in halves]
     units += [Unit("head", chunk) for chunk in range(-(-tokens // HEAD_ROWS))]
     if backward:
-        units += [Unit(kind, layer) for layer in reversed(range(num_layers)) for kind in _BACKWARD]
+        units += [Unit(BACKWARDS[kind], layer) for kind, layer in reversed(halves)]
     if optimizer:
         units.append(Unit("optimizer", 0))
     return tuple(units)
-
-
-_FORWARD: tuple[UnitKind, ...] = ("attention", "mlp")
-_BACKWARD: tuple[UnitKind, ...] = ("mlp_backward", "attention_backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +186,8 @@ class JobSteps:
     """The optimizer steps of a job, computed from the lengths of its examples without their tokens."""
 
     job: TrainingJob
-    num_layers: int
-    """Number of layers of the base model."""
+    layers: tuple[LayerHalves, ...]
+    """The halves of each layer of the base model."""
     lengths: Sequence[int]
     """Number of tokens of each example."""
     validation_lengths: Sequence[int] = ()
@@ -194,6 +199,11 @@ class JobSteps:
         longest = max(map(int, [*self.lengths, *self.validation_lengths]))
         if longest > limit:
             raise ValueError(f"the longest example has {longest} tokens; micro_batch is {limit}: make it {longest}")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the base model."""
+        return len(self.layers)
 
     @cached_property
     def order(self) -> Order:
@@ -246,5 +256,5 @@ class JobSteps:
         self, examples: tuple[int, ...], all_lengths: Sequence[int], *, backward: bool, optimizer: bool
     ) -> MicroBatch:
         lengths = tuple(int(all_lengths[example]) for example in examples)
-        units = units_of(self.num_layers, sum(lengths), backward=backward, optimizer=optimizer)
+        units = units_of(self.layers, sum(lengths), backward=backward, optimizer=optimizer)
         return MicroBatch(examples, lengths, units, validation=not backward)

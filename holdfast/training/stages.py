@@ -67,18 +67,19 @@ class Stages:
         self._add_back(whole)
         return whole
 
-    def gather(self, layers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def gather(self, layers: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
         """Bring a tensor of every layer to the first rank. Yields there those of later stages, in order.
 
-        `layers` are those of this stage, all of one size. Must be iterated to the end, on every rank.
+        `layers` are those of this stage, and `sizes` are the numbers of elements of those of later stages. Must be
+        iterated to the end, on every rank.
         """
         if not self.several or not self._speaks:
             return
         if not self.first:
             for tensor in layers:
                 self.send_back(tensor)
-        for _ in range(self.layers.stop, self.num_layers):
-            tensor = torch.empty_like(layers[0])
+        for size in sizes:
+            tensor = layers[0].new_empty(size)
             self.receive_back(tensor)
             if self.first:
                 yield tensor

@@ -106,7 +106,7 @@ class StoredJob:
     steps: JobSteps
     layout: AdapterLayout
     host: dict[str, torch.Tensor]
-    """The vectors of STORED on the host, [layers * elements] each."""
+    """The vectors of STORED on the host, each of all layers (`AdapterLayout.split`)."""
     spare: dict[str, torch.Tensor]
     """Memory for newer vectors while the writer reads `host`."""
     rows: npt.NDArray[np.void]
@@ -274,7 +274,7 @@ class Storage:
                 self._copies.wait_stream(torch.cuda.current_stream(self._device))
             with torch.no_grad(), torch.cuda.stream(self._copies):
                 for name in STORED:
-                    copy_all(vectors[name][first:last], copying.room[name].chunk(layers)[first:last])
+                    copy_all(vectors[name][first:last], stored.layout.split(copying.room[name])[first:last])
                 if self._copies is not None:
                     stored.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     stored.copied.record(self._copies)
@@ -413,8 +413,8 @@ class Storage:
         """Write the adapter from parameters on the host. `step` is the number of steps that led to it."""
         path, chosen, base = stored.checkpoint_path(step), stored.job.hyperparameters, stored.layout.base
         pairs = {}
-        for layer, piece in enumerate(params.chunk(stored.steps.num_layers)):
-            for group in stored.layout.views(piece).values():
+        for layer, piece in enumerate(stored.layout.split(params)):
+            for group in stored.layout.views(layer, piece).values():
                 magnitudes = group.magnitudes or (None,) * len(group.b)
                 for (module, b), a, norms in zip(group.b, torch.split(group.a, chosen.rank), magnitudes, strict=True):
                     own = base.modules[module].own
@@ -434,7 +434,7 @@ def files_of(job: TrainingJob, directory: Path, mirror: Path | None) -> dict[str
 def state_of(steps: JobSteps, directory: Path, layout: AdapterLayout, mirror: Path | None) -> State:
     """The newest state of a job in its directory and the mirror, or the state of a new job."""
     state = newest(files_of(steps.job, directory, mirror).values())
-    return state or _begin(layout, steps.num_layers, steps.job.hyperparameters.seed)
+    return state or _begin(layout, steps.job.hyperparameters.seed)
 
 
 def pinned(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -452,12 +452,12 @@ def _has_checkpoint(stored: StoredJob, step: int) -> bool:
     return (stored.checkpoint_path(step) / CONFIG_FILE).exists()
 
 
-def _begin(layout: AdapterLayout, num_layers: int, seed: int) -> State:
+def _begin(layout: AdapterLayout, seed: int) -> State:
     """A new job's state: A uniform within 1 / √inputs, B zero (as in PEFT), so the adapter changes nothing at first."""
-    params = torch.zeros(num_layers * layout.elements)
+    params = torch.zeros(sum(layout.sizes))
     generator = torch.Generator().manual_seed(seed)
-    for piece in params.chunk(num_layers):
-        for group in layout.views(piece).values():
+    for layer, piece in enumerate(layout.split(params)):
+        for group in layout.views(layer, piece).values():
             bound = 1.0 / math.sqrt(group.a.shape[1])
             group.a.uniform_(-bound, bound, generator=generator)
     return State(rows_of(()), params, torch.zeros_like(params), torch.zeros_like(params))

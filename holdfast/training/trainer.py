@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 
+from holdfast.core.training_cost import HALVES
 from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.kernels.collectives.protocol import in_rows
 from holdfast.lm.kernels.training.attention import sent
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
+from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter, layer_halves
 from holdfast.lm.parts.tuning.values import TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.host_copies import HostCopies
@@ -37,6 +38,8 @@ from holdfast.training.storage import STORED, JobFailure, StepReport, Storage, S
 
 log = logging.getLogger("holdfast.engine")
 
+VECTORS = ("params", "grads", "means", "variances", "fresh")
+"""Names of a resident job's vectors of float32."""
 COPY_HASTE = 2.0
 """Factor on a slice's share of its step.
 
@@ -177,7 +180,7 @@ class Trainer:
     @property
     def block_bytes(self) -> int:
         """Size of one block of the cache in bytes, over all layers."""
-        return 2 * len(self._arena.planes) * self._arena.block_bytes
+        return len(self._arena.planes) * self._arena.block_bytes
 
     def open(self, directory: Path) -> JobSteps:
         """Open the job of a directory at its last stored step, and return its steps. The job is not resident yet.
@@ -208,7 +211,7 @@ class Trainer:
         held_out = Examples(validation) if validation is not None else None
         spec, chosen = self._model.decoder, job.hyperparameters
         held_out_lengths = held_out.lengths.tolist() if held_out is not None else []
-        steps = JobSteps(job, spec.num_layers, examples.lengths.tolist(), held_out_lengths)
+        steps = JobSteps(job, layer_halves(spec), examples.lengths.tolist(), held_out_lengths)
         longest = max((*steps.lengths, *steps.validation_lengths))
         if longest > spec.max_positions:
             raise ValueError(f"an example has {longest} tokens; the model was made for {spec.max_positions}")
@@ -351,11 +354,8 @@ class Trainer:
         iteration = known.iteration
         units = sum(len(each.units) for each in known.batches)
         self._storage.copy(known.stored, known.last_vectors, COPY_HASTE * (slice_.stop - slice_.first) / units)
-        _, everything = kept_places(known.halves, batch.tokens, resident.places)
-        keeps = slice_.keep and any(
-            unit.kind in ("attention", "mlp") for unit in batch.units[slice_.first : slice_.stop]
-        )
-        self._check_room(known, everything if keeps and not batch.validation else iteration.places, lent)
+        keeps = slice_.keep and any(unit.kind in HALVES for unit in batch.units[slice_.first : slice_.stop])
+        self._check_room(known, iteration.most_places if keeps and not batch.validation else iteration.places, lent)
         iteration.run(slice_.first, min(slice_.stop, len(iteration.units)), keep=slice_.keep)
         if slice_.stop < len(batch.units):
             return 0, None
@@ -448,7 +448,8 @@ class Trainer:
         assert known.resident is not None
         for name in STORED:
             remote = known.remote.get(name, [])
-            for index, vector in enumerate(self._stages.gather(known.resident.vectors[name])):
+            sizes = known.halves.layout.sizes[self._stages.layers.stop :]
+            for index, vector in enumerate(self._stages.gather(known.resident.vectors[name], sizes)):
                 if index == len(remote):
                     remote.append(pinned(torch.empty(vector.shape, dtype=vector.dtype), self._device))
                 remote[index].copy_(vector, non_blocking=True)
@@ -464,11 +465,14 @@ class Trainer:
         return self._places(known.halves.layout)
 
     def _places(self, layout: AdapterLayout) -> Places:
-        numbers, dtype = layout.elements, self._model.spec.dtype
-        sizes = [(name, 4 * numbers) for name in ("params", "grads", "means", "variances", "fresh")]
+        dtype, own = self._model.spec.dtype, self._model.shard.layers
+        widths = [(name, 4) for name in VECTORS]
         if dtype != torch.float32:
-            sizes.append(("cast", dtype.itemsize * numbers))
-        return Places({}).then(sizes)
+            widths.append(("cast", dtype.itemsize))
+        sizes = layout.sizes[own.start : own.stop]
+        return self._arena.free.then(
+            ((layer, name), width * size) for name, width in widths for layer, size in enumerate(sizes)
+        )
 
     def _check_room(self, known: _Job, places: Places, lent: int) -> None:
         needed = self._arena.blocks(places)
@@ -484,39 +488,40 @@ class Trainer:
         for other in [*self._jobs.values()]:
             if other.resident is not None:
                 raise ValueError(f"job {other.job.id} is resident; offload it before {known.job.id} is restored")
-        layout, places = known.halves.layout, self._vector_places(known)
-        own = self._model.shard.layers
-        layers = range(len(own))
+        layout, places, own = known.halves.layout, self._vector_places(known), self._model.shard.layers
+        sizes = layout.sizes[own.start : own.stop]
+        names = [*dict.fromkeys(name for _, name in places.at)]  # type: ignore[misc]
         vectors = {
             name: [
                 self._arena.tensor(
-                    places, layer, name, (layout.elements,), self._model.spec.dtype if name == "cast" else torch.float32
+                    places, (layer, name), (size,), self._model.spec.dtype if name == "cast" else torch.float32
                 )
-                for layer in layers
+                for layer, size in enumerate(sizes)
             ]
-            for name in places.at
+            for name in names
         }
         with torch.no_grad():
             for name in STORED:
                 if known.host_updated is not None:
-                    copy_all(known.host_updated[name].chunk(len(layers)), vectors[name])
+                    copy_all(layout.split(known.host_updated[name], own), vectors[name])
                 else:
-                    host = known.stored.host[name].chunk(self._stages.num_layers)
-                    copy_all(host[own.start : own.stop], vectors[name])
+                    copy_all(layout.split(known.stored.host[name])[own.start : own.stop], vectors[name])
             if known.begins and layout.dora:
                 for layer, vector in enumerate(vectors["params"]):
                     known.halves.begin_magnitudes(layer, vector)
             known.host_updated = None
             if known.micro_batch and not known.updated and known.host_grads is not None:
-                copy_all(known.host_grads.chunk(len(layers)), vectors["grads"])
+                copy_all(layout.split(known.host_grads, own), vectors["grads"])
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
         # A gain is a ratio near 1, and 16 bits of its magnitude would change rows that training has not changed yet.
         adapters = [
-            known.halves.own(layout.views(piece, wide)) for piece, wide in zip(read, vectors["params"], strict=True)
+            known.halves.own(layout.views(layer, piece, wide))
+            for layer, piece, wide in zip(own, read, vectors["params"], strict=True)
         ]
         grads, fresh = (
-            [known.halves.own(layout.views(piece)) for piece in vectors[name]] for name in ("grads", "fresh")
+            [known.halves.own(layout.views(layer, piece)) for layer, piece in zip(own, vectors[name], strict=True)]
+            for name in ("grads", "fresh")
         )
         known.resident = _Resident(places, vectors, [*adapters], [*grads], [*fresh])
 
@@ -524,22 +529,23 @@ class Trainer:
         """Move the job's vectors to the host, and store its last step on the disk."""
         self._storage.store(known.stored, known.last_vectors)
         self._storage.after_copies(known.stored)  # later users of the blocks write after the copies
+        layout, own = known.halves.layout, self._model.shard.layers
         if known.updated:
             known.host_updated = {name: self._room(known) for name in STORED}
             with torch.no_grad():
                 for name, vector in known.host_updated.items():
-                    copy_all(resident.vectors[name], vector.chunk(len(resident.adapters)))
+                    copy_all(resident.vectors[name], layout.split(vector, own))
         elif known.micro_batch:
             if known.host_grads is None:
                 known.host_grads = self._room(known)
             with torch.no_grad():
-                copy_all(resident.vectors["grads"], known.host_grads.chunk(len(resident.vectors["grads"])))
+                copy_all(resident.vectors["grads"], layout.split(known.host_grads, own))
         known.resident = None
 
     def _room(self, known: _Job) -> torch.Tensor:
         """Memory on the host for one vector of this rank's layers."""
-        elements = len(self._model.shard.layers) * known.halves.layout.elements
-        return pinned(torch.empty(elements), self._device)
+        own = self._model.shard.layers
+        return pinned(torch.empty(sum(known.halves.layout.sizes[own.start : own.stop])), self._device)
 
     def _to_host(self, value: torch.Tensor) -> torch.Tensor:
         """A copy on the host of a number that the device computes. It is there once the device is done."""

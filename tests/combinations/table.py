@@ -136,7 +136,6 @@ REFUSALS = (
     ),
     Refusal(("paged", "encoder-decoder"), T5),
     Refusal(("encoder-decoder", "hybrid"), T5, options=(("model", "t5"), ("executor", "paged"))),
-    Refusal(("hybrid", "tuning"), "a model with recurrent layers cannot be tuned; leave tuning out"),
     Refusal(("encoder-decoder", "tp"), T5),
     Refusal(("encoder-decoder", "pp"), T5),
     Refusal(("padded", "tp"), "tp is 2, and executor is padded: padded rows run on one device; drop one"),

@@ -39,9 +39,9 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return native("qwen2", tmp_path_factory.mktemp("base"))[1]
+@pytest.fixture(scope="module", params=["qwen2", "bamba"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return native(request.param, tmp_path_factory.mktemp("base"))[1]
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +92,8 @@ def test_three_jobs_interrupted_at_random_give_the_bits_of_each_alone(
             resident = None
             if event > 0.93:
                 # The next user of the blocks writes to them.
-                for pair in arena.planes:
-                    for plane in pair:
-                        plane.fill_(chance.randrange(256))
+                for plane in arena.planes:
+                    plane.fill_(chance.randrange(256))
         else:
             trainer.shut_down()
             reports += [report for report in trainer.reports() if isinstance(report, StepReport)]

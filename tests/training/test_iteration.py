@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.halves import AdapterLayout, Halves
+from holdfast.lm.models.halves import AdapterLayout, Halves, layer_halves
 from holdfast.training.iteration import ALIGNMENT, Arena, Iteration, Places, kept_places
 from holdfast.training.jobs import HEAD_ROWS, units_of
 from tests.tuning import arena_for, native
@@ -31,28 +31,26 @@ class Run:
     """An iteration over fixed numbers, in memory that begins as noise."""
 
     def __init__(self, model: Decoder, seed: int = 0) -> None:
-        layers = model.decoder.num_layers
         layout = AdapterLayout(model.decoder, ("q", "k", "v", "o", "gate", "up", "down"), RANK)
         self.arena = arena_for(model)
         noise = torch.Generator().manual_seed(seed)
-        for pair in self.arena.planes:
-            for plane in pair:
-                plane.random_(generator=noise)
+        for plane in self.arena.planes:
+            plane.random_(generator=noise)
         fixed = torch.Generator().manual_seed(1)
-        vector = torch.randn(layers, layout.elements, generator=fixed) * 0.05
-        self.grads = torch.full((layers, layout.elements), torch.nan)
+        vector = torch.randn(sum(layout.sizes), generator=fixed) * 0.05
+        self.grads = torch.full_like(vector, torch.nan)
         ids = torch.randint(1, 90, (TOKENS,), generator=fixed)
         halves = Halves(model, layout, 2.0)
         self.iteration = Iteration(
             halves,
             self.arena,
-            Places({}).then([("other", 1000)]),
-            units_of(layers, TOKENS, backward=True, optimizer=False),
+            self.arena.free.then([("other", 1000)]),
+            units_of(layer_halves(model.decoder), TOKENS, backward=True, optimizer=False),
             halves.pack(ids, LENGTHS),
             ids.roll(-1),
             torch.rand(TOKENS, generator=fixed) / TOKENS,
-            [layout.views(part) for part in vector],
-            [layout.views(part) for part in self.grads],
+            [layout.views(layer, part) for layer, part in enumerate(layout.split(vector))],
+            [layout.views(layer, part) for layer, part in enumerate(layout.split(self.grads))],
         )
 
     def result(self) -> bytes:
@@ -119,7 +117,7 @@ def test_the_head_is_cut_into_chunks_whose_losses_add_up(model: Decoder, monkeyp
 
 @given(st.lists(st.integers(0, 5000), max_size=12), st.lists(st.integers(1, 5000), max_size=12))
 def test_places_do_not_overlap_and_later_ones_leave_earlier_ones(first: list[int], second: list[int]) -> None:
-    before = Places({}).then((f"a{n}", size) for n, size in enumerate(first))
+    before = Places.none(2).then((f"a{n}", size) for n, size in enumerate(first))
     after = before.then((f"b{n}", size) for n, size in enumerate(second))
     sizes = {f"{letter}{n}": size for letter, part in (("a", first), ("b", second)) for n, size in enumerate(part)}
     assert {name: after.at[name] for name in before.at} == before.at
@@ -136,10 +134,10 @@ def test_tensors_lie_aligned_within_the_blocks_that_are_asked_for(
 ) -> None:
     memory = torch.zeros(offset + plane_bytes + block, dtype=torch.uint8)
     plane = memory[offset : offset + plane_bytes // block * block]
-    arena = Arena([(plane, plane.clone())], block)
-    places = Places({}).then([("x", 4 * size), ("y", 8), ("z", 4 * size)])
+    arena = Arena([plane, plane.clone()], block)
+    places = arena.free.then([("x", 4 * size), ("y", 8), ("z", 4 * size)])
     for name, count in (("x", size), ("y", 2), ("z", size)):
-        tensor = arena.tensor(places, 0, name, (count,), torch.float32)
+        tensor = arena.tensor(places, name, (count,), torch.float32)
         assert count == 0 or tensor.data_ptr() % ALIGNMENT == 0
         tensor.fill_(1.0)
     blocks = arena.blocks(places)
@@ -149,13 +147,14 @@ def test_tensors_lie_aligned_within_the_blocks_that_are_asked_for(
 
 def test_a_plane_that_is_too_small_is_refused_with_both_sizes(model: Decoder) -> None:
     halves = Halves(model, AdapterLayout(model.decoder, ("q",), 1), 1.0)
-    _, everything = kept_places(halves, 100_000, Places({}))
+    arena = arena_for(model)
+    _, everything = kept_places(halves, 100_000, arena.free)
     with pytest.raises(ValueError, match=r"bytes before the end of a plane of \d+ bytes: take fewer tokens"):
-        arena_for(model).tensor(everything, 0, "gate", (1,), torch.float32)
+        arena.tensor(everything, (0, "mlp", "gate"), (1,), torch.float32)
 
 
 def test_an_arena_is_the_memory_of_its_cache(model: Decoder, tmp_path: Path) -> None:
     arena = arena_for(model)
     spec = model.spec
-    assert len(arena.planes) == spec.num_layers and arena.num_blocks == 400
+    assert len(arena.planes) == 2 * spec.num_layers and arena.num_blocks == 400
     assert arena.block_bytes == 16 * spec.num_kv_heads * spec.head_dim * 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.training_cost import PLAIN
 from holdfast.training.jobs import (
     HEAD_ROWS,
     Hyperparameters,
@@ -60,13 +61,17 @@ def test_few_examples_are_repeated_at_least_three_times() -> None:
 
 
 def test_units_go_up_the_layers_over_the_head_and_down_again() -> None:
-    units = units_of(2, HEAD_ROWS + 1, backward=True, optimizer=True)
+    units = units_of([PLAIN] * 2, HEAD_ROWS + 1, backward=True, optimizer=True)
     assert [(unit.kind, unit.number) for unit in units] == [
         ("attention", 0), ("mlp", 0), ("attention", 1), ("mlp", 1), ("head", 0), ("head", 1),
         ("mlp_backward", 1), ("attention_backward", 1), ("mlp_backward", 0), ("attention_backward", 0),
         ("optimizer", 0),
     ]  # fmt: skip
-    assert units_of(1, 5, backward=False, optimizer=False) == (Unit("attention", 0), Unit("mlp", 0), Unit("head", 0))
+    assert units_of([PLAIN], 5, backward=False, optimizer=False) == (
+        Unit("attention", 0),
+        Unit("mlp", 0),
+        Unit("head", 0),
+    )
 
 
 def test_a_job_is_read_back_from_its_json() -> None:
@@ -101,7 +106,7 @@ def test_a_job_s_digest_changes_with_what_its_result_depends_on() -> None:
 
 def test_micro_batches_hold_the_step_s_examples_and_the_last_one_the_optimizer() -> None:
     lengths = [9, 8, 7, 6, 5]
-    steps = JobSteps(JOB, 2, lengths)
+    steps = JobSteps(JOB, (PLAIN, PLAIN), lengths)
     assert steps.count == 4
     for step in range(4):
         batches = steps.micro_batches(step)
@@ -113,7 +118,7 @@ def test_micro_batches_hold_the_step_s_examples_and_the_last_one_the_optimizer()
 
 
 def test_a_validation_follows_the_update_of_an_epoch_s_last_step_without_a_backward() -> None:
-    steps = JobSteps(JOB, 1, [5, 5, 5, 5], [19, 2, 3])
+    steps = JobSteps(JOB, (PLAIN,), [5, 5, 5, 5], [19, 2, 3])
     kinds = [[batch.validation for batch in steps.micro_batches(step)] for step in range(steps.count)]
     assert kinds == [[False], [False, True, True], [False], [False, True, True]]
     assert steps.micro_batches(1)[1].examples == (0,) and steps.micro_batches(1)[2].examples == (1, 2)
@@ -122,6 +127,6 @@ def test_a_validation_follows_the_update_of_an_epoch_s_last_step_without_a_backw
 
 def test_an_example_longer_than_a_micro_batch_is_refused_with_what_to_choose() -> None:
     with pytest.raises(ValueError, match=r"longest example has 21 tokens; micro_batch is 20: make it 21"):
-        JobSteps(JOB, 1, [3, 21])
+        JobSteps(JOB, (PLAIN,), [3, 21])
     with pytest.raises(ValueError, match="no examples"):
-        JobSteps(JOB, 1, [])
+        JobSteps(JOB, (PLAIN,), [])

@@ -39,6 +39,7 @@ from holdfast.training.jobs import (
     Hyperparameters,
     auto_batch_size,
     auto_epochs,
+    short_module,
 )
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "auto_batch_size",
     "auto_epochs",
     "digest_of",
+    "short_module",
     "write_examples",
 ]
 

@@ -184,7 +184,6 @@ EXCLUSIONS = (
         "no native decoder",
         "tuning needs a native decoder over a paged cache, and this model has none; leave it out",
     ),
-    Exclusion("tuning", "recurrent layers", "a model with recurrent layers cannot be tuned; leave tuning out"),
     Exclusion(
         "tuning", "layers of several sizes", "a model whose layers differ in heads cannot be tuned; leave tuning out"
     ),

@@ -283,8 +283,9 @@ class HybridCache:
         self._cache.grow(now)
 
     def move(self, places: Mapping[int, int]) -> None:
-        """Replace blocks of the table whose contents moved."""
+        """Replace blocks whose contents moved, in the table and in the copy of a tail that is still to be made."""
         self._cache.move(places)
+        self._states.move_tail(self._row, places)
 
     def cache_blocks(self, tokens: Sequence[int]) -> None:
         """Cache every block whose tokens are all known and whose positions are all planned."""

@@ -272,6 +272,12 @@ class StatePool:
         """
         self._tails[row] = move
 
+    def move_tail(self, row: int, places: Mapping[int, int]) -> None:
+        """Let the copy that the next plan does for a row, if any, be between the new places of blocks that moved."""
+        if row in self._tails:
+            source, target = self._tails[row]
+            self._tails[row] = BlockMove(places.get(source, source), places.get(target, target))
+
     def begins(self, row: int) -> bool:
         """Whether the next plan is the first that fills the row for its sequence."""
         return row in self._starts

@@ -22,6 +22,12 @@ SHORT_NAMES = (
 )
 """All short names of modules, in the order in which they are listed. A recurrent layer's are the ends of its names."""
 
+SHARED = "shared_"
+"""The beginning of the names of a shared expert's modules."""
+
+NOT_IN_PEFT = {"NemotronHForCausalLM": ("out_proj",)}
+"""For each architecture, the modules that PEFT takes no adapters of."""
+
 SOURCES = {
     "qkv": ("qkv", "mixer_in", "mlp_in"),
     "o": ("o", "mixer_out", "mlp_out"),
@@ -107,6 +113,8 @@ class AdaptedModules:
     """For each module, which layers have it."""
     of_layers: tuple[Mapping[str, AdaptedModule], ...] = ()
     """The modules of each layer, where layers differ in size; `modules` then has the first one of each name."""
+    not_in_peft: tuple[str, ...] = ()
+    """The modules that are served, and that PEFT takes no adapters of."""
 
     @property
     def num_layers(self) -> int:
@@ -116,6 +124,27 @@ class AdaptedModules:
     def everywhere(self) -> tuple[str, ...]:
         """The modules that every layer has."""
         return tuple(name for name in self.modules if all(self.has(layer, name) for layer in range(self.num_layers)))
+
+    @cached_property
+    def tunable(self) -> tuple[str, ...]:
+        """The modules that tuning may change: those of all layers of their kind that PEFT's adapters may change, too.
+
+        A layer of another kind has other modules in the same field. PEFT takes none of an MLP that experts replace in
+        some layer, and none of shared experts.
+        """
+        return tuple(name for name in self.modules if name not in self.not_in_peft and self._tunes(name))
+
+    @property
+    def scalable(self) -> tuple[str, ...]:
+        """The modules among `tunable` that a DoRA may scale."""
+        return tuple(name for name in self.tunable if self.modules[name].takes_gains)
+
+    def _tunes(self, name: str) -> bool:
+        """Whether each layer has this module, or others in its field that are not those of a shared expert."""
+        field = self.modules[name].field
+        others = (self.fields(layer).get(field, ()) for layer in range(self.num_layers) if not self.has(layer, name))
+        shared = name.startswith(SHARED)
+        return not shared and all(names and not names[0].startswith(SHARED) for names in others)
 
     def of_layer(self, layer: int) -> Mapping[str, AdaptedModule]:
         """The modules that may be in a layer, by short name."""
@@ -162,7 +191,10 @@ def adapted_modules(spec: DecoderSpec) -> AdaptedModules:
     others = [other + prefix.removeprefix(base) for other in reversed(spec.names.bases) if other]
     modules = {name: module for name, (_, module) in known.items()}
     of_layers = [{name: module for name, (_, module) in own.items()} for own in found if spec.layer_specs]
-    return AdaptedModules(AdaptedNames(names, (*others, prefix)), modules, sparse, layers, tuple(of_layers))
+    refused = NOT_IN_PEFT.get(spec.architecture, ())
+    # A file has the names of the class that the checkpoint is of: the decoder alone, or a larger model.
+    prefixes = (prefix, *others) if spec.architecture.endswith("ForCausalLM") else (*others, prefix)
+    return AdaptedModules(AdaptedNames(names, prefixes), modules, sparse, layers, tuple(of_layers), refused)
 
 
 def _modules_of_layer(

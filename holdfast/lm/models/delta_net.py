@@ -10,8 +10,8 @@ import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
-from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
+from holdfast.lm.models.base import LayerState, Shape, StateTensor
+from holdfast.lm.models.mixer import RecurrentInput, RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class DeltaMixer(RecurrentMixer):
         self._conv, self._gain = tensors["conv"].contiguous(), tensors["gain"]
         self._decay, self._time_bias = tensors["decay"].exp().neg_(), tensors["time_bias"]
 
-    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
+    def recur(self, projected: torch.Tensor, step: RecurrentInput) -> torch.Tensor:
         delta, recurrent = self._delta, step.recurrent
         assert recurrent is not None
         conv_state, state = recurrent.states[self._state]

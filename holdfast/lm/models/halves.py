@@ -1,12 +1,13 @@
-"""The two halves of a decoder layer, attention and MLP, with LoRA: forward and backward over the weights that serve.
+"""The two halves of a decoder layer, mixer and MLP, with LoRA: forward and backward over the weights that serve.
 
-A half is x' = x + f(norm(x)). Its forward writes x', and stores the tensors that its backward needs: the `Kept`
-tensors. The backward turns the gradient of x' into that of x in place and writes the gradients of the adapter's
-matrices; base weights have none. Kept tensors that were freed are computed again by the same operations from the same
-x, so the results have the same bits.
+The mixer is attention, a recurrence, or both (`trained_mixers`). A half is x' = x + f(norm(x)). Its forward writes x',
+and stores the tensors that its backward needs: the `Kept` tensors. The backward turns the gradient of x' into that of x
+in place and writes the gradients of the adapter's matrices; base weights have none. Kept tensors that were freed are
+computed again by the same operations from the same x, so the results have the same bits.
 
 Families differ in what they norm: x as above, what is added (x + norm(f(x))), or the sum (norm(x + f(x))). Where
 attention and MLP of a layer are parallel, the MLP half adds f(norm(entered)) to x, with the layer's input `entered`.
+Layers of some families are a mixer alone or an MLP alone; the MLP then takes the place of the mixer.
 
 Where several devices share each layer, a device has its own rows of the weights that read the stream, and its own
 columns of those that add to it (`shard.module_pieces`). The stream and its gradient are equal on all devices: forwards
@@ -29,31 +30,52 @@ from functools import cached_property, partial
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from holdfast.core.training_cost import HalfKind, LayerHalves
+from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.collectives.protocol import in_rows
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import apply_experts
-from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
+from holdfast.lm.kernels.linear.layers import ACTIVATIONS, LayerShape
 from holdfast.lm.kernels.training import training_ops_for
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
 from holdfast.lm.kernels.training.experts import experts_backward
 from holdfast.lm.kernels.training.loss import shared_loss_backward
 from holdfast.lm.kernels.training.ops import product_in_float32, wide
+from holdfast.lm.kernels.training.recurrence import TrainingRecurrence
 from holdfast.lm.models.adapted import AdaptedModules, adapted_modules
 from holdfast.lm.models.adapters import INPUTS_SPLIT, row_squares
 from holdfast.lm.models.attention_mixer import temperatures
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.layer_weights import LayerWeights
+from holdfast.lm.models.mixer import RecurrentWeights
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import module_pieces
+from holdfast.lm.models.trained_mixers import (
+    Kept,
+    KeptShapes,
+    PackedTokens,
+    TrainedAttention,
+    TrainedGatedAttention,
+    TrainedMixer,
+    TrainedMlp,
+    TrainedParallel,
+    TrainedRecurrence,
+    pulled_back,
+)
 
-Kept = dict[str, torch.Tensor]
-"""The tensors that a half's backward needs besides its input, by name.
 
-A forward writes into the tensors that are already there, and adds the others.
-"""
+def layer_halves(spec: DecoderSpec) -> tuple[LayerHalves, ...]:
+    """The halves of each layer of a decoder, or of a device's part of it."""
+    mixer: HalfKind = "recurrence" if spec.parallel_factors is None else "parallel"
+    mixers: list[HalfKind] = [mixer if recurrent else "attention" for recurrent in spec.recurrent]
+    if not spec.mlps:
+        return tuple((mixer, "mlp") for mixer in mixers)
+    return tuple(("mlp",) if alone else (mixer,) for mixer, alone in zip(mixers, spec.mlps, strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,20 +115,25 @@ A fused layer that the adapter does not change has no entry.
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """The layout of one layer's matrices in a vector. It is the same for all layers."""
+    """The layout of each layer's matrices in a vector. Layers of one kind have the same one."""
 
     decoder: DecoderSpec
     modules: tuple[str, ...]
-    """The short names of the modules that the adapter changes, which every layer must have."""
+    """The short names of the modules that the adapter changes in each layer that has them."""
     rank: int
     dora: bool = False
     """Whether modules have magnitudes."""
 
     def __post_init__(self) -> None:
-        known = self.base.everywhere
+        known = self.base.tunable
         if not self.modules or (unknown := {*self.modules} - {*known}):
             shown = ", ".join(sorted(unknown)) if self.modules else "none"
             raise ValueError(f"modules to tune are {shown}; choose from {', '.join(known)}")
+        if self.dora and (shared := {*self.modules} - {*self.base.scalable}):
+            raise ValueError(
+                f"dora is on, and modules to tune have {', '.join(sorted(shared))}, whose outputs are not its own; "
+                f"choose from {', '.join(self.base.scalable)}"
+            )
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; it must be at least 1")
 
@@ -116,22 +143,31 @@ class AdapterLayout:
         return adapted_modules(self.decoder)
 
     @cached_property
-    def groups(self) -> dict[str, tuple[str, ...]]:
-        """For each fused linear layer, those of its modules that the adapter changes."""
-        chosen: dict[str, tuple[str, ...]] = {}
-        for name, module in self.base.modules.items():
-            if name in self.modules:
-                chosen[module.field] = (*chosen.get(module.field, ()), name)
-        return chosen
+    def groups(self) -> tuple[dict[str, tuple[str, ...]], ...]:
+        """For each layer and each fused linear layer of it, those of its modules that the adapter changes."""
+        found = []
+        for layer in range(self.base.num_layers):
+            chosen: dict[str, tuple[str, ...]] = {}
+            for name, module in self.base.modules.items():
+                if name in self.modules and self.base.has(layer, name):
+                    chosen[module.field] = (*chosen.get(module.field, ()), name)
+            found.append(chosen)
+        return tuple(found)
 
-    @property
-    def elements(self) -> int:
-        """Number of elements of one layer's matrices."""
-        shapes = [self.base.shapes()[module] for names in self.groups.values() for module in names]
-        return sum(self.rank * sum(shape) + shape[0] * self.dora for shape in shapes)
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each layer's matrices."""
+        shapes = self.base.shapes()
+        modules = [[shapes[name] for names in groups.values() for name in names] for groups in self.groups]
+        return tuple(sum(self.rank * sum(each) + each[0] * self.dora for each in layer) for layer in modules)
 
-    def views(self, vector: torch.Tensor, magnitudes: torch.Tensor | None = None) -> dict[str, LoraGroup]:
-        """The matrices in a vector [elements], as views.
+    def split(self, vector: torch.Tensor, layers: range | None = None) -> tuple[torch.Tensor, ...]:
+        """The vectors of these layers (None: of all), as views of one with one after the other."""
+        sizes = self.sizes if layers is None else self.sizes[layers.start : layers.stop]
+        return torch.split(vector, sizes)
+
+    def views(self, layer: int, vector: torch.Tensor, magnitudes: torch.Tensor | None = None) -> dict[str, LoraGroup]:
+        """The matrices in a layer's vector, as views.
 
         `magnitudes` is the vector for those of a DoRA; None: the same one.
         """
@@ -149,29 +185,8 @@ class AdapterLayout:
                 tuple((module, part(shapes[module][0], self.rank)) for module in names),
                 tuple(part(shapes[module][0], source=wide_source) for module in names if self.dora),
             )
-            for field, names in self.groups.items()
+            for field, names in self.groups[layer].items()
         }
-
-
-@dataclass(frozen=True)
-class PackedTokens:
-    """T tokens of whole sequences, packed one after the other, on the device."""
-
-    ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    packing: Packing
-    chunks: Packing
-    """The packing where each chunk of a sequence is one of its own, for layers that see no earlier chunk."""
-    temperatures: torch.Tensor | None  # [T, 1, 1]
-    """The factors on queries of layers without rotation."""
-    rotation: Rotation
-    local_rotation: Rotation
-    """The rotation of the spec's `other_layers`; mostly the same as `rotation`."""
-    slots: torch.Tensor  # [T] int64: each token's own number
-
-    @property
-    def count(self) -> int:
-        return len(self.ids)
 
 
 class Halves:
@@ -214,6 +229,10 @@ class Halves:
             self._local_layers = layer_ops_for(shape, self._group)
         self.attention = packed_attention_for(device, dtype, spec.head_dim, softcap=spec.softcap, sinks=spec.sinks)
         self._windows = spec.windows or (None,) * spec.num_layers
+        self._recurrence = TrainingRecurrence(device)
+        self.layers = layer_halves(spec)
+        """The halves of each layer of this device."""
+        self._mixers = tuple(self._mixer(layer, halves[0]) for layer, halves in enumerate(self.layers))
         self._columns = {name: piece.columns for pieces in self._pieces.values() for name, piece in pieces.items()}
         """The output columns of each module, and of each part of a fused one, in its linear layer."""
         inner = spec.intermediate_size
@@ -222,6 +241,39 @@ class Halves:
         )
         """The output columns of the MLP's first layer that its activation reads as a tensor of their own."""
         self._no_norm = torch.empty(0, dtype=dtype, device=device)
+
+    def _mixer(self, layer: int, kind: HalfKind) -> TrainedMixer:
+        """The mixer of a layer, or the MLP that takes its place."""
+        spec = self._spec
+        if kind == "mlp":
+            return TrainedMlp()
+        if kind == "recurrence":
+            return self._trained_recurrence(layer)
+        make = TrainedGatedAttention if spec.attention_gate else TrainedAttention
+        weights, window, local = self.model.layers[layer], self._windows[layer], self._local[layer]
+        attention = make(weights, spec, self._ops, self.attention, window=window, local=local)
+        if kind == "attention" or spec.parallel_factors is None:
+            return attention
+        rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        return TrainedParallel(attention, self._trained_recurrence(layer), rows, spec.parallel_factors)
+
+    def _trained_recurrence(self, layer: int) -> TrainedRecurrence:
+        recurrence, weights, dtype = self._spec.recurrence, self.model.layers[layer], self.model.spec.dtype
+        assert recurrence is not None
+        given = RecurrentWeights(
+            inputs=weights.qkv,
+            bias=weights.qkv_bias,
+            index=layer,
+            tail=weights.mixer_tail,
+            tensors=weights.recurrent,
+        )
+        state = tuple(torch.empty(0, *each.shape, dtype=each.dtype) for each in recurrence.state(dtype))
+        width = recurrence.shapes(self._spec.hidden_size)["mixer_out"][0][1]
+        return TrainedRecurrence(recurrence.mixer(given, 0, self._group), self._recurrence, state, width, dtype)
+
+    def mixes(self, kind: HalfKind) -> bool:
+        """Whether a half of this kind is a layer's mixer, or stands in its place, so that `mixer_forward` runs it."""
+        return kind != "mlp" or bool(self._spec.mlps)
 
     def own(self, adapter: LayerAdapter) -> LayerAdapter:
         """This device's part of a layer's whole matrices, as views."""
@@ -244,7 +296,8 @@ class Halves:
         All devices that share the layer get those of all rows.
         """
         held = torch.zeros_like(vector)
-        whole, devices = self.layout.views(vector), self.layout.views(held)
+        number = self.model.shard.layers.start + layer
+        whole, devices = self.layout.views(number, vector), self.layout.views(number, held)
         for field, group in self.own(whole).items():
             norms = self._norms(field, layer, group)
             for (name, _), magnitudes, count in zip(
@@ -274,30 +327,26 @@ class Halves:
             chunks = Packing.of(cut(lengths, min(sizes)), device)
         constants = self._spec.temperature
         factors = None if constants is None else temperatures(constants, positions, self.model.spec.dtype)
-        return PackedTokens(ids, positions, packing, chunks, factors, rotation, local, slots)
+        recurrent = None if self._spec.recurrence is None else self._recurrence.make_metadata(segments_of(lengths))
+        return PackedTokens(ids, positions, packing, chunks, factors, rotation, local, slots, recurrent)
 
-    def kept_shapes(self, half: str, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype, by name, of the tensors that `half` ("attention" or "mlp") keeps for this many tokens.
+    def kept_shapes(self, layer: int, kind: HalfKind, tokens: int) -> KeptShapes:
+        """The tensors that a half of this device's layer keeps for this many tokens.
 
-        An MLP half with experts keeps none of them.
+        An MLP half with experts keeps none.
         """
-        spec, dtype = self._spec, self.model.spec.dtype
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        groups, rank = self.layout.groups, self.layout.rank
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-        if half == "attention":
-            sums = torch.float64 if dtype == torch.float64 else torch.float32
-            shapes = {
-                "qkv": ((tokens, (heads + 2 * kv_heads) * spec.head_dim), dtype),
-                "attended": ((tokens, heads, spec.head_dim), dtype),
-                "log_sums": ((heads, tokens), sums),
-            }
-        elif spec.experts is not None and all(spec.experts.sparse):
+        spec, dtype, weights = self._spec, self.model.spec.dtype, self.model.layers[layer]
+        groups, rank = self.layout.groups[self.model.shard.layers.start + layer], self.layout.rank
+        shapes: KeptShapes
+        if self.mixes(kind):
+            rows = weights.qkv.shape[0] + (0 if weights.mixer_tail is None else len(weights.mixer_tail))
+            shapes = {"qkv": ((tokens, rows), dtype), **self._mixers[layer].kept_shapes(tokens)}
+        elif weights.experts is not None:
             return {}
         else:
             shapes = dict.fromkeys(self._inner, ((tokens, spec.intermediate_size), dtype))
-        fields = ("qkv", "o") if half == "attention" else ("gate_up", "down")
-        if self._norms_output(half):
+        fields = ("qkv", "o") if self.mixes(kind) else ("gate_up", "down")
+        if self._norms_output(fields[1]):
             shapes[f"output_{fields[1]}"] = ((tokens, spec.hidden_size), dtype)
         return shapes | {
             f"shrunk_{field}": ((tokens, len(groups[field]) * rank), dtype) for field in fields if field in groups
@@ -307,13 +356,13 @@ class Halves:
         """Write the stream [T, hidden] as it enters the first layer to `out`."""
         out.copy_(self.model.embedded(tokens.ids, tokens.positions))
 
-    def attention_forward(
+    def mixer_forward(
         self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept, out: torch.Tensor
     ) -> None:
-        """Write x + attention(x) [T, hidden] to `out`."""
+        """Write x + mixer(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
-        attended = self._attend(layer, x, tokens, adapter, kept)
-        self._add_output("o", layer, x, attended, weights.o_bias, adapter, kept, out)
+        mixed = self._mix(layer, x, tokens, adapter, kept)
+        self._add_output("o", layer, x, mixed, weights.o_bias, adapter, kept, out)
 
     def mlp_forward(
         self,
@@ -328,12 +377,15 @@ class Halves:
         weights = self.model.layers[layer]
         if weights.experts is not None:
             normed = self._norm(x, weights.post_norm)
-            torch.add(x, self._summed(apply_experts(normed, weights.experts)), out=out)
+            found = apply_experts(normed, weights.experts)
+            if weights.gate_up.shape[0]:
+                found = found + self._shared_expert(weights, normed)
+            torch.add(x, self._summed(found), out=out)
             return
         product = self._gate(layer, self._mlp_input(x, entered), adapter, kept)
         self._add_output("down", layer, x, product, weights.down_bias, adapter, kept, out)
 
-    def attention_backward(
+    def mixer_backward(
         self,
         layer: int,
         gradient: torch.Tensor,
@@ -344,7 +396,7 @@ class Halves:
         kept: Kept | None,
         beside: torch.Tensor,
     ) -> None:
-        """Turn the gradient of `attention_forward`'s result [T, hidden] into that of x, in place.
+        """Turn the gradient of `mixer_forward`'s result [T, hidden] into that of x, in place.
 
         Writes the adapter's gradients to `grads`. `kept` holds the forward's kept tensors; if it is None, they are
         computed again. `beside` is the memory of the MLP half's input: for parallel halves, `mlp_backward` left there
@@ -353,26 +405,17 @@ class Halves:
         weights = self.model.layers[layer]
         if kept is None:
             kept = {}
-            if self._norms_output("attention"):
-                self.attention_forward(layer, x, tokens, adapter, kept, torch.empty_like(x))
+            if self._norms_output("o"):
+                self.mixer_forward(layer, x, tokens, adapter, kept, torch.empty_like(x))
             else:
-                self._attend(layer, x, tokens, adapter, kept)
-        attended = kept["attended"]
-        projected = self._output_backward("o", gradient, self._output_norm(layer, "o"), kept)
-        back, t = self._project_backward("o", layer, projected, lambda: attended.flatten(1), adapter, grads, kept)
-        _write_grad_of_a(t, attended.flatten(1), grads, "o")
-        qkv = self._rotated(layer, kept["qkv"], tokens)
-        back_qkv = self.attention.backward(
-            back.view_as(attended), qkv, attended, kept["log_sums"],
-            *self._seen(layer, tokens),
-        )  # fmt: skip
-        del back, qkv
-        if tokens.temperatures is not None and self._local[layer]:
-            back_qkv[0].mul_(tokens.temperatures)
-        together = self._ops.rotate_backward(
-            *back_qkv, kept["qkv"], self._rotation(layer, tokens), weights.q_norm, weights.k_norm
-        )  # fmt: skip
-        del back_qkv
+                self._mix(layer, x, tokens, adapter, kept)
+        mixer, projected = self._mixers[layer], kept["qkv"]
+        mixed = mixer.result(projected, kept)
+        given = self._output_backward("o", gradient, self._output_norm(layer, "o"), kept)
+        back, t = self._project_backward("o", layer, given, lambda: mixed, adapter, grads, kept)
+        _write_grad_of_a(t, mixed, grads, "o")
+        together = mixer.backward(back, projected, tokens, kept)
+        del back
         normed = partial(self._norm, x, weights.input_norm)
         back, t = self._project_backward("qkv", layer, together, normed, adapter, grads, kept)
         if t is not None:
@@ -391,26 +434,29 @@ class Halves:
         grads: LayerAdapter,
         kept: Kept | None,
     ) -> None:
-        """Turn the gradient of `mlp_forward`'s result [T, hidden] into that of x, as `attention_backward` does.
+        """Turn the gradient of `mlp_forward`'s result [T, hidden] into that of x, as `mixer_backward` does.
 
         For parallel halves, x becomes what the MLP adds to the gradient of `entered`.
         """
         weights, norm = self.model.layers[layer], self._mlp_norm(layer)
         if weights.experts is not None:
-            back = experts_backward(gradient, self._norm(x, norm), weights.experts, self._summed)
+            read = self._norm(x, norm)
+            back = experts_backward(gradient, read, weights.experts, self._summed)
+            if weights.gate_up.shape[0]:
+                back = back + self._summed(pulled_back(partial(self._shared_expert, weights), read, gradient))
             self._ops.add_norm_backward(gradient, back, x, norm)
             return
         source = self._mlp_input(x, entered)
         if kept is None:
             kept = {}
-            if self._norms_output("mlp"):
+            if self._norms_output("down"):
                 self.mlp_forward(layer, x, entered, adapter, kept, torch.empty_like(x))
             else:
                 self._gate(layer, source, adapter, kept)
         projected = self._output_backward("down", gradient, self._output_norm(layer, "down"), kept)
         back, t = self._project_backward("down", layer, projected, partial(self._gated, kept), adapter, grads, kept)
         if self._spec.gated:
-            together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
+            together, product = self._gate_backward(kept, back)
         else:
             together, product = self._ops.activation_backward(kept["up"], back)
         _write_grad_of_a(t, product, grads, "down")
@@ -440,35 +486,39 @@ class Halves:
             logits.div_(cap).tanh_()
             slope = 1.0 - wide(logits).square() if backward else None
             logits.mul_(cap)
+        divisor = self._spec.logit_divisor
+        if divisor != 1.0:
+            logits.div_(divisor)
         if self._group is None:
             losses = self._ops.loss_backward(logits, targets, weights)
         else:
             first = self.model.shard.vocabulary(self._spec.vocab_size).start
             losses = shared_loss_backward(logits, targets, weights, first, self._group)
         if backward:
+            if divisor != 1.0:
+                logits.div_(divisor)
             back = self._summed((logits if slope is None else logits.mul_(slope)) @ head)
             gradient = torch.zeros_like(stream)
             self._ops.add_norm_backward(gradient, back if narrow is None else back @ narrow, stream, norm)
             stream.copy_(gradient)
         return losses.sum()
 
-    def _attend(
+    def _mix(
         self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept
     ) -> torch.Tensor:
-        """Compute an attention half up to the output projection, and return the projection's input [T, H D]."""
+        """Compute a mixer half up to the output projection, and return the projection's input [T, width]."""
         weights = self.model.layers[layer]
         normed = self._norm(x, weights.input_norm)
         self._shrink(normed, "qkv", adapter, kept)
-        low, weight, gain = self._low("qkv", adapter, kept), self._dense(weights.qkv), self._gain("qkv", layer, adapter)
-        qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, low, kept.get("qkv"), gain=gain)
-        out, log_sums = self.attention.forward(
-            self._rotated(layer, qkv, tokens), *self._seen(layer, tokens), weights.sinks
+        low, gain = self._low("qkv", adapter, kept), self._gain("qkv", layer, adapter)
+        kept["qkv"] = self._project(
+            normed, self._weight("qkv", layer), weights.qkv_bias, low, kept.get("qkv"), gain=gain
         )
-        _put(kept, "attended", out)
-        _put(kept, "log_sums", log_sums)
-        attended = kept["attended"].flatten(1)
-        self._shrink(attended, "o", adapter, kept)
-        return attended
+        mixer = self._mixers[layer]
+        mixer.forward(kept["qkv"], tokens, kept)
+        mixed = mixer.result(kept["qkv"], kept)
+        self._shrink(mixed, "o", adapter, kept)
+        return mixed
 
     def _gate(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept) -> torch.Tensor:
         """Compute an MLP half up to the down projection, and return the projection's input [T, intermediate]."""
@@ -495,7 +545,29 @@ class Halves:
 
     def _gated(self, kept: Kept) -> torch.Tensor:
         """The down projection's input [T, intermediate], from the kept tensors."""
-        return self._ops.gate(kept["gate"], kept["up"]) if self._spec.gated else self._ops.activation(kept["up"])
+        if not self._spec.gated:
+            return self._ops.activation(kept["up"])
+        of_gate, of_product = self._spec.mlp_factors
+        if (of_gate, of_product) == (1.0, 1.0):
+            return self._ops.gate(kept["gate"], kept["up"])
+        return self._ops.gate(kept["gate"] * of_gate, kept["up"]).mul_(of_product)
+
+    def _gate_backward(self, kept: Kept, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of gate and up [T, 2 N], from that of `_gated`'s result; and that result [T, N]."""
+        of_gate, of_product = self._spec.mlp_factors
+        if (of_gate, of_product) == (1.0, 1.0):
+            return self._ops.gate_backward(kept["gate"], kept["up"], back)
+        together, product = self._ops.gate_backward(kept["gate"] * of_gate, kept["up"], back * of_product)
+        together[:, : product.shape[1]] *= of_gate
+        return together, product.mul_(of_product)
+
+    def _shared_expert(self, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+        """The output [T, hidden] of a layer's shared expert, in operations that autograd can follow."""
+        gate, up = (normed @ self._dense(weights.gate_up).t()).chunk(2, dim=-1)
+        inner = ACTIVATIONS[self._spec.activation](gate) * up
+        if weights.shared_gate is not None:
+            inner = inner * (normed @ weights.shared_gate.t()).sigmoid()
+        return inner @ self._dense(weights.down).t()
 
     def _mlp_input(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
         """The stream that an MLP half reads: its own input, or the layer's."""
@@ -508,10 +580,10 @@ class Halves:
             return self._no_norm
         return weights.input_norm if self._spec.parallel and not len(weights.post_norm) else weights.post_norm
 
-    def _norms_output(self, half: str) -> bool:
-        """Whether a half norms what it adds, or the sum."""
-        field = "attention_out_norm" if half == "attention" else "mlp_out_norm"
-        return self._spec.norms_stream or field in self._spec.norms
+    def _norms_output(self, field: str) -> bool:
+        """Whether what the projection `field` adds to the stream is normed, or the sum."""
+        norm = "attention_out_norm" if field == "o" else "mlp_out_norm"
+        return self._spec.norms_stream or norm in self._spec.norms
 
     def _output_norm(self, layer: int, field: str) -> torch.Tensor | None:
         """The norm of what the projection `field` adds to the stream, or of the sum; None: neither is normed."""
@@ -571,46 +643,21 @@ class Halves:
 
     def _weight(self, field: str, layer: int) -> torch.Tensor:
         """The weight of a projection of a layer, in the model's dtype."""
-        return self._dense(getattr(self.model.layers[layer], field))
+        weights = self.model.layers[layer]
+        dense = self._dense(getattr(weights, field))
+        return dense if field != "qkv" or weights.mixer_tail is None else torch.cat((dense, weights.mixer_tail))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.layers.norm(x, weight)
 
-    def _rotation(self, layer: int, tokens: PackedTokens) -> Rotation:
-        return tokens.local_rotation if self._local[layer] else tokens.rotation
-
-    def _seen(self, layer: int, tokens: PackedTokens) -> tuple[Packing, float, int | None]:
-        """The packing, the scale and the window of a layer's attention."""
-        window = self._windows[layer]
-        if window is not None and self._spec.chunked:
-            return tokens.chunks, self._spec.scale, None
-        return tokens.packing, self._spec.scale, window
-
-    def _rotated(
-        self, layer: int, qkv: torch.Tensor, tokens: PackedTokens
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, H, D], keys and values [T, Hkv, D].
-
-        Queries and keys are rotated, and normed if the model norms them.
-        """
-        # The operation writes to a cache. Here the cache has blocks of one token, and each token has its own block.
-        weights = self.model.layers[layer]
-        key, value = (qkv.new_empty(len(qkv), 1, self._spec.num_kv_heads, self._spec.head_dim) for _ in range(2))
-        if self._spec.qk_norm_whole or self._spec.qk_layer_norm:
-            # These norms write to what they read, and the backward needs that.
-            qkv = qkv.clone()
-        query = self._ops.layers.rotate_and_write(
-            qkv, self._rotation(layer, tokens), weights.q_norm, weights.k_norm, (key, value), tokens.slots
-        )
-        if tokens.temperatures is not None and self._local[layer]:
-            query = query * tokens.temperatures
-        return query, key[:, 0], value[:, 0]
-
     def _shrink(self, x: torch.Tensor, field: str, adapter: LayerAdapter, kept: Kept) -> None:
-        """Store x Aᵀ of a group's modules in `kept`, if the adapter changes any of them."""
+        """Store x Aᵀ of a group's modules in `kept`, if the adapter changes any of them.
+
+        A may read the first columns of x alone: where attention and a recurrence are side by side.
+        """
         if field in adapter:
-            name = f"shrunk_{field}"
-            kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))
+            name, a = f"shrunk_{field}", adapter[field].a
+            kept[name] = torch.mm(x[:, : a.shape[1]], a.t(), out=kept.get(name))
 
     def _low(self, field: str, adapter: LayerAdapter, kept: Kept) -> list[Low]:
         """The changes of a projection by a group."""
@@ -713,7 +760,12 @@ class Halves:
                 torch.mm(part, b, out=t)
             product_in_float32(part.t(), low, grad, self.scale)
         together *= self.scale
-        return (together @ group.a).addmm_(gradient, weight), together
+        width = group.a.shape[1]
+        if width == weight.shape[1]:
+            return (together @ group.a).addmm_(gradient, weight), together
+        back = gradient @ weight
+        back[:, :width].addmm_(together, group.a)
+        return back, together
 
     def _norms(self, field: str, layer: int, group: LoraGroup) -> torch.Tensor:
         """The norms [N] of the rows of W + s B A, over all devices; 1 for outputs that the group does not change."""
@@ -769,11 +821,11 @@ def cut(lengths: Sequence[int], most: int) -> tuple[int, ...]:
 def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapter, field: str) -> None:
     """Write dA of a group, from its input x [T, K] and the t of `_project_backward`."""
     if t is not None:
-        product_in_float32(t.t(), x, grads[field].a, 1.0)
+        a = grads[field].a
+        product_in_float32(t.t(), x[:, : a.shape[1]], a, 1.0)
 
 
-def _put(kept: Kept, name: str, value: torch.Tensor) -> None:
-    if name in kept:
-        kept[name].copy_(value)
-    else:
-        kept[name] = value
+def segments_of(lengths: Sequence[int]) -> Segments:
+    """Packed sequences of these lengths as the segments of a batch, for recurrences."""
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    return Segments(ends, np.array(lengths, np.int32), np.arange(len(lengths), dtype=np.int32))

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
-from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
+from holdfast.lm.models.base import LayerState, Shape, StateTensor
+from holdfast.lm.models.mixer import RecurrentInput, RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class MambaMixer(RecurrentMixer):
         self._skip, self._gain = tensors["skip"], tensors.get("gain")
         self._factors = mamba.factors(self._skip.device) if mamba.multipliers else None
 
-    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
+    def recur(self, projected: torch.Tensor, step: RecurrentInput) -> torch.Tensor:
         mamba, recurrent = self._mamba, step.recurrent
         assert recurrent is not None
         conv_state, state = recurrent.states[self._state]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -13,7 +13,7 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerOps, Normed, Rotation
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
-from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
+from holdfast.lm.models.base import LayerState, RecurrentStep, Shape, StateTensor, StepInput
 from holdfast.lm.models.projection import Projection, SplitProjection
 
 
@@ -49,6 +49,14 @@ def projection_of(weights: RecurrentWeights) -> Projection:
     return SplitProjection(weights.inputs, weights.bias, weights.index, weights.tail)
 
 
+class RecurrentInput(Protocol):
+    """The part of a batch that a recurrence reads besides its projection: `StepInput`, or that of training."""
+
+    @property
+    def recurrent(self) -> RecurrentStep | None:
+        """The states, and where they are read."""
+
+
 class RecurrentMixer(Mixer):
     """The mixer of a recurrent layer: a projection, and then the recurrence."""
 
@@ -60,7 +68,7 @@ class RecurrentMixer(Mixer):
         return self.recur(self._projection.of(ops, normed, step), step)
 
     @abstractmethod
-    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
+    def recur(self, projected: torch.Tensor, step: RecurrentInput) -> torch.Tensor:
         """The result [T, width] of the recurrence, from the first projection [T, rows].
 
         Writes the layer's state, and keeps the inputs of drafted tokens.

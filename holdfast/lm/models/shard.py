@@ -295,6 +295,8 @@ def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, Module
     adapter's parts is the whole adapter's output, like the sum of the layer's parts. A fused module has several parts
     only where devices share it. The parts of modules of a model with recurrent layers are numbered.
     """
+    if shard.tp == 1:
+        return {name: {name: whole_piece(module)} for name, module in adapted_modules(spec).modules.items()}
     if spec.recurrence is not None:
         return numbered_pieces(spec, shard)
     fields, found = layer_pieces(spec, shard), dict[str, dict[str, ModulePiece]]()
@@ -311,10 +313,6 @@ def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, dict[str, Module
                     slice(own_at, own_at + len(rows)),
                 )
             whole_at, own_at = whole_at + piece.whole[0], own_at + len(rows)
-        if shard.tp == 1:
-            inputs = next(iter(parts.values())).inputs
-            whole = slice(0, module.columns.stop - module.columns.start)
-            parts = {name: ModulePiece(whole, inputs, module.columns)}
         found[name] = parts
     return found
 
@@ -349,6 +347,11 @@ def pieces_of_linear(spec: DecoderSpec, shard: Shard, layer: int) -> dict[str, l
                 own_at += len(rows)
             whole_at += part[0].whole[0]
     return found
+
+
+def whole_piece(module: AdaptedModule) -> ModulePiece:
+    """The piece that is a whole module."""
+    return ModulePiece(slice(0, module.columns.stop - module.columns.start), slice(0, module.inputs), module.columns)
 
 
 def own_modules(spec: DecoderSpec, shard: Shard) -> AdaptedModules:

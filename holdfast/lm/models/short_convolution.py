@@ -10,8 +10,8 @@ import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.recurrent.protocol import Recurrence
-from holdfast.lm.models.base import LayerState, Shape, StateTensor, StepInput
-from holdfast.lm.models.mixer import RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
+from holdfast.lm.models.base import LayerState, Shape, StateTensor
+from holdfast.lm.models.mixer import RecurrentInput, RecurrentMixer, RecurrentSpec, RecurrentWeights, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class ConvolutionMixer(RecurrentMixer):
         super().__init__(weights, state)
         self._conv, self._conv_bias = weights.tensors["conv"].contiguous(), weights.tensors.get("conv_bias")
 
-    def recur(self, projected: torch.Tensor, step: StepInput) -> torch.Tensor:
+    def recur(self, projected: torch.Tensor, step: RecurrentInput) -> torch.Tensor:
         recurrent = step.recurrent
         assert recurrent is not None
         (state,) = recurrent.states[self._state]

@@ -19,6 +19,7 @@ from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.tuning import (
     ALL_MODULES,
     Hyperparameters,
+    short_module,
 )  # fmt: skip
 from holdfast.files.own_directory import OwnDirectory
 from holdfast.files.regular import open_file
@@ -120,7 +121,7 @@ class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
         given = newer or self.hyperparameters or MoreParameters()
         asked = {name: value for name, value in structs.asdict(given).items() if value != "auto"}
         if "target_modules" in asked:  # PEFT's names, for example q_proj.
-            asked["target_modules"] = [name.removesuffix("_proj") for name in asked["target_modules"]]
+            asked["target_modules"] = [short_module(name) for name in asked["target_modules"]]
         return asked
 
 

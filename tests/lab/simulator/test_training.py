@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from holdfast.core.cost import CostModel
-from holdfast.core.training_cost import TrainingCost
+from holdfast.core.training_cost import PLAIN, TrainingCost
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.training import SimulatedJob, SimulatedTrainer, Tuning, job_of, training_shape
@@ -51,7 +51,7 @@ def test_a_simulated_micro_batch_has_the_units_that_the_trainer_computes():
     for lengths in ((5,), (1000, 1000), (512, 512, 1)):
         units = a_job(lengths=lengths).micro_batches(0)[0].units
         assert [tuple(unit) for unit in units] == [
-            tuple(unit) for unit in units_of(2, sum(lengths), backward=True, optimizer=True)
+            tuple(unit) for unit in units_of([PLAIN] * 2, sum(lengths), backward=True, optimizer=True)
         ]
 
 

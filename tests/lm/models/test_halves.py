@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from holdfast.core.training_cost import PLAIN
 from holdfast.lm.kernels.int4 import Int4Weight, pack
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec
 from holdfast.lm.models.families import NAMES
-from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens, cut
+from holdfast.lm.models.halves import AdapterLayout, Halves, cut
 from holdfast.lm.models.layer_weights import WeightSource
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece
+from holdfast.lm.models.trained_mixers import PackedTokens
 
 SCALE = 1.5
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
@@ -139,29 +141,27 @@ def backward_of_both(
     layout = AdapterLayout(spec, modules, rank)
     halves = Halves(model, layout, SCALE)
     count = sum(lengths)
-    vector, grads = drawn(1, layout.elements) * 0.3, torch.full((layout.elements,), float("nan"), dtype=torch.float64)
+    vector, grads = drawn(1, layout.sizes[1]) * 0.3, torch.full((layout.sizes[1],), float("nan"), dtype=torch.float64)
     x, back = drawn(2, count, spec.hidden_size), drawn(4, count, spec.hidden_size)
     gradient, out = back.clone(), torch.empty_like(x)
-    adapter, views = layout.views(vector), layout.views(grads)
+    adapter, views = layout.views(1, vector), layout.views(1, grads)
     with torch.no_grad():
         tokens = halves.pack(torch.zeros(count, dtype=torch.int64), lengths)
         kept: dict[str, torch.Tensor] = {}
         if half == "attention":
-            halves.attention_forward(1, x, tokens, adapter, kept, out)
-            halves.attention_backward(
-                1, gradient, x, tokens, adapter, views, kept if keep else None, torch.zeros_like(x)
-            )
+            halves.mixer_forward(1, x, tokens, adapter, kept, out)
+            halves.mixer_backward(1, gradient, x, tokens, adapter, views, kept if keep else None, torch.zeros_like(x))
         else:
             halves.mlp_forward(1, x, x, adapter, kept, out)
             halves.mlp_backward(1, gradient, x, x, adapter, views, kept if keep else None)
     x, vector = x.requires_grad_(), vector.requires_grad_()
-    reference, given = Reference(model, SCALE), by_module(layout.views(vector), rank)
+    reference, given = Reference(model, SCALE), by_module(layout.views(1, vector), rank)
     wanted = reference.attention(1, x, lengths, given) if half == "attention" else reference.mlp(1, x, given)
     parts = torch.autograd.grad(wanted, (x, vector), back, allow_unused=True, materialize_grads=True)
     touched = {"attention": ("qkv", "o"), "mlp": ("gate_up", "down")}[half]
     # The gradients of the other half's matrices are not written.
     found, expected = (
-        [layout.views(vector_of)[field] for field in touched if field in views] for vector_of in (grads, parts[1])
+        [layout.views(1, vector_of)[field] for field in touched if field in views] for vector_of in (grads, parts[1])
     )
     flat = [
         torch.cat([t.flatten() for g in groups for t in (g.a, *(b for _, b in g.b))]) for groups in (found, expected)
@@ -216,7 +216,7 @@ def test_an_adapter_of_one_half_leaves_the_other_half_as_the_base_has_it() -> No
     x, out = drawn(2, 5, spec.hidden_size), torch.empty(5, spec.hidden_size, dtype=torch.float64)
     layout = AdapterLayout(spec, ("q",), 2)
     with torch.no_grad():
-        Halves(model, layout, SCALE).mlp_forward(0, x, x, layout.views(drawn(1, layout.elements)), {}, out)
+        Halves(model, layout, SCALE).mlp_forward(0, x, x, layout.views(0, drawn(1, layout.sizes[0])), {}, out)
         torch.testing.assert_close(out, Reference(model, SCALE).mlp(0, x, {}))
 
 
@@ -244,21 +244,21 @@ def test_tensors_that_are_given_are_written_and_used() -> None:
     model, layout = decoder_of(spec), AdapterLayout(spec, ALL, 3)
     halves = Halves(model, layout, SCALE)
     lengths = (4, 3)
-    adapter = layout.views(drawn(1, layout.elements))
+    adapter = layout.views(0, drawn(1, layout.sizes[0]))
     x = drawn(2, 7, spec.hidden_size)
 
     def run(half: str, kept: dict[str, torch.Tensor], tokens: PackedTokens) -> torch.Tensor:
         out = torch.empty_like(x)
         if half == "attention":
-            halves.attention_forward(0, x, tokens, adapter, kept, out)
+            halves.mixer_forward(0, x, tokens, adapter, kept, out)
         else:
             halves.mlp_forward(0, x, x, adapter, kept, out)
         return out
 
     with torch.no_grad():
         tokens = halves.pack(torch.zeros(7, dtype=torch.int64), lengths)
-        for half in ("attention", "mlp"):
-            shapes = halves.kept_shapes(half, 7)
+        for half in PLAIN:
+            shapes = halves.kept_shapes(0, half, 7)
             given = {name: torch.full(shape, float("nan"), dtype=dtype) for name, (shape, dtype) in shapes.items()}
             places = {name: tensor.data_ptr() for name, tensor in given.items()}
             free: dict[str, torch.Tensor] = {}
@@ -269,8 +269,8 @@ def test_tensors_that_are_given_are_written_and_used() -> None:
 
 def test_a_layout_s_views_cover_its_vector_once() -> None:
     layout = AdapterLayout(spec_of(), ("q", "v", "up", "down"), 2)
-    vector = torch.zeros(layout.elements)
-    for group in layout.views(vector).values():
+    vector = torch.zeros(layout.sizes[1])
+    for group in layout.views(1, vector).values():
         for part in (group.a, *(b for _, b in group.b)):
             part += 1
     assert torch.equal(vector, torch.ones_like(vector))
@@ -307,15 +307,15 @@ def test_halves_over_quantized_weights_are_those_over_the_dequantized_ones(half:
     for each in (model, plain):
         layout = AdapterLayout(spec, ALL, 2)
         halves, lengths = Halves(each, layout, SCALE), (7, 5)
-        grads = torch.full((layout.elements,), float("nan"))
-        adapter, views = layout.views(drawn(1, layout.elements).float() * 0.3), layout.views(grads)
+        grads = torch.full((layout.sizes[1],), float("nan"))
+        adapter, views = layout.views(1, drawn(1, layout.sizes[1]).float() * 0.3), layout.views(1, grads)
         x, gradient = drawn(2, 12, 16).float(), drawn(4, 12, 16).float()
         out = torch.empty_like(x)
         with torch.no_grad():
             tokens = halves.pack(torch.zeros(12, dtype=torch.int64), lengths)
             if half == "attention":
-                halves.attention_forward(1, x, tokens, adapter, {}, out)
-                halves.attention_backward(1, gradient, x, tokens, adapter, views, None, torch.zeros_like(x))
+                halves.mixer_forward(1, x, tokens, adapter, {}, out)
+                halves.mixer_backward(1, gradient, x, tokens, adapter, views, None, torch.zeros_like(x))
             else:
                 halves.mlp_forward(1, x, x, adapter, {}, out)
                 halves.mlp_backward(1, gradient, x, x, adapter, views, None)

@@ -108,6 +108,7 @@ class TuningBuilder(PartBuilder):
 
     def _rules(self, base_digest: str) -> TuningRules:
         config, device = self.site.config, self.site.blocks
+        base = adapted_modules(self._model.decoder)
         return TuningRules(
             base_model=self.site.checkpoint.name,
             base_digest=base_digest,
@@ -116,6 +117,7 @@ class TuningBuilder(PartBuilder):
             bound=config.deferral_seconds,
             max_rank=config.max_adapter_rank,
             takes_dora=device.part(AdapterDevice).slots.takes_gains,
-            modules=adapted_modules(self._model.decoder).everywhere,
+            modules=base.tunable,
+            dora_modules=base.scalable,
             threads=torch.get_num_threads() if device.kind == "cpu" else 0,
         )

@@ -78,7 +78,9 @@ class TuningRules:
     takes_dora: bool
     """Whether DoRA adapters are served."""
     modules: tuple[str, ...]
-    """The modules that a job changes if it names none: all that every layer has."""
+    """The modules that a job changes if it names none (`AdaptedModules.tunable`)."""
+    dora_modules: tuple[str, ...]
+    """Likewise for a job that makes a DoRA."""
     threads: int
     """CPU threads, which affect the last bits of results; 0 on a GPU."""
 
@@ -296,7 +298,7 @@ class TuningHandler(Handler):
             learning_rate=start.learning_rate,
             rank=start.rank,
             alpha=2.0 * start.rank if start.alpha is None else start.alpha,
-            modules=start.modules or self._rules.modules,
+            modules=start.modules or (self._rules.dora_modules if start.dora else self._rules.modules),
             dora=start.dora,
             micro_batch=start.micro_batch or self._rules.micro_batch or 1,
             seed=start.seed,

@@ -128,8 +128,8 @@ class Slabs:
         for entry in entries:
             cache = entry.cache
             moved = [index for index, block in enumerate(cache.blocks) if block in places]
+            cache.move(places)
             if moved:
-                cache.move(places)
                 first, stop = moved[0], moved[-1] + 1
                 writes.append(TableWrite(entry.row, first, tuple(cache.blocks[first:stop])))
         return writes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
-from holdfast.core.training_cost import KINDS, TrainingCost, UnitKind
+from holdfast.core.training_cost import HALVES, KINDS, TrainingCost, UnitKind, half_of
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.values import TrainingAction, TrainingReport, TrainingSlice
 from holdfast.lm.scheduler.correction import Correction
@@ -81,7 +81,7 @@ class JobOutline(Protocol):
 
 
 Half = tuple[str, int]
-"""Kind (attention or mlp) and number of the layer."""
+"""Kind of the half (`HalfKind`) and number of the layer."""
 
 BlocksOf = Callable[[int, bool], int]
 """Number of blocks at the end of the cache that a resident job takes.
@@ -252,7 +252,8 @@ class Tuner:
 
     def largest_unit(self, tokens: int) -> float:
         """Seconds of the longest unit of a micro-batch of one sequence of `tokens`, corrected by measured times."""
-        return max(self.cost.unit(kind, (tokens,), recompute=True) * self._corrections[kind].mean for kind in KINDS)
+        kinds = self.cost.shape.kinds
+        return max(self.cost.unit(kind, (tokens,), recompute=True) * self._corrections[kind].mean for kind in kinds)
 
     def add(
         self,
@@ -482,7 +483,7 @@ class Tuner:
         if job is None or job is not self._choose() or job.waits:
             return 0.0
         unit = job.batch.units[job.unit]
-        again = (unit.kind.removesuffix("_backward"), unit.number) not in job.kept
+        again = (half_of(unit.kind), unit.number) not in job.kept
         return self._seconds(job, unit.kind, again=again) * self._corrections[unit.kind].factor
 
     def _run(self, job: _Job, seconds: float, at_least_one: bool) -> TrainingSlice | None:
@@ -491,7 +492,7 @@ class Tuner:
         keep = not batch.validation and job.size(sum(batch.lengths), keep=True) <= self.lent
         stop, upper, expected, kinds = first, 0.0, 0.0, set[UnitKind]()
         for kind, number in [(unit.kind, unit.number) for unit in batch.units[first : first + self._most_units]]:
-            half = kind.removesuffix("_backward"), number
+            half = half_of(kind), number
             backward = half[0] != kind
             price, correction = self._seconds(job, kind, again=half not in job.kept), self._corrections[kind]
             if upper + price * correction.factor > seconds and not (at_least_one and stop == first):
@@ -502,7 +503,7 @@ class Tuner:
             stop += 1
             if backward:
                 job.kept.discard(half)
-            elif keep and kind in ("attention", "mlp"):
+            elif keep and kind in HALVES:
                 job.kept.add(half)
         if stop == first:
             return None

@@ -19,7 +19,7 @@ from holdfast.training.jobs import Hyperparameters
 def rules_of(target: float | None = None, bound: float = 1.0, *, takes_dora: bool = True) -> TuningRules:
     return TuningRules(
         base_model="m", base_digest="0", micro_batch=None, target=target, bound=bound, max_rank=16,
-        takes_dora=takes_dora, modules=("q", "v"), threads=1,
+        takes_dora=takes_dora, modules=("q", "v"), dora_modules=("q", "v"), threads=1,
     )  # fmt: skip
 
 

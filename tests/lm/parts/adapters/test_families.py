@@ -272,6 +272,7 @@ def test_a_gemma_3_that_sees_reads_the_names_of_its_language_model(tmp_path: Pat
     case = family("gemma3", tmp_path)
     whole = replace(
         case.model.decoder,
+        architecture="Gemma3ForConditionalGeneration",
         names=replace(
             case.model.decoder.names, base="model.", bases=("language_model.model.", "model.language_model.")
         ),

@@ -25,6 +25,8 @@ from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.int8_cpu import Int8CpuWeight, fits_int8, pack_rows
+from holdfast.lm.kernels.integer.library import Library, library_for
+from holdfast.lm.kernels.integer.weight import IntegerWeight, fits, integers_of, pack_integers
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight, are_alike, joined, stacked
 from holdfast.lm.kernels.stacked import StackedWeight
@@ -420,9 +422,11 @@ class GgufWeights(StoredWeights):
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
         parts: list[Any] = []
+        library = library_for(device, dtype)
         for _, run in groupby(zip(names, pieces, strict=True), lambda each: self._format(*each)):
             own, own_pieces = zip(*run, strict=True)
-            part = self._four_bit_weight(own, own_pieces, device, dtype)
+            part = None if library is None else self._integers(own, own_pieces, library)
+            part = self._four_bit_weight(own, own_pieces, device, dtype) if part is None else part
             part = self._packed_of_gpu(own, own_pieces, device) if part is None else part
             part = self._packed_of_cpu(own, own_pieces, device, dtype) if part is None else part
             if part is None:
@@ -443,6 +447,24 @@ class GgufWeights(StoredWeights):
         stored: GgufSlice = self._slice(name, piece.whole if part is None else part.shape)
         return stored.format
 
+    def _integers(
+        self, names: tuple[str, ...], pieces: tuple[Piece, ...], library: Library
+    ) -> IntegerWeight | None:
+        """One weight that is multiplied as integers, with the rows of all parts; None of formats that are not."""
+        if not fits(pieces[0].shape[1], GROUP):
+            return None
+        fours = self._parts_of_four_bits(names, pieces)
+        if fours is not None:
+            return pack_integers(library, *fours, 4)
+        whole = self._packed_parts(names, pieces)
+        return None if whole is None else integers_of(library, whole)
+
+    def _parts_of_four_bits(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> FourBits | None:
+        """The rows of all parts, if all have 4 bits."""
+        found = [self._four_bits(name, piece) for name, piece in zip(names, pieces, strict=True)]
+        parts = [each for each in found if each is not None]
+        return FourBits(*map(torch.cat, zip(*parts, strict=True))) if len(parts) == len(found) else None
+
     def _four_bit_weight(
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
@@ -452,11 +474,10 @@ class GgufWeights(StoredWeights):
         half = half_for(inputs, GROUP) if device.type == "cuda" else None
         if not (for_cpu or half):
             return None
-        found = [self._four_bits(name, piece) for name, piece in zip(names, pieces, strict=True)]
-        parts = [each for each in found if each is not None]
-        if len(parts) < len(found):
+        whole = self._parts_of_four_bits(names, pieces)
+        if whole is None:
             return None
-        numbers, scale, low = (torch.cat(each) for each in zip(*parts, strict=True))
+        numbers, scale, low = whole
         if half:
             zero = torch.zeros_like(scale, dtype=torch.uint8)
             return pack(numbers, scale, zero, GROUP, half, low)
@@ -466,7 +487,11 @@ class GgufWeights(StoredWeights):
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device
     ) -> PackedWeight | None:
         """One weight as it is stored, with the rows of all parts; None if no kernel reads it."""
-        if device.type != "cuda" or any(name in self._parts for name in names):
+        return self._packed_parts(names, pieces) if device.type == "cuda" else None
+
+    def _packed_parts(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> PackedWeight | None:
+        """One weight as it is stored, with the rows of all parts; None of formats without such a form."""
+        if any(name in self._parts for name in names):
             return None
         found = []
         for name, piece in zip(names, pieces, strict=True):

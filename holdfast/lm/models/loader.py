@@ -25,7 +25,7 @@ from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.int8_cpu import Int8CpuWeight, fits_int8, pack_rows
-from holdfast.lm.kernels.integer.library import Library, library_for
+from holdfast.lm.kernels.integer.library import Library, is_missing, library_for
 from holdfast.lm.kernels.integer.weight import IntegerWeight, fits, integers_of, pack_integers
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, SPREAD, Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight, are_alike, joined, stacked
@@ -125,6 +125,11 @@ def load(
     plain = GgufWeights if is_gguf(directory) else StoredWeights
     source = plain(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
+    if (how is not None or is_gguf(directory)) and is_missing(device, kind):
+        log.warning(
+            "holdfast: packed weights are multiplied by PyTorch, which is slower, as this install has no library of "
+            "integer products (docs/installing.md)"
+        )
     spec = source.with_experts(source.with_head(spec))
     with read_ahead(files_of(directory), rank, layout.ranks):
         return make_decoder(spec, source, **options)
@@ -447,9 +452,7 @@ class GgufWeights(StoredWeights):
         stored: GgufSlice = self._slice(name, piece.whole if part is None else part.shape)
         return stored.format
 
-    def _integers(
-        self, names: tuple[str, ...], pieces: tuple[Piece, ...], library: Library
-    ) -> IntegerWeight | None:
+    def _integers(self, names: tuple[str, ...], pieces: tuple[Piece, ...], library: Library) -> IntegerWeight | None:
         """One weight that is multiplied as integers, with the rows of all parts; None of formats that are not."""
         if not fits(pieces[0].shape[1], GROUP):
             return None

@@ -67,7 +67,16 @@ def library_for(device: torch.device, dtype: torch.dtype) -> Library | None:
 
     They are with bfloat16 alone: a model in float32 is there to be exact, and its activations are not rounded.
     """
-    return library() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    return library() if _is_asked(device, dtype) else None
+
+
+def is_missing(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights would be multiplied as integers, but for the library."""
+    return _is_asked(device, dtype) and library() is None
+
+
+def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype == torch.bfloat16
 
 
 def open_library(file: Path) -> Library | None:

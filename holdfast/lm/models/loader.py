@@ -430,7 +430,7 @@ class GgufWeights(StoredWeights):
         library = library_for(device, dtype)
         for _, run in groupby(zip(names, pieces, strict=True), lambda each: self._format(*each)):
             own, own_pieces = zip(*run, strict=True)
-            part = None if library is None else self._integers(own, own_pieces, library)
+            part: Weight | None = None if library is None else self._integers(own, own_pieces, library)
             part = self._four_bit_weight(own, own_pieces, device, dtype) if part is None else part
             part = self._packed_of_gpu(own, own_pieces, device) if part is None else part
             part = self._packed_of_cpu(own, own_pieces, device, dtype) if part is None else part

@@ -1,7 +1,7 @@
 /* Products with AVX2: 32 products at a time, in sums of 16 bits that cannot overflow. */
 
 #include <immintrin.h>
-#include "rounding.h"
+#include "plain.h"
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -106,4 +106,4 @@ KERNEL(4)
 KERNEL(6)
 KERNEL(8)
 
-const struct kernels holdfast_avx2 = {{tile_4, tile_6, tile_8}, rounded};
+const struct kernels holdfast_avx2 = KERNELS;

@@ -1,7 +1,7 @@
 /* Products with AVX-512 and its instruction for 8-bit integers (VNNI): 64 products at a time. */
 
 #include <immintrin.h>
-#include "rounding.h"
+#include "plain.h"
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -104,4 +104,4 @@ KERNEL(4)
 KERNEL(6)
 KERNEL(8)
 
-const struct kernels holdfast_avx512 = {{tile_4, tile_6, tile_8}, rounded};
+const struct kernels holdfast_avx512 = KERNELS;

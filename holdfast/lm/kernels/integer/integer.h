@@ -35,9 +35,36 @@ typedef void multiply_tile(const uint8_t *tile, int64_t blocks, int n, struct ba
 /* Round a block of 32 numbers and return its scale: NaN if one of them is not finite. */
 typedef float round_block(const float *from, int8_t *numbers);
 
+/* The operations of a layer on rows of bfloat16. Arithmetic is in float32, and results are rounded once. */
+
+struct norm {  /* stream [rows, width] += added [rows, width]; out = its RMS norm times weight [width] */
+    uint16_t *stream, *out;
+    const uint16_t *added;  /* or NULL */
+    const uint16_t *weight;
+    int64_t width;
+    float eps;
+};
+
+struct gate {  /* out [rows, width] = SiLU of the first half of both [rows, 2 width], times the second half */
+    const uint16_t *both;
+    uint16_t *out;
+    int64_t width;
+};
+
+struct rotation {  /* Queries to `query` [rows, heads, dim]; keys and values to their slot [kv_heads, dim] of a cache */
+    const uint16_t *qkv;             /* [rows, heads + 2 kv_heads, dim] */
+    const uint16_t *cosine, *sine;   /* [rows, dim], the sine negative in the first half */
+    const int64_t *slots;            /* [rows] */
+    uint16_t *query, *key_cache, *value_cache;
+    int64_t heads, kv_heads, dim;
+};
+
+typedef void of_row(const void *operation, int64_t row);
+
 struct kernels {
     multiply_tile *tiles[FORMS];  /* of 4, 6 and 8 bits */
     round_block *round;
+    of_row *norm, *gate, *rotate;  /* of struct norm, struct gate and struct rotation */
 };
 
 extern const struct kernels holdfast_portable, holdfast_avx2, holdfast_avx512;

@@ -1,6 +1,6 @@
 /* Products in plain C, for processors that the other files have no instructions for. */
 
-#include "rounding.h"
+#include "plain.h"
 
 static float half(const uint8_t *from)
 {
@@ -61,4 +61,4 @@ KERNEL(4)
 KERNEL(6)
 KERNEL(8)
 
-const struct kernels holdfast_portable = {{tile_4, tile_6, tile_8}, rounded};
+const struct kernels holdfast_portable = KERNELS;

@@ -9,8 +9,7 @@ would wait on the first one's cores. */
 #include <stdlib.h>
 #include <string.h>
 #include "integer.h"
-
-typedef void run_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+#include "threads.h"
 
 enum { MOST_ROWS = 64, ALIGNMENT = 64, FEW = 1 << 15 };
 
@@ -137,7 +136,7 @@ static void run(struct job *job, void (*work)(void *), run_parallel *parallel, i
         work(job);
 }
 
-static const struct kernels *kernels_of(int level)
+const struct kernels *holdfast_kernels(int level)
 {
 #ifdef __x86_64__
     if (level == 2)
@@ -166,8 +165,8 @@ without memory. `data` has whole tiles, and `factors` a number for each of their
 int holdfast_multiply(const void *data, const float *factors, int64_t outputs, int64_t inputs, int bits, const void *x,
                       int64_t rows, int half, void *out, run_parallel *parallel, int threads, int level)
 {
-    const struct kernels *kernels = kernels_of(level);
-    if (!kernels || outputs < 1 || rows < 1 || inputs < INPUTS || inputs % INPUTS || (bits != 4 && bits != 6 && bits != 8))
+    const struct kernels *kernels = holdfast_kernels(level);
+    if (!kernels || outputs < 1 || rows < 1 || inputs < INPUTS || inputs % INPUTS || threads < 1 || (bits != 4 && bits != 6 && bits != 8))
         return 1;
     struct job job = {.kernels = kernels, .form = bits / 2 - 2, .offset = bits == 4 ? 0 : 1 << (bits - 1)};
     job.data = data, job.factors = factors, job.outputs = outputs, job.inputs = inputs, job.x = x, job.rows = rows;

@@ -24,9 +24,9 @@ OUT_OF_MEMORY = 2
 class _Norm(ctypes.Structure):
     """struct norm of integer.h."""
 
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("stream", "out", "added", "weight")),) + (
-        ("width", ctypes.c_int64),
-        ("eps", ctypes.c_float),
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("stream", "out", "added", "weight")),
+        *(("width", ctypes.c_int64), ("eps", ctypes.c_float)),
     )
 
 

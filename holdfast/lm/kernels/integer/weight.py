@@ -104,7 +104,8 @@ def integers_of(library: Library, weight: PackedWeight) -> IntegerWeight:
     if weight.form not in (Form.INT4, Form.INT6, Form.INT8):
         raise ValueError(f"a weight of {weight.form.name} has no integers")
     if weight.coarse is not None:
-        scale = (scale.unflatten(1, (weight.coarse.shape[1], -1)) * weight.coarse.float()[..., None]).flatten(1)
+        coarse = weight.coarse.float()
+        scale = (scale.view(*coarse.shape, -1) * coarse[..., None]).flatten(1)
     # Adding the offset to signed bytes is the same as to unsigned ones.
     numbers = unpacked(weight.data, weight.form).view(torch.uint8) + OFFSETS[bits]
     return pack_integers(library, numbers, scale, weight.low, bits)
@@ -120,17 +121,20 @@ def _tiles(rows: torch.Tensor, rest: float = 0) -> torch.Tensor:
 
 def _packed(numbers: torch.Tensor, header: list[torch.Tensor], bits: int) -> torch.Tensor:
     """Numbers [N, K] and what belongs to each block of them as tiles [tiles, K / 32, bytes]."""
-    tiles = _tiles(numbers).unflatten(2, (-1, 8, VECTOR)).permute(0, 2, 3, 1, 4).flatten(3)  # [t, blocks, vector, 64]
-    # Scales of a block follow each other row by row: [t, blocks, count, 16].
-    before = [_tiles(each).unflatten(2, (tiles.shape[1], -1)).permute(0, 2, 3, 1).flatten(2) for each in header]
+    blocks = numbers.shape[1] // BLOCK
+    # A vector has 64 bytes: [tiles, blocks, vectors, 64].
+    tiles = _tiles(numbers).view(-1, TILE, blocks, 8, VECTOR).permute(0, 2, 3, 1, 4).flatten(3)
+    # Scales of a block follow each other row by row: [tiles, blocks, count, 16].
+    before = [
+        _tiles(each).view(-1, TILE, blocks, each.shape[1] // blocks).permute(0, 2, 3, 1).flatten(2) for each in header
+    ]
     parts = [each.contiguous().view(torch.uint8) for each in before]
     if bits == 8:
         return torch.cat((*parts, tiles.flatten(2)), 2)
     low = tiles & 15
     parts.append((low[:, :, 0::2] | low[:, :, 1::2] << 4).flatten(2))
     if bits == 6:
-        upper = (tiles >> 4).unflatten(2, (2, 4))
-        first, second, third, fourth = upper.unbind(3)
+        first, second, third, fourth = (tiles >> 4).view(len(tiles), blocks, 2, 4, -1).unbind(3)
         parts.append((first | second << 2 | third << 4 | fourth << 6).flatten(2))
     return torch.cat(parts, 2)
 
@@ -138,18 +142,19 @@ def _packed(numbers: torch.Tensor, header: list[torch.Tensor], bits: int) -> tor
 def _plain(data: torch.Tensor, bits: int, wide: torch.dtype) -> torch.Tensor:
     """The numbers [tiles, 16, K / 32, 2, 16] of tiles before the factors of their rows."""
     header = 32 if bits == 8 else 64
-    scales = data[..., :header].contiguous().view(torch.float16).unflatten(2, (-1, TILE)).permute(0, 3, 1, 2).to(wide)
-    own = data[..., header:]
+    tiles, blocks, _ = data.shape
+    scales = data[..., :header].contiguous().view(torch.float16).view(tiles, blocks, -1, TILE).permute(0, 3, 1, 2)
+    scales, own = scales.to(wide), data[..., header:]
     if bits == 8:
-        vectors = own.unflatten(2, (8, TILE, VECTOR))
+        vectors = own.reshape(tiles, blocks, 8, TILE, VECTOR)
     else:
-        pairs = own[..., :256].unflatten(2, (4, TILE, VECTOR))
+        pairs = own[..., :256].reshape(tiles, blocks, 4, TILE, VECTOR)
         vectors = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2, 3)
     if bits == 6:
-        high = own[..., 256:].unflatten(2, (2, 1, TILE, VECTOR))
+        high = own[..., 256:].reshape(tiles, blocks, 2, 1, TILE, VECTOR)
         shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None, None]
         vectors = vectors | ((high >> shifts & 3) << 4).flatten(2, 3)
-    numbers = vectors.permute(0, 3, 1, 2, 4).reshape(len(data), TILE, -1, 2, 16).to(wide)
+    numbers = vectors.permute(0, 3, 1, 2, 4).reshape(tiles, TILE, blocks, 2, 16).to(wide)
     if bits == 4:
         return numbers * scales[..., :1, None] + scales[..., 1:, None]
     return (numbers - OFFSETS[bits]) * scales[..., None]

@@ -11,7 +11,8 @@ from holdfast.lm.kernels.linear.library_layers import LibraryLayerOps
 def layer_ops_for(shape: LayerShape, group: Group | None = None) -> LayerOps:
     """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere.
 
-    In bfloat16 on a CPU, it is the library in C, if the install has it. `group` is the devices that share each layer, if there are several.
+    In bfloat16 on a CPU, it is the library in C, if the install has it. `group` is the devices that share each layer,
+    if there are several.
     """
     if shape.inverse_frequencies.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.

@@ -17,6 +17,8 @@ LOCK := requirements/dev.txt
 # The same for what builds the site, which has a small environment of its own: it needs no PyTorch.
 DOCS_LOCK := requirements/docs.txt
 DOCS := build/docs-venv
+# The library of integer products: an install compiles it in place, if there is a C compiler.
+INTEGER := hatch_build.py $(wildcard holdfast/lm/kernels/integer/*.[ch])
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit fuzz families combinations mutants gpu-test memcheck rooms docs package clean
@@ -45,9 +47,9 @@ help:
 
 setup: $(READY)
 
-# Made again when the project's metadata or the versions change. The package is built by the environment's own Hatchling:
+# Made again when the project's metadata, the versions, or the sources in C change. The package is built by the environment's own Hatchling:
 # pip's isolated one would be the newest.
-$(READY): pyproject.toml $(LOCK)
+$(READY): pyproject.toml $(LOCK) $(INTEGER)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Holdfast needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d" " -f2)." \
 	       "Try: make PYTHON=python3.12"; exit 1; }
@@ -157,4 +159,5 @@ package: $(READY)
 	cd build/sdist && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist
 
 clean:
+	rm -f holdfast/lm/kernels/integer/*.so
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

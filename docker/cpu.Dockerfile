@@ -1,8 +1,10 @@
 # Holdfast on a CPU. From the checkout: docker build -f docker/cpu.Dockerfile -t holdfast:cpu .
 FROM python:3.12-slim AS build
 WORKDIR /source
+# Compiles the products of packed weights.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir "hatchling>=1.27"
-COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY pyproject.toml README.md LICENSE CHANGELOG.md hatch_build.py ./
 COPY holdfast holdfast
 RUN python -m hatchling build -t wheel -d /dist
 

@@ -3,7 +3,7 @@
 FROM python:3.12-slim AS build
 WORKDIR /source
 RUN pip install --no-cache-dir "hatchling>=1.27"
-COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY pyproject.toml README.md LICENSE CHANGELOG.md hatch_build.py ./
 COPY holdfast holdfast
 RUN python -m hatchling build -t wheel -d /dist
 

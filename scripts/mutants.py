@@ -28,7 +28,17 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("holdfast", "tests", "scripts", "tools", "benchmarks", "docs", "pyproject.toml", "README.md")
+COPIED = (
+    "holdfast",
+    "tests",
+    "scripts",
+    "tools",
+    "benchmarks",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "hatch_build.py",
+)
 PROCESSES = 2
 """Number of test runs at a time, each with its own copy of the tree."""
 TEST_SECONDS, RUN_SECONDS = 120, 900

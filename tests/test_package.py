@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.lm.kernels.integer.library import FILE
+
 ROOT = Path(__file__).parents[1]
+LIBRARY = FILE.relative_to(ROOT)
+"""The library of integer products, which a build compiles if it finds a C compiler."""
 
 
 def run(*command: str | Path, cwd: Path, **options: Any) -> str:
@@ -68,11 +73,12 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: Path) -> None:
         {
             path.relative_to(base)
             for path in (base / "holdfast").rglob("*")
-            if path.is_file() and path.parent.name != "__pycache__"
+            if path.is_file() and path.parent.name != "__pycache__" and path != base / LIBRARY
         }
         for base in (ROOT, packages)
     )
     assert found == wanted
+    assert (packages / LIBRARY).exists() == (shutil.which(os.environ.get("CC") or "cc") is not None)
 
 
 def test_it_runs_outside_the_checkout(installed: Path, outside: dict[str, Any]) -> None:

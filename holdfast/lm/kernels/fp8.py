@@ -10,6 +10,7 @@ from torch.nn import functional
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
 from holdfast.lm.kernels.int8_cpu import Int8CpuWeight
+from holdfast.lm.kernels.integer.weight import IntegerWeight
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
 
@@ -98,6 +99,7 @@ Weight = (
     | Int4Weight
     | Int4CpuWeight
     | Int8CpuWeight
+    | IntegerWeight
     | PackedWeight
     | StackedWeight
 )

@@ -23,6 +23,8 @@ from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.kernels.int4 import half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
 from holdfast.lm.kernels.int8_cpu import Int8CpuWeight, fits_int8, pack_rows
+from holdfast.lm.kernels.integer.library import Library, is_missing, library_for
+from holdfast.lm.kernels.integer.weight import IntegerWeight, fits, integers_of, pack_integers
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.kernels.packed import PackedWeight, are_alike, joined, stacked
 from holdfast.lm.kernels.stacked import StackedWeight
@@ -121,6 +123,11 @@ def load(
     plain = GgufWeights if is_gguf(directory) else StoredWeights
     source = plain(opened, spec) if how is None else QuantizedWeights(opened, spec, how, device)
     source.check_names()
+    if (how is not None or is_gguf(directory)) and is_missing(device, kind):
+        log.warning(
+            "holdfast: packed weights are multiplied by PyTorch, which is slower, as this install has no library of "
+            "integer products (docs/installing.md)"
+        )
     spec = source.with_experts(source.with_head(spec))
     with read_ahead(files_of(directory), rank, layout.ranks):
         return make_decoder(spec, source, **options)
@@ -437,9 +444,11 @@ class GgufWeights(StoredWeights):
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
         parts: list[Any] = []
+        library = library_for(device, dtype)
         for _, run in groupby(zip(names, pieces, strict=True), lambda each: self._format(*each)):
             own, own_pieces = zip(*run, strict=True)
-            part = self._four_bit_weight(own, own_pieces, device, dtype)
+            part: Weight | None = None if library is None else self._integers(own, own_pieces, library)
+            part = self._four_bit_weight(own, own_pieces, device, dtype) if part is None else part
             part = self._packed_of_gpu(own, own_pieces, device) if part is None else part
             part = self._packed_of_cpu(own, own_pieces, device, dtype) if part is None else part
             if part is None:
@@ -460,6 +469,22 @@ class GgufWeights(StoredWeights):
         stored: GgufSlice = self._slice(name, piece.whole if part is None else part.shape)
         return stored.format
 
+    def _integers(self, names: tuple[str, ...], pieces: tuple[Piece, ...], library: Library) -> IntegerWeight | None:
+        """One weight that is multiplied as integers, with the rows of all parts; None of formats that are not."""
+        if not fits(pieces[0].shape[1], GROUP):
+            return None
+        fours = self._parts_of_four_bits(names, pieces)
+        if fours is not None:
+            return pack_integers(library, *fours, 4)
+        whole = self._packed_parts(names, pieces)
+        return None if whole is None else integers_of(library, whole)
+
+    def _parts_of_four_bits(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> FourBits | None:
+        """The rows of all parts, if all have 4 bits."""
+        found = [self._four_bits(name, piece) for name, piece in zip(names, pieces, strict=True)]
+        parts = [each for each in found if each is not None]
+        return FourBits(*map(torch.cat, zip(*parts, strict=True))) if len(parts) == len(found) else None
+
     def _four_bit_weight(
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device, dtype: torch.dtype
     ) -> Weight | None:
@@ -469,11 +494,10 @@ class GgufWeights(StoredWeights):
         half = half_for(inputs, GROUP) if device.type == "cuda" else None
         if not (for_cpu or half):
             return None
-        found = [self._four_bits(name, piece) for name, piece in zip(names, pieces, strict=True)]
-        parts = [each for each in found if each is not None]
-        if len(parts) < len(found):
+        whole = self._parts_of_four_bits(names, pieces)
+        if whole is None:
             return None
-        numbers, scale, low = (torch.cat(each) for each in zip(*parts, strict=True))
+        numbers, scale, low = whole
         if half:
             zero = torch.zeros_like(scale, dtype=torch.uint8)
             return pack(numbers, scale, zero, GROUP, half, low)
@@ -483,7 +507,11 @@ class GgufWeights(StoredWeights):
         self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device
     ) -> PackedWeight | None:
         """One weight as it is stored, with the rows of all parts; None if no kernel reads it."""
-        if device.type != "cuda" or any(name in self._parts for name in names):
+        return self._packed_parts(names, pieces) if device.type == "cuda" else None
+
+    def _packed_parts(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> PackedWeight | None:
+        """One weight as it is stored, with the rows of all parts; None of formats without such a form."""
+        if any(name in self._parts for name in names):
             return None
         found = []
         for name, piece in zip(names, pieces, strict=True):

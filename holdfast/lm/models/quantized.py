@@ -17,6 +17,9 @@ import torch
 from holdfast.lm.kernels.fp8 import FP8, Fp8BlockWeight, Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import dequantize, half_for, pack
 from holdfast.lm.kernels.int4_cpu import MIDDLE, is_fit, pack_for_cpu
+from holdfast.lm.kernels.integer.library import library_for
+from holdfast.lm.kernels.integer.weight import BLOCK as INTEGERS
+from holdfast.lm.kernels.integer.weight import fits, pack_integers
 from holdfast.lm.kernels.mxfp4 import BIAS, BLOCK, LARGEST, NO_NUMBER, Mxfp4Matrices
 from holdfast.lm.kernels.mxfp4 import dequantize as dequantize_mxfp4
 from holdfast.lm.kernels.packed import Form, PackedWeight, joined, packed_nibbles, stacked
@@ -439,12 +442,16 @@ class QuantizedReader:
     ) -> Weight | None:
         rows, inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
         group = self._group(pieces[0].whole[1], inputs)
+        library = library_for(device, dtype) if fits(inputs, group) else None
         for_cpu = is_fit((rows, inputs), group, device, dtype)
         half = None if for_cpu else half_for(inputs, group)
-        if not (for_cpu or half):
+        if not (library or for_cpu or half):
             return None
         parts = [self._int4(name, piece, device) for name, piece in zip(names, pieces, strict=True)]
         numbers, scale, zero = (torch.cat(each) for each in list(zip(*parts, strict=True))[:3])
+        if library is not None:
+            factors, zeros = (each.float().repeat_interleave(group // INTEGERS, 1) for each in (scale, zero))
+            return pack_integers(library, numbers, factors, -zeros * factors, 4)
         if half:
             return pack(numbers, scale, zero, group, half)
         return pack_for_cpu(numbers, scale, (MIDDLE - zero.float()) * scale.float(), group)

@@ -18,6 +18,7 @@ from holdfast.files.cache import gguf_cache
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import Int4CpuWeight
 from holdfast.lm.kernels.int8_cpu import MOST_LOST, Int8CpuWeight
+from holdfast.lm.kernels.integer.weight import IntegerWeight
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.kernels.stacked import StackedWeight
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
@@ -181,6 +182,7 @@ def test_quantized_matrices_are_those_that_the_format_s_own_package_reads(tmp_pa
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 def test_in_bfloat16_a_cpu_keeps_six_bits_as_eight_by_row(tmp_path: Path) -> None:
     make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64, tie_word_embeddings=True)
     write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q6_K", encode=drawn_blocks("Q6_K"))
@@ -201,6 +203,7 @@ def test_in_bfloat16_a_cpu_keeps_six_bits_as_eight_by_row(tmp_path: Path) -> Non
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 def test_a_weight_with_a_few_large_numbers_is_not_rounded_by_row(tmp_path: Path) -> None:
     def encode(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         blocks: np.ndarray[Any, Any] = drawn_blocks("Q6_K")(data)
@@ -218,6 +221,7 @@ def test_a_weight_with_a_few_large_numbers_is_not_rounded_by_row(tmp_path: Path)
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize(("kind", "packed"), [("Q4_K", True), ("Q4_0", True), ("Q8_0", False), ("Q5_K", False)])
 def test_in_bfloat16_a_cpu_keeps_four_bits_packed(tmp_path: Path, kind: str, packed: bool) -> None:
     make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
@@ -240,7 +244,73 @@ def test_in_bfloat16_a_cpu_keeps_four_bits_packed(tmp_path: Path, kind: str, pac
     assert saved == (numbers * 2 - numbers * 5 // 8 if packed else 0)
 
 
+@pytest.mark.usefixtures("with_library")
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4), ("Q4_0", 4), ("Q6_K", 6), ("Q8_0", 8), ("Q5_K", None)])
+def test_in_bfloat16_a_cpu_multiplies_integers(tmp_path: Path, kind: str, bits: int | None) -> None:
+    sizes = dict(hidden_size=256, intermediate_size=512, head_dim=64)
+    make(tmp_path / "plain", "Llama", **sizes, tie_word_embeddings=True, attention_bias=True)
+    encode = drawn_blocks(kind) if kind.endswith("_K") else None
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind=kind, encode=encode)
+    directory = described(tmp_path / "model.gguf")
+    exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    pairs = [(model.lm_head, exact.lm_head)]
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        pairs += [(getattr(layer, field), getattr(other, field)) for field in ("qkv", "o", "gate_up", "down")]
+    for weight, wanted in pairs:
+        assert (weight.bits if isinstance(weight, IntegerWeight) else None) == bits
+        assert (plain(weight) - plain(wanted)).abs().max() <= plain(wanted).abs().max() * (2**-10 if bits else 2**-8)
+    assert isinstance(model.embedding, torch.Tensor), "rows are looked up in plain numbers"
+    assert apart(model, exact) < 0.1
+
+
+@pytest.mark.usefixtures("with_library")
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_ranks_multiply_their_part_of_integers(tmp_path: Path, kind: str) -> None:
+    make(tmp_path / "plain", "Llama", hidden_size=512, intermediate_size=1024, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind=kind, encode=drawn_blocks(kind))
+    directory, options = described(tmp_path / "model.gguf"), dict[str, Any](device="cpu", dtype="bfloat16")
+    whole = load(directory, device="cpu")
+    parts = [load(directory, **options, layout=Layout(tp=2), rank=rank) for rank in range(2)]
+    first, *halves = [each.layers[1] for each in (whole, *parts) if isinstance(each, Decoder)]
+    for half in halves:
+        assert isinstance(half.down, IntegerWeight) and isinstance(half.gate_up, IntegerWeight)
+    down, ups = (
+        torch.cat([plain(half.down) for half in halves], 1),
+        [plain(half.gate_up).chunk(2)[1] for half in halves],
+    )
+    assert (down - plain(first.down)).abs().max() <= plain(first.down).abs().max() * 2**-10
+    up = plain(first.gate_up).chunk(2)[1]
+    assert (torch.cat(ups) - up).abs().max() <= up.abs().max() * 2**-10
+
+
+@pytest.mark.usefixtures("with_library")
+def test_columns_that_cut_a_block_of_a_format_are_dequantized(tmp_path: Path) -> None:
+    """Half of 256 inputs cuts a block of Q6_K, and no block of Q4_K."""
+    make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    for kind, packed in (("Q6_K", False), ("Q4_K", True)):
+        write_gguf(tmp_path / f"{kind}.gguf", tmp_path / "plain", "llama", kind=kind, encode=drawn_blocks(kind))
+        options: dict[str, Any] = dict(device="cpu", dtype="bfloat16", layout=Layout(tp=2), rank=1)
+        part = load(described(tmp_path / f"{kind}.gguf"), **options)
+        assert isinstance(part, Decoder)
+        assert isinstance(part.layers[1].o, IntegerWeight) == packed
+
+
+@pytest.mark.usefixtures("with_library")
+def test_parts_of_a_layer_in_two_formats_are_multiplied_as_integers_of_both(tmp_path: Path) -> None:
+    directory = mixed_file(tmp_path, "Q6_K")
+    exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(model, Decoder) and isinstance(exact, Decoder)
+    qkv = model.layers[1].qkv
+    assert isinstance(qkv, StackedWeight)
+    assert [part.bits for part in qkv.parts if isinstance(part, IntegerWeight)] == [4, 6]
+    assert [part.shape[0] for part in qkv.parts] == [384, 128]
+    assert (plain(qkv) - plain(exact.layers[1].qkv)).norm() / plain(exact.layers[1].qkv).norm() < 2**-10
+    assert apart(model, exact) < 0.05
+
+
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 def test_ranks_have_their_part_of_packed_numbers(tmp_path: Path) -> None:
     make(tmp_path / "plain", "Llama", hidden_size=256, intermediate_size=512, head_dim=64)
     write_gguf(tmp_path / "model.gguf", tmp_path / "plain", "llama", kind="Q4_K", encode=drawn_blocks("Q4_K"))
@@ -256,6 +326,7 @@ def test_ranks_have_their_part_of_packed_numbers(tmp_path: Path) -> None:
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("name", ["phi3", "qwen3", "gemma3"])
 def test_families_with_other_names_keep_four_bits_packed(tmp_path: Path, name: str) -> None:
     """Phi-3 stores queries, keys and values in one tensor."""
@@ -281,6 +352,7 @@ def test_kv_heads_that_differ_between_layers_are_refused() -> None:
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 def test_projections_of_short_convolutions_keep_four_bits_packed(tmp_path: Path) -> None:
     family, architecture, differences, more, _ = CASES["lfm2"]
     make(tmp_path / "plain", family, **differences, hidden_size=256, intermediate_size=512, head_dim=64)
@@ -307,6 +379,7 @@ def mixed_file(tmp_path: Path, values: str) -> Path:
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 def test_parts_of_a_layer_in_two_formats_stay_packed_each_in_its_own(tmp_path: Path) -> None:
     directory = mixed_file(tmp_path, "Q6_K")
     exact, model = load(directory, device="cpu"), load(directory, device="cpu", dtype="bfloat16")
@@ -319,6 +392,7 @@ def test_parts_of_a_layer_in_two_formats_stay_packed_each_in_its_own(tmp_path: P
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 def test_a_layer_with_a_part_that_no_kernel_reads_is_dequantized(tmp_path: Path) -> None:
     model = load(mixed_file(tmp_path, "Q5_K"), device="cpu", dtype="bfloat16")
     assert isinstance(model, Decoder)
@@ -466,6 +540,7 @@ def test_on_a_gpu_four_bits_stay_packed_without_loss(tmp_path: Path) -> None:
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 def test_a_scale_that_is_no_number_is_refused_by_the_tensor_s_name(tmp_path: Path) -> None:
     def encode(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         blocks: np.ndarray[Any, Any] = drawn_blocks("Q4_K")(data)

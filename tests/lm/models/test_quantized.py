@@ -16,6 +16,7 @@ from holdfast.core.layout import Layout
 from holdfast.lm.kernels.fp8 import FP8, Fp8BlockWeight, Fp8Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.int4_cpu import VECTORS, Int4CpuWeight, _capability
+from holdfast.lm.kernels.integer.weight import IntegerWeight
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices, matrix_of
 from holdfast.lm.kernels.packed import PackedWeight
 from holdfast.lm.models.base import UnsupportedCheckpoint
@@ -29,6 +30,7 @@ from tests.checkpoints import make
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
 needs_vectors = pytest.mark.skipif(_capability() not in VECTORS, reason="PyTorch's kernel has no fast code here")
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -231,6 +233,7 @@ def test_latent_attention_is_read_from_quantized_checkpoints(tmp_path: Path, met
 
 
 @needs_vectors
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("method", ["awq-32", "gptq-32", "packed-zeros"])
 def test_four_bits_in_bfloat16_are_multiplied_as_a_cpu_s_kernel_packs_them(tmp_path: Path, method: str) -> None:
     quantized(tmp_path, "Llama", method)
@@ -244,6 +247,38 @@ def test_four_bits_in_bfloat16_are_multiplied_as_a_cpu_s_kernel_packs_them(tmp_p
     rounded = load(tmp_path / "plain", device="cpu", dtype="bfloat16")
     module = load(tmp_path / "plain", device="cpu")
     assert apart(model, module) < 1.5 * apart(rounded, module)
+
+
+@pytest.mark.usefixtures("with_library")
+@pytest.mark.parametrize("method", ["awq-64", "gptq-rows", "packed-32", "packed-zeros"])
+def test_four_bits_in_bfloat16_are_multiplied_as_integers(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized(tmp_path, "Llama", method)
+    exact, model = load(tmp_path, device="cpu"), load(tmp_path, device="cpu", dtype="bfloat16")
+    assert isinstance(exact, Decoder) and isinstance(model, Decoder)
+    for layer, other in zip(model.layers, exact.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            found, wanted = getattr(layer, field), plain(getattr(other, field))
+            assert isinstance(found, IntegerWeight) and found.bits == 4
+            assert (plain(found) - wanted).abs().max() < wanted.abs().max() * 2**-10
+    rounded = load(tmp_path / "plain", device="cpu", dtype="bfloat16")
+    module = load(tmp_path / "plain", device="cpu")
+    # Activations rounded to 8 bits move the logits about twice as far as bfloat16 does by itself.
+    assert apart(model, exact) < 3 * apart(rounded, module)
+    assert "integer products" not in caplog.text
+
+
+@pytest.mark.usefixtures("no_library")
+def test_an_install_without_the_library_says_so_where_it_is_slower(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized(tmp_path, "Llama", "awq-32")
+    load(tmp_path, device="cpu")
+    load(tmp_path / "plain", device="cpu", dtype="bfloat16")
+    assert "integer products" not in caplog.text
+    load(tmp_path, device="cpu", dtype="bfloat16")
+    assert "multiplied by PyTorch" in caplog.text and "no library of integer products" in caplog.text
 
 
 def test_the_quantization_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:

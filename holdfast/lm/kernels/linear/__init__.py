@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.integer.library import library_for
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
+from holdfast.lm.kernels.linear.library_layers import LibraryLayerOps
 
 
 def layer_ops_for(shape: LayerShape, group: Group | None = None) -> LayerOps:
     """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere.
 
-    `group` is the devices that share each layer, if there are several.
+    In bfloat16 on a CPU, it is the library in C, if the install has it. `group` is the devices that share each layer,
+    if there are several.
     """
     if shape.inverse_frequencies.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.
         from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 
         return FusedLayerOps(shape, group)
-    return LayerOps(shape, group)
+    library = library_for(shape.inverse_frequencies.device, shape.dtype)
+    return LayerOps(shape, group) if library is None else LibraryLayerOps(shape, library, group)

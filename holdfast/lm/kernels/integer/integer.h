@@ -1,0 +1,72 @@
+/* What the files of this folder share: the layout of packed weights and of rounded activations.
+
+A tile has 16 rows of a weight. For each block of 32 inputs it holds the scales of its rows in float16, then their
+numbers. A vector of numbers has four neighbouring inputs of each of the 16 rows, a byte for each: 64 bytes, eight of
+them for a block.
+
+    bits  bytes  a block of a tile
+    4     320    16 scales, 16 lows, 4 vectors of pairs: inputs 8 v to 8 v + 3 in the low bits, 8 v + 4 to 8 v + 7 above
+    6     448    16 scales of inputs 0 to 15, 16 of the others, the low 4 bits as above, 2 vectors of high bits: vector
+                 4 h + f has its two bits in field f of vector h
+    8     544    16 scales, 8 vectors
+
+The weight is (number - offset) * scale * the row's factor, with offsets of 0, 32 and 128; of 4 bits the low is added
+to number * scale before the factor. */
+
+#ifndef HOLDFAST_INTEGER_H
+#define HOLDFAST_INTEGER_H
+
+#include <stdint.h>
+
+enum { TILE = 16, INPUTS = 32, ROWS = 8, FORMS = 3 };
+
+/* Activations, rounded to 8 bits with a scale for each 32 inputs. Rows lie in batches of ROWS; the last has the rest.
+Batch b of n rows begins at row ROWS * b; within it the order is [block of inputs][row]. */
+struct batch {
+    const int8_t *numbers;  /* [blocks][n][32] */
+    const float *scales;    /* [blocks][n] */
+    const int32_t *starts;  /* [blocks][2][n]: what an inner product of each half of a block begins at, for the offset */
+    const float *totals;    /* [blocks][n]: sum of the numbers */
+};
+
+/* Products of n rows with a tile of 16, before the factors of its rows: out [n][16]. */
+typedef void multiply_tile(const uint8_t *tile, int64_t blocks, int n, struct batch batch, float *out);
+
+/* Round a block of 32 numbers and return its scale: NaN if one of them is not finite. */
+typedef float round_block(const float *from, int8_t *numbers);
+
+/* The operations of a layer on rows of bfloat16. Arithmetic is in float32, and results are rounded once. */
+
+struct norm {  /* stream [rows, width] += added [rows, width]; out = its RMS norm times weight [width] */
+    uint16_t *stream, *out;
+    const uint16_t *added;  /* or NULL */
+    const uint16_t *weight;
+    int64_t width;
+    float eps;
+};
+
+struct gate {  /* out [rows, width] = SiLU of the first half of both [rows, 2 width], times the second half */
+    const uint16_t *both;
+    uint16_t *out;
+    int64_t width;
+};
+
+struct rotation {  /* Queries to `query` [rows, heads, dim]; keys and values to their slot [kv_heads, dim] of a cache */
+    const uint16_t *qkv;             /* [rows, heads + 2 kv_heads, dim] */
+    const uint16_t *cosine, *sine;   /* [rows, dim], the sine negative in the first half */
+    const int64_t *slots;            /* [rows] */
+    uint16_t *query, *key_cache, *value_cache;
+    int64_t heads, kv_heads, dim;
+};
+
+typedef void of_row(const void *operation, int64_t row);
+
+struct kernels {
+    multiply_tile *tiles[FORMS];  /* of 4, 6 and 8 bits */
+    round_block *round;
+    of_row *norm, *gate, *rotate;  /* of struct norm, struct gate and struct rotation */
+};
+
+extern const struct kernels holdfast_portable, holdfast_avx2, holdfast_avx512;
+
+#endif

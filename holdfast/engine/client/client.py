@@ -247,8 +247,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         monotonic clock; by default now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the
         request.
 
-        Raises ContractRefused if the engine cannot keep the contract. Raises RequestRefused at once for a request that can never be served, QueueFull, and EngineDead, even while it
-        runs.
+        Raises RequestRefused at once for a request that can never be served, QueueFull, ContractRefused if the engine
+        cannot keep the contract, and EngineDead, even while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)

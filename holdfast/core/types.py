@@ -9,6 +9,8 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.core.contract import NO_CONTRACT, Contract
+
 MAX_SEED = 2**63 - 1
 """Largest seed: a signed 64-bit number."""
 MAX_LOGPROBS = 20
@@ -30,6 +32,8 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REFUSED = "refused"
+    """Refused at its arrival: its contract could not be kept."""
 
 
 GrammarKind = Literal["json", "regex", "lark"]
@@ -218,6 +222,8 @@ class Request:
     They count for `max_tokens`, `min_tokens`, penalties and the grammar, and are not returned again."""
     batch: UserBatch = ALONE
     """The batch that the request is sent in."""
+    contract: Contract = NO_CONTRACT
+    """The times that the request asks to be promised. It is refused at its arrival if they cannot be kept."""
 
     @property
     def answer_start(self) -> int:

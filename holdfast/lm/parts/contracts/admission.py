@@ -1,0 +1,212 @@
+"""ContractAdmission: whether a contract can be kept next to those that are accepted, and when it could be otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
+from holdfast.lm.memory.protocol import AnyMemory
+from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prompt, Room
+from holdfast.lm.parts.contracts.promises import Promise, Promises, prompt_of
+from holdfast.lm.scheduler.entries import Entry
+
+LEAST_RATE = 0.25
+"""Least rate at which prompts are computed while a pace is kept, as a share of the rate without any pace.
+
+A contract with a faster pace is refused, because all others would pay for it.
+"""
+TRIES = 4
+"""Most bounds that are tried for one contract."""
+SLACK = 1 - 1e-9
+"""Keeps a bound below the times that it must not exceed, whatever is lost to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A contract that can be kept."""
+
+    bound: float
+    """Most seconds that a step may take from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The accepted sequences as a forecast sees them."""
+
+    entries: Sequence[Entry]
+    """Those that lack a part of their prompts, by rank."""
+    prompts: Sequence[Prompt]
+    """What each of `entries` lacks."""
+    decodes: Decodes
+    """The other sequences."""
+    tbt: float
+    """Shortest of all paces promised, in seconds."""
+    pace: float
+    """Most seconds of each step with which the sequences that decode complete in time."""
+
+
+class ContractAdmission:
+    """Decides on contracts at their arrival, and on the bound of steps once one has ended.
+
+    A contract is accepted if rows and blocks are left for the whole of its answer, and if a forecast says that every
+    accepted sequence, the new one among them, gets its tokens in time.
+    """
+
+    def __init__(self, forecast: Forecast, promises: Promises, *, max_sequences: int, target: float = inf) -> None:
+        """At most `max_sequences` run; steps with streams take at most `target` seconds."""
+        self._forecast, self._promises = forecast, promises
+        self._max_sequences, self._target = max_sequences, target
+
+    def decide(
+        self, entry: Entry, promise: Promise, pool: AnyMemory, *, headroom: int, now: float, start: float, factor: float
+    ) -> Accepted | Refusal:
+        """Accept a contract, or say why not.
+
+        The next step begins at `start`, and takes at most `factor` times its price.
+        """
+        if refusal := self._lacks_place(promise, pool, headroom, now, start):
+            return refusal
+        queue = self.queue(pool, start, (entry, promise))
+        found = self.find_bound(queue, start=start, factor=factor)
+        if isinstance(found, float):
+            return Accepted(found)
+        return self._late(entry, promise, pool, queue, start=start, factor=factor)
+
+    def queue(self, pool: AnyMemory, start: float, *more: tuple[Entry, Promise]) -> Queue:
+        """The accepted sequences, and `more`, before a step that begins at `start`."""
+        everyone = [*self._promises, *more]
+        lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
+        decoding = [(promise.tokens_left(entry), entry.cache.planned) for entry, promise in everyone if entry.decoding]
+        paces = [
+            (promise.complete_by - start) / promise.tokens_left(entry)
+            for entry, promise in everyone
+            if promise.complete_by < inf and entry.decoding
+        ]
+        return Queue(
+            [entry for entry, _ in lacking],
+            [prompt_of(*pair, pool) for pair in lacking],
+            Decodes(decoding),
+            min((promise.tbt for _, promise in everyone), default=inf),
+            min(paces, default=inf),
+        )
+
+    def find_bound(self, queue: Queue, *, start: float, factor: float) -> float | None:
+        """The largest bound of steps with which all contracts of a queue are kept; None if there is none."""
+        bound = self._widest(queue, factor)
+        tried = [bound]
+        if self._promises.bound < bound:
+            tried.append(self._promises.bound)
+        for candidate in tried:
+            if (found := self._narrowed(queue, candidate, start, factor)) is not None:
+                return found
+        return None
+
+    def _widest(self, queue: Queue, factor: float) -> float:
+        """The largest bound that paces and the largest step allow, in seconds."""
+        return min(self._target, self._full_step(queue, factor), queue.tbt, queue.pace) * SLACK
+
+    def _full_step(self, queue: Queue, factor: float) -> float:
+        """Predicted seconds of the largest step, with as many decodes as there may be soon."""
+        prices = self._forecast.prices
+        rows, attention = self._forecast.load(queue.prompts, queue.decodes, (), 0, 1)
+        most = max(1, prices.ceiling - rows)
+        context = max((prompt.context for prompt in queue.prompts), default=most)
+        return factor * (
+            prices.linear(rows, most) + attention + prices.chunk(max(0, context - most), max(context, most))
+        )
+
+    def _narrowed(self, queue: Queue, bound: float, start: float, factor: float) -> float | None:
+        """This bound, or a smaller one with which every sequence completes in time; None if contracts are broken."""
+        for _ in range(TRIES):
+            outlook = self._forecast.follow(queue.prompts, queue.decodes, start=start, bound=bound, factor=factor)
+            firsts = outlook.firsts
+            if not outlook.decodes or len(firsts) < len(queue.prompts):
+                return None
+            pairs = list(zip(queue.prompts, firsts, strict=True))
+            if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
+                return None
+            paces = [(prompt.complete - first) / max(1, prompt.remaining - 1) for prompt, first in pairs]
+            if min(paces, default=inf) >= bound:
+                return bound if self._is_efficient(queue, bound, factor) else None
+            bound = min(paces) * SLACK
+            if not bound > 0:
+                return None
+        return None
+
+    def _is_efficient(self, queue: Queue, bound: float, factor: float) -> bool:
+        """Whether steps within the bound compute prompts at LEAST_RATE of the rate of the largest steps."""
+        full = self._full_step(queue, factor)
+        if bound >= full * SLACK:
+            return True
+        prices = self._forecast.prices
+        rows, attention = self._forecast.load(queue.prompts, queue.decodes, (), 0, 1)
+        room = Room(prices, rows, attention)
+        room.take(0, prices.ceiling, bound / factor)
+        return room.tokens / bound >= LEAST_RATE * (prices.ceiling - rows) / full
+
+    def _lacks_place(
+        self, promise: Promise, pool: AnyMemory, headroom: int, now: float, start: float
+    ) -> Refusal | None:
+        """A refusal for want of rows or blocks; None if there are enough."""
+        usable = pool.num_blocks - pool.lent - headroom
+        held = sum(other.blocks for _, other in self._promises)
+        if promise.blocks > usable:
+            needed = f"it may need {promise.blocks} blocks of the KV cache, and contracts can have {usable}"
+            return Refusal(f"the contract can never be kept: {needed}", inf)
+        rows = len(self._promises) + 1 - self._max_sequences
+        blocks = held + promise.blocks - usable
+        if rows <= 0 and blocks <= 0:
+            return None
+        wait = self._until_free(rows, blocks, start) - now
+        what = "all rows are" if rows > 0 else "the KV cache is"
+        return Refusal(f"the contract cannot be kept now: {what} promised to accepted requests", wait)
+
+    def _until_free(self, rows: int, blocks: int, start: float) -> float:
+        """Time by which accepted sequences have given up this many rows and blocks."""
+        step = self._promises.bound
+        ends = sorted((promise.tokens_left(entry) * step, promise.blocks) for entry, promise in self._promises)
+        for seconds, freed in ends:
+            rows, blocks = rows - 1, blocks - freed
+            if rows <= 0 and blocks <= 0:
+                return start + seconds
+        return inf
+
+    def _late(
+        self, entry: Entry, promise: Promise, pool: AnyMemory, queue: Queue, *, start: float, factor: float
+    ) -> Refusal:
+        """The refusal of a contract for want of time."""
+        place = queue.entries.index(entry)
+        own = queue.prompts[place]
+        alone = Queue([entry], [own], Decodes(), promise.tbt, inf)
+        # In an idle engine, a request that arrives now starts now.
+        if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
+            predicted = self._predict(alone, promise, promise.arrival, factor)
+            return Refusal("the contract can never be kept: even an idle engine is slower", inf, predicted)
+        others = [prompt for index, prompt in enumerate(queue.prompts) if index != place]
+        predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
+        if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:
+            reason = "the accepted prompts before it take too long"
+            wait = predicted.ttft - (promise.due - promise.arrival)
+        else:
+            reason = "accepted requests would be too slow beside it"
+            wait = min((other.tokens_left(each) for each, other in self._promises), default=1) * self._promises.bound
+        return Refusal(f"the contract cannot be kept now: {reason}", max(0.001, wait), predicted)
+
+    def _predict(self, queue: Queue, promise: Promise, start: float, factor: float) -> Contract:
+        """The times that the last prompt of a queue could be promised behind the others."""
+        others = [other.tbt for _, other in self._promises] if len(queue.prompts) > 1 or queue.decodes.steps else []
+        prompts = [prompt._replace(due=inf) for prompt in queue.prompts]
+        bound = min(self._target, self._full_step(queue, factor), *others)
+        outlook = self._forecast.follow(prompts, queue.decodes, start=start, bound=bound, factor=factor)
+        if len(outlook.firsts) < len(prompts):
+            return NO_CONTRACT
+        ttft = outlook.firsts[-1] - promise.arrival
+        return promised(ttft, bound, ttft + max(0, promise.tokens - 1) * bound)
+
+
+def promised(ttft: float, tbt: float, complete: float) -> Contract:
+    """These times as a contract; those that no contract can have are left out."""
+    times = [time if 0 < time <= MAX_CONTRACT else None for time in (ttft, tbt, complete)]
+    return Contract(*times)

@@ -9,6 +9,8 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.core.contract import NO_CONTRACT, Contract
+
 MAX_SEED = 2**63 - 1
 """Largest seed: a signed 64-bit number."""
 MAX_LOGPROBS = 20
@@ -30,6 +32,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REFUSED = "refused"
 
 
 GrammarKind = Literal["json", "regex", "lark"]
@@ -218,6 +221,8 @@ class Request:
     They count for `max_tokens`, `min_tokens`, penalties and the grammar, and are not returned again."""
     batch: UserBatch = ALONE
     """The batch that the request is sent in."""
+    contract: Contract = NO_CONTRACT
+    """The times that the client asks to be promised. The engine keeps them, or refuses the request when it arrives."""
 
     @property
     def answer_start(self) -> int:

@@ -6,11 +6,13 @@ from itertools import pairwise
 import pytest
 
 from holdfast.core.config import PACKED_SCHEDULERS
+from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.types import FinishReason, Request, SequenceOutput
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
-from holdfast.lab.simulator.run import engine_shape
+from holdfast.lab.simulator.run import Conversations, engine_shape
 from holdfast.lab.workloads import Conversation, Turn
 from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
@@ -277,3 +279,75 @@ def test_a_full_pipeline_idles_where_its_stages_take_less_than_the_slowest(share
     outcome = run(workloads.fixed(16, 20, 400), profile=profile, pipeline=pipeline, concurrency=16)
     assert outcome.idle == pytest.approx([1 - share / max(shares) for share in shares], abs=0.03)
     assert outcome.busy == pytest.approx(sum(outcome.stages_busy) / 2)
+
+
+def named(records, prompt):
+    """The record of the request whose prompt has this many tokens."""
+    return next(record for record in records if record.prompt_tokens == prompt)
+
+
+def test_forks_begin_after_their_turn_and_the_next_turn_waits_for_those_that_join():
+    joined = Conversation(0.5, (Turn(30, 4), Turn(20, 4, think=2.0)))
+    fresh = Conversation(0.0, (Turn(70, 4),), inherits=False)
+    left = Conversation(30.0, (Turn(1, 4),), joins=False)
+    records = run([Conversation(0.0, (Turn(100, 4, forks=(joined, fresh, left)), Turn(50, 4, think=1.0)))]).records
+    assert sorted(record.prompt_tokens for record in records) == [70, 100, 105, 134, 154, 158]
+    ended, first, second = named(records, 100).token_times[-1], named(records, 134), named(records, 158)
+    assert first.arrival == pytest.approx(ended + 0.5)
+    assert named(records, 70).arrival == ended
+    assert second.arrival == pytest.approx(first.token_times[-1] + 2.0)
+    assert named(records, 154).arrival == pytest.approx(second.token_times[-1] + 1.0)
+    assert named(records, 105).arrival == pytest.approx(ended + 30.0)
+    assert first.cached_tokens >= 96, "a fork finds its parent's state"
+
+
+def test_forks_of_forks_join_one_after_the_other():
+    inner = Conversation(0.0, (Turn(11, 2),))
+    outer = Conversation(0.0, (Turn(5, 2, forks=(inner,)),))
+    records = run([Conversation(0.0, (Turn(20, 2, forks=(outer,)), Turn(9, 2)))]).records
+    assert [record.prompt_tokens for record in records] == [20, 27, 40, 31]
+    assert records[3].arrival == records[2].token_times[-1]
+
+
+def test_a_turn_that_replaces_others_follows_the_history_before_them():
+    turns = (Turn(100, 4), Turn(50, 4, think=1.0), Turn(60, 4, think=1.0, replaces=1), Turn(8, 4, think=1.0))
+    records = run([Conversation(0.0, turns)]).records
+    assert [record.prompt_tokens for record in records] == [100, 154, 164, 176]
+    assert 96 <= records[2].cached_tokens < 112, "nothing of the replaced turn is found"
+
+
+def test_an_answer_ends_before_the_limit_that_its_client_allows():
+    turns = (Turn(40, 6, limit=200), Turn(5, 3, limit=3), Turn(5, 2))
+    outcome = run([Conversation(0.0, turns)] * 2)
+    assert [len(record.token_times) for record in outcome.records] == [6, 6, 3, 3, 2, 2]
+    assert [record.prompt_tokens for record in outcome.records][-1] == 40 + 6 + 5 + 3 + 5
+    assert outcome.stats.blocks_used == 0
+
+
+def test_a_record_has_the_contract_of_its_turn():
+    contract = Contract(ttft=0.5)
+    records = run([Conversation(0.0, (Turn(40, 6, contract=contract), Turn(5, 3)))]).records
+    assert [record.contract for record in records] == [contract, NO_CONTRACT]
+    assert records[0].outcome == "kept"
+
+
+def test_a_refused_turn_ends_its_conversation_and_its_parent_goes_on():
+    fork, sent = Conversation(0.0, (Turn(5, 2), Turn(5, 2))), list[Request]()
+    clients = Conversations(
+        [Conversation(0.0, (Turn(20, 2, forks=(fork,)), Turn(9, 2)))], sent.append, vocab_size=1000, concurrency=None
+    )
+    clients.send_due(0.0)
+    clients.receive([SequenceOutput("0.0", (7, 7), FinishReason.LENGTH, 0, 0.0)], 1.0)
+    clients.send_due(1.0)
+    clients.receive([SequenceOutput("0.0.0.0", (), FinishReason.REFUSED, 0, 0.0)], 2.0)
+    clients.send_due(2.0)
+    assert [request.id for request in sent] == ["0.0", "0.0.0.0", "0.1"]
+    clients.receive([SequenceOutput("0.1", (7, 7), FinishReason.LENGTH, 0, 0.0)], 3.0)
+    assert clients.done and [bool(record.refused) for record in clients.records] == [False, True, False]
+
+
+def test_a_request_carries_its_contract_and_is_due_by_its_first_token():
+    sent: list[Request] = []
+    turn = Turn(20, 2, contract=Contract(ttft=0.25, tbt=0.1))
+    Conversations([Conversation(0.0, (turn,))], sent.append, vocab_size=1000, concurrency=None).send_due(0.0)
+    assert (sent[0].contract, sent[0].deadline) == (turn.contract, 0.25)

@@ -33,6 +33,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     REFUSED = "refused"
+    """Refused at its arrival: its contract could not be kept."""
 
 
 GrammarKind = Literal["json", "regex", "lark"]
@@ -222,7 +223,7 @@ class Request:
     batch: UserBatch = ALONE
     """The batch that the request is sent in."""
     contract: Contract = NO_CONTRACT
-    """The times that the client asks to be promised. The engine keeps them, or refuses the request when it arrives."""
+    """The times that the request asks to be promised. It is refused at its arrival if they cannot be kept."""
 
     @property
     def answer_start(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.lm.parts.adapters.options import AdapterOptions
+from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.moves.options import MoveOptions
 from holdfast.lm.parts.speculation.options import SpeculationOptions
 from holdfast.lm.parts.states.options import StateOptions
@@ -21,6 +22,7 @@ class EngineConfig(
     TierOptions,
     MoveOptions,
     TenantOptions,
+    ContractOptions,
     StateOptions,
 ):
     """How the engine runs a model. Raises ValueError, naming the value and the limit, for a value out of range.

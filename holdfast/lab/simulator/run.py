@@ -9,7 +9,8 @@ from functools import partial
 from math import inf
 from typing import Protocol
 
-from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
+from holdfast.core.contract import NO_CONTRACT, ContractRefused
+from holdfast.core.types import Request, SamplingParams, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
@@ -20,6 +21,7 @@ from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import History, PromptTokens, Turn, Workload
 from holdfast.lm.choice import capacity_of, compose_scheduler, make_planning, steps_in_flight
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.contracts.planner import why_not
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.choice import make_parts as speculation_parts
 from holdfast.lm.parts.standard import standard_parts
@@ -122,11 +124,14 @@ def simulate(
     If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
     There is no remote tier.
 
+    Clients tell an engine that takes contracts what each turn asks for, and a refused turn ends its conversation. Other
+    engines are not told, so the records show which contracts they would have kept.
+
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
     """
     clock = VirtualClock()
-    loop, executor, trainer, wait = make_loop(
+    loop, executor, trainer, wait, takes_contracts = make_loop(
         config,
         profile,
         clock,
@@ -141,7 +146,14 @@ def simulate(
         acceptance=acceptance,
     )
     clients = Clients(
-        workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency, wait=wait, ends=executor.ends
+        workload,
+        loop,
+        clock,
+        vocab_size=VOCAB_SIZE,
+        concurrency=concurrency,
+        wait=wait,
+        ends=executor.ends,
+        tells=takes_contracts,
     )
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
@@ -166,10 +178,11 @@ def make_loop(
     make_policy: Callable[[EngineShape], Policy] | None = None,
     tuning: Tuning | None = None,
     acceptance: float | None = None,
-) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None]]:
-    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, and a function.
+) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None], bool]:
+    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, a function, and a flag.
 
-    Call the function when no step can run while a disk tier still works: it lets the awaited job end. See `simulate`.
+    Call the function when no step can run while a disk tier still works: it lets the awaited job end. The flag says
+    whether the engine takes contracts. See `simulate`.
     """
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
@@ -205,7 +218,7 @@ def make_loop(
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
     observers = watch(scheduler, shape, clock)
     loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, refresh, observers=observers)
-    return loop, executor, trainer, wait
+    return loop, executor, trainer, wait, not why_not(planning)
 
 
 def _begin_tuning(planning: Planning, profile: CostProfile, tuning: Tuning) -> tuple[TuningPart, SimulatedTrainer]:
@@ -414,17 +427,20 @@ class Conversations:
         vocab_size: int,
         concurrency: int | None,
         ends: dict[str, int] | None = None,
+        tells: bool = False,
     ) -> None:
         """`add` takes each request. With `concurrency`, arrival times are ignored: see `simulate`.
 
         `ends` is the `SimulatedExecutor.ends` of what answers: clients then allow answers of a turn's `longest` tokens,
-        which end earlier, with END. Without it each answer is as long as it may be, `Turn.output`.
+        which end earlier, with END. Without it each answer is as long as it may be, `Turn.output`. With `tells`,
+        requests carry their contracts, and `add` raises ContractRefused where it refuses one.
         """
         self.records: list[Record] = []
         self.ended = 0
         self._workload = workload
         self._add = add
         self._ends = ends
+        self._tells = tells
         self._tokens = PromptTokens(vocab_size)
         self._open: dict[str, _OpenRequest] = {}
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
@@ -463,7 +479,7 @@ class Conversations:
                 request.answer.extend(tokens)
             if reason:
                 del self._open[name]
-                self._end(request, reason, now)
+                self._end(request, now)
 
     def _begin(self, at: float, number: int) -> None:
         """Queue the first turn of a conversation."""
@@ -482,17 +498,22 @@ class Conversations:
         self.records.append(record)
         continues = talk.number < len(talk.turns) or bool(turn.forks)
         self._open[name] = _OpenRequest(record, talk, turn, [], continues)
-        request = Request(name, prompt, params, arrival=arrival, deadline=turn.contract.ttft, contract=turn.contract)
-        self._add(request)
+        contract = turn.contract if self._tells else NO_CONTRACT
+        request = Request(name, prompt, params, arrival=arrival, deadline=turn.contract.ttft, contract=contract)
+        try:
+            self._add(request)
+        except ContractRefused as refused:
+            record.refused = str(refused)
+            del self._open[name]
+            self.ended += 1
+            talk.number = len(talk.turns)
+            self._follow(talk, arrival)
 
-    def _end(self, request: _OpenRequest, reason: FinishReason, now: float) -> None:
+    def _end(self, request: _OpenRequest, now: float) -> None:
         """Queue what follows a turn that has ended: its forks, the next turn, or another conversation."""
         self.ended += 1
         talk, turn = request.talk, request.turn
-        if reason is FinishReason.REFUSED:
-            request.record.refused = "contract refused"
-            talk.number = len(talk.turns)
-        elif request.continues:
+        if request.continues:
             talk.history.answer(tuple(request.answer))
             self._fork(talk, turn, now)
         self._follow(talk, now)
@@ -532,12 +553,13 @@ class Clients(Conversations):
         concurrency: int | None,
         wait: Callable[[], None] = lambda: None,
         ends: dict[str, int] | None = None,
+        tells: bool = False,
     ) -> None:
         """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`.
 
         `wait` is called when requests are open and no step can run: it lets the event that they wait for happen.
         """
-        super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency, ends=ends)
+        super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency, ends=ends, tells=tells)
         self.steps = 0
         self._loop = loop
         self._clock = clock

@@ -19,7 +19,7 @@ from holdfast.lab.workloads.values import Workload, promise
 DEFAULT_REQUESTS = 100
 """Default number of conversations in a generated workload."""
 NO_CONTRACTS = "none"
-"""Value of the option `contracts` with which no request asks for a contract."""
+"""Value of the option `contract` with which no request asks for a contract."""
 MIN_VARIATION, MAX_VARIATION = 0.01, 100.0
 """Bounds of the variation of arrivals. Beyond them, the gamma distribution leaves the range of floats."""
 
@@ -43,7 +43,7 @@ class WorkloadConfig:
     longer: Literal["cut", "drop"] = option(
         "cut", "a conversation longer than the context: cut before the turn that exceeds it, or drop it whole"
     )
-    contracts: str | None = option(
+    contract: str | None = option(
         None,
         "contract that each request asks for, in milliseconds: ttft=500,tbt=50,complete=20000, or some of them; or "
         "none; default: the workload's own",
@@ -60,7 +60,7 @@ class WorkloadConfig:
             raise ValueError(
                 f"variation is {self.variation}; it must lie between {MIN_VARIATION} and {MAX_VARIATION:g}"
             )
-        parse_contract(self.contracts or NO_CONTRACTS)
+        parse_contract(self.contract or NO_CONTRACTS)
 
     @property
     def title(self) -> str:
@@ -75,9 +75,9 @@ class WorkloadConfig:
     def read(self, seed: int) -> Workload:
         """Read or generate the conversations. Raises ValueError, naming the file if there is one."""
         workload = self._conversations(seed)
-        if self.contracts is None:
+        if self.contract is None:
             return workload
-        contract = parse_contract(self.contracts)
+        contract = parse_contract(self.contract)
         return promise(workload, lambda turn, history: contract)
 
     def _conversations(self, seed: int) -> Workload:
@@ -118,11 +118,11 @@ def parse_contract(text: str) -> Contract:
         name, _, value = part.strip().partition("=")
         if name not in TERMS or name in terms:
             raise ValueError(
-                f"contracts holds {part.strip()!r}; each part must be one of {', '.join(TERMS)}, once, "
+                f"contract holds {part.strip()!r}; each part must be one of {', '.join(TERMS)}, once, "
                 "followed by = and milliseconds"
             )
         try:
             terms[name] = float(value.removesuffix("ms")) / 1e3
         except ValueError:
-            raise ValueError(f"contracts has {name}={value}; it must be a number of milliseconds") from None
+            raise ValueError(f"contract has {name}={value}; it must be a number of milliseconds") from None
     return Contract(**terms)

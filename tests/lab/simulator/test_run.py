@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from holdfast.core.config import PACKED_SCHEDULERS
-from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused, Refusal
 from holdfast.core.types import FinishReason, Request, SequenceOutput
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
@@ -331,23 +331,48 @@ def test_a_record_has_the_contract_of_its_turn():
     assert records[0].outcome == "kept"
 
 
+class Answering:
+    """Answers each request at once, with two tokens, and refuses those whose ids are in `refuses`."""
+
+    def __init__(self, workload, refuses=(), **options):
+        self.requests, self._refuses = list[Request](), refuses
+        self.clients = Conversations(workload, self._add, vocab_size=1000, concurrency=None, **options)
+
+    def _add(self, request):
+        self.requests.append(request)
+        if request.id in self._refuses:
+            raise ContractRefused(Refusal("no room", 2.0))
+
+    def run(self):
+        while not self.clients.done:
+            now, known = self.clients.next_due, len(self.requests)
+            self.clients.send_due(now)
+            for request in self.requests[known:]:
+                if request.id not in self._refuses:
+                    self.clients.receive([SequenceOutput(request.id, (7, 7), FinishReason.LENGTH, 0, now)], now + 1.0)
+        return self.clients.records
+
+
 def test_a_refused_turn_ends_its_conversation_and_its_parent_goes_on():
-    fork, sent = Conversation(0.0, (Turn(5, 2), Turn(5, 2))), list[Request]()
-    clients = Conversations(
-        [Conversation(0.0, (Turn(20, 2, forks=(fork,)), Turn(9, 2)))], sent.append, vocab_size=1000, concurrency=None
-    )
-    clients.send_due(0.0)
-    clients.receive([SequenceOutput("0.0", (7, 7), FinishReason.LENGTH, 0, 0.0)], 1.0)
-    clients.send_due(1.0)
-    clients.receive([SequenceOutput("0.0.0.0", (), FinishReason.REFUSED, 0, 0.0)], 2.0)
-    clients.send_due(2.0)
-    assert [request.id for request in sent] == ["0.0", "0.0.0.0", "0.1"]
-    clients.receive([SequenceOutput("0.1", (7, 7), FinishReason.LENGTH, 0, 0.0)], 3.0)
-    assert clients.done and [bool(record.refused) for record in clients.records] == [False, True, False]
+    fork = Conversation(0.0, (Turn(5, 2), Turn(5, 2)))
+    server = Answering([Conversation(0.0, (Turn(20, 2, forks=(fork,)), Turn(9, 2)))], refuses=("0.0.0.0",))
+    assert [record.refused for record in server.run()] == ["", "no room", ""]
+    assert [request.id for request in server.requests] == ["0.0", "0.0.0.0", "0.1"]
+    assert server.clients.ended == 3
+
+
+def test_an_engine_that_takes_contracts_refuses_what_it_cannot_keep_and_keeps_the_rest():
+    asked = [Conversation(0.005 * at, (Turn(900, 4, contract=Contract(ttft=0.2)),)) for at in range(200)]
+    told, untold = run(asked), run(asked, config={"contracts": "off"})
+    assert {record.outcome for record in told.records} == {"kept", "refused"}
+    assert {record.outcome for record in untold.records} == {"kept", "ttft"}
+    kept = [sum(record.outcome == "kept" for record in each.records) for each in (told, untold)]
+    assert kept[0] > 2 * kept[1]
 
 
 def test_a_request_carries_its_contract_and_is_due_by_its_first_token():
-    sent: list[Request] = []
     turn = Turn(20, 2, contract=Contract(ttft=0.25, tbt=0.1))
-    Conversations([Conversation(0.0, (turn,))], sent.append, vocab_size=1000, concurrency=None).send_due(0.0)
-    assert (sent[0].contract, sent[0].deadline) == (turn.contract, 0.25)
+    for tells, contract in ((True, turn.contract), (False, NO_CONTRACT)):
+        server = Answering([Conversation(0.0, (turn,))], tells=tells)
+        server.run()
+        assert [(request.contract, request.deadline) for request in server.requests] == [(contract, 0.25)]

@@ -58,6 +58,11 @@ class ServerConfig:
         "SearXNG server that is called when the model uses the web_search tool of Responses, as http://localhost:8888; "
         "its settings must allow JSON; default: the tool is refused",
     )
+    contract: tuple[str, ...] = option(
+        (),
+        "contract of requests that ask for none, as ttft=500ms,tbt=50ms,complete=20s; with a priority class before it, "
+        "as 5:ttft=10s, for that class alone; repeat it for several",
+    )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
         0.5,

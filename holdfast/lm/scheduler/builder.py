@@ -44,7 +44,7 @@ class Policy(ABC):
     def plan(self, step: StepBuilder) -> None:
         """Plan a step."""
 
-    def bound(self, step: StepBuilder) -> float:
+    def step_bound(self, step: StepBuilder) -> float:
         """The most seconds that the step about to be planned may take. Asked before any part begins it."""
         return inf
 
@@ -65,15 +65,16 @@ class StepBuilder(ABC):
 
     __slots__ = (
         "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops", "_swap_in",
-        "_tokens", "_writes", "bound", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace", "planned",
-        "pool", "postponed", "predicted", "reserved", "results_at", "running", "sampling", "swapping_in", "weigh",
+        "_tokens", "_writes", "bound", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace",
+        "planned", "pool", "postponed", "predicted", "reserved", "results_at", "running", "sampling", "swapping_in",
+        "weigh",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
         self.budget = 0
         """Tokens that may still be planned."""
         self.bound = inf
-        """Most seconds that the step may take (`Policy.bound`)."""
+        """Most seconds that the step may take (`Policy.step_bound`)."""
         self.num_tokens = 0
         """Tokens planned so far."""
         self.predicted = 0.0

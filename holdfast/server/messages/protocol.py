@@ -12,6 +12,7 @@ from holdfast.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
     ChatRequest,
+    ContractTime,
     Count,
     RequestBody,
     StopString,
@@ -104,6 +105,9 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    ttft_ms: ContractTime | None = None
+    tbt_ms: ContractTime | None = None
+    complete_ms: ContractTime | None = None
 
     def to_answer(self) -> MessagesChat:
         """Return the chat to answer. Raises ApiError."""
@@ -113,6 +117,9 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            ttft_ms=self.ttft_ms,
+            tbt_ms=self.tbt_ms,
+            complete_ms=self.complete_ms,
         )
 
 

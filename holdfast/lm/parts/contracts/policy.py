@@ -88,8 +88,8 @@ class ContractPolicy(Policy):
         self._promises, self._admission = promises, admission
         self._prices, self._progress = prices, progress
 
-    def bound(self, step: StepBuilder) -> float:
-        return min(self.inner.bound(step), self._promises.bound)
+    def step_bound(self, step: StepBuilder) -> float:
+        return min(self.inner.step_bound(step), self._promises.bound)
 
     def plan(self, step: StepBuilder) -> None:
         if not len(self._promises):

@@ -111,7 +111,7 @@ class Promises:
         self.bound = bound
 
     def given(self, entries: Iterable[Entry], now: float) -> list[tuple[Entry, Promise]]:
-        """Note that these sequences were given tokens at `now`. Returns those whose answers are longer than expected."""
+        """Note that these sequences were given tokens at `now`. Returns those with longer answers than expected."""
         opened = self._open
         promised = [(entry, opened[entry]) for entry in entries if entry in opened] if opened else []
         for _, promise in promised:
@@ -175,5 +175,5 @@ def lacking(entry: Entry, pool: AnyMemory) -> int:
     if cache.capacity:
         return sum(stop - start for start, stop in cache.missing(sequence.length))
     found = cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
-    here = found.positions(pool.block_size) - len(found.host) * pool.block_size
+    here: int = found.positions(pool.block_size) - len(found.host) * pool.block_size
     return sequence.length - max(0, here)

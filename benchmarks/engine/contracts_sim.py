@@ -3,14 +3,14 @@
 Run: python -m benchmarks.engine.contracts_sim azure mooncake agents --traces DIR
      python -m benchmarks.engine.contracts_sim azure --traces DIR --loads 3 --systems contracts exact --json FILE
 
-Half of the requests of a trace are interactive and are promised a first token and a pace; the others are promised an end.
-The times are multiples of what the request takes on an idle device. Agents ask for the contracts of their preset. A
-client allows up to `--allowed` times the tokens that its answer has, so that an engine does not know the length ahead.
+Half of the requests of a trace are interactive and are promised a first token and a pace; the others are promised an
+end. Prompts that take longer on an idle device are promised more. Agents ask for the contracts of their preset. Every
+client allows answers of up to `--allowed` tokens, so an engine does not know the length ahead.
 
 - contracts: the engine accepts or refuses each contract, with lengths that it learns.
 - exact: the same engine, told the exact lengths. It is an oracle of lengths.
 - fcfs, priority, deadline, edf: the engine is not told of contracts. Interactive requests have class 0, all others 1.
-  In `deadline`, interactive requests have the deadline of their first token; in `edf`, all others have their end as one.
+  In `deadline`, interactive requests have their first token as deadline. In `edf`, all others have their end as one.
 - bound: no scheduler keeps more, even with hindsight (`holdfast.lab.bounds`). It is for traces of single requests.
 
 The capacity is the highest rate at which `contracts` refuses at most 1% and keeps 99% of what it accepts.
@@ -42,8 +42,10 @@ from holdfast.lm.config import EngineConfig
 
 SYSTEMS = ("contracts", "exact", "fcfs", "priority", "deadline", "edf")
 FILES = {"azure": "azure_llm_2023_conv.csv", "mooncake": "mooncake_synthetic.jsonl"}
-TERMS = {"ttft": (0.5, 4.0), "tbt": (0.05, 4.0), "complete": (4.0, 4.0)}
-"""Seconds of a term, and how many times the time on an idle device it allows on top."""
+TERMS = {"ttft": 0.5, "tbt": 0.05, "complete": 20.0}
+"""Seconds of each term."""
+PROMPTS = 4.0
+"""Multiple of a prompt's time on an idle device that `ttft` and `complete` allow on top."""
 FIGURES = (
     "contracts_refused_share",
     "contracts", "contracts_kept", "contracts_refused", "contracts_broken", "contracts_broken_ttft",
@@ -64,7 +66,7 @@ def main() -> None:
         "--loads", type=float, nargs="+", default=[0.8, 1.5, 2.0, 3.0], help="multiples of the capacity"
     )
     parser.add_argument("--capacity", type=float, help="conversations a second; default: searched for")
-    parser.add_argument("--allowed", type=float, default=4.0, help="longest answer, divided by the answer")
+    parser.add_argument("--allowed", type=int, default=1024, help="longest answer that a client allows")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -158,21 +160,16 @@ def prepared(workload: Workload, profile: CostProfile, args: argparse.Namespace)
     """The conversations with contracts, classes and longest answers."""
     choose, cost = random.Random(args.seed), profile.cost
 
-    def promised(name: str, idle: float) -> float:
-        fixed, times = TERMS[name]
-        return fixed + times * idle
-
     def contract(turn: Turn, history: int) -> Contract:
         if turn.contract:
             return turn.contract
-        end = history + turn.prompt
-        first, step = cost.step([(turn.prompt, end)]), cost.step([(1, end + turn.output)])
+        prompt = PROMPTS * cost.step([(turn.prompt, history + turn.prompt)])
         if choose.random() < 0.5:
-            return Contract(ttft=promised("ttft", first), tbt=promised("tbt", step))
-        return Contract(complete=promised("complete", first + step * turn.output))
+            return Contract(ttft=TERMS["ttft"] + prompt, tbt=TERMS["tbt"])
+        return Contract(complete=TERMS["complete"] + prompt)
 
     def classed(turn: Turn, history: int) -> Turn:
-        return replace(turn, priority=0 if turn.contract.ttft else 1, limit=round(args.allowed * turn.output))
+        return replace(turn, priority=0 if turn.contract.ttft else 1, limit=args.allowed)
 
     fitting = workloads.fit_context(workloads.promise(workload, contract), args.max_len)
     limited = [conversation.changed(classed) for conversation in fitting]

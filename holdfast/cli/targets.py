@@ -17,6 +17,7 @@ from rich.console import Console
 
 from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.cli.talkers import server_client
+from holdfast.core.contract import ContractRefused
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import QueueFull
@@ -156,13 +157,15 @@ async def ask_engine(client: EngineClient, prompt: tuple[int, ...], output: int,
     """Send a request to an engine process, as `lab.load_client.ask_server` does to a server."""
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     try:
-        async for delta in client.stream(prompt, params):
+        async for delta in client.stream(prompt, params, contract=record.contract):
             if delta.tokens:
                 record.token_times.append(time.monotonic())
             if delta.usage is not None and delta.timings is not None:
                 record.output_tokens = delta.usage.completion_tokens
                 record.cached_tokens = delta.usage.cached_tokens
                 record.scheduled = delta.timings.scheduled
+    except ContractRefused as refused:
+        record.refused = str(refused)
     except (RequestRefused, QueueFull) as error:
         record.error = str(error)
 

@@ -25,6 +25,11 @@ def keeps_contracts(figures: Mapping[str, float]) -> bool:
     return figures["contracts_kept_share"] >= KEPT and figures["contracts_refused_share"] <= REFUSED
 
 
+def asks_contracts(workload: Workload) -> bool:
+    """Whether any request of a workload asks for a contract."""
+    return any(turn.contract for conversation in workload for turn in conversation.requests())
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedRun:
     """A run at a multiple of the rate at which contracts are kept."""
@@ -51,8 +56,7 @@ def evaluate_contracts(question: CapacityQuestion, evaluation: Evaluation) -> Co
 
     Deterministic. Raises ValueError for a workload without contracts.
     """
-    asked = any(turn.contract for conversation in question.workload for turn in conversation.requests())
-    if not asked:
+    if not asks_contracts(question.workload):
         raise ValueError("the workload asks for no contracts; give --contract, such as ttft=500,tbt=50")
     deployment = question.deployment(evaluation.candidate)
     profile, engine = deployment.profile, replace(question.engine, **evaluation.candidate.options())

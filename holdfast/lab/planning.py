@@ -264,8 +264,8 @@ class CapacityQuestion:
     ) -> dict[str, Any]:
         """The figures of a run at `rate`, long enough to show whether the rate is sustained.
 
-        `holds` says from a run's figures whether it is; by default, `sustained` within the question's limits. A run that
-        seems to sustain its rate is repeated with more arrivals until they last for LIFETIMES of its
+        `holds` says from a run's figures whether it is; by default, `sustained` within the question's limits. A run
+        that seems to sustain its rate is repeated with more arrivals until they last for LIFETIMES of its
         conversations, or MOST_EXTENSION times as long as asked for. Raises ValueError as `run` does.
         """
         holds = holds or partial(sustained, tbt_ms=self.tbt_ms, ttft_ms=self.ttft_ms)

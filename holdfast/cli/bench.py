@@ -35,7 +35,8 @@ SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
     "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
     "swap_in", "swap_in_groups",
-    "memory_fraction", "quantization", "kv_cache_dtype", "tp", "pp",
+    "memory_fraction", "quantization", "kv_cache_dtype", "tp", "pp", "order", "ttft_target", "contracts",
+    "contract_confidence",
 )  # fmt: skip
 """Engine options that affect a simulation."""
 SHORT_SECONDS = 20.0

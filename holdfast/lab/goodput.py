@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.lab import workloads
-from holdfast.lab.metrics import Record
+from holdfast.lab.metrics import NoSuccess, Record
 from holdfast.lab.planning import FIRST_STEP, CapacityQuestion, Evaluation, search_rate
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.workloads import Workload
@@ -66,10 +66,18 @@ def evaluate_contracts(question: CapacityQuestion, evaluation: Evaluation) -> Co
         return simulate(engine, profile, arriving, pipeline=deployment.pipeline).records
 
     def good(rate: float) -> bool:
-        return keeps_contracts(question.run_at(base, rate, run, keeps_contracts))
+        try:
+            return keeps_contracts(question.run_at(base, rate, run, keeps_contracts))
+        except NoSuccess:  # all were refused
+            return False
 
     rate = search_rate(good, start=evaluation.capacity or 1.0, step=FIRST_STEP)
-    runs = [LoadedRun(multiple, multiple * rate, {}) for multiple in MULTIPLES if rate]
+    loads = [(multiple, multiple * rate) for multiple in MULTIPLES if rate]
     return ContractEvaluation(
-        rate, tuple(replace(each, figures=question.run_at(base, each.rate, run, keeps_contracts)) for each in runs)
+        rate, tuple(LoadedRun(*load, question.run_at(base, load[1], run, once)) for load in loads)
     )
+
+
+def once(figures: Mapping[str, float]) -> bool:
+    """Whether a run of these figures should be repeated for longer: never."""
+    return False

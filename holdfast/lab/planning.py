@@ -312,7 +312,7 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
         if not replicas:
             raise ValueError(f"takes {candidate.devices} devices of {question.devices}")
         deployment = question.deployment(candidate)
-        profile, engine = deployment.profile, replace(question.engine, **candidate.options())
+        profile, engine = deployment.profile, without_contracts(question.engine, candidate)
         longest = context_length(engine, profile)
         base = workloads.fit_context(question.workload, longest, question.longer)
         if not base:
@@ -339,6 +339,11 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
     output_rate = capacity * figures["total_output_tokens"] / figures["num_conversations"]
     cost = None if question.price is None else question.price * candidate.devices / 3600 / output_rate * 1e6
     return Evaluation(candidate, capacity, figures, output_rate, replicas, cost)
+
+
+def without_contracts(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
+    """The engine of a candidate that refuses no request. One that refuses has no rate at which its queue grows."""
+    return replace(engine, **candidate.options(), contracts="off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +380,7 @@ def evaluate_fleet(
     if replicas > MAX_ROUTED:
         raise ValueError(f"{replicas} replicas are to be simulated together; there may be at most {MAX_ROUTED}")
     deployment = question.deployment(candidate)
-    profile, engine = deployment.profile, replace(question.engine, **candidate.options())
+    profile, engine = deployment.profile, without_contracts(question.engine, candidate)
     base = workloads.fit_context(question.workload, context_length(engine, profile), question.longer)
     rules = RoutingRules(block_size=engine.block_size, step_tokens=engine.fixed_token_budget or profile.token_budget)
     # Each engine on a CPU takes as many cores as its profile had threads.

@@ -72,6 +72,38 @@ def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):
     assert slow["request_goodput"] <= slow["request_throughput"]
 
 
+def test_contracts_are_asked_for_and_what_became_of_them_is_shown_and_written(profile, tmp_path, capsys):
+    out, plots = tmp_path / "figures.json", tmp_path / "plots"
+    given = ("--requests", "120", "--rates", "400,5", "--contract", "ttft=100ms,tbt=30", "--json", str(out))
+    assert bench("--simulate", profile, *given, "--report", str(tmp_path / "r.html"), "--plots", str(plots)) == 0
+    slow, fast = json.loads(out.read_text())["runs"]
+    assert (slow["contracts"], slow["contracts_kept"]) == (120, 120)
+    assert fast["contracts_refused"] > 20 and fast["contracts_kept"] + fast["contracts_refused"] == 120
+    assert fast["failed"] == 0 and fast["completed"] == fast["contracts_kept"]
+    shown = capsys.readouterr().out
+    assert "contracts: refused, kept, or broken by term" in shown and "requests failed" not in shown
+    assert (plots / "contracts.png").exists()
+    assert "Contracts kept" in (tmp_path / "r.html").read_text()
+
+
+def test_contracts_are_measured_where_the_engine_is_not_told_of_them(profile, tmp_path):
+    out = tmp_path / "figures.json"
+    given = ("--requests", "120", "--rates", "400", "--contract", "ttft=100", "--contracts", "off", "--json", str(out))
+    assert bench("--simulate", profile, *given, "--plots", str(tmp_path / "plots")) == 0
+    figures = json.loads(out.read_text())
+    assert figures["contracts_refused"] == 0 < figures["contracts_broken_ttft"]
+
+
+def test_agents_with_forks_are_simulated_within_their_context(profile, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    given = ("--workload", "agents-short", "--requests", "5", "--rates", "1", "--seed", "3", "--json", str(out))
+    longest = ("--cache-tokens", "40000", "--max-model-len", "9000")
+    assert bench("--simulate", profile, *given, *longest) == 0
+    figures = json.loads(out.read_text())
+    assert figures["contracts"] == figures["num_prompts"] > 20
+    assert "longer than the context" in capsys.readouterr().out
+
+
 def test_capacity_is_the_highest_rate_within_the_limits(profile, tmp_path, capsys):
     out = tmp_path / "figures.json"
     given = ("--requests", "60", "--output-tokens", "20", "--capacity", "12", "--max-sequences", "16")

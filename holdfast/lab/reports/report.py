@@ -248,8 +248,8 @@ def plan_report(
 def _loads(contracts: ContractEvaluation) -> Section:
     return Section(
         title="Contracts by load",
-        caption="Contracts of one replica at shares of the rate up to which they are kept. A refused request is told so "
-        "when it arrives. Goodput is the number of requests a second whose contract is kept.",
+        caption="Contracts of one replica at multiples of the rate up to which they are kept. A client is told of a "
+        "refusal when it asks. Goodput is the number of requests a second whose contract is kept.",
         draws={"loads": partial(plots.loads, contracts.runs)},
         head=LOAD_HEAD,
         rows=load_rows(contracts),

@@ -100,11 +100,11 @@ class ContractPart(Part):
         self._now = now
 
     def planned(self, plan: StepPlan) -> None:
-        self._progress.planned(plan, self._now)
+        self._progress.planned(plan, self._now, closely=len(self._promises) > 0)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         self._now = now
-        self._progress.ended(plan, result, now, closely=len(self._promises) > 0)
+        self._progress.ended(plan, result, now)
         return ()
 
     def stats(self) -> Mapping[str, float]:

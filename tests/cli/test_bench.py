@@ -88,10 +88,11 @@ def test_contracts_are_asked_for_and_what_became_of_them_is_shown_and_written(pr
 
 def test_contracts_are_measured_where_the_engine_is_not_told_of_them(profile, tmp_path):
     out = tmp_path / "figures.json"
-    given = ("--requests", "120", "--rates", "400", "--contract", "ttft=100", "--contracts", "off", "--json", str(out))
-    assert bench("--simulate", profile, *given, "--plots", str(tmp_path / "plots")) == 0
-    figures = json.loads(out.read_text())
-    assert figures["contracts_refused"] == 0 < figures["contracts_broken_ttft"]
+    given = ("--requests", "120", "--rates", "400", "--contract", "ttft=100", "--json", str(out))
+    for untold in (("--contracts", "off"), ("--no-tell-contracts",), ("--scheduler", "orca")):
+        assert bench("--simulate", profile, *given, *untold, "--plots", str(tmp_path / "plots")) == 0
+        figures = json.loads(out.read_text())
+        assert figures["contracts_refused"] == 0 < figures["contracts_broken_ttft"]
 
 
 def test_agents_with_forks_are_simulated_within_their_context(profile, tmp_path, capsys):
@@ -389,6 +390,11 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--think", "0"), "think is 0.0"),
         (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "all 100 conversations are longer than the context of"),
         (("--simulate", "PROFILE", "--host-us", "inf"), "host_us is inf; it must be at least 0 and finite"),
+        (("--simulate", "PROFILE", "--contract", "tbt=0"), "tbt_ms is 0; it must lie above 0"),
+        (("--simulate", "PROFILE", "--contract", "ttft=nan"), "ttft_ms is nan"),
+        (("--simulate", "PROFILE", "--contract", "ttft"), "contract has ttft=; it must be a number of milliseconds"),
+        (("--simulate", "PROFILE", "--contract", "ttft=1,ttft=2"), "contract holds 'ttft=2'; each part must be one of"),
+        (("--simulate", "PROFILE", "--contract", "end=5"), "contract holds 'end=5'; each part must be one of ttft"),
         (("--simulate", "PROFILE", "--variation", "1e-200"), "variation is 1e-200; it must lie between 0.01 and 100"),
         (("--simulate", "PROFILE", "--workload", "nowhere.csv"), "nowhere.csv cannot be read: No such file"),
         (("--simulate", "PROFILE", "--json", "/"), "/ cannot be written: it is a directory"),

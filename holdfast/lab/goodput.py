@@ -73,9 +73,8 @@ def evaluate_contracts(question: CapacityQuestion, evaluation: Evaluation) -> Co
 
     rate = search_rate(good, start=evaluation.capacity or 1.0, step=FIRST_STEP)
     loads = [(multiple, multiple * rate) for multiple in MULTIPLES if rate]
-    return ContractEvaluation(
-        rate, tuple(LoadedRun(*load, question.run_at(base, load[1], run, once)) for load in loads)
-    )
+    runs = [LoadedRun(multiple, at, question.run_at(base, at, run, once)) for multiple, at in loads]
+    return ContractEvaluation(rate, tuple(runs))
 
 
 def once(figures: Mapping[str, float]) -> bool:

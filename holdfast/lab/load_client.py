@@ -16,8 +16,9 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.workloads import Conversation, History, PromptTokens, Turn, Workload
 
 Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
-"""Function that sends a prompt, asks for the record's contract, times the answer of this many tokens, and writes it, its
-failure or its refusal into the record."""
+"""Function that sends a prompt, asks for the record's contract, and times the answer of this many tokens.
+
+It writes the answer, its failure or its refusal into the record."""
 REFUSED = "contract_refused"
 """Code of the error with which a server refuses a contract."""
 

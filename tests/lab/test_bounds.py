@@ -65,6 +65,11 @@ def test_the_bound_drops_the_longest_jobs_of_each_interval():
     assert most_on_time([]) == 0
 
 
+def test_an_interval_has_room_for_the_jobs_of_both_of_its_halves_together():
+    jobs = [Job(0.0, 1.0, 0.9), Job(1.0, 2.0, 0.9), Job(0.0, 2.0, 0.9)]
+    assert most_on_time([*jobs, Job(7.0, 8.0, 0.1)]) == best(jobs) + 1 == 3
+
+
 def test_nothing_is_dropped_from_a_device_with_room():
     assert most_on_time([Job(at, at + 1.0, 0.5) for at in range(200)]) == 200
 
@@ -79,6 +84,7 @@ def test_no_run_is_faster_than_the_least_times():
 
 def test_a_longer_prompt_and_a_longer_context_take_longer():
     times = LeastTimes(COST)
+    assert times.prompt(0, 64) == pytest.approx(64 * 0.020 / 1024), "the first tokens have no context"
     assert times.prompt(512, 1024) > times.prompt(0, 512) > 512 * 0.00001
     assert times.prompt(0, 1024) > times.prompt(0, 512)
     assert times.answer(1000, 10) > times.answer(100, 10)

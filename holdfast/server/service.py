@@ -30,7 +30,8 @@ from holdfast.engine.client.client import Delta, EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
-from holdfast.server.contracts import DefaultContracts, contract_of, contract_refused
+from holdfast.server.contracts import contract_of, contract_refused
+from holdfast.server.default_contracts import DefaultContracts
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -42,6 +42,7 @@ class Prices:
         self.tile, self.ceiling = tile, ceiling
         self._predictor = predictor
         self._chunks: dict[tuple[int, int], float] = {}
+        self._linear: dict[tuple[int, int], float] = {}
         self._lines: dict[int, tuple[float, float]] = {}
 
     def decodes(self, contexts: list[int]) -> float:
@@ -67,10 +68,19 @@ class Prices:
 
     def linear(self, rows: int, tokens: int) -> float:
         """Seconds of everything but attention in a step of `rows` decodes and `tokens` tokens of prompts."""
+        key = rows, -(-(rows + tokens) // self.tile) if tokens else 0
+        seconds = self._linear.get(key)
+        if seconds is None:
+            if len(self._linear) >= MOST_PRICES:
+                self._linear.clear()
+            seconds = self._linear[key] = self._whole_tiles(*key)
+        return seconds
+
+    def _whole_tiles(self, rows: int, tiles: int) -> float:
+        """Seconds of everything but attention in a step of this many tiles; of decodes alone for none."""
         predictor = self._predictor
         alone = max(predictor.mixed(rows, 0), predictor.drafted(rows, [])) if rows else 0.0
-        whole = -(-(rows + tokens) // self.tile) * self.tile
-        return max(alone, predictor.mixed(rows, whole - rows)) if tokens else alone
+        return max(alone, predictor.mixed(rows, tiles * self.tile - rows)) if tiles else alone
 
     def chunk(self, start: int, stop: int) -> float:
         """Seconds of the attention of the chunk [start, stop) of a prompt."""
@@ -122,16 +132,24 @@ class Room:
             seconds = prices.linear(rows, held + tokens) + attention + prices.chunk(start, start + tokens)
             return seconds <= limit
 
-        low = most
-        if not fits(most):
-            low, high = 0, most - 1
-            while low < high:
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        low = most if fits(most) else self._most_tiles(fits, most)
+        if low < most:  # prices rise only where a tile of the step or of the chunk, or a grain of contexts, is full
+            tile = prices.tile
+            ends = (low - low % tile + tile, low + CONTEXT_GRAIN - (start + low) % CONTEXT_GRAIN)
+            low = max((tokens for tokens in ends if tokens <= most and fits(tokens)), default=low)
         if low:
             self.tokens = held + low
             self._attention = attention + prices.chunk(start, start + low)
         return low
+
+    def _most_tiles(self, fits: Callable[[int], bool], most: int) -> int:
+        """The most tokens below `most` with which the step is of whole tiles and fits; 0 if none do."""
+        tile, filled = self._prices.tile, self._rows + self.tokens
+        low, high = filled // tile, (filled + most - 1) // tile
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle * tile - filled) else (low, middle - 1)
+        return max(0, low * tile - filled)
 
 
 class Decodes:

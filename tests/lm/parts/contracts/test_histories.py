@@ -18,7 +18,7 @@ from tests.lm.parts.contracts.world import EXACT, World
 
 STEP = EXACT.step([(1, 500)])
 """Seconds of a step with one decode."""
-HISTORIES = 150
+HISTORIES = 60
 """Histories of 60 requests in a run of the tests; 3,000 were run once."""
 
 

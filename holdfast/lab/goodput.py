@@ -57,7 +57,7 @@ def evaluate_contracts(question: CapacityQuestion, evaluation: Evaluation) -> Co
     Deterministic. Raises ValueError for a workload without contracts.
     """
     if not asks_contracts(question.workload):
-        raise ValueError("the workload asks for no contracts; give --contract, such as ttft=500,tbt=50")
+        raise ValueError("the workload asks for no contracts; give --contract, such as ttft=500ms,tbt=50ms")
     deployment = question.deployment(evaluation.candidate)
     profile, engine = deployment.profile, replace(question.engine, **evaluation.candidate.options())
     base = workloads.fit_context(question.workload, context_length(engine, profile), question.longer)

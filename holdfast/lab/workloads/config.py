@@ -8,6 +8,7 @@ from typing import Literal
 
 from holdfast.core.config import option
 from holdfast.core.contract import NO_CONTRACT, TERMS, Contract
+from holdfast.core.units import seconds_of
 from holdfast.lab.workloads.agents import SESSIONS, sessions
 from holdfast.lab.workloads.azure import azure_csv
 from holdfast.lab.workloads.chats import chats_json
@@ -45,8 +46,8 @@ class WorkloadConfig:
     )
     contract: str | None = option(
         None,
-        "contract that each request asks for, in milliseconds: ttft=500,tbt=50,complete=20000, or some of them; or "
-        "none; default: the workload's own",
+        "contract that each request asks for: ttft=500ms,tbt=50ms,complete=20s, or some of them; or none; default: "
+        "the workload's own",
     )
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class WorkloadConfig:
 
 
 def parse_contract(text: str) -> Contract:
-    """Read a contract from `ttft=500,tbt=50,complete=20000`, in milliseconds, or `none`.
+    """Read a contract from `ttft=500,tbt=50ms,complete=20s`, or `none`. A bare number is in milliseconds.
 
     Raises ValueError, naming the part that is wrong.
     """
@@ -119,10 +120,10 @@ def parse_contract(text: str) -> Contract:
         if name not in TERMS or name in terms:
             raise ValueError(
                 f"contract holds {part.strip()!r}; each part must be one of {', '.join(TERMS)}, once, "
-                "followed by = and milliseconds"
+                "followed by = and a time"
             )
         try:
-            terms[name] = float(value.removesuffix("ms")) / 1e3
-        except ValueError:
-            raise ValueError(f"contract has {name}={value}; it must be a number of milliseconds") from None
+            terms[name] = seconds_of(value)
+        except ValueError as error:
+            raise ValueError(f"contract has {name}={value}: {error}") from None
     return Contract(**terms)

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
+from holdfast.lab.goodput import LoadedRun
 from holdfast.lab.reports.run_data import Distribution, Run
 
 MAX_CURVES = 5
@@ -124,6 +125,47 @@ def metrics_by_rate(
         label_logarithmic(axes)
         heading(axes, palette, title, f"{unit}, over requests a second")
     return figure
+
+
+CONTRACT_OUTCOMES = (
+    ("contracts_kept", "kept"),
+    ("contracts_refused", "refused"),
+    ("contracts_broken_ttft", "ttft broken"),
+    ("contracts_broken_tbt", "tbt broken"),
+    ("contracts_broken_complete", "complete broken"),
+    ("contracts_broken_failed", "failed"),
+)
+"""Figures of what became of contracts, and their names in plots."""
+
+
+def contracts(run: Run, palette: Palette) -> Figure:
+    """A bar for each outcome of the contracts of one run."""
+    rows = [(name, float(run.figures[key])) for key, name in CONTRACT_OUTCOMES]
+    return bars("Contracts", "requests", rows, 0, palette)
+
+
+def contracts_by_rate(runs: Sequence[Run], palette: Palette) -> Figure:
+    """Shares of the contracts that were kept, refused and broken, and kept requests per second, over the rate."""
+    return _contracts([run.figures["request_rate"] for run in runs], [run.figures for run in runs], palette)
+
+
+def loads(runs: Sequence[LoadedRun], palette: Palette) -> Figure:
+    """The same as `contracts_by_rate`, for the loads of a capacity plan."""
+    return _contracts([run.rate for run in runs], [run.figures for run in runs], palette)
+
+
+def _contracts(rates: Sequence[float], figures: Sequence[Mapping[str, Any]], palette: Palette) -> Figure:
+    def line(name: str, *, accent: bool = False) -> Line:
+        shares = [100 * each[f"contracts_{name}"] / each["contracts"] for each in figures]
+        return Line(name, rates, shares, accent)
+
+    kept = Line("kept", rates, [each["contract_goodput"] for each in figures], accent=True)
+    shares = [line("kept", accent=True), line("refused"), line("broken")]
+    shown = [
+        Panel("Contracts", "% of those asked for, by rate", shares),
+        Panel("Goodput", "kept requests a second, by rate", [kept]),
+    ]
+    return panels(shown, 2, palette)
 
 
 def timeline(run: Run, palette: Palette) -> Figure:

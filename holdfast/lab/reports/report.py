@@ -11,11 +11,20 @@ import jinja2
 
 from holdfast.core.version import __version__
 from holdfast.files.regular import read_text
+from holdfast.lab.goodput import KEPT, ContractEvaluation
 from holdfast.lab.planning import Evaluation, best_of
 from holdfast.lab.reports import plots
 from holdfast.lab.reports.plots import Draw, readable
 from holdfast.lab.reports.run_data import Run
-from holdfast.lab.reports.tables import CANDIDATE_HEAD, LATENCY_TITLES, candidate_row
+from holdfast.lab.reports.tables import (
+    CANDIDATE_HEAD,
+    CONTRACT_TITLES,
+    LATENCY_TITLES,
+    LOAD_HEAD,
+    candidate_row,
+    contract_rows,
+    load_rows,
+)
 
 TEMPLATE = Path(__file__).with_name("report.html")
 
@@ -119,6 +128,8 @@ def bench_report(
             draws={"timeline": partial(plots.timeline, main)},
         ),
     ]
+    if "contracts" in main.figures:
+        sections.insert(0, _contracts(runs, runs.index(main)))
     if len(runs) > 1:
         sections.insert(0, _by_rate(runs, limits, capacity, runs.index(main)))
     if main.stalls:
@@ -147,6 +158,11 @@ def _run_tiles(main: Run, limits: Mapping[str, float], capacity: float | None) -
     if figures.get("request_goodput") is not None:
         share = figures["request_goodput"] / figures["request_throughput"]
         tiles.append(Tile("Goodput", f"{figures['request_goodput']:.3g}", "requests/s", f"{share:.0%} meet the SLO"))
+    if "contracts" in figures:
+        kept = figures["contracts_kept_share"]
+        refused = f"{figures['contracts_refused_share']:.0%} refused"
+        note = f"{kept:.1%} of the accepted, {refused}"
+        tiles.append(Tile("Contracts kept", f"{figures['contract_goodput']:.3g}", "/s", note, missed=kept < KEPT))
     for name, label in (("ttft", "TTFT"), ("itl", "TBT")):
         median, tail = figures[f"median_{name}_ms"], figures[f"p99_{name}_ms"]
         limit = limits.get(f"p99_{name}_ms")
@@ -169,6 +185,20 @@ def _by_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float |
     )
 
 
+def _contracts(runs: Sequence[Run], best: int) -> Section:
+    shown = {key: title for key, title in CONTRACT_TITLES.items() if key in runs[best].figures}
+    draw = partial(plots.contracts_by_rate, runs) if len(runs) > 1 else partial(plots.contracts, runs[0])
+    return Section(
+        title="Contracts",
+        caption="Requests that asked for a contract: refused on arrival, kept, or broken, by the first term that "
+        "was broken. Goodput is what was kept, per second.",
+        draws={"contracts": draw},
+        head=tuple(shown.values()),
+        rows=contract_rows([run.figures for run in runs], tuple(shown)),
+        best=best,
+    )
+
+
 def _stalls(main: Run, which: str) -> Section:
     return Section(
         title="Worst stalls",
@@ -181,7 +211,12 @@ def _stalls(main: Run, which: str) -> Section:
     )
 
 
-def plan_report(evaluations: Sequence[Evaluation], question: str, advice: Sequence[str]) -> Report:
+def plan_report(
+    evaluations: Sequence[Evaluation],
+    question: str,
+    advice: Sequence[str],
+    contracts: ContractEvaluation | None = None,
+) -> Report:
     """The report of a capacity plan. The last line of `advice` may be a command."""
     best = best_of(evaluations)
     at = evaluations.index(best) if best is not None else None
@@ -203,9 +238,22 @@ def plan_report(evaluations: Sequence[Evaluation], question: str, advice: Sequen
         Section(title="By candidate", caption="The highest rate within the limits.", draws=draws),
         Section(title="Table", head=CANDIDATE_HEAD, rows=[candidate_row(each) for each in evaluations], best=at),
     ]
+    if contracts is not None and contracts.runs:
+        sections.insert(2, _loads(contracts))
     if refused:
         sections.append(Section(title="Candidates without capacity", head=("candidate", "reason"), rows=refused))
     return Report(title="Capacity plan", lead=question + ".", tiles=_plan_tiles(best), sections=sections)
+
+
+def _loads(contracts: ContractEvaluation) -> Section:
+    return Section(
+        title="Contracts by load",
+        caption="Contracts of one replica at multiples of the rate up to which they are kept. A client is told of a "
+        "refusal when it asks. Goodput is the number of requests a second whose contract is kept.",
+        draws={"loads": partial(plots.loads, contracts.runs)},
+        head=LOAD_HEAD,
+        rows=load_rows(contracts),
+    )
 
 
 def _plan_tiles(best: Evaluation | None) -> list[Tile]:

@@ -9,6 +9,8 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.core.pause import NO_PAUSE, Pause
+
 MAX_SEED = 2**63 - 1
 """Largest seed: a signed 64-bit number."""
 MAX_LOGPROBS = 20
@@ -218,6 +220,8 @@ class Request:
     They count for `max_tokens`, `min_tokens`, penalties and the grammar, and are not returned again."""
     batch: UserBatch = ALONE
     """The batch that the request is sent in."""
+    pause: Pause = NO_PAUSE
+    """What the client says of the time between the end of this request and the one that continues it."""
 
     @property
     def answer_start(self) -> int:

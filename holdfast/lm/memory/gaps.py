@@ -29,8 +29,8 @@ EDGES = (
 BINS = len(EDGES)
 WIDTHS = (*(end - start for start, end in pairwise(EDGES)), EDGES[-1])
 """Width of each bin in seconds. The last one counts as wide as all before it."""
-PRIOR_WEIGHT = 2.0
-"""A kind's chance of a return within a bin is its own observations, and this many of its parent kind."""
+PRIOR_WEIGHT = 0.5
+"""A kind's chance of a return within a bin is that of its own observations, and of this many of its parent kind."""
 PRIOR_POWER = 0.5
 """Before anything is learned, half of all gaps that have lasted t end before 4 t: the rate of return is 0.5 / t."""
 MOST_CERTAIN = 1.0 - 1e-9
@@ -112,15 +112,16 @@ class Rates:
         return total / self.survival(idle)
 
     def density(self, gap: float) -> float:
-        """Probability density of a gap of this length, per second."""
-        return self._rates[bin_of(gap)] * self.survival(gap)
+        """Probability density of a gap of this length, per second: the mean over its bin."""
+        at = bin_of(gap)
+        return self._survival[at] * self.chances[at] / WIDTHS[at]
 
     def quantile(self, share: float) -> float:
         """The end of the bin within which this share of the gaps of at most LONGEST have ended."""
         last = self._survival[-1]
         for at in range(1, BINS):
             if 1.0 - self._survival[at] >= share * (1.0 - last):
-                return EDGES[at]
+                return min(EDGES[at], LONGEST)
         return LONGEST
 
 

@@ -263,10 +263,9 @@ class GapHistogram:
             self._changed = 0.0
         return self._rates
 
-    @property
-    def worths(self) -> Sequence[float]:
-        """The worth of holding a state, by bin of its age (`Rates.worth`)."""
-        return self.rates.worth
+    def worth(self, at: int) -> float:
+        """The worth of holding a state whose age is in bin `at` (`Rates.worth`)."""
+        return self.rates.worth[at]
 
     def _compute(self) -> Rates:
         """The chance of each bin: those that ended in it, of those that reached it; half of the open ones count."""

@@ -97,7 +97,7 @@ class Bucket:
     @property
     def level(self) -> float:
         """Value of a unit of weight."""
-        return self._worths.worths[self._at]
+        return self._worths.worth(self._at)
 
     def push(self, entry: Entry) -> None:
         """Add the entry of a group, or a newer one in place of the one it has. O(log n) amortised."""

@@ -40,9 +40,8 @@ NOTHING_SAID = Departure()
 class Worths(Protocol):
     """The worth of holding idle state by its age, per unit of its cost and of time. Hashable."""
 
-    @property
-    def worths(self) -> Sequence[float]:
-        """The worth by bin of the age, as far as known now."""
+    def worth(self, at: int) -> float:
+        """The worth at an age in bin `at`, as far as known now."""
         ...
 
 
@@ -55,14 +54,18 @@ class Forecast(NamedTuple):
 
     def worth(self, age: float) -> float:
         """Worth per unit of cost and second, of state that has been idle for `age` seconds."""
-        return self.source.worths[bin_of(age / self.scale)] / self.scale
+        return self.source.worth(bin_of(age / self.scale)) / self.scale
 
 
-@dataclass(frozen=True)
 class Constant:
     """Worths that never change."""
 
-    worths: Sequence[float]
+    def __init__(self, worths: Sequence[float]) -> None:
+        self._worths = worths
+
+    def worth(self, at: int) -> float:
+        """The worth at an age in bin `at`."""
+        return self._worths[at]
 
 
 NOTHING = Forecast(Constant((0.0,) * BINS))
@@ -78,11 +81,10 @@ class KeptAwhile:
 
     gaps: GapHistogram
 
-    @property
-    def worths(self) -> Sequence[float]:
-        """The worth by bin of the age."""
-        kept = self.gaps.rates.quantile(TTL_SHARE)
-        return [worth + KEPT * (edge < kept) for edge, worth in zip(EDGES, BY_AGE.worths, strict=True)]
+    def worth(self, at: int) -> float:
+        """The worth at an age in bin `at`."""
+        is_kept = EDGES[at] < self.gaps.rates.quantile(TTL_SHARE)
+        return BY_AGE.worth(at) + KEPT * is_kept
 
 
 class Turn:

@@ -320,10 +320,9 @@ def play(turns: Sequence[Turn], policy: str, blocks: int) -> Outcome:
 
 def _finish(pool: BlockPool, now: float, number: int, turn: Turn, blocks: list[int], start) -> None:  # noqa: ANN001
     """The sequence ends, as `SequenceCache.end` has it."""
-    common = min(start.common, len(blocks))
-    start = replace(start, common=common)
-    pool.rule.turns.left(turn.digests, Departure(f"{number}", turn.tenant, turn.pause), start, pool.uses + 1, now)
-    for part in (blocks[common:], blocks[:common]) if common else (blocks,):
+    departure = Departure(f"{number}", turn.tenant, turn.pause)
+    shared = pool.rule.turns.left(turn.digests, departure, start, pool.uses + 1, now)
+    for part in (blocks[shared:], blocks[:shared]) if shared else (blocks,):
         pool.free(reversed(part) if pool.rule.eviction.trailing_first else part, now)
 
 

@@ -116,10 +116,10 @@ class Turns(Protocol):
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
         ...
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
-        """A sequence with these full blocks has ended.
+    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> int:
+        """A sequence with these full blocks has ended. Returns how many of them, the first, are not its alone.
 
-        Call `call` is about to free its own blocks, and the call after it those in common, if there are any.
+        The call of number `call` is about to free its own blocks, and the call after it the others, if there are any.
         """
         ...
 
@@ -143,8 +143,9 @@ class Untracked:
         """NEW: nothing is known of the sequence before."""
         return NEW
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
-        """Do nothing: the last use of the blocks is all."""
+    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> int:
+        """Do nothing: the last use of the blocks is all, and they are freed together."""
+        return 0
 
     def note(self, request: str, pause: Pause, now: float) -> bool:
         """False: nobody remembers requests."""

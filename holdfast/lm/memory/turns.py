@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -87,12 +87,44 @@ class KeptAwhile:
         return BY_AGE.worth(at) + KEPT * is_kept
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a sequence began with. Numbers of blocks count from the beginning of the sequence."""
+
+    hits: int = 0
+    """Number of sequences before it in its conversation."""
+    common: int = 0
+    """Number of blocks that were cached when the conversation began: others have them, too."""
+    fork: int = 0
+    """Number of blocks before the latest point at which branches began."""
+    digest: bytes = b""
+    """Digest of the last block of the turn that the sequence continues. Empty: it continues none."""
+    length: int = 0
+    """Number of blocks of that turn."""
+    kind: str = ""
+    """Kind of the pause after that turn."""
+
+    def shared(self, pause: Pause, length: int) -> int:
+        """Number of the `length` blocks of a sequence that began so which are not its alone when it ends.
+
+        A finished branch takes with it what came since the fork. Other superseded state, such as an answer that is
+        given anew, takes what came since the turn before.
+        """
+        if not pause.superseded:
+            return min(self.common, length)
+        before = self.fork if pause.kind == BRANCH else self.length
+        return min(max(self.common, before), length)
+
+
+NEW = Start()
+
+
 class Turn:
     """A sequence that has ended, and the open gap until its state is needed again. Only `TurnTracker` changes it."""
 
-    __slots__ = ("at", "common", "gap_open", "hits", "kind", "length", "pause", "ratio_at", "tenant", "time")
+    __slots__ = ("at", "gap_open", "kind", "length", "pause", "ratio_at", "start", "tenant", "time")
 
-    def __init__(self, time: float, departure: Departure, kind: Kind, *, length: int, common: int, hits: int) -> None:
+    def __init__(self, time: float, departure: Departure, kind: Kind, length: int, start: Start) -> None:
         self.time = time
         """When the sequence ended, in seconds."""
         self.pause = departure.pause
@@ -100,10 +132,7 @@ class Turn:
         self.kind = kind
         self.length = length
         """Number of its blocks."""
-        self.common = common
-        """Number of its leading blocks that other conversations have, too."""
-        self.hits = hits
-        """Number of sequences that continued the state of this conversation so far."""
+        self.start = start
         self.gap_open = False
         self.at = self.ratio_at = 0
         """The bins that its age has reached, in seconds and in units of the expected pause."""
@@ -170,33 +199,22 @@ def by_ttl(turn: Turn) -> Forecast:
 
 def by_hits(turn: Turn) -> Forecast:
     """Tokens times hits over bytes: tokens and bytes of a block are equal everywhere, so the hits remain."""
-    return Forecast(EQUAL, 1.0 / (1 + turn.hits))
+    return Forecast(EQUAL, 1.0 / (1 + turn.start.hits))
 
 
 APPRAISALS: dict[str, Appraisal] = {"pauses": by_pause, "ttl": by_ttl, "hits": by_hits}
 """What a turn's state is worth, by the name of the eviction."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How a sequence began."""
-
-    hits: int = 0
-    """Number of sequences before it in its conversation whose state it or they continued."""
-    common: int = 0
-    """Number of its leading blocks that other conversations have, too."""
-    kind: str = ""
-    """Kind of the pause after which the common blocks were found."""
-
-
-NEW = Start()
-
-
 class Watcher(Protocol):
     """What holds blocks by the worth of their turns."""
 
     def turn_changed(self, call: int) -> None:
-        """What is known of the turn whose blocks were freed by this call has changed."""
+        """What is known of the turn whose blocks were freed by this call has changed.
+
+        If it is superseded now, those of its blocks that others share are from now on of the call of the number's
+        negative.
+        """
         ...
 
 
@@ -209,7 +227,7 @@ class TurnTracker:
     def __init__(self, appraise: Appraisal = by_pause) -> None:
         self._appraise = appraise
         self.kinds = Kinds()
-        self._unknown = Turn(-inf, NOTHING_SAID, Kind(UNKNOWN), length=0, common=0, hits=0)
+        self._unknown = Turn(-inf, NOTHING_SAID, Kind(UNKNOWN), 0, NEW)
         """Stands for state of which nothing is known."""
         self._open: OrderedDict[bytes, Turn] = OrderedDict()
         """Turns by the digest of their last full block."""
@@ -239,49 +257,56 @@ class TurnTracker:
             if turn is None:
                 continue
             turn.end(now)
+            start = turn.start
             if turn.pause.kind != BRANCH:
                 self._forget(digest)
-                return Start(turn.hits + 1, turn.common)
+                return Start(start.hits + 1, start.common, start.fork, digest, turn.length, turn.pause.kind)
             # Further branches begin here, and then the trunk goes on.
-            trunk = Turn(
-                now,
-                Departure(tenant=turn.tenant, pause=Pause(BRANCH)),
-                turn.kind,
-                length=turn.length,
-                common=turn.common,
-                hits=turn.hits + 1,
-            )
+            start = replace(start, hits=start.hits + 1)
+            trunk = Turn(now, Departure("", turn.tenant, Pause(BRANCH)), turn.kind, turn.length, start)
             self._open[digest] = trunk
             self._begin(trunk)
-            return Start(trunk.hits, trunk.length, BRANCH)
-        return Start(0, found)
+            return Start(start.hits, start.common, turn.length, digest, turn.length, BRANCH)
+        return Start(common=found)
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
-        """A sequence with these full blocks has ended.
+    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> int:
+        """A sequence with these full blocks has ended. Returns how many of them, the first, are not its alone.
 
-        Call `call` is about to free its own blocks, and the call after it those in common, if there are any.
+        The call of number `call` is about to free its own blocks, and the call after it the others, if there are any.
         """
         self.advance(now)
-        if start.common:
-            shared = Departure(tenant=departure.tenant, pause=Pause(start.kind))
-            self._bind(call + 1, self._turn(shared, start.common, start, now))
+        pause = departure.pause
+        shared = start.shared(pause, len(digests))
+        if shared:
+            self._bind(call + 1, self._leave_shared(departure, start, now))
         turn = self._turn(departure, len(digests), start, now)
         self._bind(call, turn)
-        digest = digests[-1]
+        if not pause.superseded:
+            self._open_turn(digests[-1], turn)
+            self._requests[departure.request] = digests[-1], call
+            self._names[digests[-1]] = departure.request
+        return shared
+
+    def _leave_shared(self, departure: Departure, start: Start, now: float) -> Turn:
+        """The turn of the blocks that a sequence leaves to others. If these are of a turn, it is open again."""
+        kind = start.kind if departure.pause.superseded else ""
+        if departure.pause.superseded and departure.pause.kind == BRANCH:
+            kind = BRANCH
+        turn = self._turn(Departure("", departure.tenant, Pause(kind)), start.length, start, now)
+        if departure.pause.superseded and start.digest and kind != BRANCH and start.digest not in self._open:
+            self._open_turn(start.digest, turn)
+        return turn
+
+    def _open_turn(self, digest: bytes, turn: Turn) -> None:
         if digest in self._open:
             self._forget(digest).withdraw()
-        if departure.pause.superseded:
-            return
-        if len(self._open) >= MOST_OPEN:
+        elif len(self._open) >= MOST_OPEN:
             self._forget(next(iter(self._open)))
         self._open[digest] = turn
-        self._requests[departure.request] = digest, call
-        self._names[digest] = departure.request
         self._begin(turn)
 
     def _turn(self, departure: Departure, length: int, start: Start, now: float) -> Turn:
-        kind = self.kinds.find(departure.tenant, departure.pause.kind)
-        return Turn(now, departure, kind, length=length, common=start.common, hits=start.hits)
+        return Turn(now, departure, self.kinds.find(departure.tenant, departure.pause.kind), length, start)
 
     def _bind(self, call: int, turn: Turn) -> None:
         self._calls[call] = turn
@@ -299,16 +324,15 @@ class TurnTracker:
         digest, call = self._requests[request]
         old = self._open[digest]
         old.withdraw()
-        kind = self.kinds.find(old.tenant, pause.kind)
-        new = Turn(
-            old.time, Departure(request, old.tenant, pause), kind, length=old.length, common=old.common, hits=old.hits
-        )
+        departure = Departure(request, old.tenant, pause)
+        new = self._turn(departure, old.length, old.start, old.time)
         if pause.superseded:
             self._forget(digest)
+            self._bind(-call, self._leave_shared(departure, old.start, old.time))
         else:
             self._open[digest] = new
             self._begin(new)
-            self.advance(now)
+        self.advance(now)
         if call in self._calls:
             self._calls[call] = new
             for watcher in self._watchers:
@@ -348,7 +372,7 @@ class TurnTracker:
 
     def _forget(self, digest: bytes) -> Turn:
         """Remove an open turn. Its blocks keep the worth that they have."""
-        request = self._names.pop(digest)
+        request = self._names.pop(digest, "")
         if self._requests.get(request, (b"", 0))[0] == digest:
             del self._requests[request]
         return self._open.pop(digest)

@@ -131,6 +131,10 @@ class Turns(Protocol):
         """Worth, per unit of cost and second, of state that was last used at `last` by this call."""
         ...
 
+    def worth_at(self, digest: bytes, last: float, now: float) -> float:
+        """`worth` of state that ends with the block of this digest."""
+        ...
+
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
         """An order of the idle blocks of a tier with `capacity` blocks."""
         ...
@@ -154,6 +158,10 @@ class Untracked:
     def worth(self, last: float, call: int, now: float) -> float:
         """One over the time since the last use."""
         return 1.0 / max(now - last, MIN_AGE)
+
+    def worth_at(self, digest: bytes, last: float, now: float) -> float:
+        """One over the time since the last use."""
+        return self.worth(last, 0, now)
 
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
         """The order by cost and last use."""

@@ -352,6 +352,10 @@ class TurnTracker:
         """Worth, per unit of cost and second, of state that was last used at `last` by this call."""
         return self.forecast(self.turn(last, call)).worth(now - last)
 
+    def worth_at(self, digest: bytes, last: float, now: float) -> float:
+        """`worth` of state that ends with the block of this digest."""
+        return self.forecast(self._open.get(digest, self._unknown)).worth(now - last)
+
     def advance(self, now: float) -> None:
         """Note how long the open gaps have lasted."""
         while self._due and self._due[0][0] <= now:

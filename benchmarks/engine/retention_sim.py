@@ -29,17 +29,19 @@ from pathlib import Path
 from time import perf_counter
 
 from benchmarks.lib.invocation import provenance
-from holdfast.core.pause import Pause
+from holdfast.core.pause import MAX_PAUSE, Pause
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.retention import EVICTIONS, Chunk, IdleOrder, RetentionRule, Untracked, Use, cost_by_position
 from holdfast.lm.memory.turn_queue import make_turns
-from holdfast.lm.memory.turns import Departure
+from holdfast.lm.memory.turns import Departure, Start
 
 BLOCK = 512
 """Tokens in a block."""
 PREFILL, DECODE = 40_000.0, 150.0
 """Tokens per second of prompts and of an answer, by which turns have their times."""
+SYSTEM_BLOCKS = 4
+"""Blocks with which all sessions of a tenant and a persona begin."""
 NEVER = math.inf
 HINT_ERROR = 0.25
 """Deviation of the logarithm of a hint from the true gap."""
@@ -128,59 +130,68 @@ class Turn:
     pause: Pause = field(default_factory=Pause)
 
 
-def session(name: str, start: float, persona: Persona, draw: random.Random, hints: bool) -> Iterable[Turn]:
-    """The turns of one session, its sub-agents and its abandoned branches."""
-    sizes = (lambda median: max(1, round(median * math.exp(draw.gauss(0.0, 0.6)))))
-    tenant = f"tenant {draw.randrange(persona.tenants)}"
-    kinds, weights = list(persona.pauses), [weight for weight, _ in persona.pauses.values()]
-    system = hash((persona.first, persona.more)) % 10**6
-    now, tokens, path = start, sizes(persona.first), [f"system {tenant} {system} {at}".encode() for at in range(4)]
-    last, number = sizes(persona.turns), count()
+class Session:
+    """One session: its turns, those of its sub-agents, and its abandoned branches."""
 
-    def extend(path: list[bytes], tokens: int) -> list[bytes]:
-        return path + [f"{name} {next(number)} {at}".encode() for at in range(len(path), tokens // BLOCK)]
+    def __init__(self, name: str, start: float, persona: Persona, draw: random.Random, *, hints: bool) -> None:
+        self._name, self._persona, self._draw, self._hints = name, persona, draw, hints
+        self._tenant = f"tenant {draw.randrange(persona.tenants)}"
+        self._numbers = count()
+        self.turns: list[Turn] = []
+        self._play(start)
 
-    for turn in range(last):
-        tokens += sizes(persona.more) if turn else 0
-        answer = sizes(250)
-        end = now + sizes(persona.more) / PREFILL + answer / DECODE
-        if draw.random() < persona.retries:
-            old = extend(path, tokens + answer)
-            yield Turn(now, end, old, tenant, Pause("person", superseded=True))
-            now, end = end + draw.expovariate(0.2), 2 * end - now + 5.0
-            end = max(end, now + 0.5)
-        tokens += answer
-        path = extend(path, tokens)
-        if draw.random() < persona.forks:
-            yield Turn(now, end, path, tenant, Pause("branch"))
-            ends = [end]
-            for _ in range(draw.randrange(1, 4)):
-                ends.append((yield from _sub_agent(extend, path, tokens, end, persona, tenant, draw)))
-            now = max(ends) + 0.1
-            continue
-        kind = draw.choices(kinds, weights)[0]
-        gap = persona.pauses[kind][1].draw(draw) if turn + 1 < last else NEVER
-        hint = None
-        if hints and kind.startswith("tool"):
-            true = gap if gap < NEVER else persona.pauses[kind][1].median
-            hint = min(86_400.0, true * math.exp(draw.gauss(0.0, HINT_ERROR)))
-        yield Turn(now, end, path, tenant, Pause(kind, expected=hint))
-        if gap == NEVER:
-            return
-        now = end + gap
+    def _size(self, median: float) -> int:
+        return max(1, round(median * math.exp(self._draw.gauss(0.0, 0.6))))
 
+    def _extend(self, path: list[bytes], tokens: int) -> list[bytes]:
+        """The blocks of a sequence of this many tokens that begins with those of `path`."""
+        new = range(len(path), tokens // BLOCK)
+        return path + [f"{self._name} {next(self._numbers)} {at}".encode() for at in new]
 
-def _sub_agent(extend, path, tokens, now, persona, tenant, draw):  # noqa: ANN001, ANN202
-    """A few turns from the parent's state on. Returns when the last one ends."""
-    turns = draw.randrange(1, 6)
-    for turn in range(turns):
-        tokens += round(persona.more * math.exp(draw.gauss(0.0, 0.6)))
-        path = extend(path, tokens)
-        end = now + 0.3 + 300 / DECODE
-        done = turn + 1 == turns
-        yield Turn(now, end, path, tenant, Pause("branch" if done else "tool:read", superseded=done))
-        now = end + Gap(0.3, 0.7).draw(draw)
-    return end
+    def _add(self, start: float, end: float, path: list[bytes], pause: Pause) -> None:
+        self.turns.append(Turn(start, end, path, self._tenant, pause))
+
+    def _play(self, now: float) -> None:
+        persona, draw = self._persona, self._draw
+        tokens = self._size(persona.first)
+        path = [f"system {self._tenant} {persona.first} {at}".encode() for at in range(SYSTEM_BLOCKS)]
+        last = self._size(persona.turns)
+        for turn in range(last):
+            tokens += self._size(persona.more) if turn else 0
+            answer = self._size(250)
+            length = self._size(persona.more) / PREFILL + answer / DECODE
+            tokens += answer
+            if draw.random() < persona.retries:
+                self._add(now, now + length, self._extend(path, tokens), Pause("person", superseded=True))
+                now += length + draw.expovariate(0.2)
+            path, end = self._extend(path, tokens), now + length
+            if draw.random() < persona.forks:
+                self._add(now, end, path, Pause("branch"))
+                now = 0.1 + max(self._sub_agent(path, tokens, end) for _ in range(draw.randrange(1, 4)))
+                continue
+            kind = draw.choices([*persona.pauses], [weight for weight, _ in persona.pauses.values()])[0]
+            gap = persona.pauses[kind][1].draw(draw) if turn + 1 < last else NEVER
+            self._add(now, end, path, Pause(kind, expected=self._hint(kind, gap)))
+            if gap == NEVER:
+                return
+            now = end + gap
+
+    def _hint(self, kind: str, gap: float) -> float | None:
+        if not (self._hints and kind.startswith("tool")):
+            return None
+        true = gap if gap < NEVER else self._persona.pauses[kind][1].median
+        return min(MAX_PAUSE, true * math.exp(self._draw.gauss(0.0, HINT_ERROR)))
+
+    def _sub_agent(self, path: list[bytes], tokens: int, now: float) -> float:
+        """Add the turns of a sub-agent that begins with the parent's state. Returns when the last one ends."""
+        turns, end = self._draw.randrange(1, 6), now
+        for turn in range(turns):
+            tokens += self._size(self._persona.more)
+            path, end = self._extend(path, tokens), now + 0.3 + 300 / DECODE
+            done = turn + 1 == turns
+            self._add(now, end, path, Pause("branch" if done else "tool:read", superseded=done))
+            now = end + Gap(0.3, 0.7).draw(self._draw)
+        return end
 
 
 def make_load(name: str, sessions: int, seed: int, hints: bool) -> list[Turn]:
@@ -192,7 +203,7 @@ def make_load(name: str, sessions: int, seed: int, hints: bool) -> list[Turn]:
     for number in range(sessions):
         now += draw.expovariate(rate)
         (persona,) = draw.choices(personas, [each.share for each in personas])
-        turns += session(f"{number}", now, persona, draw, hints)
+        turns += Session(f"{number}", now, persona, draw, hints=hints).turns
     horizon = now  # after the last arrival sessions only end: that is no load to measure
     return sorted((turn for turn in turns if turn.start < horizon), key=lambda turn: turn.start)
 
@@ -283,47 +294,63 @@ class Outcome:
     """Time of the memory's own work."""
 
 
-def play(turns: Sequence[Turn], policy: str, blocks: int) -> Outcome:
-    """Run a load through a pool of this many blocks."""
-    future = Belady(turns)
-    turns_of = future if policy == "belady" else make_turns(policy)
-    eviction = EVICTIONS["retention" if policy == "belady" else policy]
-    rule = RetentionRule(eviction, cost=cost_by_position, chunk_blocks=1, block_size=BLOCK, turns=turns_of)
-    pool = BlockPool(blocks, BLOCK, rule=rule)
-    future.digest_of = pool._index.digests.__getitem__
-    known, running, outcome, began = set[bytes](), list[tuple[float, int, Turn, list[int], object]](), Outcome(), perf_counter()
-    for number, turn in enumerate(turns):
-        while running and running[0][0] <= turn.start:
-            _finish(pool, *heappop(running))
-        found = {at: block for at, block in enumerate(pool.find_all(turn.digests)) if block is not None}
-        if len(turn.digests) - len(found) + pool.pinned_by(found.values()) > pool.available:
+class Replay:
+    """A load on a pool of blocks, with one policy."""
+
+    def __init__(self, turns: Sequence[Turn], policy: str, blocks: int) -> None:
+        future = Belady(turns)
+        eviction = EVICTIONS["retention" if policy == "belady" else policy]
+        self._turns = turns
+        self._rule = RetentionRule(
+            eviction,
+            cost=cost_by_position,
+            chunk_blocks=1,
+            block_size=BLOCK,
+            turns=future if policy == "belady" else make_turns(policy),
+        )
+        self._pool = BlockPool(blocks, BLOCK, rule=self._rule)
+        future.digest_of = self._pool._index.digests.__getitem__
+        self._known = set[bytes]()
+        self._running: list[tuple[float, int, Turn, list[int], Start]] = []
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Play all turns."""
+        began = perf_counter()
+        for number, turn in enumerate(self._turns):
+            while self._running and self._running[0][0] <= turn.start:
+                self._finish(*heappop(self._running))
+            self._start(number, turn)
+        self.outcome.seconds = perf_counter() - began
+        return self.outcome
+
+    def _start(self, number: int, turn: Turn) -> None:
+        pool, digests, outcome = self._pool, turn.digests, self.outcome
+        found = {at: block for at, block in enumerate(pool.find_all(digests)) if block is not None}
+        if len(digests) - len(found) + pool.pinned_by(found.values()) > pool.available:
             outcome.refused += 1
-            continue
-        start = rule.turns.begin(turn.digests, len(found), turn.start)
-        for at, digest in enumerate(turn.digests):
-            if digest in known:
-                outcome.needed += BLOCK
-                if at not in found:
-                    outcome.tokens += BLOCK
-                    outcome.cost += rule.cost((at + 1) * BLOCK)
+            return
+        start = self._rule.turns.begin(digests, len(found), turn.start)
+        for at, digest in enumerate(digests):
+            outcome.needed += BLOCK * (digest in self._known)
+            if digest in self._known and at not in found:
+                outcome.tokens += BLOCK
+                outcome.cost += self._rule.cost((at + 1) * BLOCK)
         pool.share(found.values())
-        fresh = pool.allocate(len(turn.digests) - len(found), turn.start)
-        for at, digest in enumerate(turn.digests):
+        fresh = pool.allocate(len(digests) - len(found), turn.start)
+        for at, digest in enumerate(digests):
             if at not in found:
                 found[at] = fresh.pop()
                 pool.cache_block(found[at], digest, at)
-        known.update(turn.digests)
-        heappush(running, (turn.end, number, turn, [found[at] for at in range(len(turn.digests))], start))
-    outcome.seconds = perf_counter() - began
-    return outcome
+        self._known.update(digests)
+        heappush(self._running, (turn.end, number, turn, [found[at] for at in range(len(digests))], start))
 
-
-def _finish(pool: BlockPool, now: float, number: int, turn: Turn, blocks: list[int], start) -> None:  # noqa: ANN001
-    """The sequence ends, as `SequenceCache.end` has it."""
-    departure = Departure(f"{number}", turn.tenant, turn.pause)
-    shared = pool.rule.turns.left(turn.digests, departure, start, pool.uses + 1, now)
-    for part in (blocks[shared:], blocks[:shared]) if shared else (blocks,):
-        pool.free(reversed(part) if pool.rule.eviction.trailing_first else part, now)
+    def _finish(self, now: float, number: int, turn: Turn, blocks: list[int], start: Start) -> None:
+        """The sequence ends, as `SequenceCache.end` has it."""
+        pool, departure = self._pool, Departure(f"{number}", turn.tenant, turn.pause)
+        shared = self._rule.turns.left(turn.digests, departure, start, pool.uses + 1, now)
+        for part in (blocks[shared:], blocks[:shared]) if shared else (blocks,):
+            pool.free(reversed(part) if self._rule.eviction.trailing_first else part, now)
 
 
 def most_state(turns: Sequence[Turn]) -> int:
@@ -341,6 +368,15 @@ def most_state(turns: Sequence[Turn]) -> int:
     return most
 
 
+def describe(policy: str, share: float, each: Outcome, base: Outcome) -> str:
+    """One line of the table. `base` is the outcome of the first policy."""
+    return (
+        f"  {share:.0%} {policy:17} {each.tokens / 1e6:8.2f}M again, {each.tokens / max(1, each.needed):6.1%} of needed"
+        f"  x{each.tokens / max(1, base.tokens):.2f}  cost x{each.cost / max(1.0, base.cost):.2f}"
+        f"  {each.refused} refused  {each.seconds:.1f} s"
+    )
+
+
 def main() -> None:
     """Print, for each load and size of memory, the tokens that each policy has computed again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -355,16 +391,13 @@ def main() -> None:
     results = []
     for load in options.loads:
         turns = make_load(load, options.sessions, options.seed, options.hints)
-        most = most_state(turns)
-        print(f"{load}: {len(turns)} turns, {sum(len(turn.digests) for turn in turns) * BLOCK / 1e6:.0f}M prompt tokens, "
-              f"state of {most * BLOCK / 1e6:.2f}M tokens at most")
+        most, tokens = most_state(turns), BLOCK * sum(len(turn.digests) for turn in turns)
+        print(f"{load}: {len(turns)} turns, {tokens / 1e6:.0f}M tokens, state of {most * BLOCK / 1e6:.2f}M at most")
         for share in options.shares:
-            outcomes = {policy: play(turns, policy, max(1, int(share * most))) for policy in options.policies}
+            outcomes = {name: Replay(turns, name, max(1, int(share * most))).run() for name in options.policies}
             base = next(iter(outcomes.values()))
             for policy, each in outcomes.items():
-                print(f"  {share:.0%} {policy:17} {each.tokens / 1e6:9.2f}M again "
-                      f"{each.tokens / max(1, each.needed):6.1%} of needed  x{each.tokens / max(1, base.tokens):.2f}  "
-                      f"cost x{each.cost / max(1.0, base.cost):.2f}  {each.refused} refused  {each.seconds:.1f} s")
+                print(describe(policy, share, each, base), flush=True)
                 results.append({"load": load, "share": share, "policy": policy, **vars(each)})
     if options.json:
         Path(options.json).write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1))

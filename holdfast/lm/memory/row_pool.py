@@ -112,8 +112,8 @@ class RowState:
     """
 
     __slots__ = (
-        "_pool", "_prompt", "_root", "_start", "ahead", "capacity", "digests", "kept", "lost_alone", "name", "next_full", "place", "planned",
-        "resumed", "row", "since", "slot", "source",
+        "_pool", "_prompt", "_root", "_start", "ahead", "capacity", "digests", "kept", "lost_alone", "name",
+        "next_full", "place", "planned", "resumed", "row", "since", "slot", "source",
     )  # fmt: skip
 
     blocks: Sequence[int] = ()

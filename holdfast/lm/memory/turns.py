@@ -169,6 +169,10 @@ class Turn:
             self.kind.ratios.end(self.time, self.ratio_at, bin_of(gap / self.scale))
         self.kind.gaps.end(self.time, self.at, bin_of(gap))
 
+    def abandon(self) -> None:
+        """Watch the gap no longer. It counts as one that has lasted until now."""
+        self.gap_open = False
+
     def withdraw(self) -> None:
         """Close the gap as if it had never begun."""
         self.gap_open = False
@@ -379,4 +383,6 @@ class TurnTracker:
         request = self._names.pop(digest, "")
         if self._requests.get(request, (b"", 0))[0] == digest:
             del self._requests[request]
-        return self._open.pop(digest)
+        turn = self._open.pop(digest)
+        turn.abandon()
+        return turn

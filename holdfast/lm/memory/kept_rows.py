@@ -207,7 +207,8 @@ class KeptRows:
         digests = self._prefixes(root, array("I", tokens))[1:]
         if digests:
             self._uses += 1
-            self._rule.turns.left(digests, departure, start, self._uses, now)
+            prompt = departure.prompt // STRIDE
+            self._rule.turns.left(digests, departure, start, self._uses, now, prompt=prompt)
 
     def _last_of(self, slots: dict[int, None]) -> int:
         """The slot added last among those on the device, or else on the host; -1 if there is none."""

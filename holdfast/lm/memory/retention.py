@@ -116,10 +116,13 @@ class Turns(Protocol):
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
         ...
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> int:
-        """A sequence with these full blocks has ended. Returns how many of them, the first, are not its alone.
+    def left(
+        self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
+    ) -> int:
+        """A sequence with these full blocks has ended, the first `prompt` of which are those of its prompt.
 
-        The call of number `call` is about to free its own blocks, and the call after it the others, if there are any.
+        Returns how many of them, the first, are not its alone. The call of number `call` is about to free its own
+        blocks, and the call after it the others, if there are any.
         """
         ...
 
@@ -147,7 +150,9 @@ class Untracked:
         """NEW: nothing is known of the sequence before."""
         return NEW
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> int:
+    def left(
+        self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
+    ) -> int:
         """Do nothing: the last use of the blocks is all, and they are freed together."""
         return 0
 

@@ -274,7 +274,8 @@ class SequenceCache:
         if self.blocks:
             pool, digests, shared = self._pool, self._digests[: self._cached], 0
             if digests:
-                shared = pool.rule.turns.left(digests, departure, self._start, pool.uses + 1, now)
+                prompt = departure.prompt // pool.block_size
+                shared = pool.rule.turns.left(digests, departure, self._start, pool.uses + 1, now, prompt=prompt)
             self.free(now, shared)
         return True
 

@@ -271,7 +271,7 @@ class TurnQueue:
             return
         group, turn = self._groups[use], self._tracker.turn(*use)
         group.learn(turn)
-        shared = turn.start.shared(turn.pause, turn.length) if turn.pause.superseded else 0
+        shared = turn.shared if turn.pause.superseded else 0
         blocks = [block for block, chunk in group.blocks.items() if chunk * size < shared]
         indices = [group.blocks[block] * size for block in blocks]
         self.remove(blocks)

@@ -32,6 +32,8 @@ class Departure(NamedTuple):
     """Id of the request, by which a note may come later."""
     tenant: str = ""
     pause: Pause = NO_PAUSE
+    prompt: int = 0
+    """Number of tokens of the prompt."""
 
 
 NOTHING_SAID = Departure()
@@ -98,21 +100,21 @@ class Start:
     fork: int = 0
     """Number of blocks before the latest point at which branches began."""
     digest: bytes = b""
-    """Digest of the last block of the turn that the sequence continues. Empty: it continues none."""
+    """Digest of the last block that it has in common with the turn that it continues. Empty: it continues none."""
     length: int = 0
-    """Number of blocks of that turn."""
+    """Number of blocks that it has in common with that turn."""
     kind: str = ""
     """Kind of the pause after that turn."""
 
-    def shared(self, pause: Pause, length: int) -> int:
+    def shared(self, pause: Pause, prompt: int, length: int) -> int:
         """Number of the `length` blocks of a sequence that began so which are not its alone when it ends.
 
-        A finished branch takes with it what came since the fork. Other superseded state, such as an answer that is
-        given anew, takes what came since the turn before.
+        `prompt` of them are those of its prompt. A finished branch takes with it what came since the fork. Other
+        superseded state, such as an answer that is given anew, takes what came after the prompt.
         """
         if not pause.superseded:
             return min(self.common, length)
-        before = self.fork if pause.kind == BRANCH else self.length
+        before = self.fork if pause.kind == BRANCH else max(self.length, prompt)
         return min(max(self.common, before), length)
 
 
@@ -122,9 +124,31 @@ NEW = Start()
 class Turn:
     """A sequence that has ended, and the open gap until its state is needed again. Only `TurnTracker` changes it."""
 
-    __slots__ = ("at", "gap_open", "kind", "length", "pause", "ratio_at", "start", "tenant", "time")
+    __slots__ = (
+        "at",
+        "gap_open",
+        "kind",
+        "length",
+        "pause",
+        "prompt",
+        "prompt_end",
+        "ratio_at",
+        "start",
+        "tenant",
+        "time",
+    )
 
-    def __init__(self, time: float, departure: Departure, kind: Kind, length: int, start: Start) -> None:
+    def __init__(
+        self,
+        time: float,
+        departure: Departure,
+        kind: Kind,
+        start: Start,
+        *,
+        length: int,
+        prompt: int,
+        prompt_end: bytes,
+    ) -> None:
         self.time = time
         """When the sequence ended, in seconds."""
         self.pause = departure.pause
@@ -132,10 +156,19 @@ class Turn:
         self.kind = kind
         self.length = length
         """Number of its blocks."""
+        self.prompt = prompt
+        """Number of the blocks of its prompt."""
+        self.prompt_end = prompt_end
+        """Digest of the last of these; empty if there is none."""
         self.start = start
         self.gap_open = False
         self.at = self.ratio_at = 0
         """The bins that its age has reached, in seconds and in units of the expected pause."""
+
+    @property
+    def shared(self) -> int:
+        """Number of its blocks, the first, that are not its alone."""
+        return self.start.shared(self.pause, self.prompt, self.length)
 
     @property
     def scale(self) -> float:
@@ -231,16 +264,16 @@ class TurnTracker:
     def __init__(self, appraise: Appraisal = by_pause) -> None:
         self._appraise = appraise
         self.kinds = Kinds()
-        self._unknown = Turn(-inf, NOTHING_SAID, Kind(UNKNOWN), 0, NEW)
+        self._unknown = Turn(-inf, NOTHING_SAID, Kind(UNKNOWN), NEW, length=0, prompt=0, prompt_end=b"")
         """Stands for state of which nothing is known."""
         self._open: OrderedDict[bytes, Turn] = OrderedDict()
         """Turns by the digest of their last full block."""
-        self._requests: dict[str, tuple[bytes, int]] = {}
-        """The digest of each open turn's last block and the call that freed its blocks, by request."""
+        self._requests: OrderedDict[str, tuple[bytes, int]] = OrderedDict()
+        """The digest of each turn's last block and the call that freed its blocks, by request."""
+        self._prompts: dict[bytes, bytes] = {}
+        """The digest of each open turn's last block, by that of the last block of its prompt."""
         self._calls: OrderedDict[int, Turn] = OrderedDict()
         """Turns by the number of the call that freed their blocks."""
-        self._names: dict[bytes, str] = {}
-        """The request of each open turn."""
         self._due: list[tuple[float, int, Turn]] = []
         self._numbers = count()
         self._watchers: list[Watcher] = []
@@ -254,63 +287,84 @@ class TurnTracker:
         self._watchers.append(watcher)
 
     def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
-        """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
-        self.advance(now)
-        for digest in reversed(digests):
-            turn = self._open.get(digest)
-            if turn is None:
-                continue
-            turn.end(now)
-            start = turn.start
-            if turn.pause.kind != BRANCH:
-                self._forget(digest)
-                return Start(start.hits + 1, start.common, start.fork, digest, turn.length, turn.pause.kind)
-            # Further branches begin here, and then the trunk goes on.
-            start = replace(start, hits=start.hits + 1)
-            trunk = Turn(now, Departure("", turn.tenant, Pause(BRANCH)), turn.kind, turn.length, start)
-            self._open[digest] = trunk
-            self._begin(trunk)
-            return Start(start.hits, start.common, turn.length, digest, turn.length, BRANCH)
-        return Start(common=found)
+        """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn.
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> int:
-        """A sequence with these full blocks has ended. Returns how many of them, the first, are not its alone.
-
-        The call of number `call` is about to free its own blocks, and the call after it the others, if there are any.
+        It continues a turn if it has all of its blocks, or those of its prompt: a client may render an answer in other
+        tokens than the model gave.
         """
         self.advance(now)
-        pause = departure.pause
-        shared = start.shared(pause, len(digests))
-        if shared:
-            self._bind(call + 1, self._leave_shared(departure, start, now))
-        turn = self._turn(departure, len(digests), start, now)
+        for at in range(len(digests) - 1, -1, -1):
+            last = self._prompts.get(digests[at], digests[at])
+            if last in self._open:
+                return self._continue(last, digests[at], at + 1, now)
+        return Start(common=found)
+
+    def _continue(self, last: bytes, digest: bytes, length: int, now: float) -> Start:
+        """A sequence continues the turn of this last block, of which it has the first blocks, `length` of them."""
+        turn = self._forget(last)
+        turn.end(now)
+        start = replace(turn.start, hits=turn.start.hits + 1)
+        if turn.pause.kind != BRANCH:
+            return Start(start.hits, start.common, start.fork, digest, length, turn.pause.kind)
+        # Further branches begin here, and then the trunk goes on.
+        departure = Departure(tenant=turn.tenant, pause=Pause(BRANCH))
+        trunk = self._renewed(turn, departure, now, start)
+        self._open_turn(last, trunk)
+        return Start(start.hits, start.common, length, digest, length, BRANCH)
+
+    def left(
+        self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
+    ) -> int:
+        """A sequence with these full blocks has ended, the first `prompt` of which are those of its prompt.
+
+        Returns how many of them, the first, are not its alone. The call of number `call` is about to free its own
+        blocks, and the call after it the others, if there are any.
+        """
+        self.advance(now)
+        prompt = min(prompt, len(digests))
+        prompt_end = digests[prompt - 1] if prompt else b""
+        turn = self._turn(departure, start, now, length=len(digests), prompt=prompt, prompt_end=prompt_end)
         self._bind(call, turn)
-        if not pause.superseded:
+        if turn.shared:
+            self._bind(call + 1, self._leave_shared(turn))
+        self._requests.pop(departure.request, None)
+        self._requests[departure.request] = digests[-1], call
+        if len(self._requests) > MOST_OPEN:
+            self._requests.popitem(last=False)
+        if not departure.pause.superseded:
             self._open_turn(digests[-1], turn)
-            self._requests[departure.request] = digests[-1], call
-            self._names[digests[-1]] = departure.request
+        return turn.shared
+
+    def _leave_shared(self, turn: Turn) -> Turn:
+        """The turn of the blocks that `turn` leaves to others. What it continued is open again if it is superseded."""
+        start, pause = turn.start, turn.pause
+        kind = "" if not pause.superseded else BRANCH if pause.kind == BRANCH else start.kind
+        departure = Departure(tenant=turn.tenant, pause=Pause(kind))
+        shared = self._turn(departure, start, turn.time, length=start.length, prompt=start.length, prompt_end=b"")
+        if pause.superseded and start.digest and kind != BRANCH and start.digest not in self._open:
+            self._open_turn(start.digest, shared)
         return shared
 
-    def _leave_shared(self, departure: Departure, start: Start, now: float) -> Turn:
-        """The turn of the blocks that a sequence leaves to others. If these are of a turn, it is open again."""
-        kind = start.kind if departure.pause.superseded else ""
-        if departure.pause.superseded and departure.pause.kind == BRANCH:
-            kind = BRANCH
-        turn = self._turn(Departure("", departure.tenant, Pause(kind)), start.length, start, now)
-        if departure.pause.superseded and start.digest and kind != BRANCH and start.digest not in self._open:
-            self._open_turn(start.digest, turn)
-        return turn
-
-    def _open_turn(self, digest: bytes, turn: Turn) -> None:
-        if digest in self._open:
-            self._forget(digest).withdraw()
+    def _open_turn(self, last: bytes, turn: Turn) -> None:
+        """Open a turn whose last block has this digest, in place of one that is open there."""
+        if last in self._open:
+            self._forget(last).withdraw()
         elif len(self._open) >= MOST_OPEN:
             self._forget(next(iter(self._open)))
-        self._open[digest] = turn
+        self._open[last] = turn
+        if turn.prompt_end:
+            self._prompts[turn.prompt_end] = last
         self._begin(turn)
 
-    def _turn(self, departure: Departure, length: int, start: Start, now: float) -> Turn:
-        return Turn(now, departure, self.kinds.find(departure.tenant, departure.pause.kind), length, start)
+    def _turn(
+        self, departure: Departure, start: Start, now: float, *, length: int, prompt: int, prompt_end: bytes
+    ) -> Turn:
+        kind = self.kinds.find(departure.tenant, departure.pause.kind)
+        return Turn(now, departure, kind, start, length=length, prompt=prompt, prompt_end=prompt_end)
+
+    def _renewed(self, turn: Turn, departure: Departure, time: float, start: Start) -> Turn:
+        """A turn with the blocks of `turn`."""
+        return self._turn(departure, start, time, length=turn.length, prompt=turn.prompt, prompt_end=turn.prompt_end)
 
     def _bind(self, call: int, turn: Turn) -> None:
         self._calls[call] = turn
@@ -318,29 +372,29 @@ class TurnTracker:
             self._calls.popitem(last=False)
 
     def note(self, request: str, pause: Pause, now: float) -> bool:
-        """What is known of the pause after a request has changed. Returns False if its turn is not open.
+        """What is known of the pause after a request has changed. Returns False if that is of no use any more.
 
-        The gap counts from the end of the request's sequence, and so does `expected`.
+        That is so once another request has continued its turn, unless what the turn alone has is superseded. The gap
+        counts from the end of the request's sequence, and so does `expected`.
         """
         self.advance(now)
-        if request not in self._requests:
+        last, call = self._requests.get(request, (b"", 0))
+        old = self._calls.get(call)
+        if old is None or not (old.gap_open or pause.superseded) or old.pause.superseded:
             return False
-        digest, call = self._requests[request]
-        old = self._open[digest]
-        old.withdraw()
         departure = Departure(request, old.tenant, pause)
-        new = self._turn(departure, old.length, old.start, old.time)
+        new = self._renewed(old, departure, old.time, old.start)
+        if old.gap_open:
+            old.withdraw()
+            self._forget(last)
         if pause.superseded:
-            self._forget(digest)
-            self._bind(-call, self._leave_shared(departure, old.start, old.time))
+            self._bind(-call, self._leave_shared(new))
         else:
-            self._open[digest] = new
-            self._begin(new)
+            self._open_turn(last, new)
         self.advance(now)
-        if call in self._calls:
-            self._calls[call] = new
-            for watcher in self._watchers:
-                watcher.turn_changed(call)
+        self._calls[call] = new
+        for watcher in self._watchers:
+            watcher.turn_changed(call)
         return True
 
     def turn(self, last: float, call: int) -> Turn:
@@ -378,11 +432,10 @@ class TurnTracker:
             self._due = [each for each in self._due if each[2].gap_open]
             heapify(self._due)
 
-    def _forget(self, digest: bytes) -> Turn:
+    def _forget(self, last: bytes) -> Turn:
         """Remove an open turn. Its blocks keep the worth that they have."""
-        request = self._names.pop(digest, "")
-        if self._requests.get(request, (b"", 0))[0] == digest:
-            del self._requests[request]
-        turn = self._open.pop(digest)
+        turn = self._open.pop(last)
         turn.abandon()
+        if self._prompts.get(turn.prompt_end) == last:
+            del self._prompts[turn.prompt_end]
         return turn

@@ -197,9 +197,9 @@ def test_a_conversation_counts_its_turns_and_a_branch_starts_where_the_trunk_end
     world = World()
     world.leave("trunk", [1], 0.0, "branch", hits=2)
     first, second = world.resume("trunk", 1.0), world.resume("trunk", 2.0)
-    assert first == Start(3, 0, 1, b"trunk", 1, "branch") and second == Start(4, 0, 1, b"trunk", 1, "branch")
+    assert first == Start(3, 0, 2, b"trunk", 2, "branch") and second == Start(4, 0, 2, b"trunk", 2, "branch")
     world.leave("chat", [2], 0.0, "person", hits=2)
-    assert world.resume("chat", 3.0) == Start(3, 0, 0, b"chat", 1, "person")
+    assert world.resume("chat", 3.0) == Start(3, 0, 0, b"chat", 2, "person")
     assert world.resume("chat", 3.0) == Start(), "nobody else continues it"
 
 

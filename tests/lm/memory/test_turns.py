@@ -34,10 +34,10 @@ class Engine:
         cache.cache_blocks(tokens)
         return cache
 
-    def run(self, tokens, now, end=None, request="", tenant="", **pause):
+    def run(self, tokens, now, end=None, request="", tenant="", prompt=0, **pause):
         """A sequence from its start to its end. Its last token is cached as well."""
         cache = self.start(tokens, now)
-        cache.end(tokens, now if end is None else end, Departure(request, tenant, Pause(**pause)))
+        cache.end(tokens, now if end is None else end, Departure(request, tenant, Pause(**pause), prompt))
 
     def evicted(self, count, now):
         """The tokens of the next blocks to be evicted, in order."""
@@ -104,6 +104,26 @@ def test_a_note_supersedes_only_what_came_since_the_turn_before():
     assert engine.evicted(3, 11.0) == engine.digests([1, 2, 3])
 
 
+def test_a_note_that_comes_after_the_other_answer_has_begun_supersedes_the_first_one():
+    engine = Engine()
+    engine.run([1, 2, 3], 0.0, kind="person")
+    engine.run([1, 2, 3, 4, 5, 6], 10.0, request="old", kind="person", prompt=4)
+    other = engine.start([1, 2, 3, 4, 7], 20.0)
+    assert other._start.length == 4, "it continues the turn as far as the prompt goes"
+    assert engine.turns.note("old", Pause("person", superseded=True), 21.0)
+    engine.run([9], 0.5, kind="person")
+    assert engine.evicted(2, 22.0) == engine.digests([1, 2, 3, 4, 5, 6])[4:]
+    assert not engine.turns.note("old", Pause("person"), 23.0)
+
+
+def test_a_turn_whose_answer_comes_back_in_other_tokens_is_continued_all_the_same():
+    engine = Engine()
+    engine.run([1, 2, 3, 4], 0.0, kind="tool:x", prompt=2)
+    assert engine.start([1, 2, 8, 9], 7.0)._start.length == 2
+    assert len(engine.turns) == 0
+    assert engine.turns.kinds.find("", "tool:x").gaps.rates.needed_within(4.0, 8.0) > 0.7
+
+
 def test_a_note_reaches_the_copies_on_the_host():
     engine = Engine(blocks=4, host=8)
     engine.run([1, 2], 0.0, request="a", kind="person")
@@ -144,8 +164,9 @@ def test_open_turns_are_bounded_and_the_oldest_is_forgotten(monkeypatch):
     monkeypatch.setattr(module, "MOST_OPEN", 10)
     tracker = TurnTracker()
     for number in range(100):
-        tracker.left([b"%d" % number], Departure(f"{number}"), NEW, 2 * number, float(number))
-    assert len(tracker) == len(tracker._calls) == len(tracker._requests) == len(tracker._names) == 10
+        digests = [b"prompt %d" % number, b"%d" % number]
+        tracker.left(digests, Departure(f"{number}"), NEW, 2 * number, float(number), prompt=1)
+    assert len(tracker) == len(tracker._calls) == len(tracker._requests) == len(tracker._prompts) == 10
     assert tracker.note("95", Pause("person"), 101.0) and not tracker.note("5", Pause("person"), 101.0)
     assert len(tracker._due) <= 2 * 10 + 65
 

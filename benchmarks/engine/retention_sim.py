@@ -1,7 +1,7 @@
 """Orders of eviction on loads of agents and people, beside Bélády's: how many tokens each has computed again.
 
 usage: python -m benchmarks.engine.retention_sim [LOAD ...] [--shares 0.25 0.45 0.7] [--policies NAME ...] [--hints]
-                                                 [--seed N] [--sessions N] [--json FILE]
+                                                 [--seed N] [--seconds N] [--json FILE]
 
 A LOAD is `agents`, `mixed`, `people`, `forks`, or one of those kept for checking, on which nothing was tuned: `office`,
 `night` and a Mooncake trace (.jsonl). Memory is the engine's own `BlockPool` over one tier, with blocks of 512 tokens.
@@ -194,26 +194,29 @@ class Session:
         return end
 
 
-def make_load(name: str, sessions: int, seed: int, hints: bool) -> list[Turn]:
+def make_load(name: str, seconds: float, seed: int, hints: bool) -> list[Turn]:
     """The turns of a load by their start."""
     if name.endswith(".jsonl"):
-        return read_mooncake(Path(name), sessions)
+        return read_mooncake(Path(name), seconds)
     draw, personas = random.Random(seed), LOADS[name]
     rate, now, turns = RATES.get(name, 0.3), 0.0, list[Turn]()
-    for number in range(sessions):
+    for number in count():
         now += draw.expovariate(rate)
+        if now > seconds:  # after the last arrival sessions only end: that is no load to measure
+            break
         (persona,) = draw.choices(personas, [each.share for each in personas])
         turns += Session(f"{number}", now, persona, draw, hints=hints).turns
-    horizon = now  # after the last arrival sessions only end: that is no load to measure
-    return sorted((turn for turn in turns if turn.start < horizon), key=lambda turn: turn.start)
+    return sorted((turn for turn in turns if turn.start < seconds), key=lambda turn: turn.start)
 
 
-def read_mooncake(path: Path, requests: int) -> list[Turn]:
+def read_mooncake(path: Path, seconds: float) -> list[Turn]:
     """The requests of a Mooncake trace. Nothing is known of their pauses."""
     turns = []
-    for line in path.read_text().splitlines()[: 20 * requests]:
+    for line in path.read_text().splitlines():
         row = json.loads(line)
         start = row["timestamp"] / 1000
+        if start > seconds:
+            break
         digests = [f"{each}".encode() for each in row["hash_ids"]]
         turns.append(Turn(start, start + row["input_length"] / PREFILL + row["output_length"] / DECODE, digests, ""))
     return sorted(turns, key=lambda turn: turn.start)
@@ -385,12 +388,12 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--hints", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sessions", type=int, default=150)
+    parser.add_argument("--seconds", type=float, default=900.0, help="time in which sessions arrive")
     parser.add_argument("--json")
     options = parser.parse_args()
     results = []
     for load in options.loads:
-        turns = make_load(load, options.sessions, options.seed, options.hints)
+        turns = make_load(load, options.seconds, options.seed, options.hints)
         most, tokens = most_state(turns), BLOCK * sum(len(turn.digests) for turn in turns)
         print(f"{load}: {len(turns)} turns, {tokens / 1e6:.0f}M tokens, state of {most * BLOCK / 1e6:.2f}M at most")
         for share in options.shares:

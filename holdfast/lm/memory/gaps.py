@@ -288,25 +288,69 @@ MOST_SURPRISE = 5.0
 """Most that one outcome changes the trust, in nats."""
 
 
-class Kind:
-    """What is learned of one kind of pause: its gaps, and how true the hints are that clients give with it."""
+class Known(Protocol):
+    """What is known of a kind of pause."""
 
-    def __init__(self, parent: Learner) -> None:
-        self.gaps = GapHistogram(parent)
-        self.ratios = GapHistogram(HINTED)
+    @property
+    def gaps(self) -> Learner:
+        """Gaps in seconds."""
+        ...
+
+    @property
+    def ratios(self) -> Learner:
         """Gaps in units of what the client expected."""
-        self._trust = TRUST
+        ...
+
+    @property
+    def trust(self) -> float:
+        """How much hints are believed, in nats."""
+        ...
+
+    def judge(self, gap: float, expected: float) -> None:
+        """A gap that was expected to last for `expected` seconds has ended."""
+        ...
+
+
+class Anything:
+    """What is known of pauses of which nothing was learned."""
+
+    gaps: Learner = UNKNOWN
+    ratios: Learner = HINTED
+    trust = TRUST
+
+    def judge(self, gap: float, expected: float) -> None:
+        """Do nothing: nothing is learned."""
+
+
+ANYTHING = Anything()
+
+
+class Kind:
+    """What is learned of one kind of pause: its gaps, and how true the hints are that clients give with it.
+
+    It begins with what is known of its parent kind, and the parent kind learns from it. So a client does not win trust
+    back by another name for its pauses.
+    """
+
+    def __init__(self, parent: Known = ANYTHING) -> None:
+        self._parent = parent
+        self.gaps = GapHistogram(parent.gaps)
+        self.ratios = GapHistogram(parent.ratios)
+        """Gaps in units of what the client expected."""
+        self.trust = parent.trust
+        """How much hints are believed, in nats."""
 
     @property
     def believes_hints(self) -> bool:
         """Whether hints have predicted the gaps of this kind better than the gaps before them did."""
-        return self._trust > 0.0
+        return self.trust > 0.0
 
     def judge(self, gap: float, expected: float) -> None:
         """Compare how probable a gap was by its hint and without it. Recent outcomes count most."""
         hinted = max(self.ratios.rates.density(gap / expected) / expected, 1e-300)
         surprise = math.log(hinted / max(self.gaps.rates.density(gap), 1e-300))
-        self._trust = TRUST_KEPT * self._trust + min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+        self.trust = TRUST_KEPT * self.trust + min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+        self._parent.judge(gap, expected)
 
 
 class Kinds:
@@ -327,7 +371,7 @@ class Kinds:
         """The kind of this name, a new one if the tenant has none. The one used longest ago makes room for it."""
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             self._tenants.popitem(last=False)
-        kinds = self._tenants.setdefault(tenant, OrderedDict({"": Kind(UNKNOWN)}))
+        kinds = self._tenants.setdefault(tenant, OrderedDict({"": Kind()}))
         self._tenants.move_to_end(tenant)
         kinds.move_to_end("")
         if kind not in kinds:
@@ -335,6 +379,6 @@ class Kinds:
             above = self.find(tenant, parent if colon else "")
             if len(kinds) >= MAX_KINDS:
                 kinds.popitem(last=False)
-            kinds[kind] = Kind(above.gaps)
+            kinds[kind] = Kind(above)
         kinds.move_to_end(kind)
         return kinds[kind]

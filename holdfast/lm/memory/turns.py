@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from holdfast.core.pause import NO_PAUSE, Pause
-from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, UNKNOWN, GapHistogram, Kind, Kinds, bin_of
+from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, GapHistogram, Kind, Kinds, bin_of
 
 MOST_OPEN = 1 << 16
 """Largest number of ended sequences that are remembered until they are continued."""
@@ -264,7 +264,7 @@ class TurnTracker:
     def __init__(self, appraise: Appraisal = by_pause) -> None:
         self._appraise = appraise
         self.kinds = Kinds()
-        self._unknown = Turn(-inf, NOTHING_SAID, Kind(UNKNOWN), NEW, length=0, prompt=0, prompt_end=b"")
+        self._unknown = Turn(-inf, NOTHING_SAID, Kind(), NEW, length=0, prompt=0, prompt_end=b"")
         """Stands for state of which nothing is known."""
         self._open: OrderedDict[bytes, Turn] = OrderedDict()
         """Turns by the digest of their last full block."""

@@ -159,7 +159,7 @@ class Turn:
         self.prompt = prompt
         """Number of the blocks of its prompt."""
         self.prompt_end = prompt_end
-        """Digest of the last of these; empty if there is none."""
+        """Digest of the last of these, if no other prompt had it; empty otherwise."""
         self.start = start
         self.gap_open = False
         self.at = self.ratio_at = 0
@@ -272,6 +272,8 @@ class TurnTracker:
         """The digest of each turn's last block and the call that freed its blocks, by request."""
         self._prompts: dict[bytes, bytes] = {}
         """The digest of each open turn's last block, by that of the last block of its prompt."""
+        self._prompt_ends: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of the last blocks of recent prompts."""
         self._calls: OrderedDict[int, Turn] = OrderedDict()
         """Turns by the number of the call that freed their blocks."""
         self._due: list[tuple[float, int, Turn]] = []
@@ -322,7 +324,7 @@ class TurnTracker:
         """
         self.advance(now)
         prompt = min(prompt, len(digests))
-        prompt_end = digests[prompt - 1] if prompt else b""
+        prompt_end = self._tell_apart(digests[prompt - 1]) if prompt else b""
         turn = self._turn(departure, start, now, length=len(digests), prompt=prompt, prompt_end=prompt_end)
         self._bind(call, turn)
         if turn.shared:
@@ -334,6 +336,15 @@ class TurnTracker:
         if not departure.pause.superseded:
             self._open_turn(digests[-1], turn)
         return turn.shared
+
+    def _tell_apart(self, prompt_end: bytes) -> bytes:
+        """The digest, or none if another prompt had it: short prompts end within the block of a system prompt."""
+        if prompt_end in self._prompt_ends:
+            return b""
+        self._prompt_ends[prompt_end] = None
+        if len(self._prompt_ends) > MOST_OPEN:
+            self._prompt_ends.popitem(last=False)
+        return prompt_end
 
     def _leave_shared(self, turn: Turn) -> Turn:
         """The turn of the blocks that `turn` leaves to others. What it continued is open again if it is superseded."""

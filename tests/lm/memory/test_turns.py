@@ -124,6 +124,13 @@ def test_a_turn_whose_answer_comes_back_in_other_tokens_is_continued_all_the_sam
     assert engine.turns.kinds.find("", "tool:x").gaps.rates.needed_within(4.0, 8.0) > 0.7
 
 
+def test_short_prompts_after_one_system_prompt_do_not_continue_each_other():
+    engine = Engine()
+    for number in range(10):
+        engine.run([1, 2, 30 + number], float(number), kind="person", prompt=2)
+    assert len(engine.turns) == 9, "only the first was taken for a turn of the second"
+
+
 def test_a_note_reaches_the_copies_on_the_host():
     engine = Engine(blocks=4, host=8)
     engine.run([1, 2], 0.0, request="a", kind="person")
@@ -166,7 +173,8 @@ def test_open_turns_are_bounded_and_the_oldest_is_forgotten(monkeypatch):
     for number in range(100):
         digests = [b"prompt %d" % number, b"%d" % number]
         tracker.left(digests, Departure(f"{number}"), NEW, 2 * number, float(number), prompt=1)
-    assert len(tracker) == len(tracker._calls) == len(tracker._requests) == len(tracker._prompts) == 10
+    assert {len(tracker), len(tracker._calls), len(tracker._requests), len(tracker._prompts)} == {10}
+    assert len(tracker._prompt_ends) == 10
     assert tracker.note("95", Pause("person"), 101.0) and not tracker.note("5", Pause("person"), 101.0)
     assert len(tracker._due) <= 2 * 10 + 65
 

@@ -217,6 +217,10 @@ def test_a_client_whose_hints_say_nothing_loses_their_weight():
     for _ in range(50):
         hint(kind, 10 ** draw.uniform(-1, 3), 20.0 * math.exp(draw.gauss(0, 0.3)))
     assert not kind.believes_hints
+    kind = Kind()
+    for _ in range(50):
+        hint(kind, 10 ** draw.uniform(2, 4), 20.0 * math.exp(draw.gauss(0, 0.3)))
+    assert not kind.believes_hints, "densities are per second, whatever the unit of the hints"
 
 
 def test_a_liar_does_not_win_trust_back_by_new_names_for_its_pauses():

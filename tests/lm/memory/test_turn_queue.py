@@ -217,7 +217,7 @@ def test_victims_come_by_value_over_long_histories(eviction, seed):
         if act < 0.55:
             kind = draw.choice(("person", "tool:a", "tool:b", ""))
             blocks = [next(fresh) for _ in range(draw.randrange(1, 6))]
-            hint = 10 ** draw.uniform(0, 2) if draw.random() < 0.3 else None
+            hint = 10 ** draw.uniform(-1, 2) if draw.random() < 0.3 else None
             name = f"{step}" if hint is None else f"hinted {step}"  # these never come back: no trust changes
             world.leave(name, blocks, now, kind, hits=draw.randrange(4), expected=hint)
             here |= {block: ((now, world.calls - 1), chunk) for chunk, block in enumerate(blocks)}

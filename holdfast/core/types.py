@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.pause import NO_PAUSE, Pause
 
 MAX_SEED = 2**63 - 1
 """Largest seed: a signed 64-bit number."""
@@ -224,6 +225,8 @@ class Request:
     """The batch that the request is sent in."""
     contract: Contract = NO_CONTRACT
     """The times that the request asks to be promised. It is refused at its arrival if they cannot be kept."""
+    pause: Pause = NO_PAUSE
+    """What the client says of the time between the end of this request and the one that continues it."""
 
     @property
     def answer_start(self) -> int:

@@ -26,6 +26,7 @@ from holdfast.lm.execution.remote_states import RemoteStateStore
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.state_pieces import StatePieces
 from holdfast.lm.execution.tier_threads import TierThreads
+from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tiers.state_tiers import whole_bytes
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -178,7 +179,7 @@ class TierBuilder(PartBuilder):
 
     def is_priced(self, shape: EngineShape) -> bool:
         """Reading a row's state is compared with computing it. A host tier of blocks has its own need of a profile."""
-        return shape.executor == "padded" and self.site.config.eviction == "retention"
+        return shape.executor == "padded" and EVICTIONS[self.site.config.eviction].by_cost
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         self._handler = TierHandler(served.scheduler, self._threads, self.site.clock)

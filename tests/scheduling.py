@@ -9,6 +9,7 @@ from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.parts.grammars.planner import GrammarPart
+from holdfast.lm.parts.pauses.planner import PausePart
 from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.parts.prompts.planner import PromptPart
 from holdfast.lm.parts.tiers.hybrid_tiers import hybrid_tiers
@@ -50,6 +51,7 @@ def create_scheduler(
     host_snapshots=0,
     places=0,
     forks=True,
+    pauses=False,
     **options,
 ):
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
@@ -66,6 +68,8 @@ def create_scheduler(
     elif lower is not None:
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
+    if pauses:
+        parts = [*parts, PausePart(pool, block_bytes=1 << 20, brings=True)]
     return Scheduler(
         policy or StallFree(budget),
         kind,

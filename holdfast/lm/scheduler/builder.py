@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from holdfast.core.columns import Columns
@@ -188,6 +188,16 @@ class StepBuilder(ABC):
         self._kept = True
 
     @property
+    def swaps_in(self) -> bool:
+        """Whether the step begins copies from the host."""
+        return bool(self._swap_in)
+
+    def bring(self, copies: Collection[BlockCopy]) -> None:
+        """Let the step begin these copies from the host, which no segment of it needs."""
+        self._swap_in += copies
+        self.pool.copies.start_swap_in([copy.target for copy in copies], self.number)
+
+    @property
     def begun(self) -> bool:
         """Whether any verb has planned anything yet."""
         return bool(self._writes or self._ids)
@@ -233,7 +243,7 @@ class StepBuilder(ABC):
         queues, pool, hooks = self._queues, self.pool, self._queues.hooks
         self.in_flight = in_flight
         self._close()
-        awaits = queues.awaits
+        awaits = max(queues.awaits, pool.copies.overwritten)
         parts = [plan for part in hooks.finish if part.awake and (plan := part.finish(self)) is not None]
         if self._ids:
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast.core.config import BUILTIN_MODEL
+from holdfast.core.pause import NO_PAUSE, Pause
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import Delta, EngineClient, Timings
 from holdfast.engine.client.text import Text
@@ -96,16 +97,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str = "",
+        pause: Pause = NO_PAUSE,
         progress: bool = True,
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
         `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
-        a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). Raises RequestRefused (a ValueError)
-        for a prompt that can never be served; this aborts the others, as Ctrl-C does.
+        a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). `pause` is what is known of the time
+        until each prompt's next turn: its `keep_until` is on the clock of `time.monotonic`. Raises RequestRefused (a
+        ValueError) for a prompt that can never be served; this aborts the others, as Ctrl-C does.
         """
         ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
-        return self._complete(ids, sampling_params, adapter, progress)
+        return self._complete(ids, sampling_params, adapter, pause, progress)
 
     def chat(
         self,
@@ -116,6 +119,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         adapter: str = "",
+        pause: Pause = NO_PAUSE,
         progress: bool = True,
     ) -> list[Completion]:
         """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise like `generate`.
@@ -131,7 +135,18 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
         }
         ids = [self.text.encode_chat(conversation, **shown) for conversation in conversations]
-        return self._complete(ids, sampling_params, adapter, progress)
+        return self._complete(ids, sampling_params, adapter, pause, progress)
+
+    def warm(self, prompt: Prompt, *, adapter: str = "") -> None:
+        """Bring kept state of this prompt back to the device now, where that costs nobody anything.
+
+        Returns at once. Raises RequestRefused (a ValueError) for an unknown adapter.
+        """
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        self._thread.run(self._warm(ids, adapter))
+
+    async def _warm(self, prompt: Sequence[int], adapter: str) -> None:
+        self._client.warm(prompt, adapter=adapter)
 
     def tune(
         self,
@@ -189,6 +204,7 @@ class LLM:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: str,
+        pause: Pause,
         progress: bool,
     ) -> list[Completion]:
         if not self._close.alive:
@@ -198,14 +214,14 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         with _Bar(len(prompts), shown=progress) as bar:
-            return self._thread.run(self._run_all(prompts, params, adapter, bar))
+            return self._thread.run(self._run_all(prompts, params, adapter, pause, bar))
 
     async def _run_all(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapter: str, bar: _Bar
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapter: str, pause: Pause, bar: _Bar
     ) -> list[Completion]:
         batch = UserBatch(uuid.uuid4().hex)
         tasks = [
-            asyncio.ensure_future(self._run_one(*pair, adapter, batch, bar))
+            asyncio.ensure_future(self._run_one(*pair, adapter, batch, pause, bar))
             for pair in zip(prompts, params, strict=True)
         ]
         try:
@@ -216,10 +232,19 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(
-        self, prompt: Sequence[int], params: SamplingParams, adapter: str, batch: UserBatch, bar: _Bar
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        adapter: str,
+        batch: UserBatch,
+        pause: Pause,
+        bar: _Bar,
     ) -> Completion:
+        id = uuid.uuid4().hex
         async with self._slots:
-            completion = await complete(prompt, self._client.stream(prompt, params, adapter=adapter, batch=batch))
+            stream = self._client.stream(prompt, params, request_id=id, adapter=adapter, batch=batch)
+            completion = await complete(prompt, stream)
+        self._client.note_pause(id, pause)
         bar.advance(len(completion.token_ids))
         return completion
 

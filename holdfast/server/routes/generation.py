@@ -34,6 +34,7 @@ from holdfast.server.routes.http import (
     start_stream,
     tenant_of,
     while_connected,
+    wishes,
 )  # fmt: skip
 from holdfast.server.service import Answer, Service, internal, refused
 
@@ -68,7 +69,8 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
     """
     body = await read_body(request, service.config)
     large = len(body) >= SMALL
-    wanted = await service.off_loop(len(body), lambda: parse(body, shape)) if large else parse(body, shape)
+    more = wishes(request)
+    wanted = await service.off_loop(len(body), lambda: parse(body, shape, more)) if large else parse(body, shape, more)
     if getattr(wanted, "model", None) == "":
         model = service.client.info.model
         if isinstance(wanted, SampledRequest):  # Its grammar is already built.
@@ -80,6 +82,7 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
     """Return the whole answer, or a stream of it."""
     request.state.usage = answer.usage  # For the log.
+    answer.id = shape.head["id"]
     if not answer.wanted.stream:
         return JSON(await while_connected(request.receive, answer.whole(shape)))
     return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))

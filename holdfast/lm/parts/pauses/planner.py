@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -101,8 +103,10 @@ class PausePart(Part):
         self._noted += 1
         digests = found.digests
         if pause.superseded:
-            self.turns.add(Upcoming(digests[-1], digests[found.prompt :], pause.kind, now, inf, inf, inf))
-        elif pause.expected is not None:
+            self._expect(Upcoming(digests[-1], digests[found.prompt :], pause.kind, -inf, inf, inf, inf))
+        elif pause.expected is None:
+            self._expect(Upcoming(found.key, digests, pause.kind, now, inf, inf, inf))
+        else:
             lead = max(LEAD, LEAD_SHARE * pause.expected) + 2 * self._copying(len(digests))
             at = now + pause.expected
             until = at + max(LEAST_GRACE, pause.expected)
@@ -160,7 +164,7 @@ class PausePart(Part):
     def _settle(self, now: float) -> None:
         """Leave out the turns that have come, did not come, or have all their blocks."""
         for turn in [turn for turn in self._due if turn in self.turns and turn.until <= now]:
-            self.turns.forget(turn.key)
+            self.turns.add(replace(turn, begin=inf, at=inf, until=inf))
         self._due = [turn for turn in self._due if turn in self.turns and turn.place < len(turn.digests)]
         self.awake = bool(self._due)
 
@@ -174,10 +178,8 @@ class PausePart(Part):
         """The copies of the first due turn that lacks any, as many as the step's time has room for."""
         most = self._most(step.predicted if step.planned else ALONE_SECONDS)
         for turn in self._due:
-            at = turn.at
-            copies, turn.place = self._pool.bring_ahead(
-                turn.digests, turn.place, most, lambda digest, at=at: self.turns.needed_at(digest) > at
-            )
+            gives_way = partial(self.turns.is_needed_after, turn.at, step.now)
+            copies, turn.place = self._pool.bring_ahead(turn.digests, turn.place, most, gives_way)
             if copies:
                 return copies
         return ()

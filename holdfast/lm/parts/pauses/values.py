@@ -23,15 +23,23 @@ class Upcoming:
     kind: str
     """Kind of the pause (`core.pause.Pause.kind`)."""
     paused_at: float
-    """Time at which the pause began."""
+    """Time at which the pause began; minus infinity: there is no next turn, as the conversation was superseded."""
     begin: float
-    """Time from which its state may come back."""
+    """Time from which its state may come back; infinity: never."""
     at: float
-    """Time at which the next turn is expected; infinity: never, as the conversation was superseded."""
+    """Time at which the next turn is expected; infinity: nothing is known of it."""
     until: float
     """Time from which the turn is not expected any longer."""
     place: int = 0
     """Number of leading blocks that were brought back, or need not be."""
+
+    def needed_at(self, now: float) -> float:
+        """Time at which its state is expected to be needed, as far as is known `now`.
+
+        If nothing is known, the longer a pause has lasted, the longer it is expected to last: at a rate of return of
+        0.5 / t, half of all pauses that have lasted t end before 4 t.
+        """
+        return self.at if self.at < inf else now + 3.0 * (now - self.paused_at)
 
 
 class Upcomings:
@@ -45,8 +53,8 @@ class Upcomings:
         self._count = 0
         self._blocks = 0
         """Number of digests of all turns."""
-        self._needed: dict[bytes, float] = {}
-        """Earliest time at which a block's state is expected to be needed, by digest."""
+        self._needed: dict[bytes, Upcoming] = {}
+        """The first turn that is expected to need a block's state, by digest."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -62,7 +70,8 @@ class Upcomings:
         self._blocks += len(turn.digests)
         needed = self._needed
         for digest in turn.digests:
-            needed[digest] = min(turn.at, needed.get(digest, inf))
+            if turn.at <= needed.setdefault(digest, turn).at:
+                needed[digest] = turn
         if turn.begin < inf:
             self._count += 1
             heappush(self._begins, (turn.begin, self._count, turn))
@@ -74,7 +83,8 @@ class Upcomings:
         turn = self._turns.pop(key)
         self._blocks -= len(turn.digests)
         for digest in turn.digests:
-            self._needed.pop(digest, None)
+            if self._needed.get(digest) is turn:
+                del self._needed[digest]
         return turn
 
     def begun_by(self, digests: Collection[bytes]) -> list[Upcoming]:
@@ -82,7 +92,7 @@ class Upcomings:
         return [self._turns[key] for key in self._turns.keys() & digests]
 
     def due(self, now: float) -> list[Upcoming]:
-        """Remove the turns from the schedule whose state may come back by now. Forgets those that did not come."""
+        """Remove from the schedule the turns whose state may come back by now. Returns them."""
         found: list[Upcoming] = []
         while self._begins and self._begins[0][0] <= now:
             turn = heappop(self._begins)[2]
@@ -97,6 +107,10 @@ class Upcomings:
             heappop(self._begins)
         return self._begins[0][0] if self._begins else inf
 
-    def needed_at(self, digest: bytes) -> float:
-        """Time at which a block's state is expected to be needed; minus infinity if nothing is known of it."""
-        return self._needed.get(digest, -inf)
+    def is_needed_after(self, time: float, now: float, digest: bytes) -> bool:
+        """Whether a block's state is expected to be needed later than `time`, as far as is known `now`.
+
+        False if nobody has said anything of the block.
+        """
+        turn = self._needed.get(digest)
+        return turn is not None and turn.needed_at(now) > time

@@ -212,6 +212,7 @@ def retention(engine: EngineConfig, info: EngineInfo) -> str:
 
 EVICTION = {
     "retention": "lowest recomputation cost / age first",
+    "pauses": "lowest recomputation cost times chance of being needed soon first",
     "lru": "least recently used first",
     "lru-conversation": "least recently used first, whole conversations",
     "tail-first": "least recently used first, conversations from their ends",

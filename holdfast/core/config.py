@@ -197,10 +197,12 @@ class CoreConfig:
         "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host or a lower tier; 0 is off",
     )
     chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks")
-    eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
+    eviction: Literal["retention", "pauses", "lru", "lru-conversation", "tail-first", "ttl", "hits"] = option(
         "retention",
-        "which idle chunks are evicted first: retention: the lowest recomputation cost / age; lru: the least recently "
-        "used; lru-conversation: all of the least recently used conversation; tail-first: that conversation's end",
+        "which idle chunks are evicted first: retention: the lowest recomputation cost / age; pauses: the lowest cost "
+        "times the chance that it is needed soon, learned by kind of pause; lru: the least recently used; "
+        "lru-conversation: all of the least recently used conversation; tail-first: that conversation's end; ttl: as "
+        "lru, but state is kept for as long as calls of its tool last; hits: the fewest turns so far",
     )
     swap_threshold: float = option(
         0.25,

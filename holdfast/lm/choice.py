@@ -14,6 +14,7 @@ from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.memory.state_pool import StatePool
+from holdfast.lm.memory.turn_queue import make_turns
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.scheduler.builder import Policy
@@ -189,7 +190,7 @@ def retention_cost(config: CoreConfig, shape: EngineShape, cost: CostModel | Non
 
 def make_kind(config: CoreConfig, shape: EngineShape, cost: CostModel | None, policy: Policy) -> MemoryKind:
     """The memory of an engine of this shape, real or simulated, with the builder of plans over it."""
-    rule = RetentionRule.of(config, retention_cost(config, shape, cost))
+    rule = RetentionRule.of(config, retention_cost(config, shape, cost), make_turns(config.eviction))
     if shape.rows is not None:
         rows = RowPool(
             shape.rows,

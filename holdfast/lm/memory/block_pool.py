@@ -99,7 +99,7 @@ class BlockPool:
         self._copies_for_others = self.max_copies if copies_for_others is None else copies_for_others
         self._allocator = Allocator(num_blocks)
         self._index = PrefixIndex(num_blocks)
-        self._idle = IdleBlocks(self.rule)
+        self._idle = IdleBlocks(self.rule, num_blocks)
         self._free, self._owners = self._allocator.free, self._allocator.owners
         self._cached, self._digests = self._index.blocks, self._index.digests
         self.uses = 0

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast.lm.memory.prefix_index import PrefixIndex
-from holdfast.lm.memory.retention import Retention, RetentionRule, Use, Victims
+from holdfast.lm.memory.retention import RetentionRule, Use, Victims
 
 
 class HostPool:
@@ -38,7 +38,7 @@ class HostPool:
         """Number of retained blocks evicted so far."""
         self._free: list[int] = []
         self._index = PrefixIndex(num_blocks)
-        self._retained = Retention(rule)
+        self._retained = rule.order(num_blocks)
         self._duplicates: OrderedDict[int, None] = OrderedDict()
         self._held: dict[int, Hold] = {}
         self._uses: list[tuple[bytes, Use | None]] | None = None

@@ -9,6 +9,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
 from holdfast.lm.memory.snapshots import NOTHING_KEPT, Snapshot, StateKey
 from holdfast.lm.memory.state_pool import StatePool
+from holdfast.lm.memory.turns import NOTHING_SAID, Departure
 from holdfast.lm.types import BlockCopy, BlockMove
 
 LONG = 1024
@@ -277,10 +278,10 @@ class HybridCache:
         """Cache every block whose tokens are all known and whose positions are all planned."""
         self._cache.cache_blocks(tokens)
 
-    def end(self, tokens: Sequence[int], now: float) -> bool:
+    def end(self, tokens: Sequence[int], now: float, departure: Departure = NOTHING_SAID) -> bool:
         """Save the state, and free all blocks, because the sequence has ended with these tokens. Its row is free."""
         self._leave(tokens, now)
-        return self._cache.end(tokens, now)
+        return self._cache.end(tokens, now, departure)
 
     def suspend(self, tokens: Sequence[int], now: float) -> bool:
         """Save the state, and free all blocks, because the sequence must wait. Returns whether there is a host tier."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.host_pool import HostPool
+from holdfast.lm.memory.turns import NOTHING_SAID, Departure
 from holdfast.lm.types import BlockCopy, BlockMove, TierCopied
 
 
@@ -146,8 +147,10 @@ class SequenceState(Protocol[FoundT]):
         """Let others find all computed state of these known tokens."""
         ...
 
-    def end(self, tokens: Sequence[int], now: float) -> bool:
+    def end(self, tokens: Sequence[int], now: float, departure: Departure = NOTHING_SAID) -> bool:
         """Give up the room, because the sequence has ended with these tokens. Others may find its state.
+
+        `departure` says what is known of the time until then.
 
         Returns whether its row is free, if it has one. It is not while the batch still computes it.
         """

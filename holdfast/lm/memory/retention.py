@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from holdfast.core.config import CoreConfig
+from holdfast.core.pause import Pause
 from holdfast.lm.memory.prefix_index import PrefixIndex
+from holdfast.lm.memory.turns import NEW, Departure, Start
 
 Use = tuple[float, int]
 """When a block was last used: time in seconds, and the number of the call that used it, which orders equal times."""
@@ -51,7 +53,113 @@ EVICTIONS = {
     "lru": Eviction(by_cost=False, trailing_first=False, whole=False),
     "lru-conversation": Eviction(by_cost=False, trailing_first=False, whole=True),
     "tail-first": Eviction(by_cost=False, trailing_first=True, whole=False),
+    "pauses": Eviction(by_cost=True, trailing_first=False, whole=False),
+    "ttl": Eviction(by_cost=False, trailing_first=False, whole=False),
+    "hits": Eviction(by_cost=False, trailing_first=False, whole=False),
 }
+"""The orders by name. The last three also go by what is known of turns (`turn_queue.make_turns`)."""
+
+
+class Victims(Protocol):
+    """Chunks by ascending value."""
+
+    def pop(self, below: float = math.inf) -> Chunk | None:
+        """Remove the chunk of the lowest value. Returns None if there is none, or if its value is not `below` this."""
+        ...
+
+
+class IdleOrder(Protocol):
+    """Idle blocks of one tier by value."""
+
+    @property
+    def blocks(self) -> Mapping[int, object]:
+        """The blocks that are here."""
+        ...
+
+    def add_all(self, blocks: Iterable[int], indices: Iterable[int], use: Use) -> None:
+        """Add blocks that were last used together. `indices` are their places in their sequence, 0 for the first."""
+        ...
+
+    def among(self, start: int, stop: int, index: PrefixIndex) -> list[tuple[Use, int, bytes]]:
+        """For each idle block in [start, stop): its last use, its place in its sequence, and its digest."""
+        ...
+
+    def renew(self, block: int, use: Use) -> None:
+        """Count a block as used again."""
+        ...
+
+    def last_use(self, block: int) -> Use | None:
+        """Return the last use of a block; None if `blocks` does not contain the block."""
+        ...
+
+    def take(self, block: int) -> Use:
+        """Remove a block. Returns its last use."""
+        ...
+
+    def move(self, block: int, target: int) -> None:
+        """Move the entry of a block to block `target`. Its value stays."""
+        ...
+
+    def remove(self, blocks: Sequence[int]) -> list[int]:
+        """Remove those of these blocks that are here. Returns the others."""
+        ...
+
+    def victims(self, now: float) -> Victims:
+        """All chunks, the lowest value first. Until the last is popped, nothing else may add or remove blocks."""
+        ...
+
+
+class Turns(Protocol):
+    """What an eviction has to know of the sequences that have ended. `now` is in seconds and never decreases."""
+
+    def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
+        """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
+        ...
+
+    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
+        """A sequence with these full blocks has ended.
+
+        Call `call` is about to free its own blocks, and the call after it those in common, if there are any.
+        """
+        ...
+
+    def note(self, request: str, pause: Pause, now: float) -> bool:
+        """What is known of the pause after a request has changed. Returns False if nobody remembers the request."""
+        ...
+
+    def worth(self, last: float, call: int, now: float) -> float:
+        """Worth, per unit of cost and second, of state that was last used at `last` by this call."""
+        ...
+
+    def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
+        """An order of the idle blocks of a tier with `capacity` blocks."""
+        ...
+
+
+class Untracked:
+    """Nothing is known of turns but when their state was last used (`Turns`)."""
+
+    def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
+        """NEW: nothing is known of the sequence before."""
+        return NEW
+
+    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
+        """Do nothing: the last use of the blocks is all."""
+
+    def note(self, request: str, pause: Pause, now: float) -> bool:
+        """False: nobody remembers requests."""
+        return False
+
+    def worth(self, last: float, call: int, now: float) -> float:
+        """One over the time since the last use."""
+        return 1.0 / max(now - last, MIN_AGE)
+
+    def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
+        """The order by cost and last use."""
+        return Retention(rule)
+
+
+UNTRACKED: Turns = Untracked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +171,18 @@ class RetentionRule:
     chunk_blocks: int = 2
     """Number of blocks in a chunk. Chunks are evicted whole."""
     block_size: int = 16
+    turns: Turns = UNTRACKED
+    """What is known of the turns that the chunks belong to. All tiers share it."""
 
     @classmethod
-    def of(cls, config: CoreConfig, cost: Cost) -> RetentionRule:
+    def of(cls, config: CoreConfig, cost: Cost, turns: Turns = UNTRACKED) -> RetentionRule:
         """The rule that a configuration names. Its chunk size is rounded up to whole blocks."""
         chunk_blocks = -(-config.chunk_size // config.block_size)
-        return cls(EVICTIONS[config.eviction], cost, chunk_blocks, config.block_size)
+        return cls(EVICTIONS[config.eviction], cost, chunk_blocks, config.block_size, turns)
+
+    def order(self, capacity: int) -> IdleOrder:
+        """The order of the idle blocks of a tier with `capacity` blocks."""
+        return self.turns.order(self, capacity)
 
     def from_the_end(self) -> RetentionRule:
         """This rule where a block is of no use without all blocks before it.
@@ -262,9 +376,9 @@ class Retention:
                 del late[block]
         return others
 
-    def victims(self, now: float) -> Victims:
+    def victims(self, now: float) -> ClassVictims:
         """All chunks, the lowest value first. Until the last is popped, nothing else may add or remove blocks."""
-        return Victims(self._queues, self.blocks, now)
+        return ClassVictims(self._queues, self.blocks, now)
 
 
 class Chunk(NamedTuple):
@@ -275,7 +389,7 @@ class Chunk(NamedTuple):
     use: Use
 
 
-class Victims:
+class ClassVictims:
     """Evicts chunks by ascending value. O(classes) to begin with, O(log classes) for each chunk."""
 
     def __init__(self, queues: dict[int, ClassQueue], blocks: dict[int, int], now: float) -> None:
@@ -304,8 +418,9 @@ class IdleBlocks:
     still holds its state and may be shared again, until it is allocated for other state.
     """
 
-    def __init__(self, rule: RetentionRule) -> None:
-        self.retained = Retention(rule)
+    def __init__(self, rule: RetentionRule, capacity: int = 0) -> None:
+        """`capacity` is the number of blocks of the device."""
+        self.retained = rule.order(capacity)
         self.reclaimable: OrderedDict[int, None] = OrderedDict()
         """Reclaimable blocks in the order in which they are reclaimed."""
 

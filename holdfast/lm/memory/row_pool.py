@@ -14,6 +14,7 @@ from holdfast.lm.memory.kept_rows import FoundRow as FoundState
 from holdfast.lm.memory.kept_rows import KeptRows, RowKey
 from holdfast.lm.memory.protocol import SequenceState
 from holdfast.lm.memory.retention import RetentionRule
+from holdfast.lm.memory.turns import NOTHING_SAID, Departure
 from holdfast.lm.types import BlockCopy, BlockMove, RowMove, RowMoveKind, RowShape, TierCopied
 
 Place = Literal["nowhere", "apart", "batch"]
@@ -293,7 +294,7 @@ class RowState:
         else:
             self.keep(known)
 
-    def end(self, tokens: Sequence[int], now: float) -> bool:
+    def end(self, tokens: Sequence[int], now: float, departure: Departure = NOTHING_SAID) -> bool:
         """Give up the row and the memory, because the sequence has ended with these tokens. Others may find its state.
 
         Returns whether its row is free. It is not while it stays in the batch until the batch ends.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import block_digests, usable_blocks
+from holdfast.lm.memory.turns import NEW, NOTHING_SAID, Departure
 from holdfast.lm.types import BlockCopy
 
 
@@ -66,7 +67,18 @@ class SequenceCache:
     writes beyond its last known token, into a block that is not cached. Only later plans use that block again.
     """
 
-    __slots__ = ("_cached", "_digests", "_islands", "_pool", "_root", "blocks", "capacity", "next_full", "planned")
+    __slots__ = (
+        "_cached",
+        "_digests",
+        "_islands",
+        "_pool",
+        "_root",
+        "_start",
+        "blocks",
+        "capacity",
+        "next_full",
+        "planned",
+    )
 
     def __init__(self, pool: BlockPool, root: bytes | None) -> None:
         """`root` starts the chain of digests (`Identity.root`). None: the sequence shares no blocks."""
@@ -74,6 +86,8 @@ class SequenceCache:
         self._root = root
         self._digests: list[bytes] = []
         self._islands: deque[tuple[int, int]] = deque()
+        self._start = NEW
+        """What state the sequence began with."""
         self.blocks: list[int] = []
         """The block table. Callers must not change it."""
         self.capacity = 0
@@ -182,6 +196,7 @@ class SequenceCache:
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the cached blocks of a waiting sequence as used now, so that they are still cached when it starts."""
         found = self.match(tokens)
+        self._begin(found, now)
         if found:
             self._pool.touch(found.device.values(), found.host.values(), now)
 
@@ -191,6 +206,7 @@ class SequenceCache:
         Returns the copies from the host that the current plan must do.
         """
         assert not self.blocks
+        self._begin(found, now)
         pool = self._pool
         pool.share(found.device.values())
         count = pool.blocks_for(length)
@@ -204,6 +220,11 @@ class SequenceCache:
         copies = pool.swap_in([(self.blocks[index], digest, index) for index, digest in found.host.items()])
         self._settle(found)
         return copies
+
+    def _begin(self, found: Found, now: float) -> None:
+        """Note the state that the sequence begins with, unless that is noted already."""
+        if self._start is NEW:
+            self._start = self._pool.rule.turns.begin(self._digests, len(found), now)
 
     def _settle(self, found: Found) -> None:
         """Set the planned positions, and the islands beyond them, from the blocks found."""
@@ -248,10 +269,15 @@ class SequenceCache:
         self._cached = full
         self.next_full = (full + 1) * pool.block_size
 
-    def end(self, tokens: Sequence[int], now: float) -> bool:
+    def end(self, tokens: Sequence[int], now: float, departure: Departure = NOTHING_SAID) -> bool:
         """Free all blocks, because the sequence has ended. Its row is free, too."""
         if self.blocks:
-            self.free(now)
+            pool, digests = self._pool, self._digests[: self._cached]
+            common = min(self._start.common, self._cached)
+            if digests:
+                start = replace(self._start, common=common)
+                pool.rule.turns.left(digests, departure, start, pool.uses + 1, now)
+            self.free(now, common)
         return True
 
     def suspend(self, tokens: Sequence[int], now: float) -> bool:
@@ -263,10 +289,14 @@ class SequenceCache:
         self.free(now)
         return self._pool.host is not None
 
-    def free(self, now: float) -> None:
-        """Free all blocks. Among blocks of equal value, those freed first are evicted first."""
+    def free(self, now: float, common: int = 0) -> None:
+        """Free all blocks, the first `common` of them as another use of them than the rest.
+
+        Among blocks of equal value, those freed first are evicted first.
+        """
         trailing_first = self._pool.rule.eviction.trailing_first
-        self._pool.free(reversed(self.blocks) if trailing_first else self.blocks, now)
+        for part in (self.blocks[common:], self.blocks[:common]) if common else (self.blocks,):
+            self._pool.free(reversed(part) if trailing_first else part, now)
         self.blocks.clear()
         self._islands.clear()
         self.capacity = self.planned = self._cached = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.lm.memory.protocol import AnyMemory, Found
+from holdfast.lm.memory.turns import Departure
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Hooks, Part
@@ -178,13 +179,14 @@ class Queues:
 
         The row is not free yet if the batch still computes it: see `SequenceState.end`.
         """
-        tokens = entry.sequence.tokens
+        tokens, request = entry.sequence.tokens, entry.sequence.request
+        departure = Departure(request.id, request.identity.tenant, request.pause)
         if entry.row == NO_ROW:
             self._leave(entry)
-            entry.cache.end(tokens, now)
+            entry.cache.end(tokens, now, departure)
             return
         self._vacate(entry)
-        if entry.cache.end(tokens, now):
+        if entry.cache.end(tokens, now, departure):
             self.free_rows.append(entry.row)
         entry.row = NO_ROW
 

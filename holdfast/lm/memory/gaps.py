@@ -1,0 +1,340 @@
+"""Gaps: how long pauses take, learned by kind, and what it is worth to hold a state while one lasts.
+
+A gap is the time from the end of a turn to the request that needs its state again. Ages of idle states and gaps are
+counted in bins that grow by a constant factor, from a millisecond to a day.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+BINS_PER_DOUBLING = 3
+SHORTEST = 1e-3
+"""End of the first bin in seconds."""
+LONGEST = 86_400.0
+"""A state that nobody needed for this many seconds is counted as never needed again."""
+EDGES = (
+    0.0,
+    *(
+        SHORTEST * 2 ** (number / BINS_PER_DOUBLING)
+        for number in range(math.ceil(BINS_PER_DOUBLING * math.log2(LONGEST / SHORTEST)) + 1)
+    ),
+)
+"""Where each bin begins, in seconds. The last bin has no end."""
+BINS = len(EDGES)
+WIDTHS = (*(end - start for start, end in pairwise(EDGES)), EDGES[-1])
+"""Width of each bin in seconds. The last one counts as wide as all before it."""
+PRIOR_WEIGHT = 2.0
+"""A kind's chance of a return within a bin is its own observations, and this many of its parent kind."""
+PRIOR_POWER = 0.5
+"""Before anything is learned, half of all gaps that have lasted t end before 4 t: the rate of return is 0.5 / t."""
+MOST_CERTAIN = 1.0 - 1e-9
+"""Largest chance of a return within a bin."""
+HALF_LIFE = 7200.0
+"""Seconds after which an observation counts half as much as a new one."""
+RESCALED = 2.0**40
+"""Weight of a new observation at which all counts are divided by it, so that they stay finite."""
+REFRESHED = 0.05
+"""Share of a kind's observations that may change before its rates are computed again."""
+MAX_KINDS = 64
+"""Largest number of kinds of one tenant that are learned at a time."""
+MAX_TENANTS = 1024
+"""Largest number of tenants whose gaps are known. The one that was idle for longest is forgotten first."""
+
+
+def bin_of(age: float) -> int:
+    """The bin of an age or gap in seconds, or in units of another scale."""
+    return max(0, bisect_right(EDGES, age) - 1)
+
+
+class Rates:
+    """The chance that a state is needed again, by how long it has been idle: a rate for each bin.
+
+    Within a bin the rate is constant, so gaps have an exponential distribution piece by piece.
+    """
+
+    def __init__(self, chances: Sequence[float]) -> None:
+        """`chances` has, for each bin, the probability that a gap which lasts to its start ends within it; below 1."""
+        self.chances = tuple(chances)
+        self._rates = [-math.log1p(-chance) / width for chance, width in zip(chances, WIDTHS, strict=True)]
+        self._survival = [1.0]
+        for chance in self.chances[:-1]:
+            self._survival.append(self._survival[-1] * (1.0 - chance))
+        self.worth = tuple(self._worth())
+        """For each bin, the worth of holding a state that has been idle until its start, per unit of cost and second.
+
+        The worth is the largest ratio, over all times to give up at, of the probability that the state is needed by
+        then to the time for which it is expected to be held: max over h of P(G < t + h | G > t) / E[min(G - t, h) |
+        G > t]. This is Gittins' index of a job that pays when it ends (Gittins, Glazebrook and Weber, "Multi-armed
+        Bandit Allocation Indices", 2011, §2 and §3). If memory costs some price per second, holding a state pays
+        exactly while cost times worth is above that price. The state of least cost times worth is therefore the one
+        to evict. With a rate of return of a / t the worth is a / t: then the order is Pensieve's cost over idle time.
+        """
+
+    def _worth(self) -> list[float]:
+        """Merge each bin with the bins after it while that raises the ratio. O(bins)."""
+        merged: list[tuple[float, float, float]] = []  # probability of a return, expected time, chance to last
+        worth = []
+        for chance, rate, width in zip(reversed(self.chances), reversed(self._rates), reversed(WIDTHS), strict=True):
+            needed, held, lasts = chance, chance / rate if rate else width, 1.0 - chance
+            while merged and merged[-1][0] * held > needed * merged[-1][1]:
+                later_needed, later_held, later_lasts = merged.pop()
+                needed, held, lasts = needed + lasts * later_needed, held + lasts * later_held, lasts * later_lasts
+            merged.append((needed, held, lasts))
+            worth.append(needed / held)
+        return worth[::-1]
+
+    def survival(self, age: float) -> float:
+        """Probability that a gap lasts longer than `age` seconds."""
+        at = bin_of(age)
+        return self._survival[at] * math.exp(-self._rates[at] * (age - EDGES[at]))
+
+    def needed_within(self, idle: float, wait: float) -> float:
+        """Probability that a state which has been idle for `idle` seconds is needed within the next `wait` seconds."""
+        return 1.0 - self.survival(idle + wait) / self.survival(idle)
+
+    def expected_wait(self, idle: float, horizon: float) -> float:
+        """Expected seconds until a state that has been idle for `idle` is needed, or given up after `horizon`."""
+        total, start, end = 0.0, idle, idle + horizon
+        for at in range(bin_of(idle), BINS):
+            stop = min(end, EDGES[at + 1]) if at + 1 < BINS else end
+            rate, length = self._rates[at], stop - start
+            mean = -math.expm1(-rate * length) / rate if rate * length > 1e-12 else length
+            total += self.survival(start) * mean
+            if stop == end:
+                break
+            start = stop
+        return total / self.survival(idle)
+
+    def density(self, gap: float) -> float:
+        """Probability density of a gap of this length, per second."""
+        return self._rates[bin_of(gap)] * self.survival(gap)
+
+    def quantile(self, share: float) -> float:
+        """The end of the bin within which this share of the gaps of at most LONGEST have ended."""
+        last = self._survival[-1]
+        for at in range(1, BINS):
+            if 1.0 - self._survival[at] >= share * (1.0 - last):
+                return EDGES[at]
+        return LONGEST
+
+
+class Learner(Protocol):
+    """What learns from gaps, and has rates."""
+
+    @property
+    def rates(self) -> Rates:
+        """The rates as known now."""
+        ...
+
+    def begin(self, time: float) -> None:
+        """A gap begins at `time`. It is open."""
+        ...
+
+    def last(self, time: float, at: int, to: int) -> None:
+        """The open gap that began at `time` has lasted from bin `at` to bin `to`."""
+        ...
+
+    def end(self, time: float, at: int, to: int) -> None:
+        """The open gap that began at `time` and was in bin `at` has ended in bin `to`: its state is needed."""
+        ...
+
+    def withdraw(self, time: float, at: int) -> None:
+        """Forget the open gap that began at `time` and is in bin `at`."""
+        ...
+
+
+class Fixed:
+    """Rates that are given, not learned."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+
+    def begin(self, time: float) -> None:
+        """Do nothing: nothing is learned."""
+
+    def last(self, time: float, at: int, to: int) -> None:
+        """Do nothing: nothing is learned."""
+
+    def end(self, time: float, at: int, to: int) -> None:
+        """Do nothing: nothing is learned."""
+
+    def withdraw(self, time: float, at: int) -> None:
+        """Do nothing: nothing is learned."""
+
+
+def _unknown_rates() -> Rates:
+    starts = (SHORTEST / 2, *EDGES[1:])
+    ends = (*EDGES[1:], 2 * EDGES[-1])
+    return Rates([1.0 - (start / end) ** PRIOR_POWER for start, end in zip(starts, ends, strict=True)])
+
+
+def _hinted_rates() -> Rates:
+    """Of gaps in units of what the client expected: 9 of 10 come, log-normal about 1 with a deviation of 0.5."""
+    below = [0.9 * (0.5 + 0.5 * math.erf(math.log(edge) / 0.5 / math.sqrt(2))) if edge else 0.0 for edge in EDGES]
+    ends = (*below[1:], below[-1] + 1e-3)
+    return Rates([min(0.99, (end - start) / (1.0 - start) + 1e-4) for start, end in zip(below, ends, strict=True)])
+
+
+UNKNOWN = Fixed(_unknown_rates())
+"""Gaps of which nothing is known."""
+HINTED = Fixed(_hinted_rates())
+"""Gaps of clients who say what they expect, in units of that, before anything is learned of them."""
+
+
+class GapHistogram:
+    """Counts of gaps by bin, the recent ones more than the old, and the rates that follow.
+
+    A gap that has not ended counts as one that has lasted until now (the life table's estimate of survival, Kaplan and
+    Meier 1958). So states that nobody ever needs again lower the rates as soon as they outlast the others, and no time
+    has to be chosen after which a gap is given up. A chance without observations is that of the parent kind.
+    """
+
+    def __init__(self, parent: Learner) -> None:
+        self._parent = parent
+        self._ended = [0.0] * BINS
+        """Weight of the gaps that ended in each bin."""
+        self._open = [0.0] * BINS
+        """Weight of the gaps that have lasted to each bin and have not ended."""
+        self._base = 0.0
+        """Time in seconds at which a gap begins that has weight 1."""
+        self._latest = 0.0
+        """Time at which the latest gap began."""
+        self._total = 0.0
+        """Weight of all gaps."""
+        self._changed = math.inf
+        """Weight of what has changed since the rates were computed."""
+        self._rates = parent.rates
+
+    def _weight(self, time: float) -> float:
+        return float(2.0 ** ((time - self._base) / HALF_LIFE))
+
+    def begin(self, time: float) -> None:
+        """A gap begins at `time`, in seconds. It is open. Times must not decrease by more than a few days."""
+        self._latest = max(self._latest, time)
+        weight = self._weight(time)
+        if weight > RESCALED:
+            self._base = time
+            self._ended = [count / weight for count in self._ended]
+            self._open = [count / weight for count in self._open]
+            self._changed /= weight
+            self._total /= weight
+            weight = 1.0
+        self._open[0] += weight
+        self._total += weight
+        self._changed += weight
+        self._parent.begin(time)
+
+    def last(self, time: float, at: int, to: int) -> None:
+        """The open gap that began at `time` has lasted from bin `at` to bin `to`."""
+        weight = self._weight(time)
+        self._open[at] -= weight
+        self._open[to] += weight
+        self._changed += weight / BINS_PER_DOUBLING
+        self._parent.last(time, at, to)
+
+    def end(self, time: float, at: int, to: int) -> None:
+        """The open gap that began at `time` and was in bin `at` has ended in bin `to`: its state is needed."""
+        weight = self._weight(time)
+        self._open[at] -= weight
+        self._ended[to] += weight
+        self._changed += weight
+        self._parent.end(time, at, to)
+
+    def withdraw(self, time: float, at: int) -> None:
+        """Forget the open gap that began at `time` and is in bin `at`."""
+        weight = self._weight(time)
+        self._open[at] -= weight
+        self._total -= weight
+        self._changed += weight
+        self._parent.withdraw(time, at)
+
+    @property
+    def rates(self) -> Rates:
+        """The rates by what was observed, a twentieth of which may be newer. O(1) amortised."""
+        if self._changed > REFRESHED * self._total:
+            self._rates = self._compute()
+            self._changed = 0.0
+        return self._rates
+
+    @property
+    def worths(self) -> Sequence[float]:
+        """The worth of holding a state, by bin of its age (`Rates.worth`)."""
+        return self.rates.worth
+
+    def _compute(self) -> Rates:
+        """The chance of each bin: those that ended in it, of those that reached it; half of the open ones count."""
+        prior = PRIOR_WEIGHT * self._weight(self._latest)
+        reached, chances = 0.0, []
+        for ended, still, given in zip(
+            reversed(self._ended), reversed(self._open), reversed(self._parent.rates.chances), strict=True
+        ):
+            reached += ended + max(0.0, still)
+            chance = (ended + prior * given) / (reached - max(0.0, still) / 2 + prior)
+            chances.append(min(chance, MOST_CERTAIN))
+        return Rates(chances[::-1])
+
+
+TRUST = 3.0
+"""How much a client's hints are believed before any was checked, in nats. Above 0 they are used."""
+TRUST_KEPT = 0.9
+"""Share of the trust that stays at each outcome."""
+MOST_SURPRISE = 5.0
+"""Most that one outcome changes the trust, in nats."""
+
+
+class Kind:
+    """What is learned of one kind of pause: its gaps, and how true the hints are that clients give with it."""
+
+    def __init__(self, parent: Learner) -> None:
+        self.gaps = GapHistogram(parent)
+        self.ratios = GapHistogram(HINTED)
+        """Gaps in units of what the client expected."""
+        self._trust = TRUST
+
+    @property
+    def believes_hints(self) -> bool:
+        """Whether hints have predicted the gaps of this kind better than the gaps before them did."""
+        return self._trust > 0.0
+
+    def judge(self, gap: float, expected: float) -> None:
+        """Compare how probable a gap was by its hint and without it. Recent outcomes count most."""
+        hinted = max(self.ratios.rates.density(gap / expected) / expected, 1e-300)
+        surprise = math.log(hinted / max(self.gaps.rates.density(gap), 1e-300))
+        self._trust = TRUST_KEPT * self._trust + min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+
+
+class Kinds:
+    """The kinds of pauses of all tenants. Each tenant has its own, so nobody's gaps change what is known of others.
+
+    A kind begins with the rates of its parent kind (`tool` for `tool:search`), that with the rates of all pauses of the
+    tenant, and these with UNKNOWN.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, OrderedDict[str, Kind]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Number of kinds of all tenants."""
+        return sum(map(len, self._tenants.values()))
+
+    def find(self, tenant: str, kind: str) -> Kind:
+        """The kind of this name, a new one if the tenant has none. The one used longest ago makes room for it."""
+        if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+            self._tenants.popitem(last=False)
+        kinds = self._tenants.setdefault(tenant, OrderedDict({"": Kind(UNKNOWN)}))
+        self._tenants.move_to_end(tenant)
+        kinds.move_to_end("")
+        if kind not in kinds:
+            parent, colon, _ = kind.partition(":")
+            above = self.find(tenant, parent if colon else "")
+            if len(kinds) >= MAX_KINDS:
+                kinds.popitem(last=False)
+            kinds[kind] = Kind(above.gaps)
+        kinds.move_to_end(kind)
+        return kinds[kind]

@@ -1,0 +1,381 @@
+"""TurnQueue: idle blocks by the worth of the turns that they belong to, and those of the lowest value first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+from typing import NamedTuple
+
+from holdfast.lm.memory.gaps import BINS, EDGES, bin_of
+from holdfast.lm.memory.prefix_index import PrefixIndex
+from holdfast.lm.memory.retention import UNTRACKED, Chunk, RetentionRule, Turns, Use
+from holdfast.lm.memory.turns import APPRAISALS, NOTHING, Turn, TurnTracker, Worths
+
+TICK = 0.01
+"""Least time in seconds after which a group's bucket is looked at again."""
+SHARES_CHECKED = 1.0
+"""Seconds after which it is checked again whether tenants keep more than their shares."""
+
+
+class Entry(NamedTuple):
+    """A group's place in a bucket. The lowest goes first."""
+
+    weight: float
+    """Cost of the group's cheapest chunk, over `scale`."""
+    use: Use
+    number: int
+    """Orders entries that are equal otherwise."""
+    group: Group
+    scale: float
+    """Scale of the forecast by which the group has its place."""
+
+
+class Group:
+    """The idle blocks that were last used together: those of one turn."""
+
+    def __init__(self, use: Use, turn: Turn) -> None:
+        self.use = use
+        self.turn = turn
+        self.is_released = False
+        """Whether its blocks are no longer kept for the client, because the tenant kept more than its share."""
+        self.blocks: dict[int, int] = {}
+        """Chunk of each block."""
+        self._added: dict[int, list[int]] = {}
+        """Blocks that were added, by chunk. Some may have been removed since."""
+        self._order: list[tuple[float, int, int]] = []
+        """Heap of the chunks by cost and rank. Some may have no block left."""
+
+    def learn(self, turn: Turn) -> None:
+        """More is known of the turn. It is of the same tenant."""
+        self.turn = turn
+
+    def release(self) -> None:
+        """No longer keep its blocks for the client."""
+        self.is_released = True
+
+    def add(self, block: int, chunk: int, cost: float, rank: int) -> bool:
+        """Add a block of a chunk with this cost and rank. Returns whether the chunk is now the first of the group."""
+        self.blocks[block] = chunk
+        if (added := self._added.get(chunk)) is not None:
+            added.append(block)
+            return False
+        self._added[chunk] = [block]
+        heappush(self._order, (cost, rank, chunk))
+        return self._order[0][2] == chunk
+
+    def cost(self) -> float:
+        """Cost of the chunk that goes first. The group must not be empty."""
+        while True:
+            cost, _, chunk = self._order[0]
+            if any(self.blocks.get(block) == chunk for block in self._added[chunk]):
+                return cost
+            heappop(self._order)
+            del self._added[chunk]
+
+    def pop(self) -> list[int]:
+        """Remove the chunk that goes first. Returns its blocks. The group must not be empty."""
+        self.cost()
+        _, _, chunk = heappop(self._order)
+        blocks = [block for block in dict.fromkeys(self._added.pop(chunk)) if self.blocks.get(block) == chunk]
+        for block in blocks:
+            del self.blocks[block]
+        return blocks
+
+
+class Bucket:
+    """Groups of which a unit of cost is worth the same. Entries of groups that have changed stay until they come up."""
+
+    def __init__(self, worths: Worths, at: int) -> None:
+        self._worths, self._at = worths, at
+        self.entries: dict[Use, Entry] = {}
+        """The valid entry of each group."""
+        self._heap: list[Entry] = []
+
+    @property
+    def level(self) -> float:
+        """Value of a unit of weight."""
+        return self._worths.worths[self._at]
+
+    def push(self, entry: Entry) -> None:
+        """Add the entry of a group, or a newer one in place of the one it has. O(log n) amortised."""
+        self.entries[entry.use] = entry
+        heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self.entries) + 64:
+            self._heap = [*self.entries.values()]
+            heapify(self._heap)
+
+    def first(self) -> Entry | None:
+        """The lowest entry, or None if there is none. An entry may be lower than its group, and is then renewed."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            if self.entries.get(entry.use) is not entry:
+                heappop(heap)
+            elif (weight := entry.group.cost() / entry.scale) > entry.weight:
+                self.push(entry._replace(weight=weight))
+            else:
+                return entry
+        return None
+
+
+class KeptBucket(Bucket):
+    """Groups that a client wants kept: they go after all others."""
+
+    def __init__(self) -> None:
+        super().__init__(NOTHING.source, 0)
+
+    @property
+    def level(self) -> float:
+        """More than any value."""
+        return inf
+
+    def latest_first(self) -> list[Group]:
+        """Its groups, first the one to be kept for longest."""
+        groups = [entry.group for entry in self.entries.values()]
+        return sorted(groups, key=lambda group: -(group.turn.pause.keep_until or 0.0))
+
+
+class TurnQueue:
+    """Idle blocks by value: the cost of computing a chunk again, times the worth of holding its turn's state.
+
+    The worth depends on the kind of the pause and on its age (`Rates.worth`). Both are equal for all blocks that were
+    last used together, so these are a group, in which the chunk of least cost goes first. Groups of one kind and one
+    bin of ages have a bucket, in which the group of least cost goes first. A group changes its bucket when its age
+    passes into the next bin. That is looked up when victims are asked for, so it costs O(log n) for each group and bin,
+    whatever its number of blocks.
+
+    State that a client wants kept goes last, as far as its tenant keeps no more than an equal share of this tier.
+    """
+
+    def __init__(self, rule: RetentionRule, tracker: TurnTracker, capacity: int) -> None:
+        """`capacity` is the number of blocks of the tier."""
+        self._rule, self._tracker, self._capacity = rule, tracker, capacity
+        self.blocks: dict[int, Group] = {}
+        """Group of each block."""
+        self._groups: dict[Use, Group] = {}
+        self._calls: dict[int, Use] = {}
+        """Last use of the groups, by the number of the call."""
+        self._buckets: dict[tuple[Worths, int], Bucket] = {}
+        self._kept: dict[str, KeptBucket] = {}
+        """Groups that clients want kept, by tenant."""
+        self._places: dict[Use, tuple[Bucket, float]] = {}
+        """The bucket of each group, and the time at which it leaves it."""
+        self._due: list[tuple[float, Use]] = []
+        self._tenants: Counter[str] = Counter()
+        """Number of groups of each tenant."""
+        self._check_shares = -inf
+        self._numbers = count()
+        self._chunks: dict[int, tuple[float, int]] = {}
+        """Cost and rank among the chunks freed together, by chunk index in a sequence."""
+        self._now = -inf
+        """Latest time of which anything is known."""
+        tracker.watch(self)
+
+    # Blocks come and go.
+
+    def add_all(self, blocks: Iterable[int], indices: Iterable[int], use: Use) -> None:
+        """Add blocks that were last used together. `indices` are their places in their sequence, 0 for the first."""
+        size, at, here, chunks, group, is_first = self._rule.chunk_blocks, -1, self.blocks, self._chunks, None, False
+        for block, index in zip(blocks, indices, strict=True):
+            if group is None:
+                group = self._group(use)
+            if index // size != at:
+                at = index // size
+                cost, rank = chunks.get(at) or self._classify(at)
+            here[block] = group
+            is_first |= group.add(block, at, cost, rank)
+        if group is not None and (is_first or use not in self._places):
+            self._place(group, max(self._now, use[0]))
+
+    def _group(self, use: Use) -> Group:
+        group = self._groups.get(use)
+        if group is None:
+            group = self._groups[use] = Group(use, self._tracker.turn(*use))
+            self._calls[use[1]] = use
+            self._tenants[group.turn.tenant] += 1
+        return group
+
+    def _classify(self, chunk: int) -> tuple[float, int]:
+        rule = self._rule
+        cost = rule.class_cost(rule.cost_class(chunk * rule.chunk_blocks))
+        found = self._chunks[chunk] = cost, -chunk if rule.eviction.trailing_first else chunk
+        return found
+
+    def among(self, start: int, stop: int, index: PrefixIndex) -> list[tuple[Use, int, bytes]]:
+        """For each idle block in [start, stop): its last use, its place in its sequence, and its digest."""
+        found = []
+        for block in range(start, stop):
+            if (group := self.blocks.get(block)) is not None and (digest := index.digests[block]) is not None:
+                found.append((group.use, index.indices[block], digest))
+        return found
+
+    def renew(self, block: int, use: Use) -> None:
+        """Count a block as used again."""
+        chunk = self.blocks[block].blocks[block]
+        self.take(block)
+        self.add_all((block,), (chunk * self._rule.chunk_blocks,), use)
+
+    def last_use(self, block: int) -> Use | None:
+        """Return the last use of a block; None if `blocks` does not contain the block."""
+        group = self.blocks.get(block)
+        return None if group is None else group.use
+
+    def take(self, block: int) -> Use:
+        """Remove a block. Returns its last use."""
+        group = self.blocks.pop(block)
+        del group.blocks[block]
+        if not group.blocks:
+            self._end(group)
+        return group.use
+
+    def move(self, block: int, target: int) -> None:
+        """Move the entry of a block to block `target`. Its value stays."""
+        use, chunk = self.blocks[block].use, self.blocks[block].blocks[block]
+        self.take(block)
+        self.add_all((target,), (chunk * self._rule.chunk_blocks,), use)
+
+    def remove(self, blocks: Sequence[int]) -> list[int]:
+        """Remove those of these blocks that are here. Returns the others."""
+        others, here = list[int](), self.blocks
+        for block in blocks:
+            group = here.pop(block, None)
+            if group is None:
+                others.append(block)
+                continue
+            del group.blocks[block]
+            if not group.blocks:
+                self._end(group)
+        return others
+
+    def _end(self, group: Group) -> None:
+        """Forget a group that has no block left."""
+        use = group.use
+        bucket, _ = self._places.pop(use)
+        del bucket.entries[use]
+        del self._groups[use]
+        if self._calls.get(use[1]) == use:
+            del self._calls[use[1]]
+        self._tenants[group.turn.tenant] -= 1
+        if not self._tenants[group.turn.tenant]:
+            del self._tenants[group.turn.tenant]
+
+    # Groups by value.
+
+    def turn_changed(self, call: int) -> None:
+        """What is known of the turn whose blocks were freed by this call has changed."""
+        use = self._calls.get(call)
+        if use is not None:
+            self._groups[use].learn(self._tracker.turn(*use))
+            self._place(self._groups[use], max(self._now, use[0]))
+
+    def _place(self, group: Group, now: float) -> None:
+        """Put a group into the bucket that it has at `now`."""
+        use, pause = group.use, group.turn.pause
+        last, until = use[0], pause.keep_until
+        if until is not None and until > now and not group.is_released and not pause.superseded:
+            bucket: Bucket = self._kept.setdefault(group.turn.tenant, KeptBucket())
+            scale, due = 1.0, until
+        else:
+            source, scale = NOTHING if last == -inf else self._tracker.forecast(group.turn)
+            at = bin_of((now - last) / scale) if source is not NOTHING.source else 0
+            key = source, at
+            if key not in self._buckets:
+                self._buckets[key] = Bucket(source, at)
+            bucket = self._buckets[key]
+            lasts = source is NOTHING.source or at + 1 == BINS
+            due = inf if lasts else max(last + EDGES[at + 1] * scale, now + TICK)
+        old, _ = self._places.get(use, (bucket, inf))
+        old.entries.pop(use, None)
+        self._places[use] = bucket, due
+        bucket.push(Entry(group.cost() / scale, use, next(self._numbers), group, scale))
+        if due < inf:
+            heappush(self._due, (due, use))
+        if len(self._due) > 2 * len(self._places) + 64:
+            self._due = [(due, use) for use, (_, due) in self._places.items() if due < inf]
+            heapify(self._due)
+
+    def _settle(self, now: float) -> None:
+        """Put each group into the bucket that it has at `now`."""
+        self._now = now
+        while self._due and self._due[0][0] <= now:
+            due, use = heappop(self._due)
+            if self._places.get(use, (None, inf))[1] == due:
+                self._place(self._groups[use], now)
+        if now >= self._check_shares:
+            self._check_shares = now + SHARES_CHECKED
+            for bucket in [*self._kept.values()]:
+                self._release(bucket, now)
+
+    def _release(self, bucket: KeptBucket, now: float) -> None:
+        """No longer keep what a tenant has kept beyond its share, first what it wants kept for longest."""
+        most = self._capacity // max(1, len(self._tenants))
+        excess = sum(len(entry.group.blocks) for entry in bucket.entries.values()) - most
+        for group in bucket.latest_first() if excess > 0 else ():
+            if excess <= 0:
+                break
+            excess -= len(group.blocks)
+            group.release()
+            self._place(group, now)
+
+    def victims(self, now: float) -> TurnVictims:
+        """All chunks, the lowest value first. Until the last is popped, nothing else may add or remove blocks."""
+        self._settle(now)
+        for key in [key for key, bucket in self._buckets.items() if not bucket.entries]:
+            del self._buckets[key]
+        for tenant in [tenant for tenant, bucket in self._kept.items() if not bucket.entries]:
+            del self._kept[tenant]
+        return TurnVictims(self, (*self._buckets.values(), *self._kept.values()))
+
+    def pop(self, entry: Entry) -> list[int]:
+        """Remove the first chunk of a group. Returns its blocks."""
+        group = entry.group
+        blocks = group.pop()
+        for block in blocks:
+            del self.blocks[block]
+        if not group.blocks:
+            self._end(group)
+        return blocks
+
+
+class TurnVictims:
+    """Evicts chunks by ascending value. O(buckets) to begin with, O(log n) for each chunk."""
+
+    def __init__(self, queue: TurnQueue, buckets: Iterable[Bucket]) -> None:
+        self._queue = queue
+        self._heads: list[tuple[float, Use, int, float, Bucket]] = []
+        """Value of the first chunk, its last use, a number, the bucket's level, and the bucket."""
+        self._numbers = count()
+        for bucket in buckets:
+            self._push(bucket, bucket.level)
+
+    def _push(self, bucket: Bucket, level: float) -> None:
+        entry = bucket.first()
+        if entry is not None:
+            heappush(self._heads, (level * entry.weight, entry.use, next(self._numbers), level, bucket))
+
+    def pop(self, below: float = inf) -> Chunk | None:
+        """Remove the chunk of the lowest value. Returns None if there is none, or if its value is not `below` this."""
+        if not self._heads or (self._heads[0][0] >= below and below < inf):
+            return None
+        value, _, _, level, bucket = heappop(self._heads)
+        entry = bucket.first()
+        assert entry is not None
+        chunk = Chunk(value, self._queue.pop(entry), entry.use)
+        self._push(bucket, level)
+        return chunk
+
+
+class RankedTurns(TurnTracker):
+    """Turns by which idle blocks are ordered."""
+
+    def order(self, rule: RetentionRule, capacity: int) -> TurnQueue:
+        """An order of the idle blocks of a tier with `capacity` blocks."""
+        return TurnQueue(rule, self, capacity)
+
+
+def make_turns(eviction: str) -> Turns:
+    """What the eviction of this name has to know of turns."""
+    return RankedTurns(APPRAISALS[eviction]) if eviction in APPRAISALS else UNTRACKED

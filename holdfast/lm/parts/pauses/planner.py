@@ -11,21 +11,16 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from holdfast.core.pause import Pause
+from holdfast.core.pause import NO_PAUSE, Pause
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.parts.pauses.options import PauseOptions
 from holdfast.lm.parts.pauses.values import Upcoming, Upcomings
+from holdfast.lm.parts.pauses.windows import Windows
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
 from holdfast.lm.types import BlockCopy, PartPlan, StepPlan, StepResult
 
-LEAD = 0.05
-"""Least number of seconds before a turn is expected from which its state may come back."""
-LEAD_SHARE = 0.2
-"""Share of an expected pause by which its end may be earlier."""
-LEAST_GRACE = 1.0
-"""Least number of seconds for which a turn is expected after its time."""
 WARM_SECONDS = 60.0
 """Seconds for which a turn is expected after a client has announced it."""
 ALONE_SECONDS = 1e-3
@@ -35,6 +30,9 @@ ALONE_SECONDS = 1e-3
 class Ended(NamedTuple):
     """A sequence that has ended."""
 
+    at: float
+    """Time at which it ended, in seconds."""
+    tenant: str
     digests: Sequence[bytes]
     """Digests of its full blocks; at least one."""
     prompt: int
@@ -76,6 +74,7 @@ class PausePart(Part):
         """The conversations whose next turn is expected."""
         self._due: list[Upcoming] = []
         """The turns whose state may come back now, the next turn first."""
+        self._windows = Windows()
         self._stalled = False
         """Whether an idle engine could bring nothing, and nothing has changed since."""
         self._noted = 0
@@ -89,36 +88,47 @@ class PausePart(Part):
         digests = entry.cache.digests
         if not digests:
             return
-        self._ended[entry.id] = Ended(digests, len(entry.sequence.request.prompt) // self._pool.block_size)
+        request = entry.sequence.request
+        prompt = len(request.prompt) // self._pool.block_size
+        self._ended[entry.id] = Ended(self._now, request.identity.tenant, digests, prompt)
         self._ended_blocks += len(digests)
         while self._ended_blocks > self._most_blocks and len(self._ended) > 1:
             _, oldest = self._ended.popitem(last=False)
             self._ended_blocks -= len(oldest.digests)
+        if request.pause != NO_PAUSE:
+            self.note(entry.id, request.pause, self._now)
 
     def note(self, request_id: str, pause: Pause, now: float) -> None:
         """Note what is known of the pause after a sequence that has ended. Unknown sequences are ignored."""
+        self._now = max(self._now, now)
+        self._pool.rule.turns.note(request_id, pause, self._now)
         found = self._ended.get(request_id)
-        if found is None:
-            return
-        self._noted += 1
-        digests = found.digests
-        if pause.superseded:
-            self._expect(Upcoming(digests[-1], digests[found.prompt :], pause.kind, -inf, inf, inf, inf))
-        elif pause.expected is None:
-            self._expect(Upcoming(found.key, digests, pause.kind, now, inf, inf, inf))
-        else:
-            lead = max(LEAD, LEAD_SHARE * pause.expected) + 2 * self._copying(len(digests))
-            at = now + pause.expected
-            until = at + max(LEAST_GRACE, pause.expected)
-            self._expect(Upcoming(found.key, digests, pause.kind, now, max(now, at - lead), at, until))
+        if found is not None:
+            self._noted += 1
+            self._expect(self._superseded(found, pause) if pause.superseded else self._following(found, pause))
+
+    @staticmethod
+    def _superseded(ended: Ended, pause: Pause) -> Upcoming:
+        """The turn that never comes. Other branches may need the prompt."""
+        own = ended.digests[ended.prompt :]
+        return Upcoming(ended.digests[-1], own, ended.tenant, pause, -inf, inf, inf, inf)
+
+    def _following(self, ended: Ended, pause: Pause) -> Upcoming:
+        """The turn after a sequence that has ended. Copying its state takes time, and may have to wait for steps."""
+        window, at = self._windows.expect(ended.tenant, pause), ended.at
+        begin = expected = until = inf
+        if window is not None:
+            begin = at + window.soonest - 2 * self._copying(len(ended.digests))
+            expected, until = at + window.expected, at + window.latest
+        return Upcoming(ended.key, ended.digests, ended.tenant, pause, at, begin, expected, until)
 
     def warm(self, chain: Sequence[bytes], now: float) -> None:
         """Expect a turn at once that begins with these blocks."""
+        self._now = max(self._now, now)
         if chain:
-            self._expect(Upcoming(chain[-1], chain, "", now, now, now, now + WARM_SECONDS))
+            self._expect(Upcoming(chain[-1], chain, "", NO_PAUSE, now, now, now, now + WARM_SECONDS))
 
     def _expect(self, turn: Upcoming) -> None:
-        self._now = max(self._now, turn.paused_at)
         self.turns.add(turn)
         self._wake(self._now)
 
@@ -140,10 +150,12 @@ class PausePart(Part):
         return self.turns.next_begin if self._brings else inf
 
     def started(self, entry: Entry) -> None:
-        """Expect a turn no longer that has come."""
+        """Expect a turn no longer that has come, and learn how long the pause before it was."""
         if self.turns:
             for turn in self.turns.begun_by(entry.cache.digests):
                 self.turns.forget(turn.key)
+                if turn.pause != NO_PAUSE and turn.paused_at > -inf:
+                    self._windows.learn(turn.tenant, turn.pause, turn.paused_at, self._now)
 
     def advance(self, now: float) -> None:
         self.look(now)
@@ -197,7 +209,7 @@ class PausePart(Part):
         return self._pool.host_link.seconds(blocks * self._block_bytes)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
-        self._stalled = False
+        self._stalled, self._now = False, max(self._now, now)
         return ()
 
     @property

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from holdfast.core.pause import Pause
+
 MOST_TURNS = 4096
 """Largest number of conversations whose next turn is expected. Beyond it the one noted first is forgotten."""
 
@@ -20,8 +22,9 @@ class Upcoming:
     """Digest of the last block of its prompt, with which the next turn begins, too."""
     digests: Sequence[bytes]
     """Digests of all its full blocks. Must not be changed."""
-    kind: str
-    """Kind of the pause (`core.pause.Pause.kind`)."""
+    tenant: str
+    pause: Pause
+    """What is known of the pause. A turn that was announced without one has `NO_PAUSE`."""
     paused_at: float
     """Time at which the pause began; minus infinity: there is no next turn, as the conversation was superseded."""
     begin: float

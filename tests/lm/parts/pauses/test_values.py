@@ -4,12 +4,13 @@ from math import inf
 
 import pytest
 
+from holdfast.core.pause import NO_PAUSE
 from holdfast.lm.parts.pauses import values
 from holdfast.lm.parts.pauses.values import Upcoming, Upcomings
 
 
 def turn(name, *digests, at=10.0, begin=8.0, paused_at=0.0):
-    return Upcoming(name, digests or (name,), "person", paused_at, begin, at, at + 5.0)
+    return Upcoming(name, digests or (name,), "", NO_PAUSE, paused_at, begin, at, at + 5.0)
 
 
 def test_turns_are_due_once_in_the_order_of_their_begins():

@@ -58,3 +58,23 @@ class Contract:
 
 
 NO_CONTRACT = Contract()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An engine's answer to a contract that it cannot keep."""
+
+    reason: str
+    """Why it cannot, in words."""
+    retry_after: float
+    """Seconds after which the engine expects that it could accept the contract. Infinite: never, at any load."""
+    predicted: Contract = NO_CONTRACT
+    """The times that the engine could promise now. None: it cannot say."""
+
+
+class ContractRefused(ValueError):
+    """A request whose contract cannot be kept. It is refused at its arrival."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal

@@ -9,6 +9,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import NO_PAUSE, Pause
 
 MAX_SEED = 2**63 - 1
@@ -32,6 +33,8 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REFUSED = "refused"
+    """Refused at its arrival: its contract could not be kept."""
 
 
 GrammarKind = Literal["json", "regex", "lark"]
@@ -222,6 +225,8 @@ class Request:
     """The batch that the request is sent in."""
     pause: Pause = NO_PAUSE
     """What the client says of the time between the end of this request and the one that continues it."""
+    contract: Contract = NO_CONTRACT
+    """The times that the request asks to be promised. It is refused at its arrival if they cannot be kept."""
 
     @property
     def answer_start(self) -> int:

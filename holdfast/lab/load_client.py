@@ -6,16 +6,20 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 
+from holdfast.core.contract import TERMS, Contract
 from holdfast.lab.metrics import Record
-from holdfast.lab.workloads import Conversation, PromptTokens, Workload
+from holdfast.lab.workloads import Conversation, History, PromptTokens, Turn, Workload
 
 Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
-"""Function that sends a prompt, times the answer of this many tokens, and writes it or the failure into the record."""
+"""Function that sends a prompt with the record's contract, times the answer of this many tokens, and writes it, its
+failure or its refusal into the record."""
+REFUSED = "contract_refused"
+"""Code of the error with which a server refuses a contract."""
 
 
 class LoadClient:
@@ -41,32 +45,50 @@ class LoadClient:
         self._began = time.monotonic()
         numbered = iter(enumerate(workload))
         if concurrency is None:
-            await asyncio.gather(*(self._converse(number, each, wait=True) for number, each in numbered))
+            await asyncio.gather(*(self._converse(str(number), each, wait=True) for number, each in numbered))
         else:
             await asyncio.gather(*(self._worker(numbered) for _ in range(concurrency)))
         return self.records
 
     async def _worker(self, conversations: Iterator[tuple[int, Conversation]]) -> None:
         for number, conversation in conversations:
-            await self._converse(number, conversation, wait=False)
+            await self._converse(str(number), conversation, wait=False)
 
-    async def _converse(self, number: int, conversation: Conversation, *, wait: bool) -> None:
-        """Send the turns of one conversation until one fails."""
+    async def _converse(self, name: str, conversation: Conversation, *, wait: bool) -> None:
+        """Run one conversation, and wait for all of its forks."""
         if wait:
             await asyncio.sleep(max(0.0, self._began + conversation.arrival - time.monotonic()))
-        history: tuple[int, ...] = ()
-        for index, turn in enumerate(conversation.turns):
+        left = list[asyncio.Task[None]]()
+        await self._turns(name, conversation.turns, History(), left)
+        while left:  # a fork may leave others
+            await left.pop()
+
+    async def _turns(self, name: str, turns: Sequence[Turn], history: History, left: list[asyncio.Task[None]]) -> None:
+        """Send turns until one fails or is refused. Forks that no turn waits for are added to `left`."""
+        for index, turn in enumerate(turns):
             if index:
                 await asyncio.sleep(turn.think)
-            prompt = history + self._tokens.prompt(number, index, turn)
-            record = Record(time.monotonic(), len(prompt))
+            prompt = history.ask(turn, self._tokens.prompt(name, index, turn))
+            record = Record(time.monotonic(), len(prompt), contract=turn.contract)
             self.records.append(record)
             await self._ask(prompt, turn.output, record)
             self._ended += 1
             self._on_progress(self._ended)
-            if record.error:
+            if record.error or record.refused:
                 return
-            history = prompt + self._tokens.answer(number, index, turn)
+            history.answer(self._tokens.answer(name, index, turn))
+            joined = list[asyncio.Task[None]]()
+            for number, fork in enumerate(turn.forks):
+                begun = self._fork(f"{name}.{index}.{number}", fork, history.tokens if fork.inherits else (), left)
+                (joined if fork.joins else left).append(asyncio.create_task(begun))
+            await asyncio.gather(*joined)
+
+    async def _fork(
+        self, name: str, fork: Conversation, history: tuple[int, ...], left: list[asyncio.Task[None]]
+    ) -> None:
+        """Run a fork that begins with this history."""
+        await asyncio.sleep(fork.arrival)
+        await self._turns(name, fork.turns, History(history), left)
 
 
 async def ask_server(http: httpx.AsyncClient, model: str, prompt: tuple[int, ...], output: int, record: Record) -> None:
@@ -79,17 +101,38 @@ async def ask_server(http: httpx.AsyncClient, model: str, prompt: tuple[int, ...
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **contract_fields(record.contract),
     }
     try:
         async with http.stream("POST", "completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
-                record.error = f"status {response.status_code}: {(await response.aread()).decode()[:200]}"
+                _read_failure(response.status_code, await response.aread(), record)
                 return
             async for line in response.aiter_lines():
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                     _read_chunk(json.loads(data), record)
     except (httpx.HTTPError, ValueError) as error:
         record.error = f"{type(error).__name__}: {error}"
+
+
+def contract_fields(contract: Contract) -> dict[str, float]:
+    """The fields of a body that ask for a contract, in milliseconds; empty without one."""
+    asked = {f"{term}_ms": getattr(contract, term) for term in TERMS}
+    return {name: seconds * 1e3 for name, seconds in asked.items() if seconds is not None}
+
+
+def _read_failure(status: int, body: bytes, record: Record) -> None:
+    """Write an answer that is not OK into its record: the refusal of a contract, or a failure."""
+    text = body.decode(errors="replace")
+    try:
+        error = json.loads(text)["error"]
+        code, message = error["code"], str(error["message"])
+    except (ValueError, LookupError, TypeError):
+        code, message = None, ""
+    if status == httpx.codes.TOO_MANY_REQUESTS and code == REFUSED:
+        record.refused = message[:200] or REFUSED
+    else:
+        record.error = f"status {status}: {text[:200]}"
 
 
 def _read_chunk(chunk: dict[str, Any], record: Record) -> None:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 from math import sqrt
-from typing import Any
+from typing import Any, Literal
+
+from holdfast.core.contract import NO_CONTRACT, TERMS, Contract
+
+Outcome = Literal["kept", "refused", "failed", "ttft", "tbt", "complete"]
+"""What became of a contract: it was kept, refused at arrival, lost to a failure, or one of its terms was broken."""
+BROKEN: tuple[Outcome, ...] = (*TERMS, "failed")
+"""Outcomes of a contract that was accepted and not kept."""
+OUTCOMES: tuple[Outcome, ...] = ("kept", "refused", *BROKEN)
 
 
 @dataclass(slots=True)
@@ -24,6 +32,24 @@ class Record:
     cached_tokens: int = 0
     error: str = ""
     """The reason why the request failed; empty if it succeeded."""
+    contract: Contract = NO_CONTRACT
+    """The times that the client asked to be promised."""
+    refused: str = ""
+    """The reason for which the server refused the contract when the request arrived; empty if it did not."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the contract. A request without a contract, or one that failed, keeps nothing."""
+        if self.refused:
+            return "refused"
+        if self.error or not self.token_times:
+            return "failed"
+        return self.contract.broken([time - self.arrival for time in self.token_times]) or "kept"
+
+    @property
+    def generated(self) -> int:
+        """Number of generated tokens."""
+        return self.output_tokens or len(self.token_times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +68,13 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     latency is end-to-end / tokens. The duration lasts from the first arrival to the last token.
     """
     good = [record for record in records if not record.error and record.token_times]
+    refused = sum(1 for record in records if record.refused)
     if not good:
-        reasons = {record.error for record in records if record.error}
+        reasons = {record.error or record.refused for record in records if record.error or record.refused}
         raise ValueError(
             f"none of {len(records)} requests succeeded: {'; '.join(sorted(reasons)[:3]) or 'no tokens came'}"
         )
-    outputs = [record.output_tokens or len(record.token_times) for record in good]
+    outputs = [record.generated for record in good]
     ttft = [(record.token_times[0] - record.arrival) * 1e3 for record in good]
     e2el = [(record.token_times[-1] - record.arrival) * 1e3 for record in good]
     timed = list(zip(outputs, ttft, e2el, strict=True))
@@ -58,7 +85,7 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     edges = sorted([(record.arrival, 1) for record in good] + [(record.token_times[-1], -1) for record in good])
     result: dict[str, Any] = {
         "completed": len(good),
-        "failed": len(records) - len(good),
+        "failed": len(records) - len(good) - refused,
         "duration": duration,
         "total_input_tokens": prompt_tokens,
         "total_output_tokens": sum(outputs),
@@ -78,11 +105,43 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
             if limit is not None and value is not None and value > limit
         }
         result["request_goodput"] = (len(good) - len(missed)) / duration
+    result |= contract_figures(records, duration)
     result |= _statistics("ttft", ttft) | _statistics("tpot", [value for value in tpot if value is not None])
     result |= _statistics("itl", gaps) | _statistics("e2el", e2el)
     result |= _statistics("normalized_latency", [end / count for count, _, end in timed])
     queued = [(record.scheduled - record.arrival) * 1e3 for record in good if record.scheduled is not None]
     return result | _statistics("queued", queued) if queued else result
+
+
+def contract_figures(records: Sequence[Record], seconds: float) -> dict[str, float]:
+    """What became of the contracts in a run of this many seconds; empty if no request asked for one.
+
+    - `contracts`: number of requests that asked for a contract. Each is kept, refused or broken.
+    - `contracts_kept`, `contracts_refused`, `contracts_broken`: their numbers. The broken ones are counted again by the
+      first term that was broken: `contracts_broken_ttft`, `_tbt`, `_complete`; or `_failed` if the request failed.
+    - `contracts_kept_share`: kept contracts as a share of the accepted ones; 1 if none was accepted.
+    - `contracts_refused_share`: refused contracts as a share of all.
+    - `contract_goodput`, `contract_token_goodput`: requests whose contract was kept, and their generated tokens, per
+      second.
+    """
+    asked = [record for record in records if record.contract]
+    if not asked:
+        return {}
+    outcomes = [record.outcome for record in asked]
+    counts = {name: outcomes.count(name) for name in OUTCOMES}
+    accepted = len(asked) - counts["refused"]
+    tokens = sum(record.generated for record, outcome in zip(asked, outcomes, strict=True) if outcome == "kept")
+    return {
+        "contracts": len(asked),
+        "contracts_kept": counts["kept"],
+        "contracts_refused": counts["refused"],
+        "contracts_broken": accepted - counts["kept"],
+        **{f"contracts_broken_{name}": counts[name] for name in BROKEN},
+        "contracts_kept_share": counts["kept"] / accepted if accepted else 1.0,
+        "contracts_refused_share": counts["refused"] / len(asked),
+        "contract_goodput": counts["kept"] / seconds,
+        "contract_token_goodput": tokens / seconds,
+    }
 
 
 class StageTimes:
@@ -136,7 +195,7 @@ def _peak_tokens_per_second(records: Sequence[Record]) -> float:
     began = min(record.arrival for record in records)
     seconds: dict[int, float] = {}
     for record in records:
-        share = (record.output_tokens or len(record.token_times)) / len(record.token_times)
+        share = record.generated / len(record.token_times)
         for time in record.token_times:
             second = int(time - began)
             seconds[second] = seconds.get(second, 0.0) + share

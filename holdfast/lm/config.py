@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.lm.parts.adapters.options import AdapterOptions
+from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.moves.options import MoveOptions
 from holdfast.lm.parts.pauses.options import PauseOptions
 from holdfast.lm.parts.speculation.options import SpeculationOptions
@@ -23,6 +24,7 @@ class EngineConfig(
     MoveOptions,
     PauseOptions,
     TenantOptions,
+    ContractOptions,
     StateOptions,
 ):
     """How the engine runs a model. Raises ValueError, naming the value and the limit, for a value out of range.

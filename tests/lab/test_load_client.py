@@ -6,6 +6,7 @@ from functools import partial
 import httpx
 import pytest
 
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.workloads import Conversation, PromptTokens, Turn, fixed
 
@@ -15,15 +16,21 @@ def sse(*chunks):
 
 
 class Server:
-    """Answers in one chunk fewer than there are tokens. Refuses the requests whose numbers are in `fails`."""
+    """Answers in one chunk fewer than there are tokens. Fails for the requests whose numbers are in `fails`.
 
-    def __init__(self, fails=()):
+    Those in `refuses` get the refusal of their contract.
+    """
+
+    def __init__(self, fails=(), refuses=()):
         self.bodies = []
+        self.refuses = refuses
         self.fails = fails
 
     async def __call__(self, request):
         body = json.loads(request.content)
         self.bodies.append(body)
+        if len(self.bodies) in self.refuses:
+            return httpx.Response(429, json={"error": {"message": "no room in 2 s", "code": "contract_refused"}})
         if len(self.bodies) in self.fails:
             return httpx.Response(503, json={"error": "full"})
         tokens = [{"choices": [{"index": 0, "text": "x"}]}] * (body["max_tokens"] - 1)
@@ -85,3 +92,50 @@ async def test_stream_errors_lost_connections_and_bad_data_are_failures():
     for server, reason in ((broken, "the engine has stopped"), (lost, "ConnectError"), (garbage, "JSONDecodeError")):
         records, _ = await load(server, fixed(1, 10, 2))
         assert reason in records[0].error
+
+
+async def test_a_contract_is_sent_in_milliseconds():
+    server = Server()
+    contract = Contract(ttft=0.5, complete=20.0)
+    records, _ = await load(server, [Conversation(0.0, (Turn(10, 4, contract=contract), Turn(1, 2)))])
+    first, second = server.bodies
+    assert (first["ttft_ms"], first["complete_ms"]) == (500.0, 20_000.0)
+    assert "tbt_ms" not in first and not [name for name in second if name.endswith("_ms")]
+    assert [record.contract for record in records] == [contract, NO_CONTRACT]
+
+
+async def test_a_refused_contract_is_no_failure_and_ends_its_conversation():
+    workload = [Conversation(0.0, (Turn(10, 4, contract=Contract(ttft=0.5)), Turn(5, 2))), *fixed(1, 10, 2)]
+    records, _ = await load(Server(refuses=(1,)), workload, concurrency=1)
+    assert [(record.refused, record.error) for record in records] == [("no room in 2 s", ""), ("", "")]
+    assert records[0].outcome == "refused"
+
+
+@pytest.mark.parametrize(
+    "body", [b"slow down", b"[]", b'{"error": {"code": "rate_limit", "message": "wait"}}', b"\xff"]
+)
+async def test_any_other_429_is_a_failure(body):
+    records, _ = await load(lambda request: httpx.Response(429, content=body), fixed(1, 10, 2))
+    assert records[0].error.startswith("status 429") and not records[0].refused
+
+
+async def test_a_turn_waits_for_the_forks_that_join_and_forks_repeat_its_history():
+    server = Server()
+    joined = Conversation(0.0, (Turn(3, 2), Turn(2, 2)))
+    fresh = Conversation(0.0, (Turn(7, 2),), inherits=False)
+    left = Conversation(0.05, (Turn(1, 2),), joins=False)
+    talk = Conversation(0.0, (Turn(10, 4, forks=(joined, fresh, left)), Turn(5, 2)))
+    records, ended = await load(server, [talk])
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert sorted(map(len, prompts)) == [7, 10, 15, 17, 19, 21]
+    own = next(prompt for prompt in prompts if len(prompt) == 10)
+    assert all(prompt[:10] == own for prompt in prompts if len(prompt) != 7)
+    assert [len(prompt) for prompt in prompts].index(15) == 5, "nobody waits for the fork that is left"
+    assert [len(prompt) for prompt in prompts].index(19) > [len(prompt) for prompt in prompts].index(21)
+    assert ended[-1] == len(records) == 6
+
+
+async def test_a_failed_fork_does_not_stop_its_parent():
+    fork = Conversation(0.0, (Turn(3, 2), Turn(2, 2)))
+    records, _ = await load(Server(fails=(2,)), [Conversation(0.0, (Turn(10, 4, forks=(fork,)), Turn(5, 2)))])
+    assert [record.error[:10] for record in records] == ["", "status 503", ""]

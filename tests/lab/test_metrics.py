@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.core.contract import Contract
 from holdfast.lab.metrics import Record, Slo, StageTimes, queue_growth, summary
 
 
@@ -134,3 +135,56 @@ def test_idle_shares_are_of_the_time_with_steps_in_flight_over_all_reports():
     times.add(3.0, (3.0, 1.5))
     times.add(1.0, (0.0, 0.5))
     assert times.idle() == [0.25, 0.5]
+
+
+def asked(contract=None, **fields):
+    return Record(0.0, 1, contract=contract or Contract(ttft=1.0, tbt=0.5, complete=3.0), **fields)
+
+
+def test_contracts_are_kept_refused_or_broken_by_their_first_term():
+    made = [
+        asked(token_times=[0.5, 0.9, 1.0], output_tokens=9),
+        asked(token_times=[1.5, 1.9]),
+        asked(token_times=[0.5, 1.1]),
+        asked(Contract(complete=1.0), token_times=[0.5, 1.1]),
+        asked(refused="full"),
+        asked(error="lost", token_times=[0.1]),
+        Record(0.0, 1, token_times=[2.0, 9.0]),
+    ]
+    figures = summary(made)
+    expected = {
+        "completed": 5,
+        "failed": 1,
+        "contracts": 6,
+        "contracts_kept": 1,
+        "contracts_refused": 1,
+        "contracts_broken": 4,
+        "contracts_broken_ttft": 1,
+        "contracts_broken_tbt": 1,
+        "contracts_broken_complete": 1,
+        "contracts_broken_failed": 1,
+        "contracts_kept_share": 1 / 5,
+        "contracts_refused_share": 1 / 6,
+        "contract_goodput": 1 / 9.0,
+        "contract_token_goodput": 9 / 9.0,
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_contract_counts_from_the_arrival():
+    late = Record(10.0, 1, token_times=[10.9, 11.2], contract=Contract(ttft=1.0, complete=1.5))
+    assert late.outcome == "kept"
+
+
+def test_a_run_without_contracts_has_no_figures_of_contracts():
+    assert not [name for name in summary(records()) if "contract" in name]
+
+
+def test_a_run_that_accepts_nothing_broke_nothing():
+    figures = summary([asked(refused="full"), Record(0.0, 1, token_times=[1.0])])
+    assert (figures["contracts_kept_share"], figures["contracts_refused_share"]) == (1.0, 1.0)
+
+
+def test_a_run_in_which_all_is_refused_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="none of 1 requests succeeded: the queue is long"):
+        summary([asked(refused="the queue is long")])

@@ -126,6 +126,44 @@ def metrics_by_rate(
     return figure
 
 
+CONTRACT_OUTCOMES = (
+    ("contracts_kept", "kept"),
+    ("contracts_refused", "refused"),
+    ("contracts_broken_ttft", "ttft broken"),
+    ("contracts_broken_tbt", "tbt broken"),
+    ("contracts_broken_complete", "complete broken"),
+    ("contracts_broken_failed", "failed"),
+)
+"""Figures of what became of contracts, and their names in plots."""
+
+
+def contracts(run: Run, palette: Palette) -> Figure:
+    """A bar for each outcome of the contracts of one run."""
+    rows = [(name, float(run.figures[key])) for key, name in CONTRACT_OUTCOMES]
+    return bars("Contracts", "requests", rows, 0, palette)
+
+
+def contracts_by_rate(runs: Sequence[Run], palette: Palette) -> Figure:
+    """Shares of the contracts that were kept, refused and broken, and kept requests per second, over the rate."""
+    rates = [run.figures["request_rate"] for run in runs]
+
+    def line(name: str, key: str, *, accent: bool = False) -> Line:
+        shares = [100 * run.figures[key] / run.figures["contracts"] for run in runs]
+        return Line(name, rates, shares, accent)
+
+    kept = Line("kept", rates, [run.figures["contract_goodput"] for run in runs], accent=True)
+    shares = [
+        line("kept", "contracts_kept", accent=True),
+        line("refused", "contracts_refused"),
+        line("broken", "contracts_broken"),
+    ]
+    shown = [
+        Panel("Contracts", "% of those asked for, over requests a second", shares),
+        Panel("Goodput", "kept requests a second, over requests a second", [kept]),
+    ]
+    return panels(shown, 2, palette)
+
+
 def timeline(run: Run, palette: Palette) -> Figure:
     """Running and waiting requests, and generated tokens per second, over the time of a run."""
     figure, (above, below) = canvas(palette, 11, 4.4, 2)

@@ -15,8 +15,10 @@ from holdfast.lab.planning import Evaluation, best_of
 from holdfast.lab.reports import plots
 from holdfast.lab.reports.plots import Draw, readable
 from holdfast.lab.reports.run_data import Run
-from holdfast.lab.reports.tables import CANDIDATE_HEAD, LATENCY_TITLES, candidate_row
+from holdfast.lab.reports.tables import CANDIDATE_HEAD, CONTRACT_TITLES, LATENCY_TITLES, candidate_row, contract_rows
 
+KEPT = 0.99
+"""Share of the accepted contracts that should be kept."""
 TEMPLATE = Path(__file__).with_name("report.html")
 
 
@@ -119,6 +121,8 @@ def bench_report(
             draws={"timeline": partial(plots.timeline, main)},
         ),
     ]
+    if "contracts" in main.figures:
+        sections.insert(0, _contracts(runs, runs.index(main)))
     if len(runs) > 1:
         sections.insert(0, _by_rate(runs, limits, capacity, runs.index(main)))
     if main.stalls:
@@ -147,6 +151,11 @@ def _run_tiles(main: Run, limits: Mapping[str, float], capacity: float | None) -
     if figures.get("request_goodput") is not None:
         share = figures["request_goodput"] / figures["request_throughput"]
         tiles.append(Tile("Goodput", f"{figures['request_goodput']:.3g}", "requests/s", f"{share:.0%} meet the SLO"))
+    if "contracts" in figures:
+        kept = figures["contracts_kept_share"]
+        refused = f"{figures['contracts_refused_share']:.0%} refused"
+        note = f"{kept:.1%} of the accepted, {refused}"
+        tiles.append(Tile("Contracts kept", f"{figures['contract_goodput']:.3g}", "/s", note, missed=kept < KEPT))
     for name, label in (("ttft", "TTFT"), ("itl", "TBT")):
         median, tail = figures[f"median_{name}_ms"], figures[f"p99_{name}_ms"]
         limit = limits.get(f"p99_{name}_ms")
@@ -165,6 +174,20 @@ def _by_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float |
         draws={"rates": partial(plots.metrics_by_rate, runs, limits, capacity)},
         head=("rate /s", "req/s", "out tok/s", "TTFT p50", "TTFT p99", "TBT p50", "TBT p99 (ms)"),
         rows=[(f"{run.figures['request_rate']:.3g}", *(readable(run.figures[name]) for name in names)) for run in runs],
+        best=best,
+    )
+
+
+def _contracts(runs: Sequence[Run], best: int) -> Section:
+    shown = {key: title for key, title in CONTRACT_TITLES.items() if key in runs[best].figures}
+    draw = partial(plots.contracts_by_rate, runs) if len(runs) > 1 else partial(plots.contracts, runs[0])
+    return Section(
+        title="Contracts",
+        caption="Requests that asked for a contract: refused on arrival, kept, or broken, by the first term that "
+        "was broken. Goodput is what was kept, per second.",
+        draws={"contracts": draw},
+        head=tuple(shown.values()),
+        rows=contract_rows([run.figures for run in runs], tuple(shown)),
         best=best,
     )
 

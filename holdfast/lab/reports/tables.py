@@ -18,6 +18,7 @@ FIGURE_TITLES = {
     "failed": "failed",
     "request_throughput": "req/s",
     "request_goodput": "good/s",
+    "contract_goodput": "kept/s",
     "output_throughput": "out tok/s",
     "total_token_throughput": "tok/s",
     "cached_share": "cached",
@@ -30,6 +31,19 @@ LATENCY_TITLES = {
     "e2el": "end to end",
     "normalized_latency": "normalized",
 }
+CONTRACT_TITLES = {
+    "request_rate": "rate /s",
+    "contracts": "asked",
+    "contracts_refused": "refused",
+    "contracts_kept": "kept",
+    "contracts_broken_ttft": "ttft",
+    "contracts_broken_tbt": "tbt",
+    "contracts_broken_complete": "complete",
+    "contracts_broken_failed": "failed",
+    "contracts_kept_share": "kept of accepted",
+    "contract_token_goodput": "kept tok/s",
+}
+"""Columns of the table of contracts. The terms are those that were broken first."""
 CANDIDATE_HEAD = ("policy", "replicas", "rate/s", "out tok/s", "TBT p99", "TTFT p99", "cost/M")
 
 
@@ -49,7 +63,24 @@ def show_figures(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
     for figures in runs:
         throughput.add_row(*(_number(figures, key) for key in shown))
     console.print(throughput)
+    if any("contracts" in figures for figures in runs):
+        console.print(_contracts(runs))
     console.print(_latencies(runs[0]) if len(runs) == 1 else _latencies_by_rate(runs))
+
+
+def _contracts(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """What became of the contracts of each run."""
+    shown = {key: title for key, title in CONTRACT_TITLES.items() if any(key in figures for figures in runs)}
+    made = table("contracts: refused, kept, or broken by term", tuple(shown.values()))
+    for row in contract_rows(runs, tuple(shown)):
+        made.add_row(*row)
+    return made
+
+
+def contract_rows(runs: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """A row for each run, with these figures of its contracts."""
+    rows = [{**figures, "contracts_kept_share": f"{figures['contracts_kept_share']:.1%}"} for figures in runs]
+    return [tuple(_number(figures, key) for key in keys) for figures in rows]
 
 
 def _with_shares(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -16,9 +17,9 @@ from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
 from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.types import PENDING, CopyTime, PartResult, StepPlan, StepResult, TierCopied
 
-TOKEN, OTHER = 7, 8
-"""The tokens that steps sample: TOKEN, or OTHER if a guess should be wrong. No model runs: a sequence ends at its
-maximum length."""
+TOKEN, OTHER, END = 7, 8, 9
+"""The tokens that steps sample: TOKEN, OTHER if a guess should be wrong, or END as the last one of an answer that ends
+before its maximum length. No model runs."""
 
 
 class Copying(NamedTuple):
@@ -152,6 +153,7 @@ class SimulatedExecutor:
       so far. A step that awaits its own swap-in reads it by groups of layers: it computes the first group once that has
       been copied, and the last one after all have. It waits for swap-in of earlier steps before it begins. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
+    - Lengths: an answer whose end is in `ends` ends there, as if the model had ended it.
     - Drafts: at each sampled position the token is TOKEN, the guess, with probability `acceptance`.
     - Training: a plan's slice follows its segments, on one stage. The copies of a job's vectors take their time on the
       link.
@@ -188,6 +190,9 @@ class SimulatedExecutor:
         """For each row, the time at which the first stage has its last token. Used only in a pipeline."""
         self.stages_busy = [0.0] * len(self._reserves)
         """Seconds during which each stage computed."""
+        self.ends: dict[str, int] = {}
+        """Number of positions before the END of an answer, by the request's id. Answers that are not here have their
+        maximum length."""
 
     def submit(self, plan: StepPlan) -> None:
         self._clock.now += self._host_seconds
@@ -234,6 +239,8 @@ class SimulatedExecutor:
         tokens = (TOKEN,) * sampled
         if self._acceptance < 1:
             tokens = tuple([TOKEN if self._random.random() < self._acceptance else OTHER for _ in range(sampled)])
+        if self.ends:
+            tokens = self._with_ends(plan, tokens)
         seconds, of_stages = sum(stages) + sent, stages if len(stages) > 1 else ()
         result = StepResult(
             plan.step,
@@ -245,6 +252,18 @@ class SimulatedExecutor:
         )
         drafts = plan.drafts
         return result if drafts is None else result.verified(drafts)
+
+    def _with_ends(self, plan: StepPlan, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The sampled tokens, with END where an answer ends. If a step samples several, the last one is END."""
+        columns = plan.columns
+        rows = zip(columns.column("sequence_id"), columns.column("stop"), columns.column("sampling"), strict=True)
+        sampling = [(name, stop) for name, stop, sampling in rows if sampling is not None]
+        found, at = [*tokens], -1
+        for (name, stop), count in zip(sampling, plan.samples or repeat(1), strict=False):
+            at += count
+            if stop >= self.ends.get(name, inf):
+                found[at] = END
+        return tuple(found)
 
     @property
     def busy(self) -> float:

@@ -9,17 +9,19 @@ from functools import partial
 from math import inf
 from typing import Protocol
 
+from holdfast.core.contract import NO_CONTRACT, ContractRefused
 from holdfast.core.types import Request, SamplingParams, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
-from holdfast.lab.simulator.executor import SimulatedDrafter, SimulatedExecutor, StepTimes, VirtualClock
+from holdfast.lab.simulator.executor import END, SimulatedDrafter, SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
-from holdfast.lab.workloads import PromptTokens, Workload
+from holdfast.lab.workloads import History, PromptTokens, Turn, Workload
 from holdfast.lm.choice import capacity_of, compose_scheduler, make_planning, steps_in_flight
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.contracts.planner import why_not
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.choice import make_parts as speculation_parts
 from holdfast.lm.parts.standard import standard_parts
@@ -116,14 +118,20 @@ def simulate(
     the requests; the run ends with the last request. After `until` virtual seconds it ends with the records made by
     then.
 
+    A turn with a `limit` above its `output` asks for answers of up to `limit` tokens, and its answer ends before: the
+    engine does not know the length ahead.
+
     If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
     There is no remote tier.
+
+    Clients tell an engine that takes contracts what each turn asks for, and a refused turn ends its conversation. Other
+    engines are not told, so the records show which contracts they would have kept.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
     """
     clock = VirtualClock()
-    loop, executor, trainer, wait = make_loop(
+    loop, executor, trainer, wait, takes_contracts = make_loop(
         config,
         profile,
         clock,
@@ -137,7 +145,16 @@ def simulate(
         tuning=tuning,
         acceptance=acceptance,
     )
-    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency, wait=wait)
+    clients = Clients(
+        workload,
+        loop,
+        clock,
+        vocab_size=VOCAB_SIZE,
+        concurrency=concurrency,
+        wait=wait,
+        ends=executor.ends,
+        tells=takes_contracts,
+    )
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
     stages_busy = tuple(executor.stages_busy) if pipeline is not None else ()
@@ -161,10 +178,11 @@ def make_loop(
     make_policy: Callable[[EngineShape], Policy] | None = None,
     tuning: Tuning | None = None,
     acceptance: float | None = None,
-) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None]]:
-    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, and a function.
+) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None], bool]:
+    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, a function, and a flag.
 
-    Call the function when no step can run while a disk tier still works: it lets the awaited job end. See `simulate`.
+    Call the function when no step can run while a disk tier still works: it lets the awaited job end. The flag says
+    whether the engine takes contracts. See `simulate`.
     """
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
@@ -200,7 +218,7 @@ def make_loop(
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
     observers = watch(scheduler, shape, clock)
     loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, refresh, observers=observers)
-    return loop, executor, trainer, wait
+    return loop, executor, trainer, wait, not why_not(planning)
 
 
 def _begin_tuning(planning: Planning, profile: CostProfile, tuning: Tuning) -> tuple[TuningPart, SimulatedTrainer]:
@@ -361,40 +379,76 @@ class WaitableClock(Protocol):
         """Return once the clock is at `time` or later."""
 
 
+@dataclass(eq=False, slots=True)
+class _Talk:
+    """A conversation or a fork that has not ended."""
+
+    path: tuple[int, ...]
+    """Number of the conversation; for a fork followed by the number of the turn, and the fork's own among its forks."""
+    turns: tuple[Turn, ...]
+    history: History
+    parent: _Talk | None
+    """The conversation whose next turn waits for this fork."""
+    number: int = 0
+    """Number of the next turn."""
+    awaited: int = 0
+    """Number of forks that the next turn waits for."""
+
+    @property
+    def name(self) -> str:
+        """The path as text."""
+        return ".".join(map(str, self.path))
+
+
 @dataclass(slots=True)
 class _OpenRequest:
     """A request that has not ended."""
 
     record: Record
-    conversation: int
-    turn: int
-    prompt: tuple[int, ...]
+    talk: _Talk
+    turn: Turn
     answer: list[int]
-    """Generated tokens, collected only if another turn follows."""
+    """Generated tokens, collected only if something follows."""
     continues: bool
-    """Whether another turn follows."""
+    """Whether another turn or a fork follows."""
 
 
 class Conversations:
-    """The clients of a workload: sends each turn when it is due, and records the answers."""
+    """The clients of a workload: sends each turn when it is due, and records the answers.
+
+    A conversation or a fork ends with its last turn, or with a turn whose contract is refused.
+    """
 
     def __init__(
-        self, workload: Workload, add: Callable[[Request], None], *, vocab_size: int, concurrency: int | None
+        self,
+        workload: Workload,
+        add: Callable[[Request], None],
+        *,
+        vocab_size: int,
+        concurrency: int | None,
+        ends: dict[str, int] | None = None,
+        tells: bool = False,
     ) -> None:
-        """`add` takes each request. With `concurrency`, arrival times are ignored: see `simulate`."""
+        """`add` takes each request. With `concurrency`, arrival times are ignored: see `simulate`.
+
+        `ends` is the `SimulatedExecutor.ends` of what answers: clients then allow answers of a turn's `longest` tokens,
+        which end earlier, with END. Without it each answer is as long as it may be, `Turn.output`. With `tells`,
+        requests carry their contracts, and `add` raises ContractRefused where it refuses one.
+        """
         self.records: list[Record] = []
         self.ended = 0
         self._workload = workload
         self._add = add
+        self._ends = ends
+        self._tells = tells
         self._tokens = PromptTokens(vocab_size)
         self._open: dict[str, _OpenRequest] = {}
-        self._history: dict[int, tuple[int, ...]] = {}
-        """The tokens so far of each conversation that has a turn left."""
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
-        self._due = [(0.0 if concurrency else workload[number].arrival, number, 0) for number in range(first)]
-        """Turns to send: time, conversation, turn."""
+        self._due: list[tuple[float, tuple[int, ...], _Talk]] = []
+        """Turns to send: time, path of the conversation, conversation."""
         self._later = iter(range(first, len(workload)))
-        heapq.heapify(self._due)
+        for number in range(first):
+            self._begin(0.0 if concurrency else workload[number].arrival, number)
 
     @property
     def next_due(self) -> float:
@@ -410,7 +464,8 @@ class Conversations:
         """Send the turns that are due."""
         due = self._due
         while due and due[0][0] <= now:
-            self._send(*heapq.heappop(due))
+            at, _, talk = heapq.heappop(due)
+            self._send(at, talk)
 
     def receive(self, outputs: Iterable[SequenceOutput], now: float) -> None:
         """Record the tokens that came at `now`."""
@@ -426,25 +481,63 @@ class Conversations:
                 del self._open[name]
                 self._end(request, now)
 
-    def _send(self, arrival: float, number: int, turn: int) -> None:
-        turns = self._workload[number].turns
-        prompt = self._history.pop(number, ()) + self._tokens.prompt(number, turn, turns[turn])
-        name = f"{number}.{turn}"
-        params = SamplingParams(temperature=0.0, max_tokens=turns[turn].output, ignore_eos=True)
-        record = Record(arrival, len(prompt))
+    def _begin(self, at: float, number: int) -> None:
+        """Queue the first turn of a conversation."""
+        talk = _Talk((number,), self._workload[number].turns, History(), None)
+        heapq.heappush(self._due, (at, talk.path, talk))
+
+    def _send(self, arrival: float, talk: _Talk) -> None:
+        turn, number, name = talk.turns[talk.number], talk.number, f"{talk.name}.{talk.number}"
+        prompt = talk.history.ask(turn, self._tokens.prompt(talk.name, number, turn))
+        talk.number += 1
+        params = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True)
+        if self._ends is not None and turn.longest > turn.output:
+            params = replace(params, max_tokens=turn.longest, stop_token_ids=(END,))
+            self._ends[name] = len(prompt) + turn.output - 1
+        record = Record(arrival, len(prompt), contract=turn.contract)
         self.records.append(record)
-        self._open[name] = _OpenRequest(record, number, turn, prompt, [], turn + 1 < len(turns))
-        self._add(Request(name, prompt, params, arrival=arrival))
+        continues = talk.number < len(talk.turns) or bool(turn.forks)
+        self._open[name] = _OpenRequest(record, talk, turn, [], continues)
+        contract = turn.contract if self._tells else NO_CONTRACT
+        request = Request(name, prompt, params, arrival=arrival, deadline=turn.contract.ttft, contract=contract)
+        try:
+            self._add(request)
+        except ContractRefused as refused:
+            record.refused = str(refused)
+            del self._open[name]
+            self.ended += 1
+            talk.number = len(talk.turns)
+            self._follow(talk, arrival)
 
     def _end(self, request: _OpenRequest, now: float) -> None:
-        """Queue the successor of a finished turn: the next turn after its think time, or another conversation."""
+        """Queue what follows a turn that has ended: its forks, the next turn, or another conversation."""
         self.ended += 1
-        number, following = request.conversation, request.turn + 1
+        talk, turn = request.talk, request.turn
         if request.continues:
-            self._history[number] = request.prompt + tuple(request.answer)
-            heapq.heappush(self._due, (now + self._workload[number].turns[following].think, number, following))
-        elif (conversation := next(self._later, None)) is not None:
-            heapq.heappush(self._due, (now, conversation, 0))
+            talk.history.answer(tuple(request.answer))
+            self._fork(talk, turn, now)
+        self._follow(talk, now)
+
+    def _fork(self, talk: _Talk, turn: Turn, now: float) -> None:
+        """Queue the forks of a turn that has ended."""
+        for number, fork in enumerate(turn.forks):
+            history = History(talk.history.tokens if fork.inherits else ())
+            parent = talk if fork.joins else None
+            begun = _Talk((*talk.path, talk.number - 1, number), fork.turns, history, parent)
+            talk.awaited += fork.joins
+            heapq.heappush(self._due, (now + fork.arrival, begun.path, begun))
+
+    def _follow(self, talk: _Talk, now: float) -> None:
+        """Queue the next turn of a conversation if it waits for no fork, or what follows the conversation."""
+        if talk.awaited:
+            return
+        if talk.number < len(talk.turns):
+            heapq.heappush(self._due, (now + talk.turns[talk.number].think, talk.path, talk))
+        elif talk.parent is not None:
+            talk.parent.awaited -= 1
+            self._follow(talk.parent, now)
+        elif len(talk.path) == 1 and (number := next(self._later, None)) is not None:
+            self._begin(now, number)
 
 
 class Clients(Conversations):
@@ -459,12 +552,14 @@ class Clients(Conversations):
         vocab_size: int,
         concurrency: int | None,
         wait: Callable[[], None] = lambda: None,
+        ends: dict[str, int] | None = None,
+        tells: bool = False,
     ) -> None:
         """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`.
 
         `wait` is called when requests are open and no step can run: it lets the event that they wait for happen.
         """
-        super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency)
+        super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency, ends=ends, tells=tells)
         self.steps = 0
         self._loop = loop
         self._clock = clock

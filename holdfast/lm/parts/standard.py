@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.lm.parts.adapters import planner as adapters
+from holdfast.lm.parts.contracts import planner as contracts
 from holdfast.lm.parts.grammars import planner as grammars
 from holdfast.lm.parts.moves import planner as moves
 from holdfast.lm.parts.pauses import planner as pauses
@@ -17,6 +18,7 @@ from holdfast.lm.parts.vectors import planner as vectors
 from holdfast.lm.scheduler.part import Part
 
 STANDARD: tuple[Callable[[Planning], Sequence[Part]], ...] = (
+    contracts.make_parts,
     prompts.make_parts,
     vectors.make_parts,
     tenants.make_parts,

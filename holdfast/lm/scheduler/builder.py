@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+from math import inf
 
 from holdfast.core.columns import Columns
 from holdfast.lm.scheduler.admission import Admission
@@ -43,6 +44,10 @@ class Policy(ABC):
     def plan(self, step: StepBuilder) -> None:
         """Plan a step."""
 
+    def bound(self, step: StepBuilder) -> float:
+        """The most seconds that the step about to be planned may take. Asked before any part begins it."""
+        return inf
+
     def observe(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027  most policies learn nothing
         """Learn from the result of a step. Results come in the order of the plans."""
 
@@ -60,13 +65,15 @@ class StepBuilder(ABC):
 
     __slots__ = (
         "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops", "_swap_in",
-        "_tokens", "_writes", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace", "planned",
+        "_tokens", "_writes", "bound", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace", "planned",
         "pool", "postponed", "predicted", "reserved", "results_at", "running", "sampling", "swapping_in", "weigh",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
         self.budget = 0
         """Tokens that may still be planned."""
+        self.bound = inf
+        """Most seconds that the step may take (`Policy.bound`)."""
         self.num_tokens = 0
         """Tokens planned so far."""
         self.predicted = 0.0
@@ -168,6 +175,26 @@ class StepBuilder(ABC):
         """Start a waiting sequence if memory has room for it (`Admission.start`). Returns whether it did."""
         admission = Admission(self._queues, self.number, self.now, self._writes, self._swap_in)
         return admission.start(entry, most=most, at_once=at_once)
+
+    def preempt(self, entry: Entry) -> None:
+        """Let a running sequence that the step does not plan yet wait again. Its row and its blocks are free then."""
+        self._queues.preempt(entry, self.now)
+        self._preempted.append(entry.id)
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that admission leaves to running sequences."""
+        return self._queues.headroom
+
+    @property
+    def seconds_apart(self) -> float:
+        """Predicted seconds of other work than segments in the steps in flight."""
+        return self._queues.seconds_apart
+
+    @property
+    def free_rows(self) -> int:
+        """Number of rows that no sequence uses."""
+        return len(self._queues.free_rows)
 
     @property
     def waiting(self) -> Iterable[Entry]:

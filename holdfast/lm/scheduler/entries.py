@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 from holdfast.lm.memory.protocol import AnyState
 from holdfast.lm.types import Sampling, Sequence
@@ -54,6 +55,23 @@ class Entry:
     """Whether it may start from state that memory keeps of its tokens; otherwise all its positions are computed."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
+
+
+class WaitingQueue(Protocol):
+    """Waiting entries in the order in which they start."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Entry]: ...
+
+    def add(self, entry: Entry) -> None:
+        """Let an entry wait."""
+
+    def remove(self, entry: Entry) -> None:
+        """Remove an entry, which must be there."""
+
+    def first(self) -> Entry | None:
+        """The entry that starts next; None if the queue is empty."""
 
 
 class RankedQueue:

@@ -67,6 +67,8 @@ class Intake:
             ends=ends,
             uses_kept=all(part.uses_kept(request) for part in hooks.uses_kept),
         )
+        for part in hooks.accept:
+            part.accept(entry)
         for part in hooks.added:
             part.added(entry)
         self._taken += 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from holdfast.core.config import CoreConfig
 from holdfast.core.types import Request
-from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
+from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue, WaitingQueue
 
 DEFAULT_TTFT = 2.0
 """Deadline of the first token in seconds from arrival, for requests that name none."""
@@ -28,7 +29,7 @@ class Order(ABC):
     def rank(self, request: Request, number: int) -> Rank:
         """The request's rank, lower first; `number` counts the requests added before it."""
 
-    def queue(self) -> RankedQueue | TenantQueue:
+    def queue(self) -> WaitingQueue:
         """An empty queue for waiting requests."""
         return RankedQueue()
 
@@ -96,7 +97,7 @@ class Fair(Fcfs):
     def __init__(self, weight: float = 2.0) -> None:
         """A generated token counts as `weight` prompt tokens; above 0."""
         self.weight = weight
-        self.served: dict[str, float] = {}
+        self.served: defaultdict[str, float] = defaultdict(float)
         """Service counter of each tenant."""
 
     def queue(self) -> TenantQueue:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from holdfast.core.types import Identity, Request
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.scheduler.entries import Entry, RankedQueue
+from holdfast.lm.scheduler.order import Order
 from holdfast.lm.types import BlockCopy, PartPlan, Sampling, StepPlan, StepResult, TableWrite
+
+if TYPE_CHECKING:
+    from holdfast.lm.scheduler.builder import Policy  # it imports this module
 
 
 class PartQueues(Protocol):
@@ -28,6 +32,11 @@ class PartQueues(Protocol):
     @property
     def num_waiting(self) -> int:
         """Sequences that wait, also those that parts hold."""
+        ...
+
+    @property
+    def seconds_apart(self) -> float:
+        """Predicted seconds of the parts' own work in the steps in flight."""
         ...
 
     def hold(self, entry: Entry, part: Part) -> None:
@@ -75,6 +84,11 @@ class PartStep(Protocol):
     @property
     def budget(self) -> int:
         """Tokens that may still be planned."""
+        ...
+
+    @property
+    def bound(self) -> float:
+        """Most seconds that the step may take; infinite: no policy bounds it before it plans."""
         ...
 
     @property
@@ -215,6 +229,20 @@ class Part(ABC):
         """Whether the request's sequence may start from state that memory keeps of its tokens."""
         return True
 
+    def extend_policy(self, policy: Policy) -> Policy:
+        """The policy, extended by what the part plans. Called once, when the scheduler is made."""
+        return policy
+
+    def extend_order(self, order: Order) -> Order:
+        """The order of requests, extended by the part. Called once, when the scheduler is made."""
+        return order
+
+    def accept(self, entry: Entry) -> None:  # noqa: B027
+        """Raise ContractRefused for a request that cannot be served as it asks. Called before `added`, which may not.
+
+        The last refusal of a request: a part that returns counts it as accepted.
+        """
+
     def added(self, entry: Entry) -> None:  # noqa: B027
         """A request was accepted. It is not in a queue yet."""
 
@@ -298,6 +326,11 @@ class Part(ABC):
         """Whether there is something to plan without any request."""
         return False
 
+    @property
+    def seconds_in_flight(self) -> float:
+        """Predicted seconds of the part's own work in the steps in flight, beside their segments."""
+        return 0.0
+
     def stats(self) -> Mapping[str, float]:
         """The fields of SchedulerStats that the part knows."""
         return {}
@@ -307,6 +340,7 @@ class Hooks:
     """The parts of a scheduler, in their order, and for each hook those that override it: the others are not called."""
 
     __slots__ = (
+        "accept",
         "added",
         "advance",
         "apply",
@@ -315,6 +349,8 @@ class Hooks:
         "check",
         "decoded",
         "ended",
+        "extend_order",
+        "extend_policy",
         "finish",
         "has_work",
         "left",
@@ -323,6 +359,7 @@ class Hooks:
         "planned",
         "queued",
         "sampled",
+        "seconds_in_flight",
         "started",
         "starting",
         "stats",
@@ -336,8 +373,11 @@ class Hooks:
         self.base_identity = self._overriding("base_identity")
         self.check = self._overriding("check")
         self.uses_kept = self._overriding("uses_kept")
+        self.accept = self._overriding("accept")
         self.added = self._overriding("added")
         self.ended = self._overriding("ended")
+        self.extend_order = self._overriding("extend_order")
+        self.extend_policy = self._overriding("extend_policy")
         self.queued = self._overriding("queued")
         self.starting = self._overriding("starting")
         self.left = self._overriding("left")
@@ -352,6 +392,7 @@ class Hooks:
         self.planned = self._overriding("planned")
         self.apply = self._overriding("apply")
         self.sampled = self._overriding("sampled")
+        self.seconds_in_flight = self._overriding("seconds_in_flight")
         self.has_work = self._overriding("has_work")
         self.stats = self._overriding("stats")
 

@@ -68,6 +68,11 @@ class Queues:
         """Sequences that wait, also those that parts hold."""
         return len(self.waiting) + len(self.held)
 
+    @property
+    def seconds_apart(self) -> float:
+        """Predicted seconds of the parts' own work in the steps in flight."""
+        return sum(part.seconds_in_flight for part in self.hooks.seconds_in_flight)
+
     def make_room(self, blocks: int, now: float) -> bool:
         """Let the first part that can make this many more blocks available do it. Returns whether one did."""
         return any(part.make_room(blocks, now) for part in self.hooks.make_room)

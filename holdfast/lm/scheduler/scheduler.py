@@ -63,6 +63,10 @@ class Scheduler:
         share of the decodes.
         """
         hooks, order = Hooks((*kind.parts, *parts)), order or Priority()
+        for part in hooks.extend_order:
+            order = part.extend_order(order)
+        for part in hooks.extend_policy:
+            policy = part.extend_policy(policy)
         limits = RequestLimits(max_model_len, vocab_size, kind.memory.longest(max_model_len), served)
         self._policy = policy
         self._kind = kind
@@ -124,6 +128,7 @@ class Scheduler:
         step = self._kind.builder(self._queues, self._steps, now)
         in_flight = step.in_flight = bool(self._results.in_flight)
         step.results_at = self._results_at
+        step.bound = self._policy.bound(step)
         for part in hooks.begin:
             part.begin(step)
         if not step.postponed:

@@ -130,3 +130,15 @@ class SchedulerStats:
     """Bytes per second of recent moves into this engine; 0 before the first."""
     chunk_failures: int = 0
     """Moves into this engine that ended early because of an error."""
+    contracts_accepted: int = 0
+    """Requests whose contract was accepted."""
+    contracts_refused: int = 0
+    """Requests that were refused because their contract could not be kept."""
+    contracts_kept: int = 0
+    """Ended requests whose contract was kept."""
+    contracts_broken_ttft: int = 0
+    """Ended requests with an accepted contract whose first token came too late."""
+    contracts_broken_tbt: int = 0
+    """Such requests whose first token came in time, and that had to wait too long for a later one."""
+    contracts_broken_complete: int = 0
+    """Such requests that kept both, and whose last token came too late."""

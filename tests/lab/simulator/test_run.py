@@ -6,11 +6,13 @@ from itertools import pairwise
 import pytest
 
 from holdfast.core.config import PACKED_SCHEDULERS
+from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused, Refusal
+from holdfast.core.types import FinishReason, Request, SequenceOutput
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
-from holdfast.lab.simulator.run import engine_shape
+from holdfast.lab.simulator.run import Conversations, engine_shape
 from holdfast.lab.workloads import Conversation, Turn
 from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
@@ -277,3 +279,100 @@ def test_a_full_pipeline_idles_where_its_stages_take_less_than_the_slowest(share
     outcome = run(workloads.fixed(16, 20, 400), profile=profile, pipeline=pipeline, concurrency=16)
     assert outcome.idle == pytest.approx([1 - share / max(shares) for share in shares], abs=0.03)
     assert outcome.busy == pytest.approx(sum(outcome.stages_busy) / 2)
+
+
+def named(records, prompt):
+    """The record of the request whose prompt has this many tokens."""
+    return next(record for record in records if record.prompt_tokens == prompt)
+
+
+def test_forks_begin_after_their_turn_and_the_next_turn_waits_for_those_that_join():
+    joined = Conversation(0.5, (Turn(30, 4), Turn(20, 4, think=2.0)))
+    fresh = Conversation(0.0, (Turn(70, 4),), inherits=False)
+    left = Conversation(30.0, (Turn(1, 4),), joins=False)
+    records = run([Conversation(0.0, (Turn(100, 4, forks=(joined, fresh, left)), Turn(50, 4, think=1.0)))]).records
+    assert sorted(record.prompt_tokens for record in records) == [70, 100, 105, 134, 154, 158]
+    ended, first, second = named(records, 100).token_times[-1], named(records, 134), named(records, 158)
+    assert first.arrival == pytest.approx(ended + 0.5)
+    assert named(records, 70).arrival == ended
+    assert second.arrival == pytest.approx(first.token_times[-1] + 2.0)
+    assert named(records, 154).arrival == pytest.approx(second.token_times[-1] + 1.0)
+    assert named(records, 105).arrival == pytest.approx(ended + 30.0)
+    assert first.cached_tokens >= 96, "a fork finds its parent's state"
+
+
+def test_forks_of_forks_join_one_after_the_other():
+    inner = Conversation(0.0, (Turn(11, 2),))
+    outer = Conversation(0.0, (Turn(5, 2, forks=(inner,)),))
+    records = run([Conversation(0.0, (Turn(20, 2, forks=(outer,)), Turn(9, 2)))]).records
+    assert [record.prompt_tokens for record in records] == [20, 27, 40, 31]
+    assert records[3].arrival == records[2].token_times[-1]
+
+
+def test_a_turn_that_replaces_others_follows_the_history_before_them():
+    turns = (Turn(100, 4), Turn(50, 4, think=1.0), Turn(60, 4, think=1.0, replaces=1), Turn(8, 4, think=1.0))
+    records = run([Conversation(0.0, turns)]).records
+    assert [record.prompt_tokens for record in records] == [100, 154, 164, 176]
+    assert 96 <= records[2].cached_tokens < 112, "nothing of the replaced turn is found"
+
+
+def test_an_answer_ends_before_the_limit_that_its_client_allows():
+    turns = (Turn(40, 6, limit=200), Turn(5, 3, limit=3), Turn(5, 2))
+    outcome = run([Conversation(0.0, turns)] * 2)
+    assert [len(record.token_times) for record in outcome.records] == [6, 6, 3, 3, 2, 2]
+    assert [record.prompt_tokens for record in outcome.records][-1] == 40 + 6 + 5 + 3 + 5
+    assert outcome.stats.blocks_used == 0
+
+
+def test_a_record_has_the_contract_of_its_turn():
+    contract = Contract(ttft=0.5)
+    records = run([Conversation(0.0, (Turn(40, 6, contract=contract), Turn(5, 3)))]).records
+    assert [record.contract for record in records] == [contract, NO_CONTRACT]
+    assert records[0].outcome == "kept"
+
+
+class Answering:
+    """Answers each request at once, with two tokens, and refuses those whose ids are in `refuses`."""
+
+    def __init__(self, workload, refuses=(), **options):
+        self.requests, self._refuses = list[Request](), refuses
+        self.clients = Conversations(workload, self._add, vocab_size=1000, concurrency=None, **options)
+
+    def _add(self, request):
+        self.requests.append(request)
+        if request.id in self._refuses:
+            raise ContractRefused(Refusal("no room", 2.0))
+
+    def run(self):
+        while not self.clients.done:
+            now, known = self.clients.next_due, len(self.requests)
+            self.clients.send_due(now)
+            for request in self.requests[known:]:
+                if request.id not in self._refuses:
+                    self.clients.receive([SequenceOutput(request.id, (7, 7), FinishReason.LENGTH, 0, now)], now + 1.0)
+        return self.clients.records
+
+
+def test_a_refused_turn_ends_its_conversation_and_its_parent_goes_on():
+    fork = Conversation(0.0, (Turn(5, 2), Turn(5, 2)))
+    server = Answering([Conversation(0.0, (Turn(20, 2, forks=(fork,)), Turn(9, 2)))], refuses=("0.0.0.0",))
+    assert [record.refused for record in server.run()] == ["", "no room", ""]
+    assert [request.id for request in server.requests] == ["0.0", "0.0.0.0", "0.1"]
+    assert server.clients.ended == 3
+
+
+def test_an_engine_that_takes_contracts_refuses_what_it_cannot_keep_and_keeps_the_rest():
+    asked = [Conversation(0.005 * at, (Turn(900, 4, contract=Contract(ttft=0.2)),)) for at in range(200)]
+    told, untold = run(asked), run(asked, config={"contracts": "off"})
+    assert {record.outcome for record in told.records} == {"kept", "refused"}
+    assert {record.outcome for record in untold.records} == {"kept", "ttft"}
+    kept = [sum(record.outcome == "kept" for record in each.records) for each in (told, untold)]
+    assert kept[0] > 2 * kept[1]
+
+
+def test_a_request_carries_its_contract_and_is_due_by_its_first_token():
+    turn = Turn(20, 2, contract=Contract(ttft=0.25, tbt=0.1))
+    for tells, contract in ((True, turn.contract), (False, NO_CONTRACT)):
+        server = Answering([Conversation(0.0, (turn,))], tells=tells)
+        server.run()
+        assert [(request.contract, request.deadline) for request in server.requests] == [(contract, 0.25)]

@@ -192,6 +192,7 @@ class SpeculationPart(Verification):
         if self._stages > 1:
             decoding = [entry for entry in decoding if entry.next_step <= step.number]
         in_flight = step.in_flight and any(unknown(entry) for entry in decoding)
+        in_flight = in_flight and step.bound == inf  # a bounded step must not wait for the host
         if in_flight and (self._pays(decoding) or (only and self._too_few(decoding, step.number))):
             step.postpone()  # it is planned once their tokens are known
             return

@@ -53,6 +53,10 @@ class TuningPart(Part):
         """
         return self._slabs.train(seconds, at_least_one=at_least_one)
 
+    @property
+    def seconds_in_flight(self) -> float:
+        return self.tuner.expected_seconds
+
     def defer(self, seconds: float) -> None:
         """Count time for which a request has waited because training goes first."""
         self._deferred += seconds

@@ -10,7 +10,7 @@ import pytest
 from holdfast.lab import workloads
 from holdfast.lab.workloads import DATASETS, Conversation, LeftOut, PromptTokens, Turn, WorkloadConfig
 
-TRACES = Path(__file__).parents[3] / "shared" / "traces"
+TRACES = Path(__file__).parents[4] / "shared" / "traces"
 
 
 def quantile(values, share):
@@ -79,7 +79,7 @@ def test_sharegpt_conversations_become_turns(tmp_path):
         {"id": "2", "conversations": [{"from": "gpt", "value": "nobody asked"}]},
     ]
     path.write_text(json.dumps(rows))
-    assert workloads.sharegpt_json(path, lambda text: len(text.split())) == [
+    assert workloads.chats_json(path, lambda text: len(text.split()), 0) == [
         Conversation(0.0, (Turn(3, 2), Turn(1, 4)))
     ]
     for wrong, reason in (
@@ -88,7 +88,7 @@ def test_sharegpt_conversations_become_turns(tmp_path):
     ):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=rf"chats\.json: {reason}"):
-            workloads.sharegpt_json(path, len)
+            workloads.chats_json(path, len, 0)
 
 
 @pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl", "chats.json"])

@@ -1,0 +1,1 @@
+"""Contracts: requests that are promised their times when they are accepted, or refused."""

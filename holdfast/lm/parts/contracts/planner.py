@@ -1,0 +1,175 @@
+"""ContractPart: accepts or refuses contracts at their arrival, protects those accepted, and counts what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.core.contract import ContractRefused, Refusal
+from holdfast.core.cost import CostModel
+from holdfast.core.types import FinishReason, Request
+from holdfast.lm.parts.contracts.admission import ContractAdmission
+from holdfast.lm.parts.contracts.forecast import Forecast, Prices
+from holdfast.lm.parts.contracts.lengths import AnswerLengths
+from holdfast.lm.parts.contracts.options import ContractOptions
+from holdfast.lm.parts.contracts.order import ContractOrder
+from holdfast.lm.parts.contracts.policy import ContractPolicy, Progress
+from holdfast.lm.parts.contracts.promises import Promise, Promises, answered
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.order import Order
+from holdfast.lm.scheduler.part import Part, PartQueues
+from holdfast.lm.types import StepPlan, StepResult
+
+
+class ContractPart(Part):
+    """Promises times to requests that ask for them, if they can be kept, and keeps them.
+
+    While no contract is open, plans and order are as without this part.
+    """
+
+    name = "contracts"
+
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        tile: int,
+        ceiling: int,
+        max_sequences: int,
+        target: float | None = None,
+        confidence: float = ContractOptions.contract_confidence,
+    ) -> None:
+        """Steps have at most `ceiling` tokens and, while anybody streams, take at most `target` seconds.
+
+        At most `max_sequences` run. `confidence` is that of `AnswerLengths`.
+        """
+        self._promises = Promises()
+        self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
+        limits = {} if target is None else {"target": target}
+        self._admission = ContractAdmission(
+            Forecast(self._prices), self._promises, max_sequences=max_sequences, **limits
+        )
+        self._progress = Progress(cost)
+        self._lengths = AnswerLengths(confidence)
+        self._queues: PartQueues
+        self._now = 0.0
+        """The latest time that any call gave."""
+
+    def attach(self, queues: PartQueues) -> None:
+        self._queues = queues
+
+    def extend_policy(self, policy: Policy) -> Policy:
+        return ContractPolicy(policy, self._promises, self._admission, self._prices, self._progress)
+
+    def extend_order(self, order: Order) -> Order:
+        return ContractOrder(order, self._note_given)
+
+    def accept(self, entry: Entry) -> None:
+        contract, queues = entry.sequence.request.contract, self._queues
+        if not contract:
+            return
+        now = self._now = max(self._now, entry.sequence.request.arrival)
+        tokens = self._longest(entry)
+        blocks = queues.pool.blocks_for(entry.sequence.request.answer_start + tokens)
+        promise = Promise(contract, entry.sequence.request.arrival, tokens, blocks)
+        decision = self._admission.decide(
+            entry,
+            promise,
+            queues.pool,
+            headroom=queues.headroom,
+            now=now,
+            start=self._progress.free_at(now, queues.seconds_apart),
+            factor=self._progress.factor,
+        )
+        if isinstance(decision, Refusal):
+            self._promises.outcomes.refused += 1
+            raise ContractRefused(decision)
+        self._promises.add(entry, promise, decision.bound)
+
+    def ended(self, entry: Entry) -> None:
+        self._promises.ended(entry, self._now)
+        sequence, request = entry.sequence, entry.sequence.request
+        length = len(sequence.tokens) - request.answer_start
+        if length > 0:
+            cut = sequence.finish_reason is not FinishReason.STOP
+            self._lengths.add(request.identity.tenant, request.answer_start, length, cut=cut)
+
+    def advance(self, now: float) -> None:
+        self._now = now
+
+    def planned(self, plan: StepPlan) -> None:
+        self._progress.planned(plan, self._now)
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        self._now = now
+        self._progress.ended(plan, result, now, closely=len(self._promises) > 0)
+        return ()
+
+    def stats(self) -> Mapping[str, float]:
+        return self._promises.outcomes.stats()
+
+    def _note_given(self, entries: Iterable[Entry]) -> None:
+        """Note that a step gave these sequences tokens. An answer that is longer than expected is expected to go on."""
+        for entry, promise in self._promises.given(entries, self._now):
+            promise.tokens = self._longest(entry)
+            promise.blocks = self._queues.pool.blocks_for(entry.sequence.request.answer_start + promise.tokens)
+
+    def _longest(self, entry: Entry) -> int:
+        """Most tokens that the answer of a sequence is expected to have."""
+        request = entry.sequence.request
+        most = entry.limit - request.answer_start
+        if request.params.ignore_eos:
+            return most
+        return self._lengths.longest(request.identity.tenant, request.answer_start, most, above=answered(entry))
+
+
+class NoContracts(Part):
+    """Refuses contracts in an engine that cannot keep them."""
+
+    name = "no contracts"
+
+    def __init__(self, reason: str) -> None:
+        """`reason` says why it cannot."""
+        self._reason = reason
+
+    def check(self, request: Request) -> None:
+        if request.contract:
+            raise ValueError(f"this engine takes no contracts: {self._reason}; leave out ttft_ms, tbt_ms, complete_ms")
+
+
+def make_parts(planning: Planning) -> Sequence[Part]:
+    """The part of an engine that can keep contracts, or one that refuses them."""
+    config, shape = planning.config.part(ContractOptions), planning.shape
+    if reason := why_not(planning):
+        if config.contracts == "on" and planning.cost is not None:
+            raise ValueError(f"contracts is on, and {reason}")
+        return (NoContracts(reason),)
+    return (
+        ContractPart(
+            planning.priced,
+            tile=min(shape.tile, shape.max_step_tokens),
+            ceiling=shape.max_step_tokens,
+            max_sequences=config.max_sequences,
+            target=config.tbt_seconds,
+            confidence=config.contract_confidence,
+        ),
+    )
+
+
+def why_not(planning: Planning) -> str:
+    """Why an engine can keep no contracts, in words; empty if it can."""
+    config = planning.config.part(ContractOptions)
+    if config.contracts == "off":
+        return "contracts is off"
+    if planning.on_rows:
+        return "the model runs on padded rows"
+    if planning.shape.states is not None:
+        return "the model has recurrent layers"
+    if planning.stages > 1:
+        return f"the model runs in a pipeline of {planning.stages} stages"
+    if config.scheduler != "stall-free":
+        return f"the scheduler is {config.scheduler}, not stall-free"
+    if planning.cost is None:
+        return "it has no cost profile; start it with --contracts on"
+    return ""

@@ -1,0 +1,179 @@
+"""Promises: the accepted contracts, what is left to do for each, and whether each was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from holdfast.core.contract import TERMS, Contract, Term
+from holdfast.lm.memory.protocol import AnyMemory
+from holdfast.lm.parts.contracts.forecast import Stream
+from holdfast.lm.scheduler.entries import Entry
+
+RESERVE = 0.05
+"""Share of each promised time that is left over: tokens take time to reach their stream."""
+
+
+@dataclass(slots=True)
+class Promise:
+    """An accepted contract, and the deliveries so far. Times are in seconds on the scheduler's clock."""
+
+    contract: Contract
+    arrival: float
+    tokens: int
+    """Most tokens that its answer is expected to have."""
+    blocks: int
+    """Number of blocks that its sequence is expected to need in all."""
+    first: float = inf
+    """Time of the first token; infinite: none has come."""
+    last: float = 0.0
+    """Time of the latest token."""
+    longest_gap: float = 0.0
+    """Longest time between two deliveries."""
+
+    def time_of(self, term: Term) -> float:
+        """The time of a term less the reserve, in seconds; infinite if nothing is promised."""
+        seconds: float | None = getattr(self.contract, term)
+        return inf if seconds is None else seconds * (1 - RESERVE)
+
+    def tokens_left(self, entry: Entry) -> int:
+        """Number of steps that the sequence still takes at the most, if its prompt takes one."""
+        return max(1, self.tokens - answered(entry))
+
+    def delivered(self, now: float) -> None:
+        """Note that tokens were given out at `now`."""
+        if self.first == inf:
+            self.first = now
+        else:
+            self.longest_gap = max(self.longest_gap, now - self.last)
+        self.last = now
+
+    def latest(self, entry: Entry, bound: float) -> float:
+        """Latest time of the first token, if each later one takes up to `bound` seconds."""
+        after = self.tokens_left(entry) * bound if self.contract.complete is not None else 0.0
+        return self.arrival + min(self.time_of("ttft"), self.time_of("complete") - after)
+
+    def broken_by(self, now: float) -> Term | None:
+        """The first term that the deliveries up to `now` have broken; None: they have kept them all."""
+        first, last = (now, now) if self.first == inf else (self.first, self.last)
+        taken = {"ttft": first - self.arrival, "tbt": self.longest_gap, "complete": last - self.arrival}
+        for term in TERMS:
+            promised: float | None = getattr(self.contract, term)
+            if promised is not None and taken[term] > promised:
+                return term
+        return None
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """Numbers of contracts by what became of them."""
+
+    accepted: int = 0
+    kept: int = 0
+    refused: int = 0
+    broken: dict[Term, int] = field(default_factory=lambda: dict.fromkeys(TERMS, 0))
+    """Number of broken contracts by the first broken term."""
+
+    def stats(self) -> dict[str, int]:
+        """The fields of SchedulerStats."""
+        broken = {f"contracts_broken_{term}": count for term, count in self.broken.items()}
+        return {
+            "contracts_accepted": self.accepted, "contracts_kept": self.kept, "contracts_refused": self.refused
+        } | broken  # fmt: skip
+
+
+class Promises:
+    """The accepted contracts whose sequences have not ended."""
+
+    def __init__(self) -> None:
+        self.outcomes = Outcomes()
+        self.bound = inf
+        """Most seconds that a step may take; infinite: no contract is open."""
+        self.is_loose = False
+        """Whether a contract has ended, so that a larger bound may do."""
+        self._open: dict[Entry, Promise] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[tuple[Entry, Promise]]:
+        return iter(self._open.items())
+
+    def get(self, entry: Entry) -> Promise | None:
+        """The promise to a sequence, if it has one."""
+        return self._open.get(entry)
+
+    def add(self, entry: Entry, promise: Promise, bound: float) -> None:
+        """Accept a contract. From now on steps take at most `bound` seconds."""
+        self._open[entry] = promise
+        self.outcomes.accepted += 1
+        self.bound = bound
+
+    def given(self, entries: Iterable[Entry], now: float) -> list[tuple[Entry, Promise]]:
+        """Note that these sequences were given tokens at `now`. Returns those whose answers are longer than expected."""
+        opened = self._open
+        promised = [(entry, opened[entry]) for entry in entries if entry in opened] if opened else []
+        for _, promise in promised:
+            promise.delivered(now)
+        return [(entry, promise) for entry, promise in promised if answered(entry) > promise.tokens]
+
+    def loosen(self, bound: float | None) -> None:
+        """Let steps take up to `bound` seconds, if that is more; None: no bound is known that would do."""
+        self.is_loose = False
+        if bound is not None:
+            self.bound = max(self.bound, bound)
+
+    def ended(self, entry: Entry, now: float) -> None:
+        """Count the contract of a sequence that has ended, at `now`.
+
+        A client that leaves while its first token is not due yet has neither.
+        """
+        promise = self._open.pop(entry, None)
+        if promise is None:
+            return
+        self.is_loose = True
+        if not self._open:
+            self.bound, self.is_loose = inf, False
+        if term := promise.broken_by(now):
+            self.outcomes.broken[term] += 1
+        elif promise.first < inf:
+            self.outcomes.kept += 1
+
+    def latest(self, entries: Iterable[Entry]) -> float:
+        """The latest time at which the first tokens among the next ones of these sequences may come."""
+        first = [(entry, self._open[entry]) for entry in entries if entry in self._open]
+        return min((each.latest(entry, self.bound) for entry, each in first if each.first == inf), default=inf)
+
+    def outstanding(self, pool: AnyMemory) -> int:
+        """Number of blocks that the accepted sequences have still to be given."""
+        return sum(max(0, promise.blocks - len(entry.cache.blocks)) for entry, promise in self)
+
+
+def stream_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Stream:
+    """A sequence as a forecast sees it."""
+    sequence, cache = entry.sequence, entry.cache
+    remaining = max(0, promise.tokens - answered(entry))
+    due = promise.arrival + promise.time_of("ttft")
+    tbt, complete = promise.time_of("tbt"), promise.arrival + promise.time_of("complete")
+    if entry.decoding:
+        return Stream(0, cache.planned, remaining, due, tbt, complete)
+    return Stream(lacking(entry, pool), sequence.length, remaining, due, tbt, complete)
+
+
+def answered(entry: Entry) -> int:
+    """Number of tokens of a sequence's answer that are known or planned."""
+    return entry.sequence.length - entry.sequence.request.answer_start
+
+
+def lacking(entry: Entry, pool: AnyMemory) -> int:
+    """Number of positions of a sequence that no plan computes yet.
+
+    State that only the host has counts as lacking: it takes time to come, though mostly less than computing it.
+    """
+    sequence, cache = entry.sequence, entry.cache
+    if cache.capacity:
+        return sum(stop - start for start, stop in cache.missing(sequence.length))
+    found = cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
+    here = found.positions(pool.block_size) - len(found.host) * pool.block_size
+    return sequence.length - max(0, here)

@@ -429,11 +429,21 @@ class BlockPool:
         return tuple(copies)
 
     @property
-    def has_spare(self) -> bool:
-        """Whether nobody waits for a block, and no idle state leaves the device to make room."""
-        if self._demand or self.copies.swapping_out or self.copies.wanted:
+    def is_calm(self) -> bool:
+        """Whether nobody waits for a block, and no state is on its way to the host or asked for there."""
+        return not (self._demand or self.copies.swapping_out or self.copies.wanted)
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether the next plan copies idle state to the host ahead of need."""
+        return self._short() > 0 and bool(self._idle.retained.blocks)
+
+    def can_bring(self, digests: Sequence[bytes], start: int, gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `bring_ahead` with these arguments would find a block to copy, and room for it."""
+        missing = (digests[place] for place in range(start, len(digests)) if digests[place] not in self._cached)
+        if not any(self.find_on_host(digest) is not None for digest in missing):
             return False
-        return self._short() <= 0 or not self._idle.retained.blocks
+        return bool(self._free) or any(self._may_replace(block, gives_way) for block in self._first_to_go(1))
 
     def bring_ahead(
         self, digests: Sequence[bytes], start: int, most: int, gives_way: Callable[[bytes], bool]
@@ -468,15 +478,12 @@ class BlockPool:
 
     def _room_ahead(self, most: int, gives_way: Callable[[bytes], bool]) -> Iterator[int]:
         """Up to `most` blocks without state that anybody needs. They are in no state."""
-        arriving = self.copies.swapping_in
-        others = list(islice(self._idle.reclaimable, most + LOOK))
+        others = self._first_to_go(most)
         for _ in range(min(most, len(self._free))):
             most -= 1
             yield self._free.pop()
         for block in others if most else ():
-            digest = self._digests[block]
-            assert digest is not None
-            if block in arriving or self.find_on_host(digest) is None or not gives_way(digest):
+            if not self._may_replace(block, gives_way):
                 continue
             del self._idle.reclaimable[block]
             self._index.remove([block])
@@ -485,6 +492,17 @@ class BlockPool:
             most -= 1
             if not most:
                 return
+
+    def _first_to_go(self, most: int) -> list[int]:
+        """The reclaimable blocks among which `most` may be replaced by state that is brought ahead."""
+        return list(islice(self._idle.reclaimable, most + LOOK))
+
+    def _may_replace(self, block: int, gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether a reclaimable block's state is on the host, too, and gives way to state that is brought ahead."""
+        digest = self._digests[block]
+        if digest is None or block in self.copies.swapping_in or self.find_on_host(digest) is None:
+            return False
+        return gives_way(digest)
 
     def fill(self, blocks: Iterable[tuple[int, bytes]]) -> tuple[BlockCopy, ...]:
         """Copies from the host to owned blocks that are not cached, each with the digest of its contents.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -75,8 +75,8 @@ class PausePart(Part):
         self._due: list[Upcoming] = []
         """The turns whose state may come back now, the next turn first."""
         self._windows = Windows()
-        self._stalled = False
-        """Whether an idle engine could bring nothing, and nothing has changed since."""
+        self._can_bring = False
+        """Whether an idle engine could bring something, as far as is known since the last result."""
         self._noted = 0
         self.awake = False
 
@@ -141,8 +141,19 @@ class PausePart(Part):
         due = self.turns.due(now) if self._brings else ()
         for turn in due:
             insort(self._due, turn, key=EXPECTED)
-        self._stalled = self._stalled and not due
         self.awake = bool(self._due)
+        if due:
+            self._reconsider()
+
+    def _reconsider(self) -> None:
+        """See whether an idle engine could bring something."""
+        self._can_bring = self._pool.is_calm and any(
+            self._pool.can_bring(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
+        )
+
+    def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
+        """Whether a block is needed later than the state of a turn."""
+        return partial(self.turns.is_needed_after, turn.at, self._now)
 
     @property
     def next_look(self) -> float:
@@ -166,11 +177,9 @@ class PausePart(Part):
         copies = self._bring(step) if self._may_bring(step) else ()
         if copies:
             step.bring(copies)
-        if step.planned:
-            return None
-        if copies:
-            step.keep()
-        self._stalled = not copies
+            if not step.planned:
+                step.keep()
+        self._can_bring = False
         return None
 
     def _settle(self, now: float) -> None:
@@ -182,16 +191,16 @@ class PausePart(Part):
 
     def _may_bring(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""
-        if step.swaps_in or self._pool.copies.swapping_in or self._queues.num_waiting or not self._pool.has_spare:
+        pool = self._pool
+        if step.swaps_in or pool.copies.swapping_in or self._queues.num_waiting or not pool.is_calm:
             return False
-        return bool(step.planned) or not (step.busy or step.in_flight)
+        return not pool.makes_room if step.planned else not (step.busy or step.in_flight)
 
     def _bring(self, step: PartStep) -> Sequence[BlockCopy]:
         """The copies of the first due turn that lacks any, as many as the step's time has room for."""
         most = self._most(step.predicted if step.planned else ALONE_SECONDS)
         for turn in self._due:
-            gives_way = partial(self.turns.is_needed_after, turn.at, step.now)
-            copies, turn.place = self._pool.bring_ahead(turn.digests, turn.place, most, gives_way)
+            copies, turn.place = self._pool.bring_ahead(turn.digests, turn.place, most, self._gives_way(turn))
             if copies:
                 return copies
         return ()
@@ -209,13 +218,15 @@ class PausePart(Part):
         return self._pool.host_link.seconds(blocks * self._block_bytes)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
-        self._stalled, self._now = False, max(self._now, now)
+        self._now = max(self._now, now)
+        if self._due:
+            self._reconsider()
         return ()
 
     @property
     def has_work(self) -> bool:
         """Whether an idle engine could bring blocks back now."""
-        return bool(self._due) and not self._stalled
+        return self._can_bring
 
     def stats(self) -> Mapping[str, int]:
         return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}

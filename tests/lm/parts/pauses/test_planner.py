@@ -1,6 +1,8 @@
 """PausePart at the scheduler's hooks: when blocks come back ahead of a turn, and when not."""
 
+from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 
 from holdfast.core.pause import Pause
 from holdfast.lm.parts.pauses.planner import PausePart
@@ -212,3 +214,32 @@ def test_switched_off_it_notes_pauses_and_brings_nothing():
     part.warm([b"x"], 1.0)
     part.look(2.0)
     assert part.next_look == inf and not part.has_work and not part.awake and len(part.turns) == 1
+
+
+def test_the_pause_that_a_request_names_is_noted_when_it_ends():
+    engine = Engine()
+    (own,) = create_requests(24, max_tokens=1)
+    engine.run(replace(own, pause=Pause("tool:x", expected=10.0)))
+    assert engine.part.next_look < 10.0 and engine.scheduler.stats().pauses_noted == 1
+
+
+def test_the_time_of_a_tool_is_learned_from_the_turns_after_it():
+    engine = Engine()
+    (own,) = create_requests(24, max_tokens=1)
+    prompt, now = own.prompt, 0.0
+    for turn in range(20):
+        (request,) = create_requests(prompt + (turn + 1,) * 4, max_tokens=1)
+        request = replace(request, id=f"turn {turn}")
+        engine.run(request, now)
+        engine.part.note(request.id, Pause("tool:x"), now)
+        now += 10.0
+    assert now - 10.0 + 5.0 < engine.part.next_look < now
+
+
+def test_the_eviction_gets_to_know_of_every_pause():
+    engine = Engine()
+    noted = []
+    turns = SimpleNamespace(note=lambda *told: noted.append(told))
+    engine.pool.rule = SimpleNamespace(turns=turns)
+    engine.part.note("gone", Pause("person"), 3.0)
+    assert noted == [("gone", Pause("person"), 3.0)]

@@ -11,6 +11,7 @@ from typing import Any
 from fake_tuning import FakeTuner
 
 from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import AdapterError, Delta, Timings, Usage
 from holdfast.engine.client.connection import EngineDead
@@ -164,6 +165,10 @@ class FakeClient:
     on_activity: Any = None
     watched: list[float] = field(default_factory=list)
     """What `watch` was asked for."""
+    noted: list[tuple[str, Pause]] = field(default_factory=list)
+    """What `note_pause` was told: the requests' ids and their pauses."""
+    warmed: list[tuple[list[int], str, str]] = field(default_factory=list)
+    """What `warm` was asked for: tokens, tenant and adapter."""
     pooling: Pooling = NONE
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
@@ -183,6 +188,12 @@ class FakeClient:
     def watch(self, seconds: float) -> None:
         self._check_alive()
         self.watched.append(seconds)
+
+    def note_pause(self, request_id: str, pause: Pause) -> None:
+        self.noted.append((request_id, pause))
+
+    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
+        self.warmed.append((list(prompt), tenant, adapter))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         if self.refuse is not None:

@@ -41,6 +41,7 @@ from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
 from holdfast.cluster.tuning import ReplicaTuning
 from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, MAX_SEED, AdapterInfo, SamplingParams, UserBatch
 from holdfast.engine import messages
 from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
@@ -397,6 +398,18 @@ class Replicas:
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter at every replica. See `EngineClient.unload_adapter`."""
         await self.fleet.unload_adapter(name)
+
+    def note_pause(self, request_id: str, pause: Pause) -> None:
+        """Let the engines know what follows a request that has ended. Those that did not serve it ignore the note."""
+        for replica in self.serving:
+            if replica.engine is not None:
+                replica.engine.note_pause(request_id, pause)
+
+    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
+        """Let each engine bring back what it keeps of these tokens. Raises RequestRefused for an unknown adapter."""
+        for replica in self.serving:
+            if replica.engine is not None:
+                replica.engine.warm(prompt, tenant=tenant, adapter=adapter)
 
     async def health(self, timeout: float = HANG_SECONDS) -> SchedulerStats:
         """Return the summed stats of all replicas that answer in time.

@@ -19,6 +19,7 @@ from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.parts.adapters import messages as adapters
 from holdfast.lm.parts.message import Message
 from holdfast.lm.parts.moves import messages as moves
+from holdfast.lm.parts.pauses import messages as pauses
 from holdfast.lm.parts.tuning import messages as tuning
 from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
@@ -373,7 +374,7 @@ class Submitted(Message, tag="submit"):
 
 ToEngine = (
     Start | StartApp | Submit | Infer | Abort | Ask | Watch | Tick | Shutdown
-    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine
+    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 FromEngine = (
     Hello | Progress | Ready | AppReady | Outputs | Results | Refused | Failed | Stats | Clock | Steps | Activity
@@ -383,7 +384,7 @@ FromEngine = (
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
     Start | StartApp | Submitted | Infer | Abort | Ask | Watch | Tick | Shutdown
-    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine
+    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from holdfast.lm.parts.adapters.options import AdapterOptions
 from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.moves.options import MoveOptions
+from holdfast.lm.parts.pauses.options import PauseOptions
 from holdfast.lm.parts.speculation.options import SpeculationOptions
 from holdfast.lm.parts.states.options import StateOptions
 from holdfast.lm.parts.tenants.options import TenantOptions
@@ -21,6 +22,7 @@ class EngineConfig(
     SpeculationOptions,
     TierOptions,
     MoveOptions,
+    PauseOptions,
     TenantOptions,
     ContractOptions,
     StateOptions,

@@ -50,6 +50,15 @@ STATS = {
     "fetches_given_up": ("counter", "fetches_given_up", "Requests that stopped waiting for their blocks"),
     "blocks_swapped_in": ("counter", "blocks_swapped_in", "Blocks copied from the host to the device"),
     "blocks_swapped_out": ("counter", "blocks_swapped_out", "Blocks copied from the device to the host"),
+    "blocks_brought_ahead": (
+        "counter", "blocks_brought_ahead", "Blocks copied to the device before any request asked for them"
+    ),
+    "blocks_ahead_used": ("counter", "blocks_ahead_used", "Blocks copied ahead that a request then used"),
+    "blocks_ahead_wasted": (
+        "counter", "blocks_ahead_wasted", "Blocks copied ahead that were given to others before any request used them"
+    ),
+    "pauses_noted": ("counter", "pauses_noted", "Ended answers of which it is known what they wait for"),
+    "turns_expected": ("gauge", "turns_expected", "Conversations whose next turn is expected"),
     "tokens_dropped": ("counter", "tokens_dropped", "Tokens whose state was dropped from every tier"),
     "tokens_recovered": (
         "counter", "tokens_recovered", "Dropped positions computed again before cached state of their sequence"

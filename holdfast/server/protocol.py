@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -14,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from holdfast.core.contract import MAX_CONTRACT
+from holdfast.core.pause import MAX_PAUSE
 from holdfast.core.types import MAX_BIASES, MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, Grammar, SamplingParams
 from holdfast.server.grammars import (
     Choices,
@@ -27,6 +29,7 @@ from holdfast.server.grammars import (
     of_schema,
     of_structured_outputs,
 )
+from holdfast.server.pauses import RETENTIONS, keep_seconds
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
@@ -177,7 +180,6 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         "user",
         "safety_identifier",
         "prompt_cache_key",
-        "prompt_cache_retention",
         "guided_decoding_backend",
     )
     route: ClassVar[str]
@@ -215,6 +217,14 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Longest time between two tokens that it must be promised."""
     complete_ms: ContractTime | None = None
     """Time to the last token that it must be promised."""
+    expected_pause_ms: Annotated[float, Meta(ge=0, le=MAX_PAUSE * 1000)] | None = None
+    """Milliseconds from the end of the answer until the client expects to send the conversation's next turn."""
+    keep_until: float | Annotated[str, Meta(max_length=32)] | None = None
+    """Time in Unix seconds, or duration such as 5m, for which the conversation's state is worth keeping."""
+    prompt_cache_retention: Annotated[str, Meta(max_length=32)] | None = None
+    """OpenAI's name for how long to keep the state: `24h` counts as that `keep_until`, `in_memory` as none."""
+    superseded: Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=16)] = []
+    """Ids of earlier answers that no turn will follow, because this one replaces them."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
     """JSON schema of the answer. It and the next three fields are vLLM's former names for `structured_outputs`."""
@@ -224,6 +234,20 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _ = self.grammar  # Raises ApiError.
+        _ = self.kept_for  # Raises ApiError.
+
+    @property
+    def kept_for(self) -> float | None:
+        """Seconds from now for which the client wants the state kept; None: it has no wish. Raises ApiError."""
+        given = self.prompt_cache_retention
+        if given is not None and given not in RETENTIONS:
+            reason = f"prompt_cache_retention is {shown(given)}; it must be one of {', '.join(RETENTIONS)}"
+            raise invalid(reason, "prompt_cache_retention")
+        wish = self.keep_until if given is None or self.keep_until is not None else RETENTIONS[given]
+        try:
+            return keep_seconds(wish, time.time())
+        except ValueError as error:
+            raise invalid(str(error), "keep_until") from None
 
     @property
     def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -516,9 +540,14 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return [_token_ids(prompt, param)]
 
 
-def parse(body: bytes, shape: type[Body]) -> Body:
-    """Parse a request body. Raises ApiError, which names the invalid parameter."""
-    return typed(read_object(body), shape)
+def parse(body: bytes, shape: type[Body], more: Mapping[str, Any] | None = None) -> Body:
+    """Parse a request body. Raises ApiError, which names the invalid parameter.
+
+    `more` are values of fields that the client gave elsewhere. They count where the shape has the field and the body
+    leaves it out.
+    """
+    wanted = {name: value for name, value in (more or {}).items() if name in shape.__struct_fields__}
+    return typed(wanted | read_object(body), shape)
 
 
 def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.core.contract import NO_CONTRACT, ContractRefused
+from holdfast.core.pause import Pause
 from holdfast.core.types import (
     ALONE,
     BATCH_CLASS,
@@ -32,9 +33,11 @@ from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
 from holdfast.server.contracts import contract_of, contract_refused
 from holdfast.server.default_contracts import DefaultContracts
+from holdfast.server.endings import Answered, Ending
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
+from holdfast.server.pauses import BATCH, BRANCH
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, invalid
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
 from holdfast.server.tools import chat_toolset
@@ -121,8 +124,11 @@ class Lane:
         deadline: float | None = None,
         workers: ThreadPoolExecutor | None = None,
         timed: bool = True,
+        pause: str = "",
     ) -> None:
         """`priority` and `deadline` override those of each request.
+
+        `pause` is the kind of the pause after each answer; empty: the answer says it.
 
         `workers` tokenize instead of the service's threads. Only `timed` requests count in the latency metrics.
         """
@@ -133,6 +139,7 @@ class Lane:
         self.deadline = deadline
         self.workers = workers
         self.timed = timed
+        self.pause = pause
 
 
 class Service:
@@ -163,6 +170,7 @@ class Service:
             deadline=MAX_DEADLINE,
             workers=ThreadPoolExecutor(1, "holdfast-batch-text"),
             timed=False,
+            pause=BATCH,
         )
         """Lane of batch lines.
 
@@ -180,6 +188,8 @@ class Service:
         self.truncation = Truncation(client.text, client.info.max_model_len)
         self.format = AnswerFormat.find(client.text, config.tool_call_parser, config.reasoning_parser)
         """Format of the model's answers."""
+        self.answered = Answered()
+        """Recent answers, which later requests may replace."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
@@ -346,6 +356,8 @@ class Answer:
         """Tokens of the prompts. Empty until they are tokenized."""
         self.sent = False
         """Whether any choice was sent to the engine."""
+        self.id = ""
+        """Id by which later requests may name this answer; empty: none can."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) pairs as they come. Closing the generator aborts running choices. Raises ApiError."""
@@ -465,13 +477,17 @@ class Answer:
         metrics, wanted, lane = self.service.metrics, self.wanted, self.lane
         last: float | None = None
         own = None if wanted.deadline_ms is None else wanted.deadline_ms / 1000
+        request_id, ending = self._request_id() or uuid.uuid4().hex, self._ending(number)
+        self.supersede(wanted.superseded)
+        if self.id:
+            self.service.answered.add(self.tenant, self.id, request_id)
         async with AsyncExitStack() as started:
             for place in lane.places:
                 await started.enter_async_context(place)
             stream = self.service.client.stream(
                 prompt,
                 params,
-                request_id=self._request_id(),
+                request_id=request_id,
                 priority=wanted.priority_class if lane.priority is None else lane.priority,
                 tenant=self.tenant,
                 adapter=self.service.adapter_of(wanted.model, self.tenant),
@@ -488,6 +504,7 @@ class Answer:
                     if last is None:
                         await started.aclose()
                     now = time.monotonic()
+                    ending.read(delta)
                     if delta.tokens:
                         if lane.timed:
                             wait, since = (metrics.ttft, self.arrival) if last is None else (metrics.tbt, last)
@@ -498,6 +515,7 @@ class Answer:
                         metrics.generated_tokens.inc(len(delta.tokens))
                         self.usage.completion_tokens += 0 if self.most_tokens == 0 else len(delta.tokens)
                     if delta.usage is not None:
+                        self.service.client.note_pause(request_id, ending.pause())
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
                             self.usage.add_tiers(delta.usage.cached_by_tier)
@@ -513,6 +531,18 @@ class Answer:
                                 metrics.queue.observe(delta.timings.queued)
                             metrics.e2e.observe(now - self.arrival)
                     yield delta
+
+    def _ending(self, number: int) -> Ending:
+        """Watch choice `number` of a prompt. A conversation goes on from the first; the others are its branches."""
+        wanted, kind = self.wanted, self.lane.pause or (BRANCH if number else "")
+        expected = None if wanted.expected_pause_ms is None else wanted.expected_pause_ms / 1000
+        return Ending(self.reading, expected, wanted.kept_for, kind)
+
+    def supersede(self, answers: Sequence[str]) -> None:
+        """Let the engine know that no turn will follow these earlier answers. Ids that are not known are ignored."""
+        for answer in answers:
+            for request_id in self.service.answered.find(self.tenant, answer):
+                self.service.client.note_pause(request_id, Pause(BRANCH, superseded=True))
 
     def _request_id(self) -> str | None:
         """Return the next request id for the engine; None if the answer has no name."""

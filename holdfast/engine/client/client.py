@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
+from holdfast.core.pause import Pause
 from holdfast.core.types import (
     ALONE,
     AdapterInfo,
@@ -45,6 +46,7 @@ from holdfast.lm.parts.adapters.messages import (
 )
 from holdfast.lm.parts.adapters.options import check_adapter_name
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.parts.pauses.messages import NotePause, WarmState
 from holdfast.lm.parts.tuning.messages import JobChanged, JobProgress, JobRefused, JobStarted
 from holdfast.lm.types import SchedulerStats
 
@@ -316,6 +318,23 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self._child.send(StopFetch(sent[0]))
             raise
         return tokens
+
+    def note_pause(self, request_id: str, pause: Pause) -> None:
+        """Let the engine know what follows a request that has ended: when its state is needed again, if ever.
+
+        `pause.keep_until` is on this process's monotonic clock. Does nothing for an engine that has ended.
+        """
+        if not self.dead.is_set():
+            keep = None if pause.keep_until is None else pause.keep_until - time.monotonic()
+            self._child.send(NotePause(request_id, pause.kind, pause.expected, keep, pause.superseded))
+
+    def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
+        """Let the engine bring kept state of these tokens back to the device, as a request with them comes soon.
+
+        Does nothing for an engine that has ended. Raises RequestRefused for an unknown adapter.
+        """
+        if not self.dead.is_set():
+            self._child.send(WarmState(self.chain(prompt, tenant=tenant, adapter=adapter)))
 
     def _identity(self, tenant: str, adapter: str) -> Identity:
         content = self.adapters[adapter].id if adapter else ""

@@ -11,13 +11,14 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.pause import NO_PAUSE, Pause
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import Delta, EngineClient, Timings
 from holdfast.engine.client.text import Text
@@ -47,6 +48,14 @@ class Completion:
     """Log probabilities of each token but the one that ended the sequence, if `SamplingParams.logprobs` asks."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of each prompt token but the first, if `SamplingParams.prompt_logprobs` asks."""
+
+
+class _Terms(NamedTuple):
+    """What all prompts of one call ask for, besides their sampling."""
+
+    adapter: str
+    contract: Contract
+    pause: Pause
 
 
 class LLM:
@@ -98,17 +107,19 @@ class LLM:
         *,
         adapter: str = "",
         contract: Contract = NO_CONTRACT,
+        pause: Pause = NO_PAUSE,
         progress: bool = True,
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
         `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
         a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). `contract` has the times that each
-        prompt must be promised, in seconds. Raises RequestRefused (a ValueError) for a prompt that can never be served,
-        and ContractRefused for a contract that cannot be kept; this aborts the others, as Ctrl-C does.
+        prompt must be promised, in seconds. `pause` is what is known of the time until each prompt's next turn: its
+        `keep_until` is on the clock of `time.monotonic`. Raises RequestRefused (a ValueError) for a prompt that can
+        never be served, and ContractRefused for a contract that cannot be kept; this aborts the others, as Ctrl-C does.
         """
         ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
-        return self._complete(ids, sampling_params, adapter, contract, progress)
+        return self._complete(ids, sampling_params, _Terms(adapter, contract, pause), progress)
 
     def chat(
         self,
@@ -120,6 +131,7 @@ class LLM:
         add_generation_prompt: bool = True,
         adapter: str = "",
         contract: Contract = NO_CONTRACT,
+        pause: Pause = NO_PAUSE,
         progress: bool = True,
     ) -> list[Completion]:
         """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise like `generate`.
@@ -135,7 +147,18 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
         }
         ids = [self.text.encode_chat(conversation, **shown) for conversation in conversations]
-        return self._complete(ids, sampling_params, adapter, contract, progress)
+        return self._complete(ids, sampling_params, _Terms(adapter, contract, pause), progress)
+
+    def warm(self, prompt: Prompt, *, adapter: str = "") -> None:
+        """Bring kept state of this prompt back to the device now, where that costs nobody anything.
+
+        Returns at once. Raises RequestRefused (a ValueError) for an unknown adapter.
+        """
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        self._thread.run(self._warm(ids, adapter))
+
+    async def _warm(self, prompt: Sequence[int], adapter: str) -> None:
+        self._client.warm(prompt, adapter=adapter)
 
     def tune(
         self,
@@ -192,8 +215,7 @@ class LLM:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: str,
-        contract: Contract,
+        terms: _Terms,
         progress: bool,
     ) -> list[Completion]:
         if not self._close.alive:
@@ -203,16 +225,14 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         with _Bar(len(prompts), shown=progress) as bar:
-            return self._thread.run(self._run_all(prompts, params, adapter, contract, bar))
+            return self._thread.run(self._run_all(prompts, params, terms, bar))
 
     async def _run_all(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapter: str, contract: Contract,
-        bar: _Bar,
-    ) -> list[Completion]:  # fmt: skip
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], terms: _Terms, bar: _Bar
+    ) -> list[Completion]:
         batch = UserBatch(uuid.uuid4().hex)
         tasks = [
-            asyncio.ensure_future(self._run_one(*pair, adapter, batch, contract, bar))
-            for pair in zip(prompts, params, strict=True)
+            asyncio.ensure_future(self._run_one(*pair, terms, batch, bar)) for pair in zip(prompts, params, strict=True)
         ]
         try:
             return await asyncio.gather(*tasks)
@@ -222,12 +242,15 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(
-        self, prompt: Sequence[int], params: SamplingParams, adapter: str, batch: UserBatch, contract: Contract,
-        bar: _Bar,
-    ) -> Completion:  # fmt: skip
+        self, prompt: Sequence[int], params: SamplingParams, terms: _Terms, batch: UserBatch, bar: _Bar
+    ) -> Completion:
+        id = uuid.uuid4().hex
         async with self._slots:
-            deltas = self._client.stream(prompt, params, adapter=adapter, batch=batch, contract=contract)
-            completion = await complete(prompt, deltas)
+            stream = self._client.stream(
+                prompt, params, request_id=id, adapter=terms.adapter, batch=batch, contract=terms.contract
+            )
+            completion = await complete(prompt, stream)
+        self._client.note_pause(id, terms.pause)
         bar.advance(len(completion.token_ids))
         return completion
 

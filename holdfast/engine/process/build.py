@@ -36,6 +36,7 @@ from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.host_tier import HostTierBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
 from holdfast.engine.process.parts.neighbours import NeighbourBuilder
+from holdfast.engine.process.parts.pauses import PauseBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.process.parts.states import StateBuilder
@@ -103,6 +104,7 @@ PARTS: tuple[type[PartBuilder], ...] = (
     StateBuilder,
     TierBuilder,
     MoveBuilder,
+    PauseBuilder,
     TraceBuilder,
     NeighbourBuilder,
     RankBuilder,

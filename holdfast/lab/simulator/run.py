@@ -10,6 +10,7 @@ from math import inf
 from typing import Protocol
 
 from holdfast.core.contract import NO_CONTRACT, ContractRefused
+from holdfast.core.pause import Pause
 from holdfast.core.types import Request, SamplingParams, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
@@ -22,6 +23,7 @@ from holdfast.lab.workloads import History, PromptTokens, Turn, Workload
 from holdfast.lm.choice import capacity_of, compose_scheduler, make_planning, steps_in_flight
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.contracts.planner import why_not
+from holdfast.lm.parts.pauses.planner import PausePart
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.choice import make_parts as speculation_parts
 from holdfast.lm.parts.standard import standard_parts
@@ -154,6 +156,7 @@ def simulate(
         wait=wait,
         ends=executor.ends,
         tells=takes_contracts,
+        next_look=partial(next_look, loop),
     )
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
@@ -219,6 +222,13 @@ def make_loop(
     observers = watch(scheduler, shape, clock)
     loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, refresh, observers=observers)
     return loop, executor, trainer, wait, not why_not(planning)
+
+
+def next_look(loop: LanguageLoop) -> float:
+    """Time at which a loop without work may bring state back ahead of a turn; infinity: never."""
+    planner = loop.planner
+    assert isinstance(planner, Scheduler)
+    return min((part.next_look for part in planner.parts if isinstance(part, PausePart)), default=inf)
 
 
 def _begin_tuning(planning: Planning, profile: CostProfile, tuning: Tuning) -> tuple[TuningPart, SimulatedTrainer]:
@@ -503,7 +513,7 @@ class Conversations:
             name, prompt, params, turn.priority, arrival=arrival, deadline=turn.deadline, contract=contract
         )
         try:
-            self._add(request)
+            self._add(replace(request, pause=Pause(turn.pause, turn.expected_pause)))
         except ContractRefused as refused:
             record.refused = str(refused)
             del self._open[name]
@@ -556,16 +566,19 @@ class Clients(Conversations):
         wait: Callable[[], None] = lambda: None,
         ends: dict[str, int] | None = None,
         tells: bool = False,
+        next_look: Callable[[], float] = lambda: inf,
     ) -> None:
         """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`.
 
         `wait` is called when requests are open and no step can run: it lets the event that they wait for happen.
+        `next_look` gives the time at which the loop has to be run even if it has no work.
         """
         super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency, ends=ends, tells=tells)
         self.steps = 0
         self._loop = loop
         self._clock = clock
         self._wait = wait
+        self._next_look = next_look
 
     def advance(self) -> bool:
         """Send the requests that are due and run one step. Returns False once all requests have ended."""
@@ -573,7 +586,7 @@ class Clients(Conversations):
             return False
         clock, loop = self._clock, self._loop
         if not loop.has_work():
-            clock.advance_to(self.next_due)
+            clock.advance_to(min(self.next_due, self._next_look()))
         self.send_due(clock())
         outputs = loop.step()
         if outputs is None:

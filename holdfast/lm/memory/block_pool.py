@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import inf
 from typing import Any
 
+from holdfast.lm.memory.ahead import Ahead
 from holdfast.lm.memory.allocator import Allocator
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.digests import DigestCache
@@ -26,6 +28,8 @@ TIERS = {
     "-": "dropped, or not computed yet",
 }
 """The places where a block's state can lie, by letter."""
+LOOK = 64
+"""Number of reclaimable blocks beyond those needed among which `bring_ahead` looks for state that gives way."""
 FASTEST = 1e12
 """Rate of copies from the host, in bytes per second, assumed before any was measured: faster than any hardware."""
 
@@ -82,6 +86,8 @@ class BlockPool:
         self.digest_cache = DigestCache(block_size, 2 * (num_blocks + host_blocks))
         self.copies = CopyLedger()
         """Copies under way between the tiers."""
+        self.ahead = Ahead()
+        """Blocks copied from the host before any sequence asked for them."""
         self.swapped_in = 0
         self.swapped_out = 0
         """Number of blocks copied to the host so far."""
@@ -175,6 +181,9 @@ class BlockPool:
     def _evict(self, count: int, now: float) -> list[int]:
         """Drop the state of `count` idle blocks, which must be allocatable. They are then in no state."""
         evicted = self._idle.reclaim(count, now, self.max_copies)
+        self.copies.overwrite(evicted)
+        if self.ahead:
+            self.ahead.give_up(evicted)
         lost = self._index.remove(evicted)
         for digest in lost if self.copies.wanted else ():
             self.copies.wanted.pop(digest, None)
@@ -236,6 +245,7 @@ class BlockPool:
                 self._index.move(block, target)
                 if not owners[target]:
                     self._idle.move(block, target)
+        self.ahead.move(places)
         return tuple([BlockMove(*pair) for pair in places.items()])
 
     def reclaim(self, count: int) -> None:
@@ -326,6 +336,8 @@ class BlockPool:
             raise RuntimeError(f"block {block} is shared, but it is not cached")
         idle = self._allocator.add_owner(blocks)
         if idle:
+            if self.ahead:
+                self.ahead.use(idle)
             if self.host is not None:
                 self.host.mark_in_use([digest for block in idle if (digest := digests[block])])
             for block in self._idle.retained.remove(idle):
@@ -416,6 +428,82 @@ class BlockPool:
         self.swapped_in += len(copies)
         return tuple(copies)
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nobody waits for a block, and no state is on its way to the host or asked for there."""
+        return not (self._demand or self.copies.swapping_out or self.copies.wanted)
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether the next plan copies idle state to the host ahead of need."""
+        return self._short() > 0 and bool(self._idle.retained.blocks)
+
+    def can_bring(self, digests: Sequence[bytes], start: int, gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `bring_ahead` with these arguments would find a block to copy, and room for it."""
+        missing = (digests[place] for place in range(start, len(digests)) if digests[place] not in self._cached)
+        if not any(self.find_on_host(digest) is not None for digest in missing):
+            return False
+        return bool(self._free) or any(self._may_replace(block, gives_way) for block in self._first_to_go(1))
+
+    def bring_ahead(
+        self, digests: Sequence[bytes], start: int, most: int, gives_way: Callable[[bytes], bool]
+    ) -> tuple[tuple[BlockCopy, ...], int]:
+        """Begin to copy up to `most` blocks of a sequence from the host, which no request has asked for.
+
+        `digests` are those of the whole sequence, and `start` is the first place to look at. Blocks that the device
+        has, or that the host lacks, are left out. The copies go to free blocks, then to reclaimable ones with a copy on
+        the host whose digest `gives_way`. The blocks get no owner, and are the first to be allocated: `available` and
+        `allocatable` stay as they are.
+
+        Returns the copies to do, and the place at which the next call goes on.
+        """
+        copies, room, stop = list[BlockCopy](), self._room_ahead(most, gives_way), len(digests)
+        for place in range(start, stop):
+            digest = digests[place]
+            source = None if digest in self._cached else self.find_on_host(digest)
+            if source is None:
+                continue
+            target = next(room, None)
+            if target is None:
+                stop = place
+                break
+            self._index.add(target, digest, place)
+            copies.append(BlockCopy(source, target))
+        for copy in copies:  # the last block of a sequence is the first to go
+            self._idle.reclaimable[copy.target] = None
+            self._idle.reclaimable.move_to_end(copy.target, last=False)
+        self.ahead.bring([copy.target for copy in copies])
+        self.swapped_in += len(copies)
+        return tuple(copies), stop
+
+    def _room_ahead(self, most: int, gives_way: Callable[[bytes], bool]) -> Iterator[int]:
+        """Up to `most` blocks without state that anybody needs. They are in no state."""
+        others = self._first_to_go(most)
+        for _ in range(min(most, len(self._free))):
+            most -= 1
+            yield self._free.pop()
+        for block in others if most else ():
+            if not self._may_replace(block, gives_way):
+                continue
+            del self._idle.reclaimable[block]
+            self._index.remove([block])
+            self.ahead.give_up([block])
+            yield block
+            most -= 1
+            if not most:
+                return
+
+    def _first_to_go(self, most: int) -> list[int]:
+        """The reclaimable blocks among which `most` may be replaced by state that is brought ahead."""
+        return list(islice(self._idle.reclaimable, most + LOOK))
+
+    def _may_replace(self, block: int, gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether a reclaimable block's state is on the host, too, and gives way to state that is brought ahead."""
+        digest = self._digests[block]
+        if digest is None or block in self.copies.swapping_in or self.find_on_host(digest) is None:
+            return False
+        return gives_way(digest)
+
     def fill(self, blocks: Iterable[tuple[int, bytes]]) -> tuple[BlockCopy, ...]:
         """Copies from the host to owned blocks that are not cached, each with the digest of its contents.
 
@@ -479,8 +567,7 @@ class BlockPool:
             return ()
         most = self._copies_for_others if num_tokens else self.max_copies
         asked = self._copy_wanted(step, now, most) if self.copies.wanted else ()
-        ready = self.allocatable + self.copies.idle
-        short = self._low_water * (self.num_blocks - self.lent) // self.num_blocks - ready
+        ready, short = self.allocatable + self.copies.idle, self._short()
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
         wanted = self.max_copies if self._flushing else min(max(self._demand - ready, ahead), self.max_copies)
         self._demand = 0
@@ -506,6 +593,10 @@ class BlockPool:
         self.swapped_out += len(copies)
         self.copies.start_swap_out(copies, last_use, step)
         return (*asked, *copies)
+
+    def _short(self) -> int:
+        """Number of allocatable blocks that lack up to the low-water mark; negative if there are more."""
+        return self._low_water * (self.num_blocks - self.lent) // self.num_blocks - self.allocatable - self.copies.idle
 
     def want_on_host(self, digests: Iterable[bytes]) -> None:
         """Ask for copies on the host of the device blocks with these digests. The next plans begin them.
@@ -576,6 +667,7 @@ class BlockPool:
             "blocks_swapped_in": self.swapped_in,
             "blocks_swapped_out": self.swapped_out,
             "tokens_dropped": self.dropped * self.block_size,
+            **self.ahead.stats(),
             **tier,
         }
 

@@ -29,6 +29,9 @@ class CopyLedger:
         """Copies to the host under way, with the number of the plan that began them, oldest first."""
         self.swapping_in: dict[int, int] = {}
         """Number of the plan that began the copy, by device block being swapped in."""
+        self.overwritten = -1
+        """Number of a plan. Some of its copies from the host go to blocks that were allocated meanwhile, so the next
+        plan must await them before it writes there. -1: none."""
 
     @property
     def under_way(self) -> set[int]:
@@ -73,7 +76,13 @@ class CopyLedger:
         under_way = self.swapping_in
         return max((under_way.get(block, -1) for block in blocks), default=-1) if under_way else -1
 
+    def overwrite(self, blocks: Iterable[int]) -> None:
+        """Note that these blocks are about to be written, even if copies from the host are still on their way there."""
+        self.overwritten = max(self.overwritten, self.swap_in_step(blocks))
+
     def finish_swap_in(self, step: int) -> None:
         """Finish the copies from the host of plan `step` and earlier plans: they are complete, or will be awaited."""
+        if step >= self.overwritten:
+            self.overwritten = -1
         if self.swapping_in:
             self.swapping_in = {block: number for block, number in self.swapping_in.items() if number > step}

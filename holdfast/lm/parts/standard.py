@@ -8,6 +8,7 @@ from holdfast.lm.parts.adapters import planner as adapters
 from holdfast.lm.parts.contracts import planner as contracts
 from holdfast.lm.parts.grammars import planner as grammars
 from holdfast.lm.parts.moves import planner as moves
+from holdfast.lm.parts.pauses import planner as pauses
 from holdfast.lm.parts.penalties import planner as penalties
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.prompts import planner as prompts
@@ -26,6 +27,7 @@ STANDARD: tuple[Callable[[Planning], Sequence[Part]], ...] = (
     adapters.make_parts,
     tiers.make_parts,
     moves.make_parts,
+    pauses.make_parts,
 )
 """Functions that make the parts, none if the configuration or the shape asks for none.
 

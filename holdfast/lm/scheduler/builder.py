@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from math import inf
 
@@ -64,10 +64,10 @@ class StepBuilder(ABC):
     """
 
     __slots__ = (
-        "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops", "_swap_in",
-        "_tokens", "_writes", "bound", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace",
-        "planned", "pool", "postponed", "predicted", "reserved", "results_at", "running", "sampling", "swapping_in",
-        "weigh",
+        "_brings", "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops",
+        "_swap_in", "_tokens", "_writes", "bound", "budget", "draws", "due", "in_flight", "now", "num_tokens",
+        "number", "pace", "planned", "pool", "postponed", "predicted", "reserved", "results_at", "running",
+        "sampling", "swapping_in", "weigh",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
@@ -126,6 +126,8 @@ class StepBuilder(ABC):
         """Ids of the sequences that lost their rows so far, also in earlier steps for which no plan was made."""
         self._swap_in: list[BlockCopy] = []
         """Copies from the host that the step begins."""
+        self._brings = False
+        """Whether some of `_swap_in` are needed by no segment of the step."""
         if queues.swapping_in:
             queues.join_ready()
 
@@ -216,6 +218,20 @@ class StepBuilder(ABC):
         self._kept = True
 
     @property
+    def swaps_in(self) -> bool:
+        """Whether the step begins copies from the host."""
+        return bool(self._swap_in)
+
+    def bring(self, copies: Collection[BlockCopy]) -> None:
+        """Let the step begin these copies from the host, which no segment of it needs.
+
+        A step without segments then copies nothing to the host: a request that comes meanwhile waits for all copies.
+        """
+        self._brings = True
+        self._swap_in += copies
+        self.pool.copies.start_swap_in([copy.target for copy in copies], self.number)
+
+    @property
     def begun(self) -> bool:
         """Whether any verb has planned anything yet."""
         return bool(self._writes or self._ids)
@@ -261,7 +277,7 @@ class StepBuilder(ABC):
         queues, pool, hooks = self._queues, self.pool, self._queues.hooks
         self.in_flight = in_flight
         self._close()
-        awaits = queues.awaits
+        awaits = max(queues.awaits, pool.copies.overwritten)
         parts = [plan for part in hooks.finish if part.awake and (plan := part.finish(self)) is not None]
         if self._ids:
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
@@ -271,7 +287,7 @@ class StepBuilder(ABC):
             if in_flight and not self._kept:
                 return None
             ready = pool.allocatable
-            swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
+            swap_out = () if self._brings else pool.swap_out(self.number, self.num_tokens, self.now)
             awaited = self._kept or any(part.wants_step for part in hooks.wants_step)
             idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
             if idle and not awaited:

@@ -10,7 +10,7 @@ from holdfast.core.types import Identity, Request
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.scheduler.entries import Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
-from holdfast.lm.types import PartPlan, Sampling, StepPlan, StepResult, TableWrite
+from holdfast.lm.types import BlockCopy, PartPlan, Sampling, StepPlan, StepResult, TableWrite
 
 
 class PartQueues(Protocol):
@@ -24,6 +24,11 @@ class PartQueues(Protocol):
     @property
     def headroom(self) -> int:
         """Blocks that admission leaves to running sequences."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, also those that parts hold."""
         ...
 
     @property
@@ -135,6 +140,20 @@ class PartStep(Protocol):
     @property
     def begun(self) -> bool:
         """Whether any verb has planned anything yet."""
+        ...
+
+    @property
+    def predicted(self) -> float:
+        """Seconds that the policy expects the step to take; 0 if it predicts nothing."""
+        ...
+
+    @property
+    def swaps_in(self) -> bool:
+        """Whether the step begins copies from the host."""
+        ...
+
+    def bring(self, copies: Collection[BlockCopy]) -> None:
+        """Let the step begin these copies from the host, which no segment of it needs. To be called in `finish`."""
         ...
 
     @property

@@ -196,6 +196,13 @@ class HeadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
     before: Id | None = None
 
 
+class WarmRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/conversations/{id}/warm: a turn of the conversation comes soon."""
+
+    model: Label = ""
+    """Name of the model or adapter that will answer; empty for the served model."""
+
+
 class CopiedTurn(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One turn of a copied tree, in the shape that `GET /v1/conversations/{id}/turns` returns."""
 

@@ -77,6 +77,7 @@ class Writing:
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name, batch)
+        self.answer.id = self.id
         self.known = 0
         """Number of leading prompt tokens that came from the store: the minimum over all answers."""
         self.name = name
@@ -191,7 +192,7 @@ class Writing:
             last.service, self.wanted, self.tenant, self._go_on, reading, 1, last.lane, name, self.batch
         )
         self.answer.usage, self.answer.conversation = last.usage, last.conversation
-        self.answer.sent = last.sent
+        self.answer.sent, self.answer.id = last.sent, self.id
         return True
 
     @property
@@ -218,6 +219,9 @@ class Writing:
     async def compose(self, most: int | None) -> Prompt:
         """Find the context of the response and compose its prompt of at most `most` tokens. Raises ApiError."""
         self.context = await self._find_context()
+        if self.context.parent is not None and most is not None:
+            replaced = self.server.service.answered.follow(self.tenant, self.context.parent, self.id)
+            self.answer.supersede([replaced] if replaced else [])
         self.answer.conversation = self.context.thread or self.wanted.conversation_id or ""
         return await self._compose(self.context, most)
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, field
 
+from holdfast.core.pause import MAX_PAUSE
+from holdfast.server.pauses import cache_ttl
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -108,6 +110,13 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     ttft_ms: ContractTime | None = None
     tbt_ms: ContractTime | None = None
     complete_ms: ContractTime | None = None
+    expected_pause_ms: Annotated[float, Meta(ge=0, le=MAX_PAUSE * 1000)] | None = None
+    """Milliseconds from the end of the answer until the client expects to send the conversation's next turn."""
+    keep_until: float | Annotated[str, Meta(max_length=32)] | None = None
+    """Time in Unix seconds, or duration such as 5m, for which the conversation's state is worth keeping."""
+    cache_control: dict[str, Any] | None = None
+    """A mark like those of content blocks. The longest `ttl` of all marks counts as `keep_until`, unless that is
+    given."""
 
     def to_answer(self) -> MessagesChat:
         """Return the chat to answer. Raises ApiError."""
@@ -120,7 +129,20 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
             ttft_ms=self.ttft_ms,
             tbt_ms=self.tbt_ms,
             complete_ms=self.complete_ms,
+            expected_pause_ms=self.expected_pause_ms,
+            keep_until=self._cache_ttl() if self.keep_until is None else self.keep_until,
         )
+
+    def _cache_ttl(self) -> str | None:
+        """Return the longest `ttl` of all marks for the prompt cache; None without any. Raises ApiError."""
+        said = [*([] if isinstance(self.system, str) else self.system), *self.tools]
+        for message in self.messages:
+            content = message.get("content")
+            said += content if isinstance(content, list) else []
+        try:
+            return cache_ttl([{"cache_control": self.cache_control}, *said])
+        except ValueError as error:
+            raise invalid(str(error), "cache_control") from None
 
 
 def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -> Blocks:

@@ -13,6 +13,7 @@ from holdfast.server.conversations.protocol import (
     CopyRequest,
     HeadRequest,
     ItemsRequest,
+    WarmRequest,
     item_list,
 )  # fmt: skip
 from holdfast.server.conversations.service import Responses
@@ -84,6 +85,16 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 def add_tree_routes(app: FastAPI, responses: Responses) -> None:
     """Add the routes for the turns of a conversation with all branches, its current branch, and copies."""
     store, service = responses.store, responses.service
+
+    @app.post("/v1/conversations/{conversation_id}/warm", openapi_extra=described(WarmRequest))
+    async def warm(request: Request, conversation_id: str) -> dict[str, Any]:
+        """Announce a turn: state kept on the host comes back to the device, where that costs nobody anything."""
+        tenant = tenant_of(request)
+        wanted = parse(await read_body(request, service.config) or b"{}", WarmRequest)
+        adapter = service.adapter_of(wanted.model or service.client.info.model, tenant)
+        context = await store.read(lambda store: store.conversations.context(tenant, conversation_id))
+        service.client.warm(context.tokens, tenant=tenant, adapter=adapter)
+        return {"id": conversation_id, "object": "conversation.warmed", "tokens": len(context.tokens)}
 
     @app.post("/v1/conversations/copies", openapi_extra=described(CopyRequest))
     async def copy(request: Request) -> Response:

@@ -35,6 +35,7 @@ from holdfast.server.routes.http import (
     start_stream,
     tenant_of,
     while_connected,
+    wishes,
 )  # fmt: skip
 from holdfast.server.service import Answer, Service, internal, refused
 
@@ -69,7 +70,8 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
     """
     body = await read_body(request, service.config)
     large = len(body) >= SMALL
-    wanted = await service.off_loop(len(body), lambda: parse(body, shape)) if large else parse(body, shape)
+    more = wishes(request)
+    wanted = await service.off_loop(len(body), lambda: parse(body, shape, more)) if large else parse(body, shape, more)
     if isinstance(wanted, SampledRequest | MessagesRequest):
         wanted = with_headers(wanted, request.headers)
     if getattr(wanted, "model", None) == "":
@@ -91,6 +93,7 @@ def with_headers(wanted: Body, headers: Mapping[str, str]) -> Body:
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
     """Return the whole answer, or a stream of it."""
     request.state.usage = answer.usage  # For the log.
+    answer.id = shape.head["id"]
     if not answer.wanted.stream:
         return JSON(await while_connected(request.receive, answer.whole(shape)))
     return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's window bits by content encoding."""
+NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,9})?")
 LEAST_COMPRESSED = 1024
 """Number of bytes from which a body is compressed, if the client accepts it."""
 
@@ -83,6 +85,20 @@ def tenant_of(request: Request) -> str:
     """Return the request's tenant. Requests of one tenant may share cached prefixes."""
     tenant: str = request.state.tenant
     return tenant
+
+
+WISHES = {b"x-expected-pause-ms": "expected_pause_ms", b"x-keep-until": "keep_until"}
+"""Fields of requests that a client may also give as headers, by the header's name."""
+
+
+def wishes(request: Request) -> dict[str, Any]:
+    """Return the fields that the request's headers give. A number stays a number."""
+    found: dict[str, Any] = {}
+    for name, value in request.scope["headers"]:
+        if (field := WISHES.get(name)) is not None:
+            text = value.decode("latin-1").strip()
+            found[field] = float(text) if NUMBER.fullmatch(text) else text
+    return found
 
 
 class BodyBudget:

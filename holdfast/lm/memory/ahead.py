@@ -1,0 +1,57 @@
+"""Ahead: the device blocks that were copied from the host before any sequence asked for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+class Ahead:
+    """Keeps account of blocks that a plan copied in ahead of need, until each is used or given up.
+
+    brought = used + wasted + those still waiting to be used.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: set[int] = set()
+        self.brought = 0
+        """Number of blocks copied in ahead of need so far."""
+        self.used = 0
+        """Number of these that a sequence shared."""
+        self.wasted = 0
+        """Number of these that were allocated for other state before any sequence shared them."""
+
+    def __len__(self) -> int:
+        """Number of blocks that wait to be used."""
+        return len(self._blocks)
+
+    def bring(self, blocks: Iterable[int]) -> None:
+        """Count blocks that the current plan copies in."""
+        before = len(self._blocks)
+        self._blocks.update(blocks)
+        self.brought += len(self._blocks) - before
+
+    def use(self, blocks: Iterable[int]) -> None:
+        """Note that a sequence shares these blocks."""
+        self.used += self._leave(blocks)
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Note that the state of these blocks is lost on the device."""
+        self.wasted += self._leave(blocks)
+
+    def move(self, places: Mapping[int, int]) -> None:
+        """Follow blocks whose contents moved: `places` maps old to new."""
+        moved = {places[block] for block in self._blocks & places.keys()}
+        self._blocks = (self._blocks - places.keys()) | moved
+
+    def stats(self) -> Mapping[str, int]:
+        """The fields of SchedulerStats about blocks copied in ahead."""
+        return {
+            "blocks_brought_ahead": self.brought,
+            "blocks_ahead_used": self.used,
+            "blocks_ahead_wasted": self.wasted,
+        }
+
+    def _leave(self, blocks: Iterable[int]) -> int:
+        left = self._blocks.intersection(blocks)
+        self._blocks -= left
+        return len(left)

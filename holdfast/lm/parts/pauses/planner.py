@@ -1,0 +1,243 @@
+"""PausePart: expects the next turns of conversations, and has their state brought back to the device before."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from operator import attrgetter
+from typing import NamedTuple
+
+from holdfast.core.pause import NO_PAUSE, Pause
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.parts.pauses.options import PauseOptions
+from holdfast.lm.parts.pauses.values import Upcoming, Upcomings
+from holdfast.lm.parts.pauses.windows import Windows
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
+from holdfast.lm.types import BlockCopy, PartPlan, StepPlan, StepResult
+
+WARM_SECONDS = 60.0
+"""Seconds for which a turn is expected after a client has announced it."""
+ALONE_SECONDS = 1e-3
+"""Most seconds of copies in a step that computes nothing. A request that arrives meanwhile waits for them."""
+
+
+class Ended(NamedTuple):
+    """A sequence that has ended."""
+
+    at: float
+    """Time at which it ended, in seconds."""
+    tenant: str
+    digests: Sequence[bytes]
+    """Digests of its full blocks; at least one."""
+    prompt: int
+    """Number of full blocks of its prompt."""
+
+    @property
+    def key(self) -> bytes:
+        """Digest of the last block of its prompt, with which the conversation's next turn begins, too.
+
+        The answer may come back in other tokens: a chat template may render a call in another way than the model.
+        """
+        return self.digests[min(max(self.prompt, 1), len(self.digests)) - 1]
+
+
+class PausePart(Part):
+    """Brings blocks of the host tier back before the turn that needs them, where that costs nobody anything.
+
+    A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
+    leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
+    blocks go where nobody needs the room, and are the first to go (`BlockPool.bring_ahead`). So no request finds fewer
+    blocks than without this part. A request that needs the link waits at most for the copies of one step.
+    """
+
+    name = "pauses"
+
+    def __init__(self, pool: BlockPool, *, block_bytes: int, brings: bool) -> None:
+        """`block_bytes` is the size of a block; 0: unknown. Without `brings` pauses are only noted."""
+        self._pool = pool
+        self._block_bytes = block_bytes
+        self._brings = brings and pool.host is not None
+        self._queues: PartQueues
+        self._now = 0.0
+        self._most_blocks = 2 * (pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0))
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        """The sequences that have ended, by request id, the oldest first."""
+        self._ended_blocks = 0
+        """Number of digests in `_ended`."""
+        self.turns = Upcomings(self._most_blocks)
+        """The conversations whose next turn is expected."""
+        self._due: list[Upcoming] = []
+        """The turns whose state may come back now, the next turn first."""
+        self._windows = Windows()
+        self._can_bring = False
+        """Whether an idle engine could bring something, as far as is known since the last result."""
+        self._noted = 0
+        self.awake = False
+
+    def attach(self, queues: PartQueues) -> None:
+        self._queues = queues
+
+    def ended(self, entry: Entry) -> None:
+        """Remember the blocks of a sequence, for the note that follows."""
+        digests = entry.cache.digests
+        if not digests:
+            return
+        request = entry.sequence.request
+        prompt = len(request.prompt) // self._pool.block_size
+        self._ended[entry.id] = Ended(self._now, request.identity.tenant, digests, prompt)
+        self._ended_blocks += len(digests)
+        while self._ended_blocks > self._most_blocks and len(self._ended) > 1:
+            _, oldest = self._ended.popitem(last=False)
+            self._ended_blocks -= len(oldest.digests)
+        if request.pause != NO_PAUSE:
+            self.note(entry.id, request.pause, self._now)
+
+    def note(self, request_id: str, pause: Pause, now: float) -> None:
+        """Note what is known of the pause after a sequence that has ended. Unknown sequences are ignored."""
+        self._now = max(self._now, now)
+        self._pool.rule.turns.note(request_id, pause, self._now)
+        found = self._ended.get(request_id)
+        if found is not None:
+            self._noted += 1
+            self._expect(self._superseded(found, pause) if pause.superseded else self._following(found, pause))
+
+    @staticmethod
+    def _superseded(ended: Ended, pause: Pause) -> Upcoming:
+        """The turn that never comes. Other branches may need the prompt."""
+        own = ended.digests[ended.prompt :]
+        return Upcoming(ended.digests[-1], own, ended.tenant, pause, -inf, inf, inf, inf)
+
+    def _following(self, ended: Ended, pause: Pause) -> Upcoming:
+        """The turn after a sequence that has ended. Copying its state takes time, and may have to wait for steps."""
+        window, at = self._windows.expect(ended.tenant, pause), ended.at
+        begin = expected = until = inf
+        if window is not None:
+            begin = at + window.soonest - 2 * self._copying(len(ended.digests))
+            expected, until = at + window.expected, at + window.latest
+        return Upcoming(ended.key, ended.digests, ended.tenant, pause, at, begin, expected, until)
+
+    def warm(self, chain: Sequence[bytes], now: float) -> None:
+        """Expect a turn at once that begins with these blocks."""
+        self._now = max(self._now, now)
+        if chain:
+            self._expect(Upcoming(chain[-1], chain, "", NO_PAUSE, now, now, now, now + WARM_SECONDS))
+
+    def _expect(self, turn: Upcoming) -> None:
+        self.turns.add(turn)
+        self._wake(self._now)
+
+    def look(self, now: float) -> None:
+        """See which turns' state may come back by now."""
+        self._now = max(self._now, now)
+        self._wake(self._now)
+
+    def _wake(self, now: float) -> None:
+        due = self.turns.due(now) if self._brings else ()
+        for turn in due:
+            insort(self._due, turn, key=EXPECTED)
+        self.awake = bool(self._due)
+        if due:
+            self._reconsider()
+
+    def _reconsider(self) -> None:
+        """See whether an idle engine could bring something."""
+        self._can_bring = self._pool.is_calm and any(
+            self._pool.can_bring(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
+        )
+
+    def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
+        """Whether a block is needed later than the state of a turn."""
+        return partial(self.turns.is_needed_after, turn.at, self._now)
+
+    @property
+    def next_look(self) -> float:
+        """Time at which `look` has something to do next; infinity: never."""
+        return self.turns.next_begin if self._brings else inf
+
+    def started(self, entry: Entry) -> None:
+        """Expect a turn no longer that has come, and learn how long the pause before it was."""
+        if self.turns:
+            for turn in self.turns.begun_by(entry.cache.digests):
+                self.turns.forget(turn.key)
+                if turn.pause != NO_PAUSE and turn.paused_at > -inf:
+                    self._windows.learn(turn.tenant, turn.pause, turn.paused_at, self._now)
+
+    def advance(self, now: float) -> None:
+        self.look(now)
+
+    def finish(self, step: PartStep) -> PartPlan | None:
+        """Bring blocks of the turns that are due back, as far as that delays nobody."""
+        self._settle(step.now)
+        copies = self._bring(step) if self._may_bring(step) else ()
+        if copies:
+            step.bring(copies)
+            if not step.planned:
+                step.keep()
+        self._can_bring = False
+        return None
+
+    def _settle(self, now: float) -> None:
+        """Leave out the turns that have come, did not come, or have all their blocks."""
+        for turn in [turn for turn in self._due if turn in self.turns and turn.until <= now]:
+            self.turns.add(replace(turn, begin=inf, at=inf, until=inf))
+        self._due = [turn for turn in self._due if turn in self.turns and turn.place < len(turn.digests)]
+        self.awake = bool(self._due)
+
+    def _may_bring(self, step: PartStep) -> bool:
+        """Whether the link, blocks and the device have something to spare in this step."""
+        pool = self._pool
+        if step.swaps_in or pool.copies.swapping_in or self._queues.num_waiting or not pool.is_calm:
+            return False
+        return not pool.makes_room if step.planned else not (step.busy or step.in_flight)
+
+    def _bring(self, step: PartStep) -> Sequence[BlockCopy]:
+        """The copies of the first due turn that lacks any, as many as the step's time has room for."""
+        most = self._most(step.predicted if step.planned else ALONE_SECONDS)
+        for turn in self._due:
+            copies, turn.place = self._pool.bring_ahead(turn.digests, turn.place, most, self._gives_way(turn))
+            if copies:
+                return copies
+        return ()
+
+    def _most(self, seconds: float) -> int:
+        """Number of blocks that the link copies in this time, at least one; 0 s: the time is unknown."""
+        each = self._copying(1) - self._pool.host_link.latency
+        if each <= 0.0:
+            return 1
+        room = (seconds or ALONE_SECONDS) - self._pool.host_link.latency
+        return max(1, min(int(room / each), self._pool.max_copies))
+
+    def _copying(self, blocks: int) -> float:
+        """Seconds that the link takes for this many blocks."""
+        return self._pool.host_link.seconds(blocks * self._block_bytes)
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        self._now = max(self._now, now)
+        if self._due:
+            self._reconsider()
+        return ()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an idle engine could bring blocks back now."""
+        return self._can_bring
+
+    def stats(self) -> Mapping[str, int]:
+        return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
+
+
+EXPECTED = attrgetter("at")
+
+
+def make_parts(planning: Planning) -> tuple[PausePart, ...]:
+    """The part of a scheduler over one pool of blocks."""
+    brings = planning.config.part(PauseOptions).swap_in_ahead
+    return tuple(
+        PausePart(pool, block_bytes=planning.shape.block_bytes, brings=brings) for pool in planning.kind.block_pools
+    )

@@ -20,12 +20,12 @@ from importlib.resources import as_file, files
 from math import hypot
 from typing import Protocol
 
+from holdfast.core.config import DEFAULT_SEQUENCES
 from holdfast.core.cost import CostModel, LinkCost
 from holdfast.core.layout import Layout
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Device, Link, fp8_of, look_up
 from holdfast.lab.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape
-from holdfast.core.config import DEFAULT_SEQUENCES
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import BUDGET_TILE, DEFAULT_TOKEN_BUDGET
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from holdfast.core.config import DEFAULT_SEQUENCES, CoreConfig, option
 
-
 RUNNING_SHARE = 0.25
 """Largest share of the cache's memory that the states of running sequences take, by the default of max_sequences."""
 

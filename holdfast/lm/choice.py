@@ -168,8 +168,8 @@ def check_rows(config: CoreConfig, shape: EngineShape, rows: RowShape) -> None:
     budget = whole_tiles(min(shape.token_budget, shape.max_step_tokens), shape.tile)
     if budget < config.most_sequences:
         raise ValueError(
-            f"max_sequences is {config.most_sequences}, and a step holds {budget} tokens; on padded rows it must hold a "
-            "decode of every row: lower max_sequences, or raise token_budget"
+            f"max_sequences is {config.most_sequences}, and a step holds {budget} tokens; on padded rows it must hold "
+            "a decode of every row: lower max_sequences, or raise token_budget"
         )
 
 

@@ -76,9 +76,9 @@ def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
 def with_sequences(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """The configuration with the number of sequences that run at once, if it gives none and the model keeps states.
 
-    The states of so many sequences take a bounded share of the memory for the cache (`default_sequences`).
+    The states of these sequences take a bounded share of the memory for the cache (`default_sequences`).
     """
-    if config.max_sequences is not None or config.rows_only:
+    if config.max_sequences or config.rows_only:
         return config
     device, directory = device_of(config), checkpoint.directory
     try:

@@ -214,7 +214,7 @@ LAYOUTS: dict[str, Callable[[Config], Layout]] = {
     "qwen35": TiledDelta,
     "qwen35moe": TiledDelta,
 }
-"""The layouts of GGUF's architectures. Those that are not here have the usual one."""
+"""The layouts of GGUF's architectures. All others have the usual one."""
 
 
 def layout_of(architecture: str, config: Config) -> Layout:

@@ -26,8 +26,8 @@ class LayerWeights:
     """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None.
 
     In a recurrent layer, and in one that is an MLP alone, `qkv` is the projection that its mixer begins with, and `o`
-    the one that adds the mixer's result to the stream. Both are empty in one that is experts alone. With latent attention they have the shapes of
-    `LatentSpec.shapes`.
+    the one that adds the mixer's result to the stream. In one that is experts alone both are empty. With latent
+    attention they have the shapes of `LatentSpec.shapes`.
     """
 
     input_norm: torch.Tensor  # [hidden]; of a layer norm [2 hidden], biases last; [0] if there is none

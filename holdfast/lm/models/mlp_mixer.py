@@ -1,4 +1,4 @@
-"""What stands in the place of a mixer in the layers of Nemotron-H that are an MLP or experts alone."""
+"""The mixers of Nemotron-H's layers that are an MLP or experts alone."""
 
 from __future__ import annotations
 

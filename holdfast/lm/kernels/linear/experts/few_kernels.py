@@ -95,9 +95,9 @@ def gate_few_kernel(
     Pair t * TOP_K + r is token t with its expert of rank r, which each program finds itself from the logits. The first
     program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. With
     MIXED the shares are those of SparseMixer, with SIGMOID sigmoids, with SCALED sigmoids that multiply x. With RANKED,
-    experts are chosen by the numbers of `ranked`. With SHARED, a token's last pair is
-    that of the shared expert, whose number is `experts`. Rows of gate and up are taken in turns. Without GATED, there
-    is no gate, and the product is squared by `squared_relu`. With a `norm`, x is replaced by its RMS norm times `norm`. For FORM and `scale`, see `_product`.
+    experts are chosen by the numbers of `ranked`. With SHARED, a token's last pair is that of the shared expert, whose
+    number is `experts`. Rows of gate and up are taken in turns. Without GATED, there is no gate, and the result is that
+    of `squared_relu`. With a `norm`, x is replaced by its RMS norm times `norm`. For FORM and `scale`, see `_product`.
     """
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K

@@ -151,11 +151,11 @@ def grouped_kernel(
     """A product of each pair with its expert. Program (BLOCK_M pairs of one expert and BLOCK_N outputs, outputs first).
 
     The FIRST product reads x [T, inputs], and writes out [T * TOP_K, outputs] in the order of `pairs`. With GATED, its
-    weight is [experts, 2 outputs, inputs], and out is gated. Without GATED, it is [experts, outputs, inputs], and out
-    is squared by `squared_relu`. The second product reads x in the order of `pairs`, weight is [experts, outputs,
-    inputs], and out [TOP_K, T, outputs] is by rank and token, times the pair's share. With SCALED, the share multiplies x instead. With
-    HALVED, an expert's last tile is computed as half a tile if its pairs fit. With a FORM, weights are a
-    `PackedWeight`; else with a `scale`, MXFP4. Both are rounded to the type of x.
+    weight is [experts, 2 outputs, inputs], and out is gated. Without GATED, its weight is [experts, outputs, inputs],
+    and out is that of `squared_relu`. The second product reads x in the order of `pairs`. Its weight is [experts,
+    outputs, inputs], and out [TOP_K, T, outputs] is by rank and token, times the pair's share. With SCALED, the share
+    multiplies the first product's x instead. With HALVED, an expert's last tile is computed as half a tile if its pairs
+    fit. With a FORM, weights are a `PackedWeight`; else with a `scale`, MXFP4. Both are rounded to the type of x.
     """
     launch_dependents(DEPENDENT)
     blocks = tl.cdiv(outputs, BLOCK_N)

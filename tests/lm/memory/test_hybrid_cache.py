@@ -505,15 +505,17 @@ def test_a_tail_for_which_the_pool_has_no_second_block_is_not_read():
 @pytest.mark.parametrize("first", [True, False], ids=["the table is above its source", "the source is above the table"])
 def test_a_tail_is_copied_between_the_new_places_of_blocks_that_moved(first):
     memory = Memory(blocks=12)
-    filler = memory.sequence(None)
+    filler, tokens = memory.sequence(None), [0] * 16
     if not first:
-        filler.allocate(filler.match([0] * 16), 16, 1.0)
+        filler.allocate(filler.match(tokens), len(tokens), memory.now)
     memory.end(list(range(10)))
     if first:
-        filler.allocate(filler.match([0] * 16), 16, 1.0)
+        filler.allocate(filler.match(tokens), len(tokens), memory.now)
     else:
-        filler.end([0] * 16, 2.0)
-    cache, _ = memory.start([*range(10), 10, 11, 12], row=1)
+        filler.end(tokens, memory.now)
+    cache, _ = memory.start(list(range(13)), row=1)
+    if first:
+        filler.end(tokens, memory.now)
     (source,) = memory.states.tails
     above = max(cache.blocks[2], source)
     assert (above == source) != first

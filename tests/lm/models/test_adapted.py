@@ -41,10 +41,10 @@ def test_tuning_changes_the_modules_of_hybrid_models_that_peft_takes_adapters_of
     assert base.names.of(0, "down" if name == "nemotron-h" else base.tunable[0]).startswith("model.layers.0.")
 
 
-@pytest.mark.parametrize("name", NATIVE_FAMILIES)
+@pytest.mark.parametrize("name", [name for name in NATIVE_FAMILIES if not name.startswith("gemma4")])
 def test_tuning_changes_the_modules_that_every_layer_of_other_models_has(name: str) -> None:
     base, _ = modules_of(name)
-    assert base.tunable == base.everywhere or name == "gemma4"
+    assert base.tunable == base.everywhere
 
 
 @pytest.mark.parametrize("name", ["phi3-partial", "falcon", "falcon-rw", "gpt2"])

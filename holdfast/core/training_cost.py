@@ -28,12 +28,8 @@ LayerHalves = tuple[HalfKind, ...]
 """The halves of one layer, in order."""
 PLAIN: LayerHalves = ("attention", "mlp")
 """The halves of each layer of a model without recurrent layers."""
-
-
-def half_of(kind: UnitKind) -> str:
-    """The kind of half that a unit computes, forward or backward."""
-    return kind.removesuffix("_backward")
-
+HALF_OF: dict[UnitKind, HalfKind] = {kind: half for half, back in BACKWARDS.items() for kind in (half, back)}
+"""The kind of half that a unit computes, forward or backward, by the kind of unit."""
 
 LORA, LORA_ATTENTION = 1.1, 1.6
 """Time of a half's linear layers with adapters, divided by the time without: for the MLP, and for attention, whose
@@ -100,7 +96,7 @@ class TrainingShape:
     @property
     def kinds(self) -> tuple[UnitKind, ...]:
         """The kinds of units that a micro-batch has."""
-        return tuple(kind for kind in KINDS if half_of(kind) not in HALVES or self.count(half_of(kind)))  # type: ignore[arg-type]
+        return tuple(kind for kind in KINDS if kind not in HALF_OF or self.count(HALF_OF[kind]))
 
     @property
     def layers_share(self) -> float:
@@ -131,7 +127,7 @@ class TrainingCost:
             return OPTIMIZER * self.cost.linear(1)
         if kind == "head":
             return HEAD * linear * (1 - shape.layers_share) / self.head_units(tokens)
-        half: HalfKind = half_of(kind)  # type: ignore[assignment]
+        half = HALF_OF[kind]
         forward, backward = self._half(half, lengths, linear * shape.layers_share * shape.share(half))
         if kind == half:
             return forward

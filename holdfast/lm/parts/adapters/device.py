@@ -312,7 +312,7 @@ class AdapterDevice(DevicePart):
         if ranks > 1 and model.decoder.recurrence is not None:
             raise ValueError(
                 f"tp is {config.layout.tp} and pp is {config.layout.pp}, and adapters of a model with recurrent layers "
-                "run on one device; leave out tp and pp, or adapter and max_adapters"
+                "run on one device; leave out tp and pp, or adapter, max_adapters and tuning"
             )
         self._device, pinned = spec.device, spec.device.type == "cuda"
         self.slots = AdapterSlots(

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from holdfast.core.training_cost import BACKWARDS, HALVES, HalfKind, half_of
+from holdfast.core.training_cost import BACKWARDS, HALF_OF, HALVES, HalfKind
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
@@ -211,7 +211,7 @@ class Iteration:
         self._first = own[0]
         self._whole = layer_halves(halves.model.decoder)
         self._kept: dict[Half, Kept] = {}
-        self._backward = any(half_of(unit.kind) in HALVES and unit.kind not in HALVES for unit in self.units)
+        self._backward = any(unit.kind in BACKWARDS.values() for unit in self.units)
         chunks = sum(unit.kind == "head" for unit in self.units)
         spec = halves.model.spec
         sums = torch.float64 if spec.dtype == torch.float64 else torch.float32
@@ -262,7 +262,7 @@ class Iteration:
             if stages.last:
                 self._run_head(number)
         elif number in stages.layers:
-            half: Half = number - stages.layers.start, half_of(kind)  # type: ignore[assignment]
+            half = number - stages.layers.start, HALF_OF[kind]
             if kind in HALVES:
                 self._run_forward(half, keep)
             else:

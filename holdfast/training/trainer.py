@@ -465,14 +465,19 @@ class Trainer:
         return self._places(known.halves.layout)
 
     def _places(self, layout: AdapterLayout) -> Places:
-        dtype, own = self._model.spec.dtype, self._model.shard.layers
-        widths = [(name, 4) for name in VECTORS]
-        if dtype != torch.float32:
-            widths.append(("cast", dtype.itemsize))
+        own = self._model.shard.layers
         sizes = layout.sizes[own.start : own.stop]
         return self._arena.free.then(
-            ((layer, name), width * size) for name, width in widths for layer, size in enumerate(sizes)
+            ((layer, name), dtype.itemsize * size)
+            for name, dtype in self._dtypes.items()
+            for layer, size in enumerate(sizes)
         )
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each vector of a resident job, by name."""
+        dtype = self._model.spec.dtype
+        return dict.fromkeys(VECTORS, torch.float32) | ({} if dtype == torch.float32 else {"cast": dtype})
 
     def _check_room(self, known: _Job, places: Places, lent: int) -> None:
         needed = self._arena.blocks(places)
@@ -490,15 +495,9 @@ class Trainer:
                 raise ValueError(f"job {other.job.id} is resident; offload it before {known.job.id} is restored")
         layout, places, own = known.halves.layout, self._vector_places(known), self._model.shard.layers
         sizes = layout.sizes[own.start : own.stop]
-        names = [*dict.fromkeys(name for _, name in places.at)]  # type: ignore[misc]
         vectors = {
-            name: [
-                self._arena.tensor(
-                    places, (layer, name), (size,), self._model.spec.dtype if name == "cast" else torch.float32
-                )
-                for layer, size in enumerate(sizes)
-            ]
-            for name in names
+            name: [self._arena.tensor(places, (layer, name), (size,), dtype) for layer, size in enumerate(sizes)]
+            for name, dtype in self._dtypes.items()
         }
         with torch.no_grad():
             for name in STORED:

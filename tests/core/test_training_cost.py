@@ -15,12 +15,14 @@ from holdfast.core.training_cost import (
     HEAD_TOKENS,
     LORA,
     LORA_ATTENTION,
+    RECURRENCE,
+    RECURRENCE_BACKWARD,
     TrainingCost,
     TrainingShape,
 )
 from holdfast.lab.simulator.deployment import packaged_profile
 from holdfast.lab.simulator.shapes import MODELS
-from holdfast.training.jobs import HEAD_ROWS
+from holdfast.training.jobs import HEAD_ROWS, units_of
 
 SHAPE = TrainingShape(num_layers=4, attention_weights=10, mlp_weights=30, head_weights=40)
 
@@ -101,6 +103,55 @@ def test_the_automatic_micro_batch_is_the_largest_whose_units_take_a_sixth_of_th
 def test_a_unit_of_the_head_has_as_many_tokens_as_the_trainer_computes_at_once():
     assert HEAD_TOKENS == HEAD_ROWS
     assert [a_cost().head_units(tokens) for tokens in (1, 1024, 1025)] == [1, 1, 2]
+
+
+HYBRID = TrainingShape(
+    num_layers=4,
+    attention_weights=10,
+    mlp_weights=30,
+    head_weights=40,
+    recurrence_weights=20,
+    layers=(("recurrence", "mlp"), ("recurrence", "mlp"), ("attention",), ("parallel", "mlp")),
+)
+"""Layers of all kinds, with 10 + 2 * 20 + 30 + 3 * 30 = 170 of 210 weights, and two of them with attention."""
+
+
+def a_hybrid_cost(attention=0.0):
+    return TrainingCost(a_cost(attention=attention).cost, HYBRID)
+
+
+def test_a_recurrent_half_takes_its_share_of_a_step_times_its_own_factors():
+    step = a_cost().cost.linear(8192)
+    cost, of_recurrence, of_attention = a_hybrid_cost(), step * 20 / 210, step * 10 / 210
+    assert cost.unit("recurrence", (8192,)) == pytest.approx(RECURRENCE * of_recurrence)
+    assert cost.unit("recurrence_backward", (8192,)) == pytest.approx(RECURRENCE_BACKWARD * of_recurrence)
+    both = LORA_ATTENTION * of_attention + RECURRENCE * of_recurrence
+    assert cost.unit("parallel", (8192,)) == pytest.approx(both)
+    both = BACKWARD * LORA_ATTENTION * of_attention + RECURRENCE_BACKWARD * of_recurrence
+    assert cost.unit("parallel_backward", (8192,)) == pytest.approx(both)
+
+
+def test_attention_is_priced_in_the_layers_that_have_it():
+    with_attention, plain = a_hybrid_cost(attention=1.0), a_hybrid_cost()
+    each = with_attention.cost.attention(4096, 4096) / 2
+    for kind, factor in (("attention", ATTENTION), ("parallel", ATTENTION), ("recurrence", 0), ("mlp", 0)):
+        added = with_attention.unit(kind, (4096,)) - plain.unit(kind, (4096,))
+        assert added == pytest.approx(factor * each)
+
+
+def test_an_iteration_of_a_hybrid_model_is_the_sum_of_its_units():
+    cost, lengths = a_hybrid_cost(attention=0.1), (700, 900)
+    units = units_of(HYBRID.layers, sum(lengths), backward=True, optimizer=True)
+    assert cost.iteration(lengths) == pytest.approx(sum(cost.unit(unit.kind, lengths) for unit in units))
+    assert {unit.kind for unit in units} == {*HYBRID.kinds}
+    assert "recurrence" not in SHAPE.kinds and a_cost().largest_unit(512) > 0
+
+
+def test_a_hybrid_shape_needs_the_weights_of_its_recurrence_and_all_of_its_layers():
+    with pytest.raises(ValueError, match="recurrence_weights is 0; it must be at least 1"):
+        TrainingShape(1, 1, 1, 1, layers=(("recurrence", "mlp"),))
+    with pytest.raises(ValueError, match="layers are 1; num_layers is 2"):
+        TrainingShape(2, 1, 1, 1, layers=(("attention", "mlp"),))
 
 
 def test_sizes_below_one_are_refused_by_name():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.core.layout import Layout
+from holdfast.core.training_cost import HALVES
 from holdfast.lm.execution.stage_link import GlooLink
 from holdfast.lm.kernels.mxfp4 import Mxfp4Matrices
 from holdfast.lm.kernels.packed import Form
@@ -117,6 +118,32 @@ def test_ranks_that_share_a_model_find_the_digest_of_the_whole(tmp_path: Path, l
         return digest_of_shards(part, link)
 
     assert in_ranks(layout, work)[0] == digest_of_model(model)
+
+
+def test_the_digest_depends_on_every_tensor_of_a_recurrence(tmp_path: Path) -> None:
+    _, model = native("bamba", tmp_path / "base")
+    digests = {digest_of_model(model)}
+    for tensor in model.layers[0].recurrent.values():
+        tensor[(0,) * tensor.dim()] += 1
+        digests.add(digest_of_model(model))
+    assert len(digests) == 1 + len(model.layers[0].recurrent) > 5
+
+
+@pytest.mark.parametrize("family", ["bamba", "nemotron-h", "falcon-h1", "qwen3-next"])
+def test_the_shape_of_a_hybrid_model_counts_the_weights_of_one_token(family: str, tmp_path: Path) -> None:
+    layers = ["linear_attention", "mlp", "full_attention"]
+    module, model = native(family, tmp_path / "base", **({"layers_block_type": layers} if "nemotron" in family else {}))
+    shape, spec = training_shape(model.decoder), model.decoder
+    found = sum(shape.count(half) * shape.weights(half) for half in HALVES)
+    linear = [
+        part.weight.numel()
+        for name, part in module.named_modules()
+        if type(part).__name__ == "Linear" and name.startswith("model.layers") and "shared_expert_gate" not in name
+    ]
+    chosen = 0
+    if spec.experts is not None:
+        chosen = 3 * spec.hidden_size * spec.experts.intermediate_size * spec.experts.rule.per_token * spec.num_layers
+    assert found == sum(linear) + chosen
 
 
 def test_the_shape_counts_all_weights_that_a_forward_multiplies_by(tmp_path: Path) -> None:

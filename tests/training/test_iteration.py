@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, layer_halves
 from holdfast.training.iteration import ALIGNMENT, Arena, Iteration, Places, kept_places
@@ -22,16 +23,16 @@ TOKENS = sum(LENGTHS)
 RANK = 3
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return native("qwen3", tmp_path_factory.mktemp("base"))[1]
+@pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return native(request.param, tmp_path_factory.mktemp("base"))[1]
 
 
 class Run:
     """An iteration over fixed numbers, in memory that begins as noise."""
 
     def __init__(self, model: Decoder, seed: int = 0) -> None:
-        layout = AdapterLayout(model.decoder, ("q", "k", "v", "o", "gate", "up", "down"), RANK)
+        layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).tunable, RANK)
         self.arena = arena_for(model)
         noise = torch.Generator().manual_seed(seed)
         for plane in self.arena.planes:
@@ -151,6 +152,15 @@ def test_a_plane_that_is_too_small_is_refused_with_both_sizes(model: Decoder) ->
     _, everything = kept_places(halves, 100_000, arena.free)
     with pytest.raises(ValueError, match=r"bytes before the end of a plane of \d+ bytes: take fewer tokens"):
         arena.tensor(everything, (0, "mlp", "gate"), (1,), torch.float32)
+
+
+def test_layers_without_a_cache_share_the_planes_of_the_others(model: Decoder) -> None:
+    halves = Halves(model, AdapterLayout(model.decoder, adapted_modules(model.decoder).tunable, RANK), 1.0)
+    arena = arena_for(model)
+    inputs, everything = kept_places(halves, 100, arena.free)
+    assert len(inputs.at) == 2 * model.decoder.num_layers
+    assert {plane for plane, _ in everything.at.values()} == set(range(2 * model.spec.num_layers))
+    assert max(everything.depths) < 1.5 * sum(everything.depths) / len(everything.depths)
 
 
 def test_an_arena_is_the_memory_of_its_cache(model: Decoder, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from holdfast.training.jobs import (
     Unit,
     auto_batch_size,
     auto_epochs,
+    short_module,
     units_of,
 )
 
@@ -56,6 +57,13 @@ def test_automatic_choices_make_about_200_steps(examples: int, batch: int, epoch
     assert auto_epochs(examples, batch) == epochs
 
 
+@pytest.mark.parametrize(
+    ("given", "short"), [("q_proj", "q"), ("gate_up_proj", "gate_up"), ("in_proj", "in_proj"), ("out_proj", "out_proj")]
+)
+def test_a_module_may_have_peft_s_name(given: str, short: str) -> None:
+    assert short_module(given) == short
+
+
 def test_few_examples_are_repeated_at_least_three_times() -> None:
     assert auto_epochs(99, 1) == 3
 
@@ -67,6 +75,15 @@ def test_units_go_up_the_layers_over_the_head_and_down_again() -> None:
         ("mlp_backward", 1), ("attention_backward", 1), ("mlp_backward", 0), ("attention_backward", 0),
         ("optimizer", 0),
     ]  # fmt: skip
+    assert units_of([("recurrence",), ("parallel", "mlp")], 5, backward=True, optimizer=False) == (
+        Unit("recurrence", 0),
+        Unit("parallel", 1),
+        Unit("mlp", 1),
+        Unit("head", 0),
+        Unit("mlp_backward", 1),
+        Unit("parallel_backward", 1),
+        Unit("recurrence_backward", 0),
+    )
     assert units_of([PLAIN], 5, backward=False, optimizer=False) == (
         Unit("attention", 0),
         Unit("mlp", 0),

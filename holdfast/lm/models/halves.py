@@ -164,7 +164,7 @@ class AdapterLayout:
     def split(self, vector: torch.Tensor, layers: range | None = None) -> tuple[torch.Tensor, ...]:
         """The vectors of these layers (None: of all), as views of one with one after the other."""
         sizes = self.sizes if layers is None else self.sizes[layers.start : layers.stop]
-        return torch.split(vector, sizes)
+        return torch.split(vector, [*sizes])
 
     def views(self, layer: int, vector: torch.Tensor, magnitudes: torch.Tensor | None = None) -> dict[str, LoraGroup]:
         """The matrices in a layer's vector, as views.

@@ -500,3 +500,28 @@ def test_a_tail_for_which_the_pool_has_no_second_block_is_not_read():
         memory = Memory(blocks=blocks)
         Disk(memory, tokens)
         assert bool(memory.sequence().lacking([*tokens, 99])) == read
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the table is above its source", "the source is above the table"])
+def test_a_tail_is_copied_between_the_new_places_of_blocks_that_moved(first):
+    memory = Memory(blocks=12)
+    filler, tokens = memory.sequence(None), [0] * 16
+    if not first:
+        filler.allocate(filler.match(tokens), len(tokens), memory.now)
+    memory.end(list(range(10)))
+    if first:
+        filler.allocate(filler.match(tokens), len(tokens), memory.now)
+    else:
+        filler.end(tokens, memory.now)
+    cache, _ = memory.start(list(range(13)), row=1)
+    if first:
+        filler.end(tokens, memory.now)
+    (source,) = memory.states.tails
+    above = max(cache.blocks[2], source)
+    assert (above == source) != first
+    places = dict(memory.pool.lend(12 - above, memory.now, most_moves=12))
+    assert above in places
+    target = places.get(cache.blocks[2], cache.blocks[2])
+    cache.move(places)
+    (plan,) = memory.states.plan(memory.now)
+    assert plan.tails == (BlockMove(places.get(source, source), target),) and cache.blocks[2] == target

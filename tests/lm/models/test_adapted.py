@@ -7,7 +7,7 @@ import torch
 
 from holdfast.lm.models.adapted import SHORT_NAMES, AdaptedModules, adapted_modules
 from holdfast.lm.models.loader import native_spec
-from tests.adapted_families import NATIVE_FAMILIES, every_linear
+from tests.adapted_families import HYBRID_FAMILIES, NATIVE_FAMILIES, every_hybrid_linear, every_linear
 from tests.checkpoints import tiny
 
 
@@ -29,6 +29,22 @@ def test_every_linear_module_of_peft_is_known_and_the_fields_are_covered_once(na
         for names in base.fields(layer).values():
             columns = [base.of_layer(layer)[short].columns for short in names]
             assert [part.start for part in columns] == [0, *(part.stop for part in columns[:-1])]
+
+
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_tuning_changes_the_modules_of_hybrid_models_that_peft_takes_adapters_of(name: str) -> None:
+    architecture, stem, differences = HYBRID_FAMILIES[name]
+    module = tiny(stem, **differences)
+    base = adapted_modules(native_spec({**module.config.to_dict(), "architectures": [architecture]}))
+    assert {base.names.modules[short] for short in base.tunable} == {*every_hybrid_linear(module)}
+    assert {*base.tunable} - {*base.scalable} == ({"o"} if name == "falcon-h1" else set())
+    assert base.names.of(0, "down" if name == "nemotron-h" else base.tunable[0]).startswith("model.layers.0.")
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE_FAMILIES if not name.startswith("gemma4")])
+def test_tuning_changes_the_modules_that_every_layer_of_other_models_has(name: str) -> None:
+    base, _ = modules_of(name)
+    assert base.tunable == base.everywhere
 
 
 @pytest.mark.parametrize("name", ["phi3-partial", "falcon", "falcon-rw", "gpt2"])

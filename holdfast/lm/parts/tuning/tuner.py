@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
-from holdfast.core.training_cost import HALVES, KINDS, TrainingCost, UnitKind, half_of
+from holdfast.core.training_cost import HALF_OF, HALVES, KINDS, TrainingCost, UnitKind
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.values import TrainingAction, TrainingReport, TrainingSlice
 from holdfast.lm.scheduler.correction import Correction
@@ -483,7 +483,7 @@ class Tuner:
         if job is None or job is not self._choose() or job.waits:
             return 0.0
         unit = job.batch.units[job.unit]
-        again = (half_of(unit.kind), unit.number) not in job.kept
+        again = (HALF_OF.get(unit.kind, unit.kind), unit.number) not in job.kept
         return self._seconds(job, unit.kind, again=again) * self._corrections[unit.kind].factor
 
     def _run(self, job: _Job, seconds: float, at_least_one: bool) -> TrainingSlice | None:
@@ -492,7 +492,7 @@ class Tuner:
         keep = not batch.validation and job.size(sum(batch.lengths), keep=True) <= self.lent
         stop, upper, expected, kinds = first, 0.0, 0.0, set[UnitKind]()
         for kind, number in [(unit.kind, unit.number) for unit in batch.units[first : first + self._most_units]]:
-            half = half_of(kind), number
+            half = HALF_OF.get(kind, kind), number
             backward = half[0] != kind
             price, correction = self._seconds(job, kind, again=half not in job.kept), self._corrections[kind]
             if upper + price * correction.factor > seconds and not (at_least_one and stop == first):

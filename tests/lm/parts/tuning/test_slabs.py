@@ -1,5 +1,7 @@
 """Slabs: the blocks that training has, and how it gives memory back before anybody waits or is preempted."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from holdfast.lm.memory.block_pool import BlockPool
@@ -9,6 +11,7 @@ from holdfast.lm.parts.tuning.tuner import Needs
 from holdfast.lm.parts.tuning.values import NO_SLICE, TrainingPlan, TrainingSlice
 from holdfast.lm.scheduler.builder import Policy
 from tests.invariants import check_scheduler
+from tests.lm.memory.test_hybrid_cache import Memory
 from tests.scheduling import FakeDevice, create_scheduler
 from tests.training_plans import FakeTrainer, a_request, blocks_of, make_steps, make_tuner
 
@@ -353,3 +356,18 @@ def test_training_waits_for_copies_only_while_they_hold_blocks_that_it_needs():
     slabs.begin()
     slabs.lend((), busy=False, now=0.0)
     assert slabs.lent and not slabs.waits
+
+
+def test_a_sequence_whose_table_stays_in_place_learns_that_the_source_of_its_tail_has_moved():
+    memory = Memory(blocks=12)
+    filler, tokens = memory.sequence(None), [0] * 16
+    filler.allocate(filler.match(tokens), len(tokens), memory.now)
+    memory.end(list(range(10)))
+    filler.end(tokens, memory.now)
+    cache, _ = memory.start([*range(9), 9, 10, 11], row=1)
+    (source,) = memory.states.tails
+    tuner = make_tuner(max_blocks=12)
+    tuner.add("job", make_steps((16,)), lambda tokens, keep: 12 - source)
+    moves, writes = Slabs(memory.pool, tuner, 0).lend([SimpleNamespace(cache=cache, row=1)], busy=False, now=memory.now)
+    assert [move.source for move in moves] == [source] and not writes
+    assert memory.states.tails == [moves[0].target]

@@ -151,7 +151,11 @@ class TrainingHistory(History):
 
 
 def play(seed, name="stall-free"):
-    history = TrainingHistory(seed, name)
+    return play_history(TrainingHistory(seed, name))
+
+
+def play_history(history):
+    """Play a history to its end, and check what requests and jobs got."""
     while history.steps < STEPS:
         while history.random.random() < 0.3 and history.scheduler.stats().waiting < 12:
             history.add()

@@ -78,6 +78,7 @@ def test_a_product_is_that_of_rounded_activations(
     wanted = rounded(half) @ weight.dequantized(torch.float64).t()
     found = weight.linear(half, None)
     assert found.dtype == torch.bfloat16 and apart(found, wanted) < 2**-8
+    assert torch.equal(found, weight.linear(half.float(), None).bfloat16()), "sums are rounded once, to the nearest"
 
 
 @pytest.mark.parametrize("bits", OFFSETS)

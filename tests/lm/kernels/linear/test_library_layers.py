@@ -62,6 +62,9 @@ def test_a_norm_is_that_of_the_sum_rounded_once(library: Library, rows: int, wid
         assert torch.equal(changed, whole)
         inverse = (whole.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
         assert near(found, whole.double() * inverse * halves[2].double(), 1.01)
+    small = (stream * 1e-3).bfloat16()
+    inverse = (small.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    assert near(library.norm(small, None, halves[2], 1e-5), small.double() * inverse * halves[2].double(), 1.01)
 
 
 def test_a_gate_is_that_of_float64_for_numbers_of_every_size(library: Library) -> None:

@@ -89,6 +89,8 @@ class Library:
         """
         rows, width = stream.shape
         _check("a norm", stream, weight, *(() if added is None else (added,)))
+        if weight.shape != (width,) or (added is not None and added.shape != stream.shape):
+            raise ValueError(f"a norm of {[*stream.shape]} has a weight {[*weight.shape]}, or adds another shape")
         out = torch.empty_like(stream)
         pointer = None if added is None else added.data_ptr()
         norm = _Norm(stream.data_ptr(), out.data_ptr(), pointer, weight.data_ptr(), width, eps)
@@ -99,6 +101,8 @@ class Library:
         """SiLU(gate) * up, [T, N], of both [T, 2 N] in bfloat16. Raises ValueError for other tensors."""
         rows, width = len(both), both.shape[1] // 2
         _check("a gate", both)
+        if both.shape[1] % 2:
+            raise ValueError(f"a gate of {both.shape[1]} numbers has no halves")
         out = both.new_empty(rows, width)
         gate = _Gate(both.data_ptr(), out.data_ptr(), width)
         _done("a gate", self.functions.holdfast_gate(ctypes.byref(gate), rows, *self._how()), width)
@@ -119,6 +123,14 @@ class Library:
         """
         (*_, kv_heads, dim), rows = caches[0].shape, len(qkv)
         _check("a rotation", qkv, *rotation, *caches)
+        if caches[0].shape != caches[1].shape or qkv.shape[1] != (heads + 2 * kv_heads) * dim:
+            raise ValueError(
+                f"{[*qkv.shape]} is not {heads} heads and twice {kv_heads} of {dim} numbers, as the caches"
+            )
+        if any(each.shape != (rows, 1, dim) for each in rotation):
+            raise ValueError(
+                f"cosine and sine of {rows} rows of {dim} numbers are {[[*each.shape] for each in rotation]}"
+            )
         if slots.dtype != torch.int64 or not slots.is_contiguous() or len(slots) != rows:
             raise ValueError(f"slots are {slots.dtype} {[*slots.shape]}; a rotation of {rows} rows takes int64")
         query = qkv.new_empty(rows, heads, dim)

@@ -68,7 +68,7 @@ class LibraryLayerOps(LayerOps):
     ) -> torch.Tensor:
         shape = self.shape
         plain = q_norm is None and not shape.unit_v_norm and shape.num_kv_heads > 0 and self._rotates
-        if not (plain and self._takes(qkv, *caches)):
+        if not (plain and self._takes(qkv, *caches) and slot_mapping.dtype == torch.int64):
             return super().rotate_and_write(qkv, rotation, q_norm, k_norm, caches, slot_mapping)
         return self._library.rotate(qkv, rotation, caches, slot_mapping, shape.num_heads)
 

@@ -150,6 +150,17 @@ def test_tensors_that_the_library_cannot_read_are_refused(library: Library) -> N
         library.gate(half.t())
     caches = torch.zeros(2, 8, 2, 16).bfloat16(), torch.zeros(2, 8, 2, 16).bfloat16()
     ops = LibraryLayerOps(shape(), library)
+    with pytest.raises(ValueError, match=r"a norm of \[2, 64\] has a weight \[32\]"):
+        library.norm(half, None, torch.ones(32).bfloat16(), 1e-5)
+    with pytest.raises(ValueError, match="adds another shape"):
+        library.norm(half, half[:1], half[0], 1e-5)
+    with pytest.raises(ValueError, match="a gate of 63 numbers has no halves"):
+        library.gate(torch.ones(2, 63).bfloat16())
+    qkv, slots, turn = torch.ones(2, 128).bfloat16(), torch.arange(2), ops.rotation(torch.arange(2))
+    with pytest.raises(ValueError, match=r"\[2, 128\] is not 5 heads and twice 2 of 16 numbers"):
+        library.rotate(qkv, turn, caches, slots, 5)
+    with pytest.raises(ValueError, match="cosine and sine of 2 rows of 16 numbers are"):
+        library.rotate(qkv, ops.rotation(torch.arange(1)), caches, slots, 4)
     with pytest.raises(ValueError, match=r"slots are torch\.int32"):
         library.rotate(torch.ones(2, 128).bfloat16(), ops.rotation(torch.arange(2)), caches, torch.ones(2).int(), 4)
 

@@ -72,13 +72,13 @@ class Library:
         if not rows:
             return out
         x, half = x.contiguous(), x.dtype == torch.bfloat16
-        told = self.functions.holdfast_multiply(
+        status = self.functions.holdfast_multiply(
             *(data.data_ptr(), factors.data_ptr(), outputs, inputs, bits, x.data_ptr(), rows, half, out.data_ptr()),
             *self._how(),
         )
-        if told == OUT_OF_MEMORY:
+        if status == OUT_OF_MEMORY:
             raise MemoryError(f"no memory for {rows} rounded activations of {inputs} inputs")
-        if told:
+        if status:
             raise ValueError(f"a weight [{outputs}, {inputs}] of {bits} bits cannot be multiplied as integers")
         return out
 
@@ -137,8 +137,8 @@ class Library:
         tensors = (qkv, *rotation, slots, query, *caches)
         operation = _Rotation(*(each.data_ptr() for each in tensors), heads, kv_heads, dim)
         places = caches[0].numel() // (kv_heads * dim)
-        told = self.functions.holdfast_rotate(ctypes.byref(operation), rows, places, *self._how())
-        if told:
+        status = self.functions.holdfast_rotate(ctypes.byref(operation), rows, places, *self._how())
+        if status:
             raise ValueError(f"a slot is not below {places}, or a head of {dim} numbers has no halves")
         return query
 
@@ -153,8 +153,8 @@ def _check(what: str, *tensors: torch.Tensor) -> None:
             raise ValueError(f"{what} takes contiguous bfloat16 on a CPU, and a tensor is {each.dtype} {each.stride()}")
 
 
-def _done(what: str, told: int, width: int) -> None:
-    if told:
+def _done(what: str, status: int, width: int) -> None:
+    if status:
         raise ValueError(f"{what} of rows with {width} numbers is not possible")
 
 

@@ -197,6 +197,16 @@ def test_stored_weights_keep_their_numbers(bits: int) -> None:
     assert found.nbytes == 32 * 256 * size / 8 + 32 * 4, "rows are those of whole tiles"
 
 
+def test_a_sum_between_two_bfloat16_numbers_becomes_the_even_one(library: Library) -> None:
+    numbers = torch.full((2, 32), 128, dtype=torch.uint8)
+    numbers[:, 1:4] += torch.tensor([[127, 127, 3], [127, 127, 5]], dtype=torch.uint8)
+    weight = pack_integers(library, numbers, torch.ones(2, 1), None, 8)
+    x = torch.zeros(1, 32)
+    x[0, :4] = torch.tensor([127.0, 1, 1, 1])
+    assert weight.linear(x, None).tolist() == [[257, 259]]
+    assert weight.linear(x.bfloat16(), None).tolist() == [[256, 260]]
+
+
 def test_a_view_of_activations_is_multiplied_as_it_reads() -> None:
     weight = pack_integers(integer_library(), *draw(16, 64, 4), 4)
     x = torch.randn(3, 128)[:, ::2]

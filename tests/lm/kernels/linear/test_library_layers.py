@@ -1,4 +1,4 @@
-"""Norms, gates and rotations by the library in C, beside float64 and PyTorch's."""
+"""Norms, gates and rotations by the library in C, against float64 and PyTorch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_layers_add_packed_products_as_pytorch_does(library: Library) -> None:
 @pytest.mark.parametrize(
     "changes", [dict(layer_norm=True), dict(activation="gelu"), dict(gated=False), dict(unit_v_norm=True)]
 )
-def test_what_the_library_lacks_pytorch_computes(library: Library, changes: dict[str, Any]) -> None:
+def test_pytorch_computes_operations_that_the_library_lacks(library: Library, changes: dict[str, Any]) -> None:
     own = shape(**changes)
     plain, ops = LayerOps(own), LibraryLayerOps(own, library)
     stream, both = torch.randn(3, 64).bfloat16(), torch.randn(3, 128).bfloat16()

@@ -64,7 +64,7 @@ class Library:
         Raises ValueError for sizes or a dtype that the library does not take.
         """
         rows, inputs = x.shape
-        if x.dtype not in TYPES or x.device.type != "cpu":
+        if x.dtype not in TYPES or not x.is_cpu:
             raise ValueError(
                 f"activations are {x.dtype} on {x.device.type}; integer products take float32 or bfloat16 on a CPU"
             )
@@ -149,7 +149,7 @@ class Library:
 
 def _check(what: str, *tensors: torch.Tensor) -> None:
     for each in tensors:
-        if each.dtype != torch.bfloat16 or not each.is_contiguous() or each.device.type != "cpu":
+        if each.dtype != torch.bfloat16 or not each.is_contiguous() or not each.is_cpu:
             raise ValueError(f"{what} takes contiguous bfloat16 on a CPU, and a tensor is {each.dtype} {each.stride()}")
 
 

@@ -174,6 +174,16 @@ def test_scales_of_any_size_keep_their_bits() -> None:
     assert apart(large.dequantized(torch.float64), torch.ones(20, 64, dtype=torch.float64)) < 2**-11
 
 
+def test_scales_far_below_the_largest_of_their_row_are_read(library: Library) -> None:
+    """They are below the smallest normal number of float16."""
+    numbers, _, _ = draw(16, 64, 8)
+    weight = pack_integers(library, numbers, torch.tensor([[1.0, -(2.0**-18)]]).repeat(16, 1), None, 8)
+    x = torch.zeros(1, 64)
+    x[0, 32:] = torch.randn(32)
+    found = weight.linear(x, None)
+    assert found.any() and apart(found, rounded(x) @ weight.dequantized(torch.float64).t()) < 1e-6
+
+
 def stored(bits: int) -> PackedWeight:
     generator = torch.Generator().manual_seed(7)
     numbers = torch.randint(1 << bits, (24, 256), generator=generator).to(torch.uint8)

@@ -161,7 +161,7 @@ def _done(what: str, status: int, width: int) -> None:
 @cache
 def library() -> Library | None:
     """The library with the best instructions of this CPU; None if it was not compiled, or PyTorch has no OpenMP."""
-    return open_library(FILE) if FILE.is_file() else None
+    return open_library(FILE)
 
 
 def library_for(device: torch.device, dtype: torch.dtype) -> Library | None:

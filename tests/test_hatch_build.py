@@ -57,7 +57,7 @@ def test_without_a_compiler_a_wheel_is_built_without_the_library(tmp_path: Path,
     assert not old.exists()
 
 
-def test_what_a_compiler_says_is_told(tmp_path: Path) -> None:
+def test_the_reason_is_what_the_compiler_says(tmp_path: Path) -> None:
     script = tmp_path / "cc"
     script.write_text("#!/bin/sh\necho 'products.c: no such thing' >&2\nexit 1\n")
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Time products with packed weights as integers on a CPU, beside PyTorch's kernel for 4 bits and a bound by bytes.
+"""Time products with packed weights as integers on a CPU, against PyTorch's kernel for 4 bits and a bound by bytes.
 
     python -m benchmarks.kernels.integer_cpu [--threads 2] [--rows 1 2 4 8 16 64] [--rounds 7] [--json FILE]
 

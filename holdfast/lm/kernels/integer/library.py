@@ -64,7 +64,7 @@ class Library:
         Raises ValueError for sizes or a dtype that the library does not take.
         """
         rows, inputs = x.shape
-        if x.dtype not in TYPES or x.device.type != "cpu":
+        if x.dtype not in TYPES or not x.is_cpu:
             raise ValueError(
                 f"activations are {x.dtype} on {x.device.type}; integer products take float32 or bfloat16 on a CPU"
             )
@@ -72,13 +72,13 @@ class Library:
         if not rows:
             return out
         x, half = x.contiguous(), x.dtype == torch.bfloat16
-        told = self.functions.holdfast_multiply(
+        status = self.functions.holdfast_multiply(
             *(data.data_ptr(), factors.data_ptr(), outputs, inputs, bits, x.data_ptr(), rows, half, out.data_ptr()),
             *self._how(),
         )
-        if told == OUT_OF_MEMORY:
+        if status == OUT_OF_MEMORY:
             raise MemoryError(f"no memory for {rows} rounded activations of {inputs} inputs")
-        if told:
+        if status:
             raise ValueError(f"a weight [{outputs}, {inputs}] of {bits} bits cannot be multiplied as integers")
         return out
 
@@ -89,6 +89,8 @@ class Library:
         """
         rows, width = stream.shape
         _check("a norm", stream, weight, *(() if added is None else (added,)))
+        if weight.shape != (width,) or (added is not None and added.shape != stream.shape):
+            raise ValueError(f"a norm of {[*stream.shape]} has a weight {[*weight.shape]}, or adds another shape")
         out = torch.empty_like(stream)
         pointer = None if added is None else added.data_ptr()
         norm = _Norm(stream.data_ptr(), out.data_ptr(), pointer, weight.data_ptr(), width, eps)
@@ -99,6 +101,8 @@ class Library:
         """SiLU(gate) * up, [T, N], of both [T, 2 N] in bfloat16. Raises ValueError for other tensors."""
         rows, width = len(both), both.shape[1] // 2
         _check("a gate", both)
+        if both.shape[1] % 2:
+            raise ValueError(f"a gate of {both.shape[1]} numbers has no halves")
         out = both.new_empty(rows, width)
         gate = _Gate(both.data_ptr(), out.data_ptr(), width)
         _done("a gate", self.functions.holdfast_gate(ctypes.byref(gate), rows, *self._how()), width)
@@ -119,14 +123,22 @@ class Library:
         """
         (*_, kv_heads, dim), rows = caches[0].shape, len(qkv)
         _check("a rotation", qkv, *rotation, *caches)
+        if caches[0].shape != caches[1].shape or qkv.shape[1] != (heads + 2 * kv_heads) * dim:
+            raise ValueError(
+                f"{[*qkv.shape]} is not {heads} heads and twice {kv_heads} of {dim} numbers, as the caches"
+            )
+        if any(each.shape != (rows, 1, dim) for each in rotation):
+            raise ValueError(
+                f"cosine and sine of {rows} rows of {dim} numbers are {[[*each.shape] for each in rotation]}"
+            )
         if slots.dtype != torch.int64 or not slots.is_contiguous() or len(slots) != rows:
             raise ValueError(f"slots are {slots.dtype} {[*slots.shape]}; a rotation of {rows} rows takes int64")
         query = qkv.new_empty(rows, heads, dim)
         tensors = (qkv, *rotation, slots, query, *caches)
         operation = _Rotation(*(each.data_ptr() for each in tensors), heads, kv_heads, dim)
         places = caches[0].numel() // (kv_heads * dim)
-        told = self.functions.holdfast_rotate(ctypes.byref(operation), rows, places, *self._how())
-        if told:
+        status = self.functions.holdfast_rotate(ctypes.byref(operation), rows, places, *self._how())
+        if status:
             raise ValueError(f"a slot is not below {places}, or a head of {dim} numbers has no halves")
         return query
 
@@ -137,19 +149,19 @@ class Library:
 
 def _check(what: str, *tensors: torch.Tensor) -> None:
     for each in tensors:
-        if each.dtype != torch.bfloat16 or not each.is_contiguous() or each.device.type != "cpu":
+        if each.dtype != torch.bfloat16 or not each.is_contiguous() or not each.is_cpu:
             raise ValueError(f"{what} takes contiguous bfloat16 on a CPU, and a tensor is {each.dtype} {each.stride()}")
 
 
-def _done(what: str, told: int, width: int) -> None:
-    if told:
+def _done(what: str, status: int, width: int) -> None:
+    if status:
         raise ValueError(f"{what} of rows with {width} numbers is not possible")
 
 
 @cache
 def library() -> Library | None:
     """The library with the best instructions of this CPU; None if it was not compiled, or PyTorch has no OpenMP."""
-    return open_library(FILE) if FILE.is_file() else None
+    return open_library(FILE)
 
 
 def library_for(device: torch.device, dtype: torch.dtype) -> Library | None:

@@ -16,8 +16,8 @@ from holdfast.lm.kernels.lora.protocol import Finish
 class LibraryLayerOps(LayerOps):
     """`LayerOps` in bfloat16 on a CPU. RMS norms, SiLU gates and rotations are one call each.
 
-    PyTorch takes three to seven operations for each, and every one of them waits for code and data that the weights
-    have just emptied from the caches. Sums are in float32 and rounded once. What the library lacks, PyTorch computes.
+    PyTorch takes several operations for each. Every one of them waits for memory, because the weights have just
+    replaced its code and data in the caches. Sums are in float32 and rounded once. PyTorch computes all others.
     """
 
     def __init__(self, shape: LayerShape, library: Library, group: Group | None = None) -> None:
@@ -68,7 +68,7 @@ class LibraryLayerOps(LayerOps):
     ) -> torch.Tensor:
         shape = self.shape
         plain = q_norm is None and not shape.unit_v_norm and shape.num_kv_heads > 0 and self._rotates
-        if not (plain and self._takes(qkv, *caches)):
+        if not (plain and self._takes(qkv, *caches) and slot_mapping.dtype == torch.int64):
             return super().rotate_and_write(qkv, rotation, q_norm, k_norm, caches, slot_mapping)
         return self._library.rotate(qkv, rotation, caches, slot_mapping, shape.num_heads)
 

@@ -78,6 +78,7 @@ def test_a_product_is_that_of_rounded_activations(
     wanted = rounded(half) @ weight.dequantized(torch.float64).t()
     found = weight.linear(half, None)
     assert found.dtype == torch.bfloat16 and apart(found, wanted) < 2**-8
+    assert torch.equal(found, weight.linear(half.float(), None).bfloat16()), "sums are rounded once, to the nearest"
 
 
 @pytest.mark.parametrize("bits", OFFSETS)
@@ -173,6 +174,16 @@ def test_scales_of_any_size_keep_their_bits() -> None:
     assert apart(large.dequantized(torch.float64), torch.ones(20, 64, dtype=torch.float64)) < 2**-11
 
 
+def test_scales_far_below_the_largest_of_their_row_are_read(library: Library) -> None:
+    """They are below the smallest normal number of float16."""
+    numbers, _, _ = draw(16, 64, 8)
+    weight = pack_integers(library, numbers, torch.tensor([[1.0, -(2.0**-18)]]).repeat(16, 1), None, 8)
+    x = torch.zeros(1, 64)
+    x[0, 32:] = torch.randn(32)
+    found = weight.linear(x, None)
+    assert found.any() and apart(found, rounded(x) @ weight.dequantized(torch.float64).t()) < 1e-6
+
+
 def stored(bits: int) -> PackedWeight:
     generator = torch.Generator().manual_seed(7)
     numbers = torch.randint(1 << bits, (24, 256), generator=generator).to(torch.uint8)
@@ -194,6 +205,16 @@ def test_stored_weights_keep_their_numbers(bits: int) -> None:
     assert apart(found.dequantized(torch.float64), plain) < 2**-11
     size = {4: 5.0, 6: 7.0, 8: 8.5}[bits]
     assert found.nbytes == 32 * 256 * size / 8 + 32 * 4, "rows are those of whole tiles"
+
+
+def test_a_sum_between_two_bfloat16_numbers_becomes_the_even_one(library: Library) -> None:
+    numbers = torch.full((2, 32), 128, dtype=torch.uint8)
+    numbers[:, 1:4] += torch.tensor([[127, 127, 3], [127, 127, 5]], dtype=torch.uint8)
+    weight = pack_integers(library, numbers, torch.ones(2, 1), None, 8)
+    x = torch.zeros(1, 32)
+    x[0, :4] = torch.tensor([127.0, 1, 1, 1])
+    assert weight.linear(x, None).tolist() == [[257, 259]]
+    assert weight.linear(x.bfloat16(), None).tolist() == [[256, 260]]
 
 
 def test_a_view_of_activations_is_multiplied_as_it_reads() -> None:

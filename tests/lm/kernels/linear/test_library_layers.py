@@ -1,4 +1,4 @@
-"""Norms, gates and rotations by the library in C, beside float64 and PyTorch's."""
+"""Norms, gates and rotations by the library in C, against float64 and PyTorch."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ def test_a_norm_is_that_of_the_sum_rounded_once(library: Library, rows: int, wid
         assert torch.equal(changed, whole)
         inverse = (whole.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
         assert near(found, whole.double() * inverse * halves[2].double(), 1.01)
+    small = (stream * 1e-3).bfloat16()
+    inverse = (small.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    assert near(library.norm(small, None, halves[2], 1e-5), small.double() * inverse * halves[2].double(), 1.01)
 
 
 def test_a_gate_is_that_of_float64_for_numbers_of_every_size(library: Library) -> None:
@@ -120,7 +123,7 @@ def test_layers_add_packed_products_as_pytorch_does(library: Library) -> None:
 @pytest.mark.parametrize(
     "changes", [dict(layer_norm=True), dict(activation="gelu"), dict(gated=False), dict(unit_v_norm=True)]
 )
-def test_what_the_library_lacks_pytorch_computes(library: Library, changes: dict[str, Any]) -> None:
+def test_pytorch_computes_operations_that_the_library_lacks(library: Library, changes: dict[str, Any]) -> None:
     own = shape(**changes)
     plain, ops = LayerOps(own), LibraryLayerOps(own, library)
     stream, both = torch.randn(3, 64).bfloat16(), torch.randn(3, 128).bfloat16()
@@ -147,6 +150,17 @@ def test_tensors_that_the_library_cannot_read_are_refused(library: Library) -> N
         library.gate(half.t())
     caches = torch.zeros(2, 8, 2, 16).bfloat16(), torch.zeros(2, 8, 2, 16).bfloat16()
     ops = LibraryLayerOps(shape(), library)
+    with pytest.raises(ValueError, match=r"a norm of \[2, 64\] has a weight \[32\]"):
+        library.norm(half, None, torch.ones(32).bfloat16(), 1e-5)
+    with pytest.raises(ValueError, match="adds another shape"):
+        library.norm(half, half[:1], half[0], 1e-5)
+    with pytest.raises(ValueError, match="a gate of 63 numbers has no halves"):
+        library.gate(torch.ones(2, 63).bfloat16())
+    qkv, slots, turn = torch.ones(2, 128).bfloat16(), torch.arange(2), ops.rotation(torch.arange(2))
+    with pytest.raises(ValueError, match=r"\[2, 128\] is not 5 heads and twice 2 of 16 numbers"):
+        library.rotate(qkv, turn, caches, slots, 5)
+    with pytest.raises(ValueError, match="cosine and sine of 2 rows of 16 numbers are"):
+        library.rotate(qkv, ops.rotation(torch.arange(1)), caches, slots, 4)
     with pytest.raises(ValueError, match=r"slots are torch\.int32"):
         library.rotate(torch.ones(2, 128).bfloat16(), ops.rotation(torch.arange(2)), caches, torch.ones(2).int(), 4)
 

@@ -187,6 +187,11 @@ EXCLUSIONS = (
     Exclusion(
         "tuning", "layers of several sizes", "a model whose layers differ in heads cannot be tuned; leave tuning out"
     ),
+    Exclusion(
+        "tuning",
+        "recurrent layers on several devices",
+        "a model with recurrent layers is tuned on one device; leave out tp and pp, or tuning",
+    ),
     Exclusion("tuning", "latent attention", "a model with latent attention cannot be tuned; leave tuning out"),
     Exclusion(
         "adapters",
@@ -227,6 +232,8 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no native decoder")
     else:
         found |= properties_of_decoder(device.model.decoder)
+        if site.config.layout.ranks > 1 and device.model.decoder.recurrence is not None:
+            found.add("recurrent layers on several devices")
     return found
 
 

@@ -452,7 +452,7 @@ class StatePool:
                 return snapshot
         return None
 
-    def arrived(self, slot: int, key: StateKey, now: float) -> Snapshot | None:
+    def receive(self, slot: int, key: StateKey, now: float) -> Snapshot | None:
         """Let a state from another engine be found, hold it there, and offer it to the tier below.
 
         None if the device has it meanwhile: the slot is free then.

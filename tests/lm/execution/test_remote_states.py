@@ -96,7 +96,7 @@ def test_a_list_that_is_no_list_is_a_failure_and_no_error(url: str) -> None:
     block, data = state(1, after=5)
     store.write([block], [data])
     with Redis.from_url(url) as client:
-        (name,) = (each for each in client.keys() if b"after:" in each)
+        (name,) = (each for each in client.scan_iter() if b"after:" in each)
         client.set(name, b"other")
         assert store.find([TierBlock(parent(5), 0)]) == (["failed"], ())
         assert store.write([block], [data]) == ["failed"], "nobody would find it"

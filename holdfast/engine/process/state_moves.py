@@ -144,11 +144,9 @@ class StateLoan:
         return self.given.done()
 
     def _hold(self) -> None:
-        snapshot = self._states.hold(self._key)
-        if snapshot is None:
+        self._held, self._mark = self._states.hold(self._key), self._states.mark
+        if not self._held:
             self.given.set_result(NO_SLOT)
-        else:
-            self._held, self._mark = [snapshot], self._states.mark
 
     def end(self) -> None:
         """Release the state. In the loop's thread, once nothing is read any longer."""
@@ -191,8 +189,7 @@ class StateRoom:
 
     def arrived(self, slot: int) -> None:
         """The slot is filled: let requests find its state. In the loop's thread."""
-        snapshot = self._states.receive(slot, self._places.pop(slot), self._moves.now())
-        self._held += [] if snapshot is None else [snapshot]
+        self._held += self._states.receive(slot, self._places.pop(slot), self._moves.now())
 
     def end(self) -> None:
         """Free the slots that were not filled, and release the rest. In the loop's thread, once nothing is written."""

@@ -6,6 +6,7 @@ is written at any time from then on. A state that is lent must be that of its to
 """
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,8 @@ from holdfast.engine.process.state_moves import StateLoan, StateRoom
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.snapshots import NO_SLOT, StateKey
 from holdfast.lm.parts.moves.planner import MovePart
+from tests.hybrid import check_states
+from tests.lm.memory.test_state_pool import ONE, TWO, States
 from tests.lm.scheduler.test_histories import STEPS, check
 from tests.lm.scheduler.test_hybrid_histories import HybridHistory
 
@@ -139,3 +142,18 @@ def test_histories_with_moves_of_states_exercise_loans_and_arrivals():
     for seed in range(40):
         seen += play(seed).seen
     assert seen["lent"] > 100 and seen["arrived"] > 50 and seen["given up"] > 3
+
+
+def test_a_slot_is_given_out_once_no_plan_in_flight_uses_the_host():
+    states = States(host=2)
+    kept = states.save(ONE)
+    states.pool.want_on_host(kept.key)
+    assert states.plan()[0].swap_out
+    room = StateRoom(SimpleNamespace(now=lambda: 5.0), states.pool, [states.key(TWO)])
+    room.start()
+    assert not room.ready() and not room.advance()
+    states.pool.end_copies()
+    assert room.ready() and room.advance()
+    assert list(room.given.result(0).values()) == [states.key(TWO)]
+    room.end()
+    check_states(states.pool)

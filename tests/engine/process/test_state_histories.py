@@ -1,8 +1,8 @@
 """Recurrent states that others read and fill on the host during random histories of hybrid models.
 
 The histories are those of `tests/lm/scheduler/test_hybrid_histories.py`. Their device knows which tokens each state has
-seen, and asserts that each segment begins with the state of exactly the tokens before it. A slot that is given to a room
-is written at any time from then on. A state that is lent must be that of its tokens until the loan ends.
+seen, and asserts that each segment begins with the state of exactly the tokens before it. A slot that is given to a
+room is written at any time from then on. A state that is lent must be that of its tokens until the loan ends.
 """
 
 from collections import Counter

@@ -266,7 +266,7 @@ class ChunkService:
                 arrived += self._fill(peer, rooms[number], places, came)
                 if len(places) < len(batch):
                     return "the host tier has no room that is worth less"
-            came.states += start.finish()
+            came.add_states(start.finish())
             came.bound(start.found())
         finally:
             # All stay held until now, so that no block of a move makes room for another one of it.
@@ -315,6 +315,10 @@ class _Count:
     def add(self, blocks: int) -> None:
         """Count this many more blocks."""
         self.blocks += blocks
+
+    def add_states(self, states: int) -> None:
+        """Count this many more states."""
+        self.states += states
 
     def bound(self, most: float) -> None:
         """Note that requests find no more tokens than this, whatever has come."""

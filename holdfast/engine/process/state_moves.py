@@ -56,7 +56,7 @@ class MovedStates(Protocol):
     """The state that moves besides KV blocks. Used by many threads at once."""
 
     def begin(self, peer: ChunkPeer, pairs: Pairs) -> AbstractContextManager[Start]:
-        """Begin to bring what belongs to these blocks. What is held for the move is free when the context ends."""
+        """Begin to bring the state that belongs to these blocks. All slots held for the move are free at the end."""
         ...
 
     def answer(self, peer: ChunkPeer, kind: Kind, payload: bytes) -> bool:
@@ -144,11 +144,9 @@ class StateLoan:
         return self.given.done()
 
     def _hold(self) -> None:
-        snapshot = self._states.hold(self._key)
-        if snapshot is None:
+        self._held, self._mark = self._states.hold(self._key), self._states.mark
+        if not self._held:
             self.given.set_result(NO_SLOT)
-        else:
-            self._held, self._mark = [snapshot], self._states.mark
 
     def end(self) -> None:
         """Release the state. In the loop's thread, once nothing is read any longer."""
@@ -191,8 +189,7 @@ class StateRoom:
 
     def arrived(self, slot: int) -> None:
         """The slot is filled: let requests find its state. In the loop's thread."""
-        snapshot = self._states.arrived(slot, self._places.pop(slot), self._moves.now())
-        self._held += [] if snapshot is None else [snapshot]
+        self._held += self._states.receive(slot, self._places.pop(slot), self._moves.now())
 
     def end(self) -> None:
         """Free the slots that were not filled, and release the rest. In the loop's thread, once nothing is written."""
@@ -235,7 +232,7 @@ class StateMoves:
                 raise PeerError(f"the peer names a state of {key.length} tokens that follows none of these blocks")
         return keys
 
-    def bring(self, peer: ChunkPeer, room: StateRoom, slot: int, key: StateKey) -> bool:
+    def fetch(self, peer: ChunkPeer, room: StateRoom, slot: int, key: StateKey) -> bool:
         """Fill a reserved slot. Returns whether the other engine still has the state."""
         target = self._slots[slot]
         peer.send(Kind.STATE, key.packed())
@@ -306,7 +303,7 @@ class StatesAfter:
     def finish(self) -> int:
         """Bring the states."""
         for slot, key in self._places.items():
-            self._came += self._moves.bring(self._peer, self._room, slot, key)
+            self._came += self._moves.fetch(self._peer, self._room, slot, key)
         return self._came
 
 

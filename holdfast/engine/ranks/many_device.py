@@ -154,13 +154,12 @@ class ManyDevice(LanguageDevice):
     @cached_property
     def state_parts(self) -> list[StatesPart]:
         """The bytes of recurrent states on the host by rank; empty without any. See `host_parts`."""
-        own, kept = self._own.state_parts, self.memory.host_cache
-        if not own or kept is None:
-            return []
+        own = self._own.state_parts
         found = [*own]
-        for memory, loaded in zip(self._ranks.hosts, self._loaded, strict=True):
-            start = after_blocks(kept.num_blocks, loaded.block_bytes)
-            found.append(StatesPart.shared(memory, start, own[0].slots, loaded.state_bytes))
+        for block in self._own.host_parts if own else ():
+            for memory, loaded in zip(self._ranks.hosts, self._loaded, strict=True):
+                start = after_blocks(len(block.data) // block.block_bytes, loaded.block_bytes)
+                found.append(StatesPart.shared(memory, start, own[0].slots, loaded.state_bytes))
         return found
 
     @property

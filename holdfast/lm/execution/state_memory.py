@@ -202,7 +202,7 @@ def in_slots(spec: ModelSpec, data: torch.Tensor, slots: int) -> list[torch.Tens
     for index, each in sorted(enumerate(spec.state), key=lambda pair: -pair[1].dtype.itemsize):
         size = spec.recurrent_layers * each.nbytes
         numbers = rows[:, at : at + size].view(each.dtype)
-        found[index], at = numbers.unflatten(1, (spec.recurrent_layers, *each.shape)), at + size
+        found[index], at = numbers.view(slots, spec.recurrent_layers, *each.shape), at + size
     return [found[index] for index in range(len(found))]
 
 

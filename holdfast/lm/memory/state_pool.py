@@ -447,21 +447,20 @@ class StatePool:
         """Whether a copy of the snapshot with this key is asked for, and no plan has begun it."""
         return any(each in self._wanted for each in self._same(key))
 
-    def hold(self, key: StateKey) -> Snapshot | None:
-        """Let the snapshot with this key stay on the host until `release`; None if it is not there.
+    def hold(self, key: StateKey) -> list[Snapshot]:
+        """Let the snapshot with this key stay on the host until `release`. Returns it; empty if it is not there.
 
         Its slot may be read once `is_quiet(mark)`, where `mark` is what it is now.
         """
-        for snapshot in self._same(key):
-            if snapshot.host != NO_SLOT:
-                snapshot.holds += 1
-                return snapshot
-        return None
+        held = [each for each in self._same(key) if each.host != NO_SLOT]
+        for snapshot in held:
+            snapshot.holds += 1
+        return held
 
-    def arrived(self, slot: int, key: StateKey, now: float) -> Snapshot | None:
-        """Let a state from another engine be found, hold it there, and offer it to the tier below.
+    def receive(self, slot: int, key: StateKey, now: float) -> list[Snapshot]:
+        """Let a state from another engine be found, hold it, and offer it to the tier below. Returns it as `hold` does.
 
-        None if the device has it meanwhile: the slot is free then.
+        Empty if only the device has it meanwhile: the slot is free then.
         """
         snapshot = self.cache_on_host(slot, key, now)
         if snapshot.host == slot:

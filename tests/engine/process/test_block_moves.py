@@ -187,6 +187,25 @@ def test_an_idle_engine_copies_to_the_host_what_another_wants_to_read():
     assert scheduler.pool.host.held == 0
 
 
+def test_an_idle_engine_goes_on_until_copies_for_another_are_known_to_be_complete():
+    moves, scheduler, device, chain = idle_engine()
+    loan = Loan(moves, chain)
+    moves.begin(loan)
+    list(moves.answers())
+    plan = scheduler.schedule(100.0)
+    assert plan.copies.swap_out
+    device.submit(plan)
+    device.collect()
+    scheduler.update(plan, answer(plan, swapped_out=plan.step - 1), 100.0)
+    list(moves.answers())
+    assert not loan.given.done() and scheduler.has_work(), "the result came before the copies ended"
+    run(moves, scheduler, device)
+    assert None not in loan.given.result(0)
+    moves.call(loan.end)
+    run(moves, scheduler, device)
+    assert scheduler.pool.host.held == 0
+
+
 def test_blocks_that_a_plan_in_flight_may_read_are_given_out_after_its_result():
     moves, scheduler, device, _ = idle_engine(host_blocks=2)
     (request,) = create_requests((5,) * 8, max_tokens=3)

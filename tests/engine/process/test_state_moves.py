@@ -144,10 +144,9 @@ def test_a_state_that_is_evicted_during_the_move_is_computed(served: tuple[Any, 
     states = source.loop.planner._kind.states
     find = states.hold
 
-    def lose(key: StateKey) -> Snapshot | None:
+    def lose(key: StateKey) -> list[Snapshot]:
         """Evict the state when it is asked for: its blocks have moved by then."""
-        snapshot = find(key)
-        assert snapshot is not None
+        (snapshot,) = find(key)
         states.release(snapshot)
         for leave in (states._leave_device, states._leave_host):
             if (snapshot.slot if leave == states._leave_device else snapshot.host) >= 0:

@@ -456,12 +456,12 @@ def test_a_state_that_another_engine_wants_is_copied_to_the_host_and_stays_while
     states = States(host=1)
     kept = states.save(ONE)
     states.pool.want_on_host(kept.key)
-    assert states.pool.wants_copies and states.pool.coming_to_host(kept.key) and states.pool.hold(kept.key) is None
+    assert states.pool.wants_copies and states.pool.coming_to_host(kept.key) and not states.pool.hold(kept.key)
     (plan,) = states.plan()
     assert plan.swap_out == (StateCopy(kept.slot, kept.host),)
     assert not states.pool.wants_copies and not states.pool.coming_to_host(kept.key)
     held, mark = states.pool.hold(kept.key), states.pool.mark
-    assert held is kept and not states.pool.is_quiet(mark), "the copy has not ended"
+    assert held == [kept] and not states.pool.is_quiet(mark), "the copy has not ended"
     states.pool.end_copies()
     assert states.pool.is_quiet(mark)
     other = states.save(TWO)
@@ -536,7 +536,7 @@ def test_a_state_that_another_engine_has_got_goes_first():
 def test_a_state_that_arrives_is_held_and_offered_to_the_tier_below():
     states, below = with_disk()
     slot = states.pool.reserve_on_host(1.0)
-    found = states.pool.arrived(slot, states.key(ONE), 2.0)
+    (found,) = states.pool.receive(slot, states.key(ONE), 2.0)
     assert found.host == slot and found.holds == 1 and below.offered == [found]
     states.pool.release(found)
     assert found.holds == 0
@@ -546,7 +546,7 @@ def test_a_state_that_arrives_where_the_device_has_it_frees_its_slot():
     states = States(host=1)
     kept = states.save(ONE)
     slot = states.pool.reserve_on_host(1.0)
-    assert states.pool.arrived(slot, kept.key, 2.0) is None
+    assert states.pool.receive(slot, kept.key, 2.0) == []
     check_states(states.pool)
     assert kept.host == NO_SLOT and states.pool.reserve_on_host(3.0) == slot
 

@@ -117,7 +117,7 @@ class MoveBuilder(PartBuilder):
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         """Raises ValueError for an address that cannot be listened at."""
-        site, reach = self.site, len if served.shape.states is None else state_pool(served).reach
+        site, reach = self.site, state_pool(served).reach if served.shape.states else len
         finders = [ChunkFinder(pool, reach) for pool in served.scheduler.block_pools]
         self._reason = excluded({self.name}, site, host_tier=served.shape.num_host_blocks > 0)
         if self._reason:
@@ -144,7 +144,7 @@ def state_pool(served: Served) -> StatePool:
 
 def states_of(site: Site, served: Served, moves: Moves) -> MovedStates:
     """The moves of what the model's recurrent layers keep, if it has any."""
-    if served.shape.states is None:
+    if not served.shape.states:
         return NoStates()
     return StateMoves(moves, state_pool(served), HostStates(site.blocks.state_parts), site.config.block_size)
 
@@ -152,7 +152,7 @@ def states_of(site: Site, served: Served, moves: Moves) -> MovedStates:
 def terms_of(site: Site, shape: EngineShape, parts: Sequence[HostPart]) -> Terms:
     """Facts in which engines must agree before blocks move between them."""
     block = layout_of(site.config, site.blocks, parts)
-    if shape.states is not None:
+    if shape.states:
         block += f" with states of {layout_of_states(site.blocks, site.blocks.state_parts)}, {sys.byteorder} first"
     layout = f"{shape.model}, {shape.precision}, {block}, {digest_of_files(site.config, site.checkpoint)}"
     return Terms(site.order.chunk_secret or secrets.token_bytes(32), layout, site.blocks.block_bytes)

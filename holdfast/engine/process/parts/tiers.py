@@ -217,7 +217,7 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[Threads, EngineShape]:
     if isinstance(config.remote_cache, str):
         remote = RemoteStore(config.remote_cache, device.block_bytes, identity)
         lower = replace(lower, remote_down=not answers_now(remote))
-    own = 0 if shape.states is None else int(config.disk_cache_bytes * config.snapshot_share)
+    own = int(config.disk_cache_bytes * config.snapshot_share) if shape.states else 0
     if isinstance(config.disk_cache_dir, str):
         directory, size = Path(config.disk_cache_dir).expanduser(), config.disk_cache_bytes
         disk = DiskStore(directory, size - own, device.block_bytes, identity, besides=own)
@@ -225,7 +225,7 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[Threads, EngineShape]:
     blocks = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
     if lower.remote_down:
         blocks.log_failure("remote", "does not work")
-    if shape.states is not None:
+    if shape.states:
         try:
             states, snapshots = open_state_tiers(site, shape.states, disk, own, identity)
         except BaseException:
@@ -247,7 +247,7 @@ def open_state_tiers(
     slots, piece = HostStates(device.state_parts), piece_bytes(lambda length: shape.slot_bytes)
     identity = identity | {"states": layout_of_states(device, device.state_parts)}
     threads, lower = dict[TierName, TierThreads](), LowerShape(piece, remote=isinstance(config.remote_cache, str))
-    if disk is not None:
+    if disk:
         kept = DiskStore(disk.directory / "states", size, piece, identity)
         found, damaged = kept.states()
         if damaged:

@@ -15,8 +15,8 @@ class MovePart(Part):
     """Marks in the sequence of plans, for moves that fill reserved blocks of the host tier from another engine.
 
     While a move waits for a mark to be passed, plans are made even if they have nothing to do, because only a result
-    says which copies are complete. The same holds for blocks on their way to the host that another engine waits for:
-    the result of a plan that computes anything waits for no copy. The host tier must be able to swap in.
+    says which copies are complete. So they are while another engine waits for blocks on their way to the host: the
+    result of a plan that computes anything waits for no copy. The host tier must be able to swap in.
     """
 
     name = "moves"

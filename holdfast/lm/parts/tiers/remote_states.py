@@ -278,7 +278,7 @@ class RemoteStates:
 
 
 def keys_of(found: Iterable[bytes]) -> Iterator[StateKey]:
-    """The keys of these bytes. What is no key is left out: others write to the tier, too."""
+    """The keys of these bytes. Bytes that are no key are left out, as others write to the tier, too."""
     for packed in found:
         with suppress(ValueError):
             yield StateKey.unpacked(packed)

@@ -47,7 +47,7 @@ def start(directory: Path, service: str, **changes: Any) -> Engine:
 def states_of(service: str) -> list[bytes]:
     """The names of the lists of states in a service."""
     with Redis.from_url(service) as client:
-        return [name for name in client if b"after:" in name]
+        return [name for name in client.scan_iter() if b"after:" in name]
 
 
 def test_another_engine_goes_on_from_what_one_has_put_into_redis(served: tuple[Any, Path], service: str) -> None:
@@ -78,7 +78,7 @@ def test_a_state_that_redis_has_evicted_is_computed(served: tuple[Any, Path], se
     prompt = conversation(engine, turns=1)
     engine.close()
     with Redis.from_url(service) as client:
-        largest = max((name for name in client if client.type(name) == b"string"), key=client.strlen)
+        largest = max((name for name in client.scan_iter() if client.type(name) == b"string"), key=client.strlen)
         client.delete(largest)
     engine = start(served[1], service)
     assert turn(engine, "next", prompt) == (generated(served[0], prompt, 9), 0)
@@ -91,7 +91,7 @@ def test_a_flipped_bit_in_redis_costs_computing_and_no_wrong_token(served: tuple
     prompt = conversation(engine, turns=1)
     engine.close()
     with Redis.from_url(service) as client:
-        largest = max((name for name in client if client.type(name) == b"string"), key=client.strlen)
+        largest = max((name for name in client.scan_iter() if client.type(name) == b"string"), key=client.strlen)
         value = bytearray(client.get(largest))
         value[-100] ^= 1
         client.set(largest, bytes(value))

@@ -36,9 +36,9 @@ class Queue:
     """The accepted sequences as a forecast sees them."""
 
     entries: Sequence[Entry]
-    """Those that lack a part of their prompts, by rank."""
+    """Sequences that lack a part of their prompts, by rank."""
     prompts: Sequence[Prompt]
-    """What each of `entries` lacks."""
+    """The part of its prompt that each of `entries` lacks."""
     decodes: Decodes
     """The other sequences."""
     tbt: float
@@ -195,7 +195,7 @@ class ContractAdmission:
         return Refusal(f"the contract cannot be kept now: {reason}", max(0.001, wait), predicted)
 
     def _predict(self, queue: Queue, promise: Promise, start: float, factor: float) -> Contract:
-        """The times that the last prompt of a queue could be promised behind the others."""
+        """The times that the last prompt of a queue could be promised after the others."""
         others = [other.tbt for _, other in self._promises] if len(queue.prompts) > 1 or queue.decodes.steps else []
         prompts = [prompt._replace(due=inf) for prompt in queue.prompts]
         bound = min(self._target, self._full_step(queue, factor), *others)

@@ -113,8 +113,8 @@ class ContractPart(Part):
     def _note_given(self, entries: Iterable[Entry]) -> None:
         """Note that a step gave these sequences tokens. An answer that is longer than expected is expected to go on."""
         for entry, promise in self._promises.given(entries, self._now):
-            promise.tokens = self._longest(entry)
-            promise.blocks = self._queues.pool.blocks_for(entry.sequence.request.answer_start + promise.tokens)
+            tokens = self._longest(entry)
+            promise.expect(tokens, self._queues.pool.blocks_for(entry.sequence.request.answer_start + tokens))
 
     def _longest(self, entry: Entry) -> int:
         """Most tokens that the answer of a sequence is expected to have."""

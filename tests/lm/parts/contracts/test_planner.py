@@ -180,7 +180,7 @@ def test_a_client_that_leaves_before_its_first_token_is_due_counts_for_nothing()
 
 
 def test_answers_are_expected_to_be_as_long_as_earlier_ones():
-    """Of 128 blocks, answers of up to 1,500 tokens take most: only one fits. After short answers, several do."""
+    """An answer of up to 1,500 tokens may take most of the 128 blocks. After short answers, several fit."""
     world, loose = World(blocks=128), Contract(complete=100.0)
     short = {"stop_token_ids": (TOKEN,), "ignore_eos": False}
     assert [world.add(f"first {number}", 10, 1500, loose, **short) for number in range(2)] == [True, False]

@@ -88,6 +88,13 @@ def test_a_contract_without_room_in_memory_is_refused_until_an_accepted_answer_e
     assert world.add("third", 1000, 500, loose)
 
 
+def test_contracts_leave_the_headroom_of_running_sequences():
+    for blocks, accepted in ((112, False), (128, True)):  # each contract needs 52 blocks, and 10% are headroom
+        world = World(blocks=blocks, model_len=1024)
+        assert world.add("first", 800, 32, Contract(complete=100.0))
+        assert world.add("second", 800, 32, Contract(complete=100.0)) is accepted
+
+
 def test_more_contracts_than_rows_are_refused():
     world = World(max_sequences=2)
     accepted = [world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(3)]

@@ -60,13 +60,25 @@ class ContractAdmission:
         self._max_sequences, self._target = max_sequences, target
 
     def decide(
-        self, entry: Entry, promise: Promise, pool: AnyMemory, *, headroom: int, now: float, start: float, factor: float
+        self,
+        entry: Entry,
+        promise: Promise,
+        pool: AnyMemory,
+        *,
+        headroom: int,
+        now: float,
+        start: float,
+        factor: float,
+        share: float = 1.0,
     ) -> Accepted | Refusal:
         """Accept a contract, or say why not.
 
-        The next step begins at `start`, and takes at most `factor` times its price.
+        Its tenant may hold a `share` of the rows and blocks. The next step begins at `start`, and takes at most
+        `factor` times its price.
         """
-        if refusal := self._lacks_place(promise, pool, headroom, now, start):
+        usable = pool.num_blocks - pool.lent - headroom
+        refusal = self._lacks_place(promise, usable, now, start) or self._lacks_share(entry, promise, usable, share)
+        if refusal:
             return refusal
         queue = self.queue(pool, start, (entry, promise))
         found = self.find_bound(queue, start=start, factor=factor)
@@ -146,11 +158,21 @@ class ContractAdmission:
         room.take(0, prices.ceiling, bound / factor)
         return room.tokens / bound >= LEAST_RATE * (prices.ceiling - rows) / full
 
-    def _lacks_place(
-        self, promise: Promise, pool: AnyMemory, headroom: int, now: float, start: float
-    ) -> Refusal | None:
-        """A refusal for want of rows or blocks; None if there are enough."""
-        usable = pool.num_blocks - pool.lent - headroom
+    def _lacks_share(self, entry: Entry, promise: Promise, usable: int, share: float) -> Refusal | None:
+        """A refusal if its tenant would hold more than its share of rows and blocks; None if it would not.
+
+        A tenant without an open contract may always have one.
+        """
+        tenant = tenant_of(entry)
+        own = [(each, other) for each, other in self._promises if tenant_of(each) == tenant]
+        blocks = promise.blocks + sum(other.blocks for _, other in own)
+        if not own or (len(own) < share * self._max_sequences and blocks <= share * usable):
+            return None
+        wait = min(other.tokens_left(each) for each, other in own) * self._promises.bound
+        return Refusal("the contract cannot be kept now: the share of its API key is promised already", wait)
+
+    def _lacks_place(self, promise: Promise, usable: int, now: float, start: float) -> Refusal | None:
+        """A refusal for want of rows or blocks, of which `usable` are for contracts; None if there are enough."""
         held = sum(other.blocks for _, other in self._promises)
         if promise.blocks > usable:
             needed = f"it may need {promise.blocks} blocks of the KV cache, and contracts can have {usable}"
@@ -210,3 +232,8 @@ def promised(ttft: float, tbt: float, complete: float) -> Contract:
     """These times as a contract; those that no contract can have are left out."""
     times = [time if 0 < time <= MAX_CONTRACT else None for time in (ttft, tbt, complete)]
     return Contract(*times)
+
+
+def tenant_of(entry: Entry) -> str:
+    """A sequence's tenant."""
+    return entry.sequence.request.identity.tenant

@@ -95,6 +95,21 @@ def test_contracts_leave_the_headroom_of_running_sequences():
         assert world.add("second", 800, 32, Contract(complete=100.0)) is accepted
 
 
+def test_one_of_several_tenants_gets_its_share_of_rows_and_blocks():
+    loose = Contract(complete=100.0)
+    alone = World(max_sequences=4)
+    assert [alone.add(str(number), 10, 10, loose) for number in range(4)] == [True] * 4
+    for options, prompt in (({"max_sequences": 4}, 10), ({"blocks": 128}, 400)):  # 26 blocks each, of 116
+        world = World(**options)
+        world.add("plain", 10, 10, tenant="other")
+        assert [world.add(f"own {number}", prompt, 10, loose) for number in range(3)] == [True, True, False]
+        assert "share of its API key" in world.refusals["own 2"].reason
+        assert 0 < world.refusals["own 2"].retry_after < 1
+        assert [world.add(f"other {number}", prompt, 10, loose, tenant="other") for number in range(2)] == [True] * 2
+        world.run()
+        assert world.add("own again", prompt, 10, loose)
+
+
 def test_more_contracts_than_rows_are_refused():
     world = World(max_sequences=2)
     accepted = [world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(3)]

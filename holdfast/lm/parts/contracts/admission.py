@@ -9,7 +9,7 @@ from math import inf
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prompt, Room
-from holdfast.lm.parts.contracts.promises import Promise, Promises, prompt_of
+from holdfast.lm.parts.contracts.promises import Promise, Promises, answered, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
 LEAST_RATE = 0.25
@@ -94,11 +94,11 @@ class ContractAdmission:
         paces = [
             (promise.complete_by - start) / promise.tokens_left(entry)
             for entry, promise in everyone
-            if promise.complete_by < inf and entry.decoding
+            if promise.complete_by < inf and entry.decoding and answered(entry) < promise.tokens
         ]
         return Queue(
             [entry for entry, _ in lacking],
-            [prompt_of(*pair, pool) for pair in lacking],
+            [prompt_of(entry, promise, pool) for entry, promise in lacking],
             Decodes(decoding),
             min((promise.tbt for _, promise in everyone), default=inf),
             min(paces, default=inf),

@@ -129,7 +129,9 @@ class ContractAdmission:
             prices.linear(rows, most) + attention + prices.chunk(max(0, context - most), max(context, most))
         )
 
-    def _narrowed(self, queue: Queue, bound: float, start: float, factor: float) -> float | None:
+    def _narrowed(
+        self, queue: Queue, bound: float, start: float, factor: float, *, least: float = LEAST_RATE
+    ) -> float | None:
         """This bound, or a smaller one with which every sequence completes in time; None if contracts are broken."""
         for _ in range(TRIES):
             outlook = self._forecast.follow(queue.prompts, queue.decodes, start=start, bound=bound, factor=factor)
@@ -141,14 +143,14 @@ class ContractAdmission:
                 return None
             paces = [(prompt.complete - first) / max(1, prompt.remaining - 1) for prompt, first in pairs]
             if min(paces, default=inf) >= bound:
-                return bound if self._is_efficient(queue, bound, factor) else None
+                return bound if self._is_efficient(queue, bound, factor, least) else None
             bound = min(paces) * SLACK
             if not bound > 0:
                 return None
         return None
 
-    def _is_efficient(self, queue: Queue, bound: float, factor: float) -> bool:
-        """Whether steps within the bound compute prompts at LEAST_RATE of the rate of the largest steps."""
+    def _is_efficient(self, queue: Queue, bound: float, factor: float, least: float) -> bool:
+        """Whether steps within the bound compute prompts at this share of the rate of the largest steps, at least."""
         full = self._full_step(queue, factor)
         if bound >= full * SLACK:
             return True
@@ -156,7 +158,7 @@ class ContractAdmission:
         rows, attention = self._forecast.load(queue.prompts, queue.decodes, (), 0, 1)
         room = Room(prices, rows, attention)
         room.take(0, prices.ceiling, bound / factor)
-        return room.tokens / bound >= LEAST_RATE * (prices.ceiling - rows) / full
+        return room.tokens / bound >= least * (prices.ceiling - rows) / full
 
     def _lacks_share(self, entry: Entry, promise: Promise, usable: int, share: float) -> Refusal | None:
         """A refusal if its tenant would hold more than its share of rows and blocks; None if it would not.
@@ -205,7 +207,9 @@ class ContractAdmission:
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
             predicted = self._predict(alone, promise, promise.arrival, factor)
-            return Refusal("the contract can never be kept: even an idle engine is slower", inf, predicted)
+            slow = self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor, least=0.0) is None
+            reason = "even an idle engine is slower" if slow else "steps as short as its pace would delay all others"
+            return Refusal(f"the contract can never be kept: {reason}", inf, predicted)
         others = [prompt for index, prompt in enumerate(queue.prompts) if index != place]
         predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
         if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:

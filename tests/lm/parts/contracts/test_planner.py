@@ -167,6 +167,7 @@ def test_a_step_is_no_longer_than_the_fastest_pace_promised():
 def test_a_pace_that_would_slow_all_prompts_down_is_refused():
     world = World(budget=512, tile=1)
     assert not world.add("greedy", 1, 500, Contract(tbt=1.06 * EXACT.step([(1, 501)])))
+    assert "delay all others" in world.refusals["greedy"].reason
 
 
 def test_outcomes_are_counted_by_the_term_that_was_broken():

@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from holdfast.core.pause import NO_PAUSE, Pause
-from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, GapHistogram, Kind, Kinds, bin_of
+from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, SHORTEST, GapHistogram, Kind, Kinds, bin_of
 
 MOST_OPEN = 1 << 16
 """Largest number of ended sequences that are remembered until they are continued."""
@@ -183,7 +183,7 @@ class Turn:
             self.kind.ratios.begin(self.time)
 
     def advance(self, now: float) -> float:
-        """Note how long the gap has lasted. Returns the time at which to note it again; inf after a day."""
+        """Note how long the gap has lasted. Returns the time at which to note it again, after `now`; inf after a day."""
         age = now - self.time
         at, ratio_at = max(self.at, bin_of(age)), max(self.ratio_at, bin_of(age / self.scale))
         if at > self.at:
@@ -191,7 +191,8 @@ class Turn:
         if self.pause.expected is not None and ratio_at > self.ratio_at:
             self.kind.ratios.last(self.time, self.ratio_at, ratio_at)
         self.at, self.ratio_at = at, ratio_at
-        return inf if age >= LONGEST else self.time + EDGES[min(at + 1, BINS - 1)]
+        # A rounded sum of a large time and a small edge may not lie after `now`.
+        return inf if age >= LONGEST else max(self.time + EDGES[min(at + 1, BINS - 1)], now + SHORTEST)
 
     def end(self, now: float) -> None:
         """Close the gap: the state is needed now."""

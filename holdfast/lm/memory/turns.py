@@ -183,7 +183,7 @@ class Turn:
             self.kind.ratios.begin(self.time)
 
     def advance(self, now: float) -> float:
-        """Note how long the gap has lasted. Returns the time at which to note it again, after `now`; inf after a day."""
+        """Note how long the gap has lasted. Returns the time after `now` at which to note it again; inf after a day."""
         age = now - self.time
         at, ratio_at = max(self.at, bin_of(age)), max(self.ratio_at, bin_of(age / self.scale))
         if at > self.at:

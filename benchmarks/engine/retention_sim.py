@@ -217,7 +217,9 @@ def read_mooncake(path: Path, seconds: float) -> list[Turn]:
         start = row["timestamp"] / 1000
         if start > seconds:
             break
-        digests = [f"{each}".encode() for each in row["hash_ids"]]
+        digests = [f"{each}".encode() for each in row["hash_ids"][: row["input_length"] // BLOCK]]
+        if not digests:
+            continue
         turns.append(Turn(start, start + row["input_length"] / PREFILL + row["output_length"] / DECODE, digests, ""))
     return sorted(turns, key=lambda turn: turn.start)
 

@@ -19,8 +19,8 @@ class Pause:
     """
 
     kind: str = ""
-    """The thing that the conversation waits for: `person`, `tool:NAME`, `branch`, `batch`, or any other word. Gaps are learned by
-    kind; the part before a colon is the parent kind. Empty: unknown."""
+    """The thing that the conversation waits for: `person`, `tool:NAME`, `branch`, `batch`, or any other word. Gaps are
+    learned by kind; the part before a colon is the parent kind. Empty: unknown."""
     expected: float | None = None
     """Seconds from the end of the sequence to its next request, as the client expects. None: no hint."""
     keep_until: float | None = None

@@ -127,7 +127,7 @@ class Turns(Protocol):
         ...
 
     def note(self, request: str, pause: Pause, now: float) -> bool:
-        """Take note of what is known now of the pause after a request. Returns False if nobody remembers the request."""
+        """Take note of what is known now of the pause after a request. Returns False if nobody remembers it."""
         ...
 
     def worth(self, last: float, call: int, now: float) -> float:

@@ -348,7 +348,7 @@ class TurnTracker:
         return prompt_end
 
     def _leave_shared(self, turn: Turn) -> Turn:
-        """The turn of the blocks that `turn` leaves to others. The turn before is open again if this one is superseded."""
+        """The turn of the blocks that `turn` leaves to others. If it is superseded, the turn before is open again."""
         start, pause = turn.start, turn.pause
         kind = "" if not pause.superseded else BRANCH if pause.kind == BRANCH else start.kind
         departure = Departure(tenant=turn.tenant, pause=Pause(kind))

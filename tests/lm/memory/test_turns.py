@@ -100,6 +100,8 @@ def test_a_note_supersedes_only_what_came_since_the_turn_before():
     engine.run([1, 2, 3], 0.0, kind="person")
     engine.run([1, 2, 3, 4, 5], 10.0, request="old", kind="person")
     assert engine.turns.note("old", Pause("person", superseded=True), 11.0)
+    kinds = {engine.turns.turn(*use).pause for use in engine.pool._idle.retained._groups}
+    assert kinds == {Pause("person"), Pause("person", superseded=True)}
     assert engine.evicted(2, 11.0) == engine.digests([1, 2, 3, 4, 5])[3:]
     assert engine.evicted(3, 11.0) == engine.digests([1, 2, 3])
 
@@ -177,6 +179,17 @@ def test_open_turns_are_bounded_and_the_oldest_is_forgotten(monkeypatch):
     assert len(tracker._prompt_ends) == 10
     assert tracker.note("95", Pause("person"), 101.0) and not tracker.note("5", Pause("person"), 101.0)
     assert len(tracker._due) <= 2 * 10 + 65
+
+
+def test_the_time_at_which_a_gap_is_looked_at_again_is_always_later():
+    """A clock that has run for weeks rounds away the smallest differences."""
+    for number in range(200):
+        time = 3e6 + number / 7
+        turn = module.Turn(time, Departure(), module.Kind(), NEW, length=1, prompt=0, prompt_end=b"")
+        turn.begin()
+        for edge in module.EDGES[1:-2]:
+            now = time + edge
+            assert now < turn.advance(now) <= now + max(1e-3, edge)
 
 
 def test_a_reused_request_id_names_the_later_turn():

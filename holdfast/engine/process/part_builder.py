@@ -240,7 +240,6 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
 def properties_of_decoder(spec: DecoderSpec) -> set[str]:
     """The properties of a native decoder that parts may exclude."""
     found = {
-        "recurrent layers": any(spec.recurrent),
         "layers of several sizes": bool(spec.layer_specs),
         "latent attention": bool(spec.latent),
     }

@@ -160,7 +160,7 @@ def make_parts(planning: Planning) -> Sequence[Part]:
             planning.priced,
             tile=min(shape.tile, shape.max_step_tokens),
             ceiling=shape.max_step_tokens,
-            max_sequences=config.max_sequences,
+            max_sequences=config.most_sequences,
             target=config.tbt_seconds,
             confidence=config.contract_confidence,
             share=config.contract_share,

@@ -46,7 +46,7 @@ def test_answers_of_random_histories_on_several_ranks_are_those_of_transformers(
         seen += play(seed, module, tmp_path, 60, pairs=2, tp=tp, pp=pp)
     assert seen["suspensions"] > 0
     assert seen["snapshot_hits"] > 9
-    assert seen["snapshots_swapped_in"] > 8
+    assert seen["snapshots_swapped_in"] > 4
     assert seen["ties"] < seen["tokens"] / 100
 
 

@@ -74,6 +74,9 @@ def test_a_list_keeps_the_states_that_were_written_last(url: str) -> None:
         assert store.write([block], [data]) == ["done"]
     _, found = store.find([TierBlock(parent(5), 0)])
     assert found == tuple(b"key %d" % number for number in reversed(range(2, remote_states.MOST_AFTER + 2)))
+    with Redis.from_url(url) as client:
+        (name,) = (each for each in client.scan_iter() if b"after:" in each)
+        assert client.zcard(name) == remote_states.MOST_AFTER
     store.close()
 
 

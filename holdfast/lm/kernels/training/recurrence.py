@@ -1,7 +1,7 @@
 """Recurrent layers for training: whole sequences from a state of zeros, in operations that autograd can follow.
 
-Sequences are cut into chunks. What does not depend on a state is computed for all chunks together. Then one chunk of
-each sequence follows the other, a few small products at a time, so that a GPU's host launches little.
+Sequences are cut into chunks. Products that need no state are computed for all chunks together. Then one chunk of each
+sequence follows the other, a few small products at a time, so that a GPU's host launches little.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TENSORS = 8
 class Chunks:
     """The chunks of S sequences of T tokens together: N chunks of C tokens, the first ones of all sequences first.
 
-    Those of one round come in the order of their sequences' numbers of chunks, the longest first. So the chunks of a
+    The chunks of one round come in the order of their sequences' numbers of chunks, the longest first. So the chunks of a
     round are those of the first sequences of the round before.
     """
 
@@ -259,7 +259,7 @@ def decayed_sums(
 def results(
     query: torch.Tensor, key: torch.Tensor, written: torch.Tensor, states: torch.Tensor, factors: Decays
 ) -> torch.Tensor:
-    """What queries read of the states before their chunks, and of the chunks' writes: [N, H, C, D]."""
+    """The results of queries, read from the states before their chunks and from the chunks' writes: [N, H, C, D]."""
     heads = written.shape[1]
     weights = grouped(query @ key.transpose(2, 3), heads) * factors.between
     return factors.since * (grouped(query, heads) @ states) + weights @ written

@@ -1,4 +1,4 @@
-"""Mixers in training: what a layer computes between its two projections, forward and backward.
+"""Mixers in training: the part of a layer between its two projections, forward and backward.
 
 `Halves` computes the projections, to which adapters belong. Nothing here has weights of its own to train.
 """

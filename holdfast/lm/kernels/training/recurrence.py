@@ -1,7 +1,7 @@
 """Recurrent layers for training: whole sequences from a state of zeros, in operations that autograd can follow.
 
-Sequences are cut into chunks. What does not depend on a state is computed for all chunks together. Then one chunk of
-each sequence follows the other, a few small products at a time, so that a GPU's host launches little.
+Sequences are cut into chunks. Products that need no state are computed for all chunks together. Then one chunk of each
+sequence follows the other, a few small products at a time, so that a GPU's host launches little.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TENSORS = 8
 class Chunks:
     """The chunks of S sequences of T tokens together: N chunks of C tokens, the first ones of all sequences first.
 
-    Those of one round come in the order of their sequences' numbers of chunks, the longest first. So the chunks of a
+    The chunks of one round come in the order of their sequences' numbers of chunks, the longest first. So the chunks of a
     round are those of the first sequences of the round before.
     """
 
     tokens: torch.Tensor  # [N, C] the batch's token at each place; padding repeats the chunk's last token
-    real: torch.Tensor  # [N, C, 1]: False for padding
+    real: torch.Tensor  # [N, C]: False for padding, which only a sequence's last chunk has
     rounds: tuple[int, ...]
     """Number of chunks in each round."""
     position: torch.Tensor  # [T] position of each token in its sequence
@@ -45,14 +45,14 @@ class Chunks:
         """The numbers [T, heads, D] of the chunks' tokens, as [N, heads, C, D] in float32."""
         return numbers[self.tokens].float().transpose(1, 2)
 
-    def real_only(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The numbers [T, heads] of the chunks' tokens, as [N, heads, C]; 0 for padding."""
-        return numbers[self.tokens].float().masked_fill(~self.real, 0.0).transpose(1, 2)
+    def of_heads(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The numbers [T, heads] of the chunks' tokens, as [N, heads, C] in float32."""
+        return numbers[self.tokens].float().transpose(1, 2)
 
     def put(self, found: torch.Tensor) -> torch.Tensor:
         """Results [N, heads, C, D] by token, [T, heads, D]."""
         count = len(self.position)
-        place = torch.where(self.real[..., 0], self.tokens, count).flatten()  # padding goes to a row that is dropped
+        place = torch.where(self.real, self.tokens, count).flatten()  # padding goes to a row that is dropped
         out = found.new_zeros(count + 1, found.shape[1], found.shape[3])
         return out.index_copy(0, place, found.transpose(1, 2).flatten(0, 1))[:count]
 
@@ -78,7 +78,7 @@ class TrainingRecurrence(Recurrence[Chunks]):
         most = lengths[sequence, None]
         tokens = starts[sequence, None] + np.minimum(offset, most - 1)
         position = np.arange(segments.num_tokens) - np.repeat(starts, lengths)
-        real = torch.from_numpy((offset < most)[..., None])
+        real = torch.from_numpy(offset < most)
         return Chunks(
             sent(torch.from_numpy(tokens), self.device),
             sent(real, self.device),
@@ -126,7 +126,7 @@ class TrainingRecurrence(Recurrence[Chunks]):
             q, k, v = map(metadata.of, inputs[:3])
             if normalize:
                 q, k = normalized(q), normalized(k)
-            decay, rate = map(metadata.real_only, inputs[3:])
+            decay, rate = map(metadata.of_heads, inputs[3:])
             return metadata.put(delta_rule(q * scale, k, v, decay, rate[..., None], metadata.rounds))
 
         return in_pieces(compute, (query, key), (value, log_decay, beta), metadata).to(value.dtype)
@@ -144,7 +144,7 @@ class TrainingRecurrence(Recurrence[Chunks]):
     ) -> torch.Tensor:
         def compute(*inputs: torch.Tensor) -> torch.Tensor:
             read, write, given = map(metadata.of, inputs[:3])
-            time, log_decay = map(metadata.real_only, inputs[3:])
+            time, log_decay = map(metadata.of_heads, inputs[3:])
             return metadata.put(decayed_sums(read, write, given * time[..., None], log_decay, metadata.rounds))
 
         found = in_pieces(compute, (c, b), (x, dt, dt * decay), metadata)
@@ -259,7 +259,7 @@ def decayed_sums(
 def results(
     query: torch.Tensor, key: torch.Tensor, written: torch.Tensor, states: torch.Tensor, factors: Decays
 ) -> torch.Tensor:
-    """What queries read of the states before their chunks, and of the chunks' writes: [N, H, C, D]."""
+    """The results of queries, read from the states before their chunks and from the chunks' writes: [N, H, C, D]."""
     heads = written.shape[1]
     weights = grouped(query @ key.transpose(2, 3), heads) * factors.between
     return factors.since * (grouped(query, heads) @ states) + weights @ written

@@ -8,6 +8,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.state_pool import StatePool
+from holdfast.lm.memory.turn_queue import make_turns
 from holdfast.lm.parts.grammars.planner import GrammarPart
 from holdfast.lm.parts.pauses.planner import PausePart
 from holdfast.lm.parts.penalties.planner import PenaltyPart
@@ -54,7 +55,9 @@ def create_scheduler(
     pauses=False,
     **options,
 ):
-    rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
+    rule = RetentionRule(
+        EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size, turns=make_turns(eviction)
+    )
     kept = rule.from_the_end() if snapshots else rule
     pool = BlockPool(blocks, block_size, rule=kept, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water)
     kind = PagedKind(pool, by_layer=by_layer)

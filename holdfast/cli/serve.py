@@ -216,6 +216,8 @@ EVICTION = {
     "lru": "least recently used first",
     "lru-conversation": "least recently used first, whole conversations",
     "tail-first": "least recently used first, conversations from their ends",
+    "ttl": "least recently used first, kept for as long as calls of its tool last",
+    "hits": "fewest turns first",
 }
 
 

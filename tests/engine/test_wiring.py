@@ -18,7 +18,8 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
-from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.memory.retention import EVICTIONS, cost_by_position
+from holdfast.lm.memory.turns import APPRAISALS
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from tests.adapters import drawn, write
@@ -231,3 +232,21 @@ def test_adapters_are_read_and_get_slots_of_the_given_rank_and_number(small, che
     ):
         with pytest.raises(ValueError, match=f"adapter a in .*{reason}"):
             build(small(adapter=(f"a={path}",), **options))
+
+
+@pytest.mark.parametrize(("name", "appraisal"), APPRAISALS.items())
+def test_all_tiers_order_their_idle_blocks_by_the_same_turns(name, appraisal, small):
+    loop, _ = build(small(eviction=name, host_cache_gb=100 * BLOCK / 1e9))
+    pool = loop.planner._queues.pool
+    assert pool.rule.turns._appraise is appraisal
+    assert {pool._idle.retained._tracker, pool.host._retained._tracker} == {pool.rule.turns}
+    assert (pool._idle.retained._capacity, pool.host._retained._capacity) == (pool.num_blocks, pool.host.num_blocks)
+    loop.close()
+
+
+def test_a_tier_that_keeps_what_is_dear_to_compute_has_a_cost_profile(small):
+    for name, has in (("pauses", True), ("retention", True), ("ttl", False), ("lru", False)):
+        loop, _ = build(small(eviction=name, host_cache_gb=100 * BLOCK / 1e9))
+        cost = loop.planner._queues.pool.rule.cost
+        assert (getattr(cost, "func", None) is not cost_by_position) == has
+        loop.close()

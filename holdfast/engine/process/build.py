@@ -62,6 +62,7 @@ from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.models.loader import decoder_spec
@@ -461,7 +462,7 @@ def find_profiles(site: Site, shape: EngineShape, path: Path, builders: Sequence
     A latency target needs it, and so does a host tier that keeps the chunks that are dearest to compute again.
     """
     config, order = site.config, site.order
-    ranks_chunks = shape.executor == "paged" and shape.num_host_blocks > 0 and config.eviction == "retention"
+    ranks_chunks = shape.executor == "paged" and shape.num_host_blocks > 0 and EVICTIONS[config.eviction].by_cost
     needed = config.has_target or ranks_chunks or any(b.is_priced(shape) for b in builders)
     return [find_profile(site, shape, path)] if order.measure or order.priced or needed else []
 

@@ -29,8 +29,8 @@ EDGES = (
 BINS = len(EDGES)
 WIDTHS = (*(end - start for start, end in pairwise(EDGES)), EDGES[-1])
 """Width of each bin in seconds. The last one counts as wide as all before it."""
-PRIOR_WEIGHT = 2.0
-"""A kind's chance of a return within a bin is its own observations, and this many of its parent kind."""
+PRIOR_WEIGHT = 0.5
+"""A kind's chance of a return within a bin is that of its own observations, and of this many of its parent kind."""
 PRIOR_POWER = 0.5
 """Before anything is learned, half of all gaps that have lasted t end before 4 t: the rate of return is 0.5 / t."""
 MOST_CERTAIN = 1.0 - 1e-9
@@ -112,15 +112,16 @@ class Rates:
         return total / self.survival(idle)
 
     def density(self, gap: float) -> float:
-        """Probability density of a gap of this length, per second."""
-        return self._rates[bin_of(gap)] * self.survival(gap)
+        """Probability density of a gap of this length, per second: the mean over its bin."""
+        at = bin_of(gap)
+        return self._survival[at] * self.chances[at] / WIDTHS[at]
 
     def quantile(self, share: float) -> float:
         """The end of the bin within which this share of the gaps of at most LONGEST have ended."""
         last = self._survival[-1]
         for at in range(1, BINS):
             if 1.0 - self._survival[at] >= share * (1.0 - last):
-                return EDGES[at]
+                return min(EDGES[at], LONGEST)
         return LONGEST
 
 
@@ -262,10 +263,9 @@ class GapHistogram:
             self._changed = 0.0
         return self._rates
 
-    @property
-    def worths(self) -> Sequence[float]:
-        """The worth of holding a state, by bin of its age (`Rates.worth`)."""
-        return self.rates.worth
+    def worth(self, at: int) -> float:
+        """The worth of holding a state whose age is in bin `at` (`Rates.worth`)."""
+        return self.rates.worth[at]
 
     def _compute(self) -> Rates:
         """The chance of each bin: those that ended in it, of those that reached it; half of the open ones count."""
@@ -288,25 +288,69 @@ MOST_SURPRISE = 5.0
 """Most that one outcome changes the trust, in nats."""
 
 
-class Kind:
-    """What is learned of one kind of pause: its gaps, and how true the hints are that clients give with it."""
+class Known(Protocol):
+    """What is known of a kind of pause."""
 
-    def __init__(self, parent: Learner) -> None:
-        self.gaps = GapHistogram(parent)
-        self.ratios = GapHistogram(HINTED)
+    @property
+    def gaps(self) -> Learner:
+        """Gaps in seconds."""
+        ...
+
+    @property
+    def ratios(self) -> Learner:
         """Gaps in units of what the client expected."""
-        self._trust = TRUST
+        ...
+
+    @property
+    def trust(self) -> float:
+        """How much hints are believed, in nats."""
+        ...
+
+    def judge(self, gap: float, expected: float) -> None:
+        """A gap that was expected to last for `expected` seconds has ended."""
+        ...
+
+
+class Anything:
+    """What is known of pauses of which nothing was learned."""
+
+    gaps: Learner = UNKNOWN
+    ratios: Learner = HINTED
+    trust = TRUST
+
+    def judge(self, gap: float, expected: float) -> None:
+        """Do nothing: nothing is learned."""
+
+
+ANYTHING = Anything()
+
+
+class Kind:
+    """What is learned of one kind of pause: its gaps, and how true the hints are that clients give with it.
+
+    It begins with what is known of its parent kind, and the parent kind learns from it. So a client does not win trust
+    back by another name for its pauses.
+    """
+
+    def __init__(self, parent: Known = ANYTHING) -> None:
+        self._parent = parent
+        self.gaps = GapHistogram(parent.gaps)
+        self.ratios = GapHistogram(parent.ratios)
+        """Gaps in units of what the client expected."""
+        self.trust = parent.trust
+        """How much hints are believed, in nats."""
 
     @property
     def believes_hints(self) -> bool:
         """Whether hints have predicted the gaps of this kind better than the gaps before them did."""
-        return self._trust > 0.0
+        return self.trust > 0.0
 
     def judge(self, gap: float, expected: float) -> None:
         """Compare how probable a gap was by its hint and without it. Recent outcomes count most."""
         hinted = max(self.ratios.rates.density(gap / expected) / expected, 1e-300)
         surprise = math.log(hinted / max(self.gaps.rates.density(gap), 1e-300))
-        self._trust = TRUST_KEPT * self._trust + min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+        self.trust = TRUST_KEPT * self.trust + min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+        self._parent.judge(gap, expected)
 
 
 class Kinds:
@@ -327,7 +371,7 @@ class Kinds:
         """The kind of this name, a new one if the tenant has none. The one used longest ago makes room for it."""
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             self._tenants.popitem(last=False)
-        kinds = self._tenants.setdefault(tenant, OrderedDict({"": Kind(UNKNOWN)}))
+        kinds = self._tenants.setdefault(tenant, OrderedDict({"": Kind()}))
         self._tenants.move_to_end(tenant)
         kinds.move_to_end("")
         if kind not in kinds:
@@ -335,6 +379,6 @@ class Kinds:
             above = self.find(tenant, parent if colon else "")
             if len(kinds) >= MAX_KINDS:
                 kinds.popitem(last=False)
-            kinds[kind] = Kind(above.gaps)
+            kinds[kind] = Kind(above)
         kinds.move_to_end(kind)
         return kinds[kind]

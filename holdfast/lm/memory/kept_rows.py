@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.lm.memory.digests import DigestCache
-from holdfast.lm.memory.retention import MIN_AGE, RetentionRule
+from holdfast.lm.memory.retention import RetentionRule
+from holdfast.lm.memory.turns import Departure, Start
 
 STRIDE = 16
 """A state that can be cut is found at prefixes whose length is a multiple of this many tokens."""
@@ -197,6 +198,18 @@ class KeptRows:
                 return FoundRow(slot, best, self._rows[slot].on_host)
         return None
 
+    def begin(self, root: bytes, tokens: Sequence[int], now: float) -> Start:
+        """A sequence with this prompt begins. Returns what it continues."""
+        return self._rule.turns.begin(self._prefixes(root, array("I", tokens))[1:], 0, now)
+
+    def left(self, root: bytes, tokens: Sequence[int], departure: Departure, start: Start, now: float) -> None:
+        """A sequence with these tokens has ended whose state is kept."""
+        digests = self._prefixes(root, array("I", tokens))[1:]
+        if digests:
+            self._uses += 1
+            prompt = departure.prompt // STRIDE
+            self._rule.turns.left(digests, departure, start, self._uses, now, prompt=prompt)
+
     def _last_of(self, slots: dict[int, None]) -> int:
         """The slot added last among those on the device, or else on the host; -1 if there is none."""
         on_device = (slot for slot in reversed(slots) if not self._rows[slot].on_host)
@@ -309,13 +322,13 @@ class KeptRows:
         """The slots of one tier that are not held, the state of the lowest value first.
 
         The value of a state is the cost of computing it again, per byte and per second since its last use (Pensieve
-        §4.3.1, with whole states in place of chunks).
+        §4.3.1, with whole states in place of chunks), or times what the pauses of its kind make of it.
         """
         held = self._held
         slots = [slot for slot, row in self._rows.items() if row.on_host == on_host and slot not in held]
         return sorted(slots, key=lambda slot: (self.value(slot, now), self._rows[slot].used))
 
     def value(self, slot: int, now: float) -> float:
-        """The value of a state (`victims`). 1 / age if the rule does not go by cost."""
+        """The value of a state (`victims`). Each byte costs the same if the rule does not go by cost."""
         row = self._rows[slot]
-        return row.worth / max(now - row.used[0], MIN_AGE)
+        return row.worth * self._rule.turns.worth_at(row.key.prefixes[-1], row.used[0], now)

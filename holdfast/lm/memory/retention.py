@@ -116,10 +116,13 @@ class Turns(Protocol):
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
         ...
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
-        """A sequence with these full blocks has ended.
+    def left(
+        self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
+    ) -> int:
+        """A sequence with these full blocks has ended, the first `prompt` of which are those of its prompt.
 
-        Call `call` is about to free its own blocks, and the call after it those in common, if there are any.
+        Returns how many of them, the first, are not its alone. The call of number `call` is about to free its own
+        blocks, and the call after it the others, if there are any.
         """
         ...
 
@@ -129,6 +132,10 @@ class Turns(Protocol):
 
     def worth(self, last: float, call: int, now: float) -> float:
         """Worth, per unit of cost and second, of state that was last used at `last` by this call."""
+        ...
+
+    def worth_at(self, digest: bytes, last: float, now: float) -> float:
+        """`worth` of state that ends with the block of this digest."""
         ...
 
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
@@ -143,8 +150,11 @@ class Untracked:
         """NEW: nothing is known of the sequence before."""
         return NEW
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
-        """Do nothing: the last use of the blocks is all."""
+    def left(
+        self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
+    ) -> int:
+        """Do nothing: the last use of the blocks is all, and they are freed together."""
+        return 0
 
     def note(self, request: str, pause: Pause, now: float) -> bool:
         """False: nobody remembers requests."""
@@ -153,6 +163,10 @@ class Untracked:
     def worth(self, last: float, call: int, now: float) -> float:
         """One over the time since the last use."""
         return 1.0 / max(now - last, MIN_AGE)
+
+    def worth_at(self, digest: bytes, last: float, now: float) -> float:
+        """One over the time since the last use."""
+        return self.worth(last, 0, now)
 
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
         """The order by cost and last use."""

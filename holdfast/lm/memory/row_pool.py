@@ -14,7 +14,7 @@ from holdfast.lm.memory.kept_rows import FoundRow as FoundState
 from holdfast.lm.memory.kept_rows import KeptRows, RowKey
 from holdfast.lm.memory.protocol import SequenceState
 from holdfast.lm.memory.retention import RetentionRule
-from holdfast.lm.memory.turns import NOTHING_SAID, Departure
+from holdfast.lm.memory.turns import NEW, NOTHING_SAID, Departure
 from holdfast.lm.types import BlockCopy, BlockMove, RowMove, RowMoveKind, RowShape, TierCopied
 
 Place = Literal["nowhere", "apart", "batch"]
@@ -112,8 +112,8 @@ class RowState:
     """
 
     __slots__ = (
-        "_pool", "_root", "ahead", "capacity", "digests", "kept", "lost_alone", "name", "next_full", "place", "planned",
-        "resumed", "row", "since", "slot", "source",
+        "_pool", "_prompt", "_root", "_start", "ahead", "capacity", "digests", "kept", "lost_alone", "name",
+        "next_full", "place", "planned", "resumed", "row", "since", "slot", "source",
     )  # fmt: skip
 
     blocks: Sequence[int] = ()
@@ -128,6 +128,10 @@ class RowState:
         """Always empty: state is not paged."""
         self._pool = pool
         self._root = root
+        self._start = NEW
+        """What state the sequence began with."""
+        self._prompt: Sequence[int] = ()
+        """The tokens for which state was looked for last."""
         self.planned = 0
         """Positions [0, planned) are computed, or a plan already made computes them."""
         self.capacity = 0
@@ -173,6 +177,7 @@ class RowState:
 
     def match(self, tokens: Sequence[int]) -> FoundRow:
         """Find the suspended state of this sequence, or the state of an ended one that saves most of its tokens."""
+        self._prompt = tokens
         if self.slot >= 0:
             return FoundRow(self.planned, self.slot, on_host=True)
         return self._pool.find(self._root, tokens)
@@ -193,6 +198,8 @@ class RowState:
     def allocate(self, found: FoundRow, length: int, now: float) -> tuple[BlockCopy, ...]:
         """Count memory for a row of the batch of `length` positions and one more. Returns no block copies."""
         assert self.place == "nowhere" and self not in self._pool.members
+        if self._start is NEW and self._root is not None:
+            self._start = self._pool.kept.begin(self._root, self._prompt, now)
         if self.slot < 0 and found.slot >= 0:
             self.source, self.since = found.slot, -1
             self._pool.kept.touch(found.slot, now)
@@ -300,6 +307,8 @@ class RowState:
         Returns whether its row is free. It is not while it stays in the batch until the batch ends.
         """
         self.leave_batch(len(tokens))
+        if self.kept >= 0 and self._root is not None:
+            self._pool.kept.left(self._root, tokens[: self.planned], departure, self._start, now)
         self.settle(tokens, now)
         self.free(now)
         return self.row not in self._pool.ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import block_digests, usable_blocks
@@ -272,12 +272,11 @@ class SequenceCache:
     def end(self, tokens: Sequence[int], now: float, departure: Departure = NOTHING_SAID) -> bool:
         """Free all blocks, because the sequence has ended. Its row is free, too."""
         if self.blocks:
-            pool, digests = self._pool, self._digests[: self._cached]
-            common = min(self._start.common, self._cached)
+            pool, digests, shared = self._pool, self._digests[: self._cached], 0
             if digests:
-                start = replace(self._start, common=common)
-                pool.rule.turns.left(digests, departure, start, pool.uses + 1, now)
-            self.free(now, common)
+                prompt = departure.prompt // pool.block_size
+                shared = pool.rule.turns.left(digests, departure, self._start, pool.uses + 1, now, prompt=prompt)
+            self.free(now, shared)
         return True
 
     def suspend(self, tokens: Sequence[int], now: float) -> bool:
@@ -289,13 +288,13 @@ class SequenceCache:
         self.free(now)
         return self._pool.host is not None
 
-    def free(self, now: float, common: int = 0) -> None:
-        """Free all blocks, the first `common` of them as another use of them than the rest.
+    def free(self, now: float, shared: int = 0) -> None:
+        """Free all blocks, the first `shared` of them as another use than the rest.
 
         Among blocks of equal value, those freed first are evicted first.
         """
         trailing_first = self._pool.rule.eviction.trailing_first
-        for part in (self.blocks[common:], self.blocks[:common]) if common else (self.blocks,):
+        for part in (self.blocks[shared:], self.blocks[:shared]) if shared else (self.blocks,):
             self._pool.free(reversed(part) if trailing_first else part, now)
         self.blocks.clear()
         self._islands.clear()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_slots import HostSlots
 from holdfast.lm.memory.lowest_first import LowestFirst
-from holdfast.lm.memory.retention import MIN_AGE, RetentionRule, Use
+from holdfast.lm.memory.retention import RetentionRule, Use
 from holdfast.lm.memory.snapshots import NO_SLOT, NO_STATES_BELOW, NOTHING_KEPT, Snapshot, StateKey, StatesBelow
 from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, KeptInputs, StateCopy, StatePlan, StateShape
 
@@ -514,8 +514,8 @@ class StatePool:
     def value(self, snapshot: Snapshot, now: float) -> float:
         """Cost of computing the state again from the snapshot before it, per second since its last use.
 
-        That is the retention value of Pensieve §4.3.1. A rule that does not go by cost gives 1 / age. The value is 0
-        for a snapshot whose KV blocks are not kept.
+        That is the retention value of Pensieve §4.3.1, or what the pauses of its kind make of it (`Turns.worth_at`). A
+        rule that does not go by cost takes each cost as 1. The value is 0 for a snapshot whose KV blocks are not kept.
         """
         return self.value_of(snapshot.key, self._length_before(snapshot), snapshot.used, now)
 
@@ -526,7 +526,7 @@ class StatePool:
             return 0.0
         if rule.eviction.by_cost:
             cost = rule.cost((first + key.length) // 2) * (key.length - first)
-        return cost / max(now - used[0], MIN_AGE)
+        return cost * rule.turns.worth_at(key.parent, used[0], now)
 
     def _is_of_use(self, key: StateKey) -> bool:
         """Whether the last KV blocks before a state are kept, by a lower tier at least."""

@@ -97,7 +97,7 @@ class Bucket:
     @property
     def level(self) -> float:
         """Value of a unit of weight."""
-        return self._worths.worths[self._at]
+        return self._worths.worth(self._at)
 
     def push(self, entry: Entry) -> None:
         """Add the entry of a group, or a newer one in place of the one it has. O(log n) amortised."""
@@ -265,11 +265,19 @@ class TurnQueue:
     # Groups by value.
 
     def turn_changed(self, call: int) -> None:
-        """What is known of the turn whose blocks were freed by this call has changed."""
-        use = self._calls.get(call)
-        if use is not None:
-            self._groups[use].learn(self._tracker.turn(*use))
-            self._place(self._groups[use], max(self._now, use[0]))
+        """What is known of the turn whose blocks were freed by this call has changed (`Watcher`)."""
+        use, size = self._calls.get(call), self._rule.chunk_blocks
+        if use is None:
+            return
+        group, turn = self._groups[use], self._tracker.turn(*use)
+        group.learn(turn)
+        shared = turn.shared if turn.pause.superseded else 0
+        blocks = [block for block, chunk in group.blocks.items() if chunk * size < shared]
+        indices = [group.blocks[block] * size for block in blocks]
+        self.remove(blocks)
+        self.add_all(blocks, indices, (use[0], -call))
+        if group.blocks:
+            self._place(group, max(self._now, use[0]))
 
     def _place(self, group: Group, now: float) -> None:
         """Put a group into the bucket that it has at `now`."""

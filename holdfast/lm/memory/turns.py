@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
 
 from holdfast.core.pause import NO_PAUSE, Pause
-from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, UNKNOWN, GapHistogram, Kind, Kinds, bin_of
+from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, GapHistogram, Kind, Kinds, bin_of
 
 MOST_OPEN = 1 << 16
 """Largest number of ended sequences that are remembered until they are continued."""
@@ -32,6 +32,8 @@ class Departure(NamedTuple):
     """Id of the request, by which a note may come later."""
     tenant: str = ""
     pause: Pause = NO_PAUSE
+    prompt: int = 0
+    """Number of tokens of the prompt."""
 
 
 NOTHING_SAID = Departure()
@@ -40,9 +42,8 @@ NOTHING_SAID = Departure()
 class Worths(Protocol):
     """The worth of holding idle state by its age, per unit of its cost and of time. Hashable."""
 
-    @property
-    def worths(self) -> Sequence[float]:
-        """The worth by bin of the age, as far as known now."""
+    def worth(self, at: int) -> float:
+        """The worth at an age in bin `at`, as far as known now."""
         ...
 
 
@@ -55,14 +56,18 @@ class Forecast(NamedTuple):
 
     def worth(self, age: float) -> float:
         """Worth per unit of cost and second, of state that has been idle for `age` seconds."""
-        return self.source.worths[bin_of(age / self.scale)] / self.scale
+        return self.source.worth(bin_of(age / self.scale)) / self.scale
 
 
-@dataclass(frozen=True)
 class Constant:
     """Worths that never change."""
 
-    worths: Sequence[float]
+    def __init__(self, worths: Sequence[float]) -> None:
+        self._worths = worths
+
+    def worth(self, at: int) -> float:
+        """The worth at an age in bin `at`."""
+        return self._worths[at]
 
 
 NOTHING = Forecast(Constant((0.0,) * BINS))
@@ -78,19 +83,72 @@ class KeptAwhile:
 
     gaps: GapHistogram
 
-    @property
-    def worths(self) -> Sequence[float]:
-        """The worth by bin of the age."""
-        kept = self.gaps.rates.quantile(TTL_SHARE)
-        return [worth + KEPT * (edge < kept) for edge, worth in zip(EDGES, BY_AGE.worths, strict=True)]
+    def worth(self, at: int) -> float:
+        """The worth at an age in bin `at`."""
+        is_kept = EDGES[at] < self.gaps.rates.quantile(TTL_SHARE)
+        return BY_AGE.worth(at) + KEPT * is_kept
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a sequence began with. Numbers of blocks count from the beginning of the sequence."""
+
+    hits: int = 0
+    """Number of sequences before it in its conversation."""
+    common: int = 0
+    """Number of blocks that were cached when the conversation began: others have them, too."""
+    fork: int = 0
+    """Number of blocks before the latest point at which branches began."""
+    digest: bytes = b""
+    """Digest of the last block that it has in common with the turn that it continues. Empty: it continues none."""
+    length: int = 0
+    """Number of blocks that it has in common with that turn."""
+    kind: str = ""
+    """Kind of the pause after that turn."""
+
+    def shared(self, pause: Pause, prompt: int, length: int) -> int:
+        """Number of the `length` blocks of a sequence that began so which are not its alone when it ends.
+
+        `prompt` of them are those of its prompt. A finished branch takes with it what came since the fork. Other
+        superseded state, such as an answer that is given anew, takes what came after the prompt.
+        """
+        if not pause.superseded:
+            return min(self.common, length)
+        before = self.fork if pause.kind == BRANCH else max(self.length, prompt)
+        return min(max(self.common, before), length)
+
+
+NEW = Start()
 
 
 class Turn:
     """A sequence that has ended, and the open gap until its state is needed again. Only `TurnTracker` changes it."""
 
-    __slots__ = ("at", "common", "gap_open", "hits", "kind", "length", "pause", "ratio_at", "tenant", "time")
+    __slots__ = (
+        "at",
+        "gap_open",
+        "kind",
+        "length",
+        "pause",
+        "prompt",
+        "prompt_end",
+        "ratio_at",
+        "start",
+        "tenant",
+        "time",
+    )
 
-    def __init__(self, time: float, departure: Departure, kind: Kind, *, length: int, common: int, hits: int) -> None:
+    def __init__(
+        self,
+        time: float,
+        departure: Departure,
+        kind: Kind,
+        start: Start,
+        *,
+        length: int,
+        prompt: int,
+        prompt_end: bytes,
+    ) -> None:
         self.time = time
         """When the sequence ended, in seconds."""
         self.pause = departure.pause
@@ -98,13 +156,19 @@ class Turn:
         self.kind = kind
         self.length = length
         """Number of its blocks."""
-        self.common = common
-        """Number of its leading blocks that other conversations have, too."""
-        self.hits = hits
-        """Number of sequences that continued the state of this conversation so far."""
+        self.prompt = prompt
+        """Number of the blocks of its prompt."""
+        self.prompt_end = prompt_end
+        """Digest of the last of these, if no other prompt had it; empty otherwise."""
+        self.start = start
         self.gap_open = False
         self.at = self.ratio_at = 0
         """The bins that its age has reached, in seconds and in units of the expected pause."""
+
+    @property
+    def shared(self) -> int:
+        """Number of its blocks, the first, that are not its alone."""
+        return self.start.shared(self.pause, self.prompt, self.length)
 
     @property
     def scale(self) -> float:
@@ -138,6 +202,10 @@ class Turn:
             self.kind.ratios.end(self.time, self.ratio_at, bin_of(gap / self.scale))
         self.kind.gaps.end(self.time, self.at, bin_of(gap))
 
+    def abandon(self) -> None:
+        """Watch the gap no longer. It counts as one that has lasted until now."""
+        self.gap_open = False
+
     def withdraw(self) -> None:
         """Close the gap as if it had never begun."""
         self.gap_open = False
@@ -168,33 +236,22 @@ def by_ttl(turn: Turn) -> Forecast:
 
 def by_hits(turn: Turn) -> Forecast:
     """Tokens times hits over bytes: tokens and bytes of a block are equal everywhere, so the hits remain."""
-    return Forecast(EQUAL, 1.0 / (1 + turn.hits))
+    return Forecast(EQUAL, 1.0 / (1 + turn.start.hits))
 
 
 APPRAISALS: dict[str, Appraisal] = {"pauses": by_pause, "ttl": by_ttl, "hits": by_hits}
 """What a turn's state is worth, by the name of the eviction."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How a sequence began."""
-
-    hits: int = 0
-    """Number of sequences before it in its conversation whose state it or they continued."""
-    common: int = 0
-    """Number of its leading blocks that other conversations have, too."""
-    kind: str = ""
-    """Kind of the pause after which the common blocks were found."""
-
-
-NEW = Start()
-
-
 class Watcher(Protocol):
     """What holds blocks by the worth of their turns."""
 
     def turn_changed(self, call: int) -> None:
-        """What is known of the turn whose blocks were freed by this call has changed."""
+        """What is known of the turn whose blocks were freed by this call has changed.
+
+        If it is superseded now, those of its blocks that others share are from now on of the call of the number's
+        negative.
+        """
         ...
 
 
@@ -207,16 +264,18 @@ class TurnTracker:
     def __init__(self, appraise: Appraisal = by_pause) -> None:
         self._appraise = appraise
         self.kinds = Kinds()
-        self._unknown = Turn(-inf, NOTHING_SAID, Kind(UNKNOWN), length=0, common=0, hits=0)
+        self._unknown = Turn(-inf, NOTHING_SAID, Kind(), NEW, length=0, prompt=0, prompt_end=b"")
         """Stands for state of which nothing is known."""
         self._open: OrderedDict[bytes, Turn] = OrderedDict()
         """Turns by the digest of their last full block."""
-        self._requests: dict[str, tuple[bytes, int]] = {}
-        """The digest of each open turn's last block and the call that freed its blocks, by request."""
+        self._requests: OrderedDict[str, tuple[bytes, int]] = OrderedDict()
+        """The digest of each turn's last block and the call that freed its blocks, by request."""
+        self._prompts: dict[bytes, bytes] = {}
+        """The digest of each open turn's last block, by that of the last block of its prompt."""
+        self._prompt_ends: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of the last blocks of recent prompts."""
         self._calls: OrderedDict[int, Turn] = OrderedDict()
         """Turns by the number of the call that freed their blocks."""
-        self._names: dict[bytes, str] = {}
-        """The request of each open turn."""
         self._due: list[tuple[float, int, Turn]] = []
         self._numbers = count()
         self._watchers: list[Watcher] = []
@@ -230,56 +289,93 @@ class TurnTracker:
         self._watchers.append(watcher)
 
     def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
-        """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
-        self.advance(now)
-        for digest in reversed(digests):
-            turn = self._open.get(digest)
-            if turn is None:
-                continue
-            turn.end(now)
-            if turn.pause.kind != BRANCH:
-                self._forget(digest)
-                return Start(turn.hits + 1, turn.common)
-            # Further branches begin here, and then the trunk goes on.
-            trunk = Turn(
-                now,
-                Departure(tenant=turn.tenant, pause=Pause(BRANCH)),
-                turn.kind,
-                length=turn.length,
-                common=turn.common,
-                hits=turn.hits + 1,
-            )
-            self._open[digest] = trunk
-            self._begin(trunk)
-            return Start(trunk.hits, trunk.length, BRANCH)
-        return Start(0, found)
+        """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn.
 
-    def left(self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float) -> None:
-        """A sequence with these full blocks has ended.
-
-        Call `call` is about to free its own blocks, and the call after it those in common, if there are any.
+        It continues a turn if it has all of its blocks, or those of its prompt: a client may render an answer in other
+        tokens than the model gave.
         """
         self.advance(now)
-        if start.common:
-            shared = Departure(tenant=departure.tenant, pause=Pause(start.kind))
-            self._bind(call + 1, self._turn(shared, start.common, start, now))
-        turn = self._turn(departure, len(digests), start, now)
+        for at in range(len(digests) - 1, -1, -1):
+            last = self._prompts.get(digests[at], digests[at])
+            if last in self._open:
+                return self._continue(last, digests[at], at + 1, now)
+        return Start(common=found)
+
+    def _continue(self, last: bytes, digest: bytes, length: int, now: float) -> Start:
+        """A sequence continues the turn of this last block, of which it has the first blocks, `length` of them."""
+        turn = self._forget(last)
+        turn.end(now)
+        start = replace(turn.start, hits=turn.start.hits + 1)
+        if turn.pause.kind != BRANCH:
+            return Start(start.hits, start.common, start.fork, digest, length, turn.pause.kind)
+        # Further branches begin here, and then the trunk goes on.
+        departure = Departure(tenant=turn.tenant, pause=Pause(BRANCH))
+        trunk = self._renewed(turn, departure, now, start)
+        self._open_turn(last, trunk)
+        return Start(start.hits, start.common, length, digest, length, BRANCH)
+
+    def left(
+        self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
+    ) -> int:
+        """A sequence with these full blocks has ended, the first `prompt` of which are those of its prompt.
+
+        Returns how many of them, the first, are not its alone. The call of number `call` is about to free its own
+        blocks, and the call after it the others, if there are any.
+        """
+        self.advance(now)
+        prompt = min(prompt, len(digests))
+        prompt_end = self._tell_apart(digests[prompt - 1]) if prompt else b""
+        turn = self._turn(departure, start, now, length=len(digests), prompt=prompt, prompt_end=prompt_end)
         self._bind(call, turn)
-        digest = digests[-1]
-        if digest in self._open:
-            self._forget(digest).withdraw()
-        if departure.pause.superseded:
-            return
-        if len(self._open) >= MOST_OPEN:
+        if turn.shared:
+            self._bind(call + 1, self._leave_shared(turn))
+        self._requests.pop(departure.request, None)
+        self._requests[departure.request] = digests[-1], call
+        if len(self._requests) > MOST_OPEN:
+            self._requests.popitem(last=False)
+        if not departure.pause.superseded:
+            self._open_turn(digests[-1], turn)
+        return turn.shared
+
+    def _tell_apart(self, prompt_end: bytes) -> bytes:
+        """The digest, or none if another prompt had it: short prompts end within the block of a system prompt."""
+        if prompt_end in self._prompt_ends:
+            return b""
+        self._prompt_ends[prompt_end] = None
+        if len(self._prompt_ends) > MOST_OPEN:
+            self._prompt_ends.popitem(last=False)
+        return prompt_end
+
+    def _leave_shared(self, turn: Turn) -> Turn:
+        """The turn of the blocks that `turn` leaves to others. What it continued is open again if it is superseded."""
+        start, pause = turn.start, turn.pause
+        kind = "" if not pause.superseded else BRANCH if pause.kind == BRANCH else start.kind
+        departure = Departure(tenant=turn.tenant, pause=Pause(kind))
+        shared = self._turn(departure, start, turn.time, length=start.length, prompt=start.length, prompt_end=b"")
+        if pause.superseded and start.digest and kind != BRANCH and start.digest not in self._open:
+            self._open_turn(start.digest, shared)
+        return shared
+
+    def _open_turn(self, last: bytes, turn: Turn) -> None:
+        """Open a turn whose last block has this digest, in place of one that is open there."""
+        if last in self._open:
+            self._forget(last).withdraw()
+        elif len(self._open) >= MOST_OPEN:
             self._forget(next(iter(self._open)))
-        self._open[digest] = turn
-        self._requests[departure.request] = digest, call
-        self._names[digest] = departure.request
+        self._open[last] = turn
+        if turn.prompt_end:
+            self._prompts[turn.prompt_end] = last
         self._begin(turn)
 
-    def _turn(self, departure: Departure, length: int, start: Start, now: float) -> Turn:
+    def _turn(
+        self, departure: Departure, start: Start, now: float, *, length: int, prompt: int, prompt_end: bytes
+    ) -> Turn:
         kind = self.kinds.find(departure.tenant, departure.pause.kind)
-        return Turn(now, departure, kind, length=length, common=start.common, hits=start.hits)
+        return Turn(now, departure, kind, start, length=length, prompt=prompt, prompt_end=prompt_end)
+
+    def _renewed(self, turn: Turn, departure: Departure, time: float, start: Start) -> Turn:
+        """A turn with the blocks of `turn`."""
+        return self._turn(departure, start, time, length=turn.length, prompt=turn.prompt, prompt_end=turn.prompt_end)
 
     def _bind(self, call: int, turn: Turn) -> None:
         self._calls[call] = turn
@@ -287,30 +383,29 @@ class TurnTracker:
             self._calls.popitem(last=False)
 
     def note(self, request: str, pause: Pause, now: float) -> bool:
-        """What is known of the pause after a request has changed. Returns False if its turn is not open.
+        """What is known of the pause after a request has changed. Returns False if that is of no use any more.
 
-        The gap counts from the end of the request's sequence, and so does `expected`.
+        That is so once another request has continued its turn, unless what the turn alone has is superseded. The gap
+        counts from the end of the request's sequence, and so does `expected`.
         """
         self.advance(now)
-        if request not in self._requests:
+        last, call = self._requests.get(request, (b"", 0))
+        old = self._calls.get(call)
+        if old is None or not (old.gap_open or pause.superseded) or old.pause.superseded:
             return False
-        digest, call = self._requests[request]
-        old = self._open[digest]
-        old.withdraw()
-        kind = self.kinds.find(old.tenant, pause.kind)
-        new = Turn(
-            old.time, Departure(request, old.tenant, pause), kind, length=old.length, common=old.common, hits=old.hits
-        )
+        departure = Departure(request, old.tenant, pause)
+        new = self._renewed(old, departure, old.time, old.start)
+        if old.gap_open:
+            old.withdraw()
+            self._forget(last)
         if pause.superseded:
-            self._forget(digest)
+            self._bind(-call, self._leave_shared(new))
         else:
-            self._open[digest] = new
-            self._begin(new)
-            self.advance(now)
-        if call in self._calls:
-            self._calls[call] = new
-            for watcher in self._watchers:
-                watcher.turn_changed(call)
+            self._open_turn(last, new)
+        self.advance(now)
+        self._calls[call] = new
+        for watcher in self._watchers:
+            watcher.turn_changed(call)
         return True
 
     def turn(self, last: float, call: int) -> Turn:
@@ -325,6 +420,10 @@ class TurnTracker:
     def worth(self, last: float, call: int, now: float) -> float:
         """Worth, per unit of cost and second, of state that was last used at `last` by this call."""
         return self.forecast(self.turn(last, call)).worth(now - last)
+
+    def worth_at(self, digest: bytes, last: float, now: float) -> float:
+        """`worth` of state that ends with the block of this digest."""
+        return self.forecast(self._open.get(digest, self._unknown)).worth(now - last)
 
     def advance(self, now: float) -> None:
         """Note how long the open gaps have lasted."""
@@ -344,9 +443,10 @@ class TurnTracker:
             self._due = [each for each in self._due if each[2].gap_open]
             heapify(self._due)
 
-    def _forget(self, digest: bytes) -> Turn:
+    def _forget(self, last: bytes) -> Turn:
         """Remove an open turn. Its blocks keep the worth that they have."""
-        request = self._names.pop(digest)
-        if self._requests.get(request, (b"", 0))[0] == digest:
-            del self._requests[request]
-        return self._open.pop(digest)
+        turn = self._open.pop(last)
+        turn.abandon()
+        if self._prompts.get(turn.prompt_end) == last:
+            del self._prompts[turn.prompt_end]
+        return turn

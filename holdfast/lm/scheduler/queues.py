@@ -185,7 +185,7 @@ class Queues:
         The row is not free yet if the batch still computes it: see `SequenceState.end`.
         """
         tokens, request = entry.sequence.tokens, entry.sequence.request
-        departure = Departure(request.id, request.identity.tenant, request.pause)
+        departure = Departure(request.id, request.identity.tenant, request.pause, len(request.prompt))
         if entry.row == NO_ROW:
             self._leave(entry)
             entry.cache.end(tokens, now, departure)

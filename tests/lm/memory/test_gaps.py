@@ -118,14 +118,11 @@ def test_a_return_is_worth_most_just_before_it_is_due():
 def test_a_withdrawn_gap_leaves_no_trace():
     histogram = learned([3.0] * 40)
     before = histogram.rates.chances
-    histogram.begin(7.0)
-    histogram.last(7.0, 0, bin_of(50.0))
-    histogram.withdraw(7.0, bin_of(50.0))
-    observe(histogram, 3.0)
-    histogram.withdraw(0.0, 0)
     histogram.begin(0.0)
-    assert histogram._compute().chances == pytest.approx(learned([3.0] * 41)._compute().chances)
-    assert before != histogram._compute().chances
+    histogram.last(0.0, 0, bin_of(50.0))
+    assert histogram._compute().chances != pytest.approx(before)
+    histogram.withdraw(0.0, bin_of(50.0))
+    assert histogram._compute().chances == pytest.approx(before)
 
 
 def test_recent_gaps_count_more_than_old_ones_over_weeks():
@@ -137,6 +134,18 @@ def test_recent_gaps_count_more_than_old_ones_over_weeks():
         observe(histogram, 500.0, time=30 * 86_400.0, now=NEVER)
     assert histogram.rates.survival(50.0) > 0.8
     assert all(math.isfinite(chance) for chance in histogram.rates.chances)
+
+
+def test_counts_that_are_rescaled_stay_those_of_the_same_gaps():
+    histogram, late = GapHistogram(UNKNOWN), gaps.HALF_LIFE * math.log2(gaps.RESCALED)
+    for _ in range(10):
+        histogram.begin(late - 1.0)
+    histogram.begin(late + 1.0)
+    assert histogram._weight(late + 1.0) == 1.0, "rescaled"
+    assert histogram._total == pytest.approx(sum(histogram._open)) == pytest.approx(11.0, rel=1e-3)
+    for _ in range(10):
+        histogram.end(late - 1.0, 0, bin_of(3.0))
+    assert sum(histogram._open) == pytest.approx(1.0) and sum(histogram._ended) == pytest.approx(10.0, rel=1e-3)
 
 
 def test_rates_are_computed_again_when_enough_has_changed(monkeypatch):
@@ -195,7 +204,7 @@ def hint(kind, expected, gap):
 
 
 def test_hints_are_believed_at_first_and_for_as_long_as_they_are_right():
-    kind, draw = Kind(UNKNOWN), random.Random(3)
+    kind, draw = Kind(), random.Random(3)
     assert kind.believes_hints
     for _ in range(50):
         expected = 10 ** draw.uniform(0, 3)
@@ -204,15 +213,28 @@ def test_hints_are_believed_at_first_and_for_as_long_as_they_are_right():
 
 
 def test_a_client_whose_hints_say_nothing_loses_their_weight():
-    kind, draw = Kind(UNKNOWN), random.Random(3)
+    kind, draw = Kind(), random.Random(3)
     for _ in range(50):
         hint(kind, 10 ** draw.uniform(-1, 3), 20.0 * math.exp(draw.gauss(0, 0.3)))
     assert not kind.believes_hints
+    kind = Kind()
+    for _ in range(50):
+        hint(kind, 10 ** draw.uniform(2, 4), 20.0 * math.exp(draw.gauss(0, 0.3)))
+    assert not kind.believes_hints, "densities are per second, whatever the unit of the hints"
+
+
+def test_a_liar_does_not_win_trust_back_by_new_names_for_its_pauses():
+    kinds = Kinds()
+    for number in range(60):
+        hint(kinds.find("liar", f"tool:{number}"), 0.5 + number % 3, 400.0)
+    assert not kinds.find("liar", "tool:new").believes_hints
+    assert not kinds.find("liar", "other").believes_hints
+    assert kinds.find("honest", "tool:new").believes_hints
 
 
 def test_what_the_hints_of_a_client_are_worth_is_learned():
     """Always half of the true gap: the ratio is learned, so the hints are as good as true ones."""
-    kind, draw = Kind(UNKNOWN), random.Random(4)
+    kind, draw = Kind(), random.Random(4)
     for _ in range(200):
         gap = 10 ** draw.uniform(0, 3)
         hint(kind, gap / 2, gap)

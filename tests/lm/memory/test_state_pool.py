@@ -125,7 +125,8 @@ def test_a_snapshot_whose_predecessor_is_dropped_costs_all_tokens_since_the_one_
     states.save(OTHER)
     states.save(THIRD)
     assert states.kept(first, after) == [False, True]
-    assert (before, states.pool.value(after, states.now + 8)) == (cost(22) * 4 / 10, cost(12) * 24 / 10)
+    values = before, states.pool.value(after, states.now + 8)
+    assert values == pytest.approx((cost(22) * 4 / 10, cost(12) * 24 / 10))
 
 
 def test_the_longest_unused_goes_first_among_equal_costs():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.pause import Pause
 from holdfast.core.types import FinishReason, Identity
 from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.parts.tiers.planner import TierPart
@@ -499,3 +500,21 @@ def test_a_result_of_other_plans_changes_nothing_that_is_told():
     plan = scheduler.schedule(0.0)
     with pytest.raises(RuntimeError, match="result 9"):
         scheduler.update(plan, replace(answer(plan), step=9), 0.0)
+
+
+@pytest.mark.parametrize("snapshots", [0, 4])
+def test_an_ended_sequence_leaves_what_its_request_says_of_the_pause(snapshots):
+    scheduler = create_scheduler(eviction="pauses", snapshots=snapshots)
+    (request,) = create_requests(9, max_tokens=4, identity=Identity(tenant="a"))
+    scheduler.add(replace(request, pause=Pause("tool:search", expected=3.0)))
+    while scheduler.has_work():
+        run_step(scheduler, now=5.0)
+    tracker = scheduler._queues.pool.rule.turns
+    (turn,) = tracker._open.values()
+    assert (turn.pause, turn.tenant, turn.time) == (Pause("tool:search", expected=3.0), "a", 5.0)
+    assert (turn.prompt, turn.length) == (2, 3), "the prompt's full blocks of four tokens, and all of them"
+    assert tracker.note(request.id, Pause("person"), 6.0)
+    prompt = (*request.prompt, 7, 7, 7, 7, 8)
+    scheduler.add(replace(request, id="next", prompt=prompt, pause=Pause("person")))
+    run_step(scheduler, now=20.0)
+    assert len(tracker) == 0, "the next turn has ended the pause"

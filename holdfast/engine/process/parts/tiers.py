@@ -25,6 +25,7 @@ from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.state_pieces import StatePieces
 from holdfast.lm.execution.tier_threads import TierThreads
+from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob, piece_bytes
@@ -190,7 +191,7 @@ class TierBuilder(PartBuilder):
 
     def is_priced(self, shape: EngineShape) -> bool:
         """Reading a row's state is compared with computing it. A host tier of blocks has its own need of a profile."""
-        return shape.executor == "padded" and self.site.config.eviction == "retention"
+        return shape.executor == "padded" and EVICTIONS[self.site.config.eviction].by_cost
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         self._handler = TierHandler(served.scheduler, self._threads, self.site.clock)

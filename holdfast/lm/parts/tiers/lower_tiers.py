@@ -11,7 +11,7 @@ from operator import attrgetter
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prices import Link, Prices
-from holdfast.lm.memory.retention import MIN_AGE, Use
+from holdfast.lm.memory.retention import Use
 from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
 
 JOB_BYTES = 4 << 20
@@ -301,11 +301,11 @@ class LowerTiers:
             found.append((host.last_use(source) or (now, 0), host.index_of(source), digest, source))
         victims = disk.victims(now) if disk is not None and found else None
         blocks: list[TierBlock] = []
-        for (last, _), index, digest, source in sorted(found):
+        for (last, call), index, digest, source in sorted(found):
             slot = NO_SLOT
             if tier == "disk":
                 assert disk is not None and victims is not None
-                taken, evicted = disk.reserve(self._value(index, last, now), victims)
+                taken, evicted = disk.reserve(self._value(index, (last, call), now), victims)
                 self._renewed.difference_update(evicted)
                 if taken is None:
                     host.release((source,))
@@ -315,9 +315,9 @@ class LowerTiers:
             blocks.append(TierBlock(digest, index, source, slot, last))
         self._begin(tier, "write", blocks)
 
-    def _value(self, index: int, last: float, now: float) -> float:
+    def _value(self, index: int, use: Use, now: float) -> float:
         rule = self._pool.rule
-        return rule.class_cost(rule.cost_class(index)) / max(now - last, MIN_AGE)
+        return rule.class_cost(rule.cost_class(index)) * rule.turns.worth(*use, now)
 
     def fetch(self, missing: Mapping[int, bytes], now: float) -> Fetch | None:
         """Begin to bring back the blocks that a sequence lacks: digests by place. None if there is nothing to bring."""

@@ -100,6 +100,8 @@ def test_a_note_supersedes_only_what_came_since_the_turn_before():
     engine.run([1, 2, 3], 0.0, kind="person")
     engine.run([1, 2, 3, 4, 5], 10.0, request="old", kind="person")
     assert engine.turns.note("old", Pause("person", superseded=True), 11.0)
+    kinds = {engine.turns.turn(*use).pause for use in engine.pool._idle.retained._groups}
+    assert kinds == {Pause("person"), Pause("person", superseded=True)}
     assert engine.evicted(2, 11.0) == engine.digests([1, 2, 3, 4, 5])[3:]
     assert engine.evicted(3, 11.0) == engine.digests([1, 2, 3])
 

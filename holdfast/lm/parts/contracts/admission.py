@@ -57,7 +57,9 @@ class ContractAdmission:
     accepted sequence, the new one among them, gets its tokens in time.
     """
 
-    def __init__(self, forecast: Forecast, promises: Promises, *, max_sequences: int, target: float = inf) -> None:
+    def __init__(
+        self, forecast: Forecast, promises: Promises, *, max_sequences: int, target: float = inf
+    ) -> None:
         """At most `max_sequences` run; steps with streams take at most `target` seconds."""
         self._forecast, self._promises = forecast, promises
         self._max_sequences, self._target = max_sequences, target
@@ -105,9 +107,7 @@ class ContractAdmission:
         rows, attention = self._forecast.load(queue.prompts, queue.decoding, (), 0, 1)
         most = max(1, prices.ceiling - rows)
         context = max((stream.context for stream in queue.prompts), default=most)
-        return factor * (
-            prices.linear(rows, most) + attention + prices.chunk(max(0, context - most), max(context, most))
-        )
+        return factor * (prices.linear(rows, most) + attention + prices.chunk(max(0, context - most), max(context, most)))
 
     def _narrowed(self, queue: Queue, bound: float, start: float, factor: float) -> float | None:
         """This bound, or a smaller one with which every sequence completes in time; None if contracts are broken."""

@@ -185,7 +185,9 @@ class Forecast:
         self, pending: Sequence[Stream], decoding: Sequence[Stream], ended: Sequence[int], step: int, edge: int
     ) -> tuple[int, float]:
         """Most decodes in steps [step, edge), and seconds of their attention. `ended`: steps that end the prompts."""
-        contexts = [stream.context + min(stream.remaining, edge) for stream in decoding if stream.remaining > step]
+        contexts = [
+            stream.context + min(stream.remaining, edge) for stream in decoding if stream.remaining > step
+        ]
         reach, total = self.prices.ceiling * edge, 0
         for index, stream in enumerate(pending):
             total += stream.missing

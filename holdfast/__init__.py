@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from holdfast.core.contract import Contract, ContractRefused
 from holdfast.core.types import Grammar, SamplingParams
 from holdfast.core.version import __version__
 from holdfast.lm.config import EngineConfig
@@ -9,7 +10,7 @@ from holdfast.lm.config import EngineConfig
 if TYPE_CHECKING:
     from holdfast.engine.client.llm import LLM
 
-__all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Contract", "ContractRefused", "EngineConfig", "Grammar", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

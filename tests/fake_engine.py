@@ -10,6 +10,7 @@ from typing import Any
 
 from fake_tuning import FakeTuner
 
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import AdapterError, Delta, Timings, Usage
@@ -127,6 +128,7 @@ class Asked:
     request_id: str | None = None
     adapter: str = ""
     batch: UserBatch = ALONE
+    contract: Contract = NO_CONTRACT
     given: int = 0
     """Deltas after which the next one was asked for."""
     ended: str = "running"
@@ -221,10 +223,12 @@ class FakeClient:
         shown: Collection[int] = (),
         conversation: str = "",
         batch: UserBatch = ALONE,
+        contract: Contract = NO_CONTRACT,
+        arrival: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse
-        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter, batch)
+        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter, batch, contract)
         self.asked.append(asked)
         if self.poison and self.poison in "".join(map(chr, prompt)):
             self.die("the engine ended by signal 11 (SIGSEGV)")

@@ -40,6 +40,7 @@ from holdfast.cluster.routing import (
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
 from holdfast.cluster.tuning import ReplicaTuning
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, MAX_SEED, AdapterInfo, SamplingParams, UserBatch
 from holdfast.engine import messages
@@ -174,6 +175,8 @@ class Replicas:
         shown: Collection[int] = (),
         conversation: str = "",
         batch: UserBatch = ALONE,
+        contract: Contract = NO_CONTRACT,
+        arrival: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
@@ -190,8 +193,9 @@ class Replicas:
         if params.seed is None and params.temperature > 0:
             params = replace(params, seed=self._draw_seed())  # All replicas must use the same seed.
         stream = prepare(
-            self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown
-        )
+            self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown,
+            contract=contract, arrival=arrival,
+        )  # fmt: skip
         return self._run(stream, f"{tenant}/{conversation}" if conversation else None)
 
     async def _run(self, stream: Stream, key: str | None) -> AsyncGenerator[Delta, None]:

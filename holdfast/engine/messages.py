@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import AppConfig, ExecutorName
+from holdfast.core.contract import Refusal
 from holdfast.core.stages import Stage
 from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.engine.activity import StepRecord
@@ -282,6 +283,8 @@ class Refused(Message, tag="refused"):
     reason: str
     param: str = "prompt"
     """The field of the request that is at fault, as `RequestRefused` names it."""
+    refusal: Refusal | None = None
+    """Why its contract cannot be kept; None: something else is at fault."""
 
 
 class Failed(Message, tag="failed"):

@@ -72,7 +72,7 @@ class App(FastAPI):
         if self.config.allowed_origin:
             stack = CORSMiddleware(
                 stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
-                allow_private_network=True, expose_headers=["x-request-id", "retry-after"],
+                allow_private_network=True, expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
             )  # fmt: skip
         return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing)
 
@@ -158,8 +158,7 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
         if request.method == "POST" and request.url.path in GENERATION:
             outcome = "refused" if error.status < 500 else "unavailable" if error.status == 503 else "failed"
             count(request.url.path, outcome)
-        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-        return JSON(error.body_for(request.url.path), error.status, headers)
+        return JSON(error.body_for(request.url.path), error.status, error.headers)
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from holdfast.core.config import option
 from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days
+from holdfast.server.default_contracts import DefaultContracts
 from holdfast.server.formats.registry import check_names
 
 
@@ -57,6 +58,11 @@ class ServerConfig:
         None,
         "SearXNG server that is called when the model uses the web_search tool of Responses, as http://localhost:8888; "
         "its settings must allow JSON; default: the tool is refused",
+    )
+    contract: tuple[str, ...] = option(
+        (),
+        "contract of requests that ask for none, as ttft=500ms,tbt=50ms,complete=20s; with a priority class before it, "
+        "as 5:ttft=10s, for that class alone; repeat it for several",
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
@@ -132,6 +138,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        DefaultContracts.of(self.contract)
         check_names(self.tool_call_parser, self.reasoning_parser)
         if self.web_search is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.web_search):
             raise ValueError(f"web_search is {self.web_search}; it must look like http://localhost:8888")

@@ -94,10 +94,20 @@ STATS = {
     "snapshots_swapped_in": ("counter", "snapshots_swapped_in", "Snapshots copied from the host"),
     "snapshot_hits": ("counter", "snapshot_hits", "Starts of requests from a snapshot"),
     "snapshot_tokens": ("counter", "snapshot_tokens_hit", "Tokens that these requests did not compute"),
+    "contracts_accepted": ("counter", "contracts_accepted", "Requests whose contract was accepted"),
     "shrinks": ("counter", "shrinks", "Times that the device ran out of memory for padded rows"),
 }  # fmt: skip
 """Kind, name and help of the metric for each field of SchedulerStats."""
 
+
+CONTRACTS = {
+    "contracts_kept": ("kept", ""),
+    "contracts_refused": ("refused", ""),
+    "contracts_broken_ttft": ("broken", "ttft"),
+    "contracts_broken_tbt": ("broken", "tbt"),
+    "contracts_broken_complete": ("broken", "complete"),
+}
+"""Outcome and broken term of the contracts that each field of SchedulerStats counts."""
 
 VLLM = {
     "ttft_seconds": "time_to_first_token_seconds",
@@ -226,6 +236,12 @@ class Metrics(Collector):
         for field, (kind, name, help) in STATS.items():
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             yield family(f"holdfast_{name}", help, value=getattr(stats, field))
+        contracts = CounterMetricFamily(
+            "holdfast_contracts", "Requests with a contract, by what became of it", labels=["outcome", "term"]
+        )
+        for field, labels in CONTRACTS.items():
+            contracts.add_metric(labels, getattr(stats, field))
+        yield contracts
 
 
 def renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import msgspec
 from msgspec import Meta, Struct, field
 
+from holdfast.core.contract import MAX_CONTRACT
 from holdfast.core.pause import MAX_PAUSE
 from holdfast.core.types import MAX_BIASES, MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, Grammar, SamplingParams
 from holdfast.server.grammars import (
@@ -45,6 +47,8 @@ MAX_STOP_CHARACTERS = 1024
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+ContractTime = Annotated[float, Meta(gt=0, le=MAX_CONTRACT * 1000)]
+"""A time of a contract in ms."""
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
@@ -75,17 +79,32 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        retry_seconds: float | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`retry_after` is the number of seconds after which the client may try again."""
+        """`retry_after` is the number of seconds after which the client may try again.
+
+        With `retry_seconds`, that number is known more precisely. `details` are further fields of the error's object.
+        """
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
-        self.retry_after = retry_after
+        self.retry_after = retry_after if retry_seconds is None else max(1, math.ceil(retry_seconds))
+        self.retry_seconds, self.details = retry_seconds, details or {}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that say when the client may try again."""
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.retry_seconds is not None:
+            headers["retry-after-ms"] = str(math.ceil(self.retry_seconds * 1000))
+        return headers
 
     def body(self) -> dict[str, Any]:
         """Return the error as a JSON object in OpenAI's form. All four fields are always present."""
         type = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         type = "server_error" if self.status >= 500 else type
-        return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": type, "param": self.param, "code": self.code}
+        return {"error": {**error, **self.details}}
 
     def message_body(self) -> dict[str, Any]:
         """Return the error as a JSON object in the form of Anthropic's Messages API."""
@@ -154,7 +173,7 @@ class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
 
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Fields of every request that generates, including vLLM's extensions and Holdfast's `deadline_ms`."""
+    """Fields of every request that generates, including vLLM's extensions, Holdfast's `deadline_ms` and contracts."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"moderation": ()}
     harmless: ClassVar[tuple[str, ...]] = (
@@ -200,6 +219,12 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """OpenAI's name for how long to keep the state: `24h` counts as that `keep_until`, `in_memory` as none."""
     superseded: Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=16)] = []
     """Ids of earlier answers that no turn will follow, because this one replaces them."""
+    ttft_ms: ContractTime | None = None
+    """Time to the first token that the request must be promised, in ms. It is refused if that cannot be kept."""
+    tbt_ms: ContractTime | None = None
+    """Longest time between two tokens that it must be promised."""
+    complete_ms: ContractTime | None = None
+    """Time to the last token that it must be promised."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
     """JSON schema of the answer. It and the next three fields are vLLM's former names for `structured_outputs`."""

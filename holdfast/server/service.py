@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replicas import ReplicaLost, Replicas
+from holdfast.core.contract import NO_CONTRACT, ContractRefused
 from holdfast.core.pause import Pause
 from holdfast.core.types import (
     ALONE,
@@ -30,6 +31,8 @@ from holdfast.engine.client.client import Delta, EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
+from holdfast.server.contracts import contract_of, contract_refused
+from holdfast.server.default_contracts import DefaultContracts
 from holdfast.server.endings import Answered, Ending
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
@@ -154,6 +157,8 @@ class Service:
 
         The engine refuses more than this number, even when it is idle.
         """
+        self.contracts = DefaultContracts.of(config.contract)
+        """The contracts of requests that ask for none."""
         self.lane = Lane(self.admission, [self.unstarted])
         """Lane of requests that arrive over HTTP."""
         most = max(2 * sequences, config.max_choices)
@@ -334,6 +339,9 @@ class Answer:
         """The batch that its choices are sent in: that of the batch job as its lines come, or of this request alone."""
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
+        default = NO_CONTRACT if lane is not None else service.contracts.of_class(wanted.priority_class)
+        self.contract = contract_of(wanted, default)
+        """The times that each choice asks to be promised. Only requests over HTTP have the server's defaults."""
         self.at_most: int | None = None
         """Maximum number of tokens of the answer, besides the request's own limit; None for no such limit."""
         self.given: Sequence[str | Sequence[int]] = ()
@@ -375,6 +383,8 @@ class Answer:
                 raise engine_dead(error) from None
             except RequestRefused as error:
                 raise refused(error, self.wanted, self.service.client) from None
+            except ContractRefused as error:
+                raise contract_refused(error.refusal) from None
 
     async def whole(self, shape: Shape) -> Reply:
         """Collect all choices, and return the whole answer. Raises ApiError."""
@@ -485,6 +495,8 @@ class Answer:
                 shown=self.reading.shown,
                 conversation=self.conversation,
                 batch=self.batch,
+                contract=self.contract,
+                arrival=self.arrival if self.contract else None,
             )
             self.sent = True
             async with aclosing(stream) as deltas:

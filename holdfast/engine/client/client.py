@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
 from holdfast.core.types import (
     ALONE,
@@ -235,6 +236,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         shown: Collection[int] = (),
         conversation: str = "",
         batch: UserBatch = ALONE,
+        contract: Contract = NO_CONTRACT,
+        arrival: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
@@ -242,10 +245,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         the same `tenant`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
         from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
         names the conversation that this is a turn of, for a router among several engines. `batch` is the batch that the
-        request is sent in. Leaving the iterator before its last Delta (aclose, cancellation) aborts the request.
+        request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a time on the
+        monotonic clock; by default now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the
+        request.
 
-        Raises RequestRefused at once for a request that can never be served, QueueFull, and EngineDead, even while it
-        runs.
+        Raises RequestRefused at once for a request that can never be served, QueueFull, ContractRefused if the engine
+        cannot keep the contract, and EngineDead, even while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
@@ -263,6 +268,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 deadline,
                 shown,
                 batch,
+                contract,
+                arrival,
             )
         )
 
@@ -435,11 +442,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self.on_steps(message)
             case messages.Activity():
                 self.on_activity(message)
-            case messages.Refused(request_id, reason, param):
+            case messages.Refused(request_id, reason, param, refusal):
                 if request_id in self._streams:
                     stream = self._streams[request_id]
                     self._forget(request_id)
-                    stream.fail(RequestRefused(reason, param))
+                    stream.fail(RequestRefused(reason, param) if refusal is None else ContractRefused(refusal))
             case ChunksFound(number, device, host, lower):
                 self._questions.answer(number, Found(device, host, lower))
             case ChunksFetched(number, tokens, reason):
@@ -518,7 +525,8 @@ class Stream:
         if self._answer:
             params = replace(params, prompt_logprobs=None)  # all of them were given with the first token
         prompt = array("I", request.prompt[: request.answer_start]) + self._answer
-        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
+        # Another engine has promised nothing, and must not refuse an answer that has begun.
+        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer), contract=NO_CONTRACT)
         self._told_again = self._told
         self._errors.clear()
         if not (self._tokens or self._prompt_logprobs):
@@ -601,6 +609,8 @@ def prepare(
     deadline: float | None = None,
     shown: Collection[int] = (),
     batch: UserBatch = ALONE,
+    contract: Contract = NO_CONTRACT,
+    arrival: float | None = None,
 ) -> Stream:
     """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
@@ -619,9 +629,10 @@ def prepare(
         params=params,
         priority=priority,
         identity=identity,
-        arrival=time.monotonic(),
+        arrival=time.monotonic() if arrival is None else arrival,
         deadline=deadline,
         batch=batch,
+        contract=contract,
     )
     try:
         text_stream = TextStream(text, params.stop, params.min_tokens, shown)

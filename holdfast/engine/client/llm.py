@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast.core.config import BUILTIN_MODEL
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.pause import NO_PAUSE, Pause
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs, UserBatch
 from holdfast.engine.client.client import Delta, EngineClient, Timings
@@ -97,18 +98,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str = "",
+        contract: Contract = NO_CONTRACT,
         pause: Pause = NO_PAUSE,
         progress: bool = True,
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
         `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
-        a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). `pause` is what is known of the time
-        until each prompt's next turn: its `keep_until` is on the clock of `time.monotonic`. Raises RequestRefused (a
-        ValueError) for a prompt that can never be served; this aborts the others, as Ctrl-C does.
+        a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). `contract` has the times that each
+        prompt must be promised, in seconds. `pause` is what is known of the time until each prompt's next turn: its
+        `keep_until` is on the clock of `time.monotonic`. Raises RequestRefused (a ValueError) for a prompt that can
+        never be served, and ContractRefused for a contract that cannot be kept; this aborts the others, as Ctrl-C does.
         """
         ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
-        return self._complete(ids, sampling_params, adapter, pause, progress)
+        return self._complete(ids, sampling_params, adapter, contract, pause, progress)
 
     def chat(
         self,
@@ -119,6 +122,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         adapter: str = "",
+        contract: Contract = NO_CONTRACT,
         pause: Pause = NO_PAUSE,
         progress: bool = True,
     ) -> list[Completion]:
@@ -135,7 +139,7 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
         }
         ids = [self.text.encode_chat(conversation, **shown) for conversation in conversations]
-        return self._complete(ids, sampling_params, adapter, pause, progress)
+        return self._complete(ids, sampling_params, adapter, contract, pause, progress)
 
     def warm(self, prompt: Prompt, *, adapter: str = "") -> None:
         """Bring kept state of this prompt back to the device now, where that costs nobody anything.
@@ -204,6 +208,7 @@ class LLM:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: str,
+        contract: Contract,
         pause: Pause,
         progress: bool,
     ) -> list[Completion]:
@@ -214,14 +219,20 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         with _Bar(len(prompts), shown=progress) as bar:
-            return self._thread.run(self._run_all(prompts, params, adapter, pause, bar))
+            return self._thread.run(self._run_all(prompts, params, adapter, contract, pause, bar))
 
     async def _run_all(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapter: str, pause: Pause, bar: _Bar
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        adapter: str,
+        contract: Contract,
+        pause: Pause,
+        bar: _Bar,
     ) -> list[Completion]:
         batch = UserBatch(uuid.uuid4().hex)
         tasks = [
-            asyncio.ensure_future(self._run_one(*pair, adapter, batch, pause, bar))
+            asyncio.ensure_future(self._run_one(*pair, adapter, batch, contract, pause, bar))
             for pair in zip(prompts, params, strict=True)
         ]
         try:
@@ -237,12 +248,13 @@ class LLM:
         params: SamplingParams,
         adapter: str,
         batch: UserBatch,
+        contract: Contract,
         pause: Pause,
         bar: _Bar,
     ) -> Completion:
         id = uuid.uuid4().hex
         async with self._slots:
-            stream = self._client.stream(prompt, params, request_id=id, adapter=adapter, batch=batch)
+            stream = self._client.stream(prompt, params, request_id=id, adapter=adapter, batch=batch, contract=contract)
             completion = await complete(prompt, stream)
         self._client.note_pause(id, pause)
         bar.advance(len(completion.token_ids))

@@ -31,6 +31,7 @@ from holdfast.engine.process.part_builder import (
     refuse_excluded,
 )
 from holdfast.engine.process.parts.adapters import AdapterBuilder
+from holdfast.engine.process.parts.contracts import ContractBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.host_tier import HostTierBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
@@ -94,6 +95,7 @@ log = logging.getLogger("holdfast.engine")
 
 PARTS: tuple[type[PartBuilder], ...] = (
     HostTierBuilder,
+    ContractBuilder,
     SpeculationBuilder,
     GrammarBuilder,
     AdapterBuilder,

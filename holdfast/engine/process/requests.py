@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+from holdfast.core.contract import ContractRefused
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Gate, Handler
 from holdfast.engine.process.step_log import StepLog
+from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import LanguageLoop
 from holdfast.loop.contracts import Clock
 
@@ -32,6 +34,10 @@ class RequestHandler(Handler):
         elif not any(gate.take(message.request) for gate in self._gates):
             try:
                 self._loop.add(message.request)
+            except ContractRefused as error:
+                self._send(messages.Refused(message.request.id, str(error), "ttft_ms", error.refusal))
+            except RequestRefused as error:
+                self._send(messages.Refused(message.request.id, str(error), error.param))
             except ValueError as error:
                 self._send(messages.Refused(message.request.id, str(error)))
 

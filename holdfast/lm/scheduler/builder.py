@@ -44,7 +44,7 @@ class Policy(ABC):
     def plan(self, step: StepBuilder) -> None:
         """Plan a step."""
 
-    def bound(self, step: StepBuilder) -> float:
+    def step_bound(self, step: StepBuilder) -> float:
         """The most seconds that the step about to be planned may take. Asked before any part begins it."""
         return inf
 
@@ -74,7 +74,7 @@ class StepBuilder(ABC):
         self.budget = 0
         """Tokens that may still be planned."""
         self.bound = inf
-        """Most seconds that the step may take (`Policy.bound`)."""
+        """Most seconds that the step may take (`Policy.step_bound`)."""
         self.num_tokens = 0
         """Tokens planned so far."""
         self.predicted = 0.0

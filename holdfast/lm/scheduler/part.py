@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from holdfast.core.types import Identity, Request
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.scheduler.entries import Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.types import BlockCopy, PartPlan, Sampling, StepPlan, StepResult, TableWrite
-
-if TYPE_CHECKING:
-    from holdfast.lm.scheduler.builder import Policy  # it imports this module
 
 
 class PartQueues(Protocol):
@@ -229,8 +226,8 @@ class Part(ABC):
         """Whether the request's sequence may start from state that memory keeps of its tokens."""
         return True
 
-    def extend_policy(self, policy: Policy) -> Policy:
-        """The policy, extended by what the part plans. Called once, when the scheduler is made."""
+    def extend_policy(self, policy: Any) -> Any:
+        """The `builder.Policy`, extended by what the part plans. Called once, when the scheduler is made."""
         return policy
 
     def extend_order(self, order: Order) -> Order:

@@ -128,7 +128,7 @@ class Scheduler:
         step = self._kind.builder(self._queues, self._steps, now)
         in_flight = step.in_flight = bool(self._results.in_flight)
         step.results_at = self._results_at
-        step.bound = self._policy.bound(step)
+        step.bound = self._policy.step_bound(step)
         for part in hooks.begin:
             part.begin(step)
         if not step.postponed:

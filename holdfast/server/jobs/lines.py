@@ -146,7 +146,9 @@ def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequ
         raise invalid("model is missing", "model", "missing_required_parameter")
     if wanted.stream:
         raise invalid("a line of a batch cannot be a stream; leave stream out", "stream")
-    for name, neutral in (("priority", 0), ("deadline_ms", None)):
+    for name, neutral in (
+        ("priority", 0), ("deadline_ms", None), ("ttft_ms", None), ("tbt_ms", None), ("complete_ms", None)
+    ):  # fmt: skip
         if getattr(wanted, name) != neutral:
             reason = f"{name} has no place in a batch, whose lines all come after other requests; leave it out"
             raise invalid(reason, name)

@@ -14,6 +14,7 @@ from holdfast.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
     ChatRequest,
+    ContractTime,
     Count,
     RequestBody,
     StopString,
@@ -113,6 +114,9 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     cache_control: dict[str, Any] | None = None
     """A mark like those of content blocks. The longest `ttl` of all marks counts as `keep_until`, unless that is
     given."""
+    ttft_ms: ContractTime | None = None
+    tbt_ms: ContractTime | None = None
+    complete_ms: ContractTime | None = None
 
     def to_answer(self) -> MessagesChat:
         """Return the chat to answer. Raises ApiError."""
@@ -124,6 +128,9 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
             top_k=self.top_k,
             expected_pause_ms=self.expected_pause_ms,
             keep_until=self._cache_ttl() if self.keep_until is None else self.keep_until,
+            ttft_ms=self.ttft_ms,
+            tbt_ms=self.tbt_ms,
+            complete_ms=self.complete_ms,
         )
 
     def _cache_ttl(self) -> str | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from holdfast.core.contract import MAX_CONTRACT, Contract, Refusal
+from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
-from holdfast.lm.parts.contracts.forecast import Forecast, Room, Stream, allowed_pace
-from holdfast.lm.parts.contracts.promises import Promise, Promises, stream_of
+from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prompt, Room
+from holdfast.lm.parts.contracts.promises import Promise, Promises, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
 LEAST_RATE = 0.25
@@ -35,19 +35,16 @@ class Accepted:
 class Queue:
     """The accepted sequences as a forecast sees them."""
 
-    pending: Sequence[tuple[Entry, Stream]]
+    entries: Sequence[Entry]
     """Those that lack a part of their prompts, by rank."""
-    decoding: Sequence[Stream]
-
-    @property
-    def prompts(self) -> list[Stream]:
-        """The streams that lack a part of their prompts."""
-        return [stream for _, stream in self.pending]
-
-    @property
-    def everyone(self) -> list[Stream]:
-        """All streams."""
-        return [*self.prompts, *self.decoding]
+    prompts: Sequence[Prompt]
+    """What each of `entries` lacks."""
+    decodes: Decodes
+    """The other sequences."""
+    tbt: float
+    """Shortest of all paces promised, in seconds."""
+    pace: float
+    """Most seconds of each step with which the sequences that decode complete in time."""
 
 
 class ContractAdmission:
@@ -57,9 +54,7 @@ class ContractAdmission:
     accepted sequence, the new one among them, gets its tokens in time.
     """
 
-    def __init__(
-        self, forecast: Forecast, promises: Promises, *, max_sequences: int, target: float = inf
-    ) -> None:
+    def __init__(self, forecast: Forecast, promises: Promises, *, max_sequences: int, target: float = inf) -> None:
         """At most `max_sequences` run; steps with streams take at most `target` seconds."""
         self._forecast, self._promises = forecast, promises
         self._max_sequences, self._target = max_sequences, target
@@ -73,17 +68,29 @@ class ContractAdmission:
         """
         if refusal := self._lacks_place(promise, pool, headroom, now, start):
             return refusal
-        queue = self.queue(pool, (entry, promise))
+        queue = self.queue(pool, start, (entry, promise))
         found = self.find_bound(queue, start=start, factor=factor)
         if isinstance(found, float):
             return Accepted(found)
         return self._late(entry, promise, pool, queue, start=start, factor=factor)
 
-    def queue(self, pool: AnyMemory, *more: tuple[Entry, Promise]) -> Queue:
-        """The accepted sequences, and `more`."""
-        streams = [(entry, stream_of(entry, promise, pool)) for entry, promise in (*self._promises, *more)]
-        pending = sorted((pair for pair in streams if pair[1].missing), key=lambda pair: pair[0].rank)
-        return Queue(pending, [stream for _, stream in streams if not stream.missing])
+    def queue(self, pool: AnyMemory, start: float, *more: tuple[Entry, Promise]) -> Queue:
+        """The accepted sequences, and `more`, before a step that begins at `start`."""
+        everyone = [*self._promises, *more]
+        lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
+        decoding = [(promise.tokens_left(entry), entry.cache.planned) for entry, promise in everyone if entry.decoding]
+        paces = [
+            (promise.complete_by - start) / promise.tokens_left(entry)
+            for entry, promise in everyone
+            if promise.complete_by < inf and entry.decoding
+        ]
+        return Queue(
+            [entry for entry, _ in lacking],
+            [prompt_of(*pair, pool) for pair in lacking],
+            Decodes(decoding),
+            min((promise.tbt for _, promise in everyone), default=inf),
+            min(paces, default=inf),
+        )
 
     def find_bound(self, queue: Queue, *, start: float, factor: float) -> float | None:
         """The largest bound of steps with which all contracts of a queue are kept; None if there is none."""
@@ -98,30 +105,32 @@ class ContractAdmission:
 
     def _widest(self, queue: Queue, factor: float) -> float:
         """The largest bound that paces and the largest step allow, in seconds."""
-        paces = [stream.tbt for stream in queue.everyone]
-        return min(self._target, self._full_step(queue, factor), *paces) * SLACK
+        return min(self._target, self._full_step(queue, factor), queue.tbt, queue.pace) * SLACK
 
     def _full_step(self, queue: Queue, factor: float) -> float:
         """Predicted seconds of the largest step, with as many decodes as there may be soon."""
         prices = self._forecast.prices
-        rows, attention = self._forecast.load(queue.prompts, queue.decoding, (), 0, 1)
+        rows, attention = self._forecast.load(queue.prompts, queue.decodes, (), 0, 1)
         most = max(1, prices.ceiling - rows)
-        context = max((stream.context for stream in queue.prompts), default=most)
-        return factor * (prices.linear(rows, most) + attention + prices.chunk(max(0, context - most), max(context, most)))
+        context = max((prompt.context for prompt in queue.prompts), default=most)
+        return factor * (
+            prices.linear(rows, most) + attention + prices.chunk(max(0, context - most), max(context, most))
+        )
 
     def _narrowed(self, queue: Queue, bound: float, start: float, factor: float) -> float | None:
         """This bound, or a smaller one with which every sequence completes in time; None if contracts are broken."""
         for _ in range(TRIES):
-            outlook = self._forecast.follow(queue.prompts, queue.decoding, start=start, bound=bound, factor=factor)
-            if not outlook.decodes or len(outlook.firsts) < len(queue.pending):
+            outlook = self._forecast.follow(queue.prompts, queue.decodes, start=start, bound=bound, factor=factor)
+            firsts = outlook.firsts
+            if not outlook.decodes or len(firsts) < len(queue.prompts):
                 return None
-            firsts = list(zip(queue.prompts, outlook.firsts, strict=True))
-            if any(first > min(stream.due, stream.complete) for stream, first in firsts):
+            pairs = list(zip(queue.prompts, firsts, strict=True))
+            if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
                 return None
-            pace = allowed_pace(firsts, queue.decoding, start)
-            if pace >= bound:
+            paces = [(prompt.complete - first) / max(1, prompt.remaining - 1) for prompt, first in pairs]
+            if min(paces, default=inf) >= bound:
                 return bound if self._is_efficient(queue, bound, factor) else None
-            bound = pace * SLACK
+            bound = min(paces) * SLACK
             if not bound > 0:
                 return None
         return None
@@ -132,7 +141,7 @@ class ContractAdmission:
         if bound >= full * SLACK:
             return True
         prices = self._forecast.prices
-        rows, attention = self._forecast.load(queue.prompts, queue.decoding, (), 0, 1)
+        rows, attention = self._forecast.load(queue.prompts, queue.decodes, (), 0, 1)
         room = Room(prices, rows, attention)
         room.take(0, prices.ceiling, bound / factor)
         return room.tokens / bound >= LEAST_RATE * (prices.ceiling - rows) / full
@@ -168,31 +177,31 @@ class ContractAdmission:
         self, entry: Entry, promise: Promise, pool: AnyMemory, queue: Queue, *, start: float, factor: float
     ) -> Refusal:
         """The refusal of a contract for want of time."""
-        alone = Queue([pair for pair in queue.pending if pair[0] is entry], ())
+        place = queue.entries.index(entry)
+        own = queue.prompts[place]
+        alone = Queue([entry], [own], Decodes(), promise.tbt, inf)
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
-            predicted = self._predict(alone, entry, promise, promise.arrival, factor)
+            predicted = self._predict(alone, promise, promise.arrival, factor)
             return Refusal("the contract can never be kept: even an idle engine is slower", inf, predicted)
-        predicted = self._predict(queue, entry, promise, start, factor)
+        others = [prompt for index, prompt in enumerate(queue.prompts) if index != place]
+        predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
         if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:
             reason = "the accepted prompts before it take too long"
-            wait = predicted.ttft - promise.time_of("ttft")
+            wait = predicted.ttft - (promise.due - promise.arrival)
         else:
             reason = "accepted requests would be too slow beside it"
-            lefts = [other.tokens_left(each) for each, other in self._promises]
-            wait = min(lefts, default=1) * self._promises.bound
+            wait = min((other.tokens_left(each) for each, other in self._promises), default=1) * self._promises.bound
         return Refusal(f"the contract cannot be kept now: {reason}", max(0.001, wait), predicted)
 
-    def _predict(self, queue: Queue, entry: Entry, promise: Promise, start: float, factor: float) -> Contract:
-        """The times that a request could be promised behind the accepted ones."""
-        waiting = [stream._replace(due=inf) for each, stream in queue.pending if each is not entry]
-        own = next(stream for each, stream in queue.pending if each is entry)._replace(due=inf)
-        load = Queue([*((entry, stream) for stream in waiting), (entry, own)], queue.decoding)
-        others = [stream.tbt for stream in (*waiting, *queue.decoding)]
-        bound = min(self._target, self._full_step(load, factor), *others)
-        outlook = self._forecast.follow(load.prompts, load.decoding, start=start, bound=bound, factor=factor)
-        if len(outlook.firsts) < len(load.pending):
-            return Contract()
+    def _predict(self, queue: Queue, promise: Promise, start: float, factor: float) -> Contract:
+        """The times that the last prompt of a queue could be promised behind the others."""
+        others = [other.tbt for _, other in self._promises] if len(queue.prompts) > 1 or queue.decodes.steps else []
+        prompts = [prompt._replace(due=inf) for prompt in queue.prompts]
+        bound = min(self._target, self._full_step(queue, factor), *others)
+        outlook = self._forecast.follow(prompts, queue.decodes, start=start, bound=bound, factor=factor)
+        if len(outlook.firsts) < len(prompts):
+            return NO_CONTRACT
         ttft = outlook.firsts[-1] - promise.arrival
         return promised(ttft, bound, ttft + max(0, promise.tokens - 1) * bound)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -17,19 +19,17 @@ WINDOW = 4
 """A forecast counts decodes anew after this many steps, then after four times as many, and so on."""
 
 
-class Stream(NamedTuple):
-    """An accepted sequence as a forecast sees it. Times are in seconds on the scheduler's clock."""
+class Prompt(NamedTuple):
+    """An accepted sequence that lacks a part of its prompt. Times are in seconds on the scheduler's clock."""
 
     missing: int
-    """Tokens of the prompt that no plan computes yet; 0: it decodes."""
+    """Tokens of the prompt that no plan computes yet."""
     context: int
-    """Positions of the prompt; for a stream that decodes, all positions that are planned."""
+    """Positions of the prompt."""
     remaining: int
-    """Tokens of the answer that no plan samples yet."""
+    """Tokens of the answer."""
     due: float = inf
     """Time by which its first token must come."""
-    tbt: float = inf
-    """Longest time between two tokens, in seconds."""
     complete: float = inf
     """Time by which its last token must come."""
 
@@ -42,17 +42,45 @@ class Prices:
         self.tile, self.ceiling = tile, ceiling
         self._predictor = predictor
         self._chunks: dict[tuple[int, int], float] = {}
+        self._linear: dict[tuple[int, int], float] = {}
+        self._lines: dict[int, tuple[float, float]] = {}
 
     def decodes(self, contexts: list[int]) -> float:
         """Seconds of the attention of decodes with these contexts."""
         return self._predictor.decodes(contexts) if contexts else 0.0
 
+    def most_decodes(self, rows: int, positions: int) -> float:
+        """An upper limit of the seconds of the attention of `rows` decodes whose contexts are `positions` in all."""
+        line = self._lines.get(rows)
+        if line is None:
+            line = self._lines[rows] = self._line(rows)
+        return rows * line[0] + positions * line[1]
+
+    def _line(self, rows: int) -> tuple[float, float]:
+        """The line a + b · context that no price of a decode among `rows` lies above."""
+        cost = self._predictor.cost
+        points = sorted({1, *cost.attention_contexts, 2 * cost.attention_contexts[-1]})
+        prices = [cost.decode(rows, point) for point in points]
+        slope = max(
+            (prices[-1] - price) / (points[-1] - point) for price, point in zip(prices[:-1], points, strict=False)
+        )
+        return max(price - slope * point for price, point in zip(prices, points, strict=True)), slope
+
     def linear(self, rows: int, tokens: int) -> float:
         """Seconds of everything but attention in a step of `rows` decodes and `tokens` tokens of prompts."""
+        key = rows, -(-(rows + tokens) // self.tile) if tokens else 0
+        seconds = self._linear.get(key)
+        if seconds is None:
+            if len(self._linear) >= MOST_PRICES:
+                self._linear.clear()
+            seconds = self._linear[key] = self._whole_tiles(*key)
+        return seconds
+
+    def _whole_tiles(self, rows: int, tiles: int) -> float:
+        """Seconds of everything but attention in a step of this many tiles; of decodes alone for none."""
         predictor = self._predictor
         alone = max(predictor.mixed(rows, 0), predictor.drafted(rows, [])) if rows else 0.0
-        whole = -(-(rows + tokens) // self.tile) * self.tile
-        return max(alone, predictor.mixed(rows, whole - rows)) if tokens else alone
+        return max(alone, predictor.mixed(rows, tiles * self.tile - rows)) if tiles else alone
 
     def chunk(self, start: int, stop: int) -> float:
         """Seconds of the attention of the chunk [start, stop) of a prompt."""
@@ -104,16 +132,53 @@ class Room:
             seconds = prices.linear(rows, held + tokens) + attention + prices.chunk(start, start + tokens)
             return seconds <= limit
 
-        low = most
-        if not fits(most):
-            low, high = 0, most - 1
-            while low < high:
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        low = most if fits(most) else self._most_tiles(fits, most)
+        if low < most:  # prices rise only where a tile of the step or of the chunk, or a grain of contexts, is full
+            tile = prices.tile
+            ends = (low - low % tile + tile, low + CONTEXT_GRAIN - (start + low) % CONTEXT_GRAIN)
+            low = max((tokens for tokens in ends if tokens <= most and fits(tokens)), default=low)
         if low:
             self.tokens = held + low
             self._attention = attention + prices.chunk(start, start + low)
         return low
+
+    def _most_tiles(self, fits: Callable[[int], bool], most: int) -> int:
+        """The most tokens below `most` with which the step is of whole tiles and fits; 0 if none do."""
+        tile, filled = self._prices.tile, self._rows + self.tokens
+        low, high = filled // tile, (filled + most - 1) // tile
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle * tile - filled) else (low, middle - 1)
+        return max(0, low * tile - filled)
+
+
+class Decodes:
+    """The accepted sequences that decode: how many there are at the most after so many steps, and their contexts."""
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        """`pairs` has the number of tokens that each may still be given, and the positions that it has now."""
+        ordered = sorted(pairs)
+        self._remaining = [remaining for remaining, _ in ordered]
+        # Sums over all from the index on.
+        self._tokens = sums_from(self._remaining)
+        self._positions = sums_from([positions for _, positions in ordered])
+
+    @property
+    def steps(self) -> int:
+        """Number of steps until the last of them has ended."""
+        return self._remaining[-1] if self._remaining else 0
+
+    def load(self, step: int, edge: int) -> tuple[int, int]:
+        """Most decodes in steps [step, edge), and most positions of their contexts in all."""
+        remaining = self._remaining
+        first, longer = bisect_right(remaining, step), bisect_right(remaining, edge)
+        ending = self._tokens[first] - self._tokens[longer]
+        return len(remaining) - first, self._positions[first] + ending + edge * (len(remaining) - longer)
+
+
+def sums_from(numbers: Sequence[int]) -> list[int]:
+    """For each index, and the one after the last, the sum of the numbers from there on."""
+    return [*accumulate(reversed(numbers), initial=0)][::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,33 +186,31 @@ class Outlook:
     """The result of a forecast."""
 
     firsts: tuple[float, ...]
-    """Latest time of the first token of each stream that lacks a part of its prompt, in their order.
+    """Latest time of the first token of each prompt, in their order.
 
-    Shorter than their number if a step has no room for the next one.
+    Shorter than their number if a step has no room for the next one, or if it would come too late.
     """
     decodes: bool
     """Whether every step has room for the decodes."""
-    steps: int
-    """Number of steps that the prompts take."""
 
 
 class Forecast:
     """Follows the steps of accepted sequences alone, each as long as it may become.
 
-    The streams that lack a part of their prompts are computed in their order, as far as each step has room next to its
-    decodes. A step that others wait for is as long as the bound, whatever it holds. So the real steps are never later,
-    as long as they hold no other work while a prompt of an accepted sequence is left: at the end of each step at least
-    as many prompt tokens are computed. The number of decodes and their contexts are upper limits, too: they count from
-    the first step in which a stream could decode.
+    The prompts are computed in their order, as far as each step has room next to its decodes. A step that leaves a part
+    of a prompt is as long as the bound, whatever it holds. So the real steps are never later, as long as they hold no
+    other work while a prompt of an accepted sequence is left: at the end of each step at least as many prompt tokens
+    are computed. The number of decodes and their contexts are upper limits, too: they count from the first step in
+    which a sequence could decode.
     """
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
 
     def follow(
-        self, pending: Sequence[Stream], decoding: Sequence[Stream], *, start: float, bound: float, factor: float
+        self, prompts: Sequence[Prompt], decodes: Decodes, *, start: float, bound: float, factor: float
     ) -> Outlook:
-        """When the first tokens of the `pending` streams come, in their order, if steps begin at `start`.
+        """When the first tokens of the `prompts` come, in their order, if steps begin at `start`.
 
         A step is predicted to take `factor` times its price, and takes at most `bound` seconds.
         """
@@ -155,75 +218,54 @@ class Forecast:
         firsts: list[float] = []
         ended: list[int] = []
         index = step = edge = 0
-        left = pending[0].missing if pending else 0
+        left = prompts[0].missing if prompts else 0
         rows, attention = 0, 0.0
-        while index < len(pending):
+        while index < len(prompts):
             if step >= edge:
                 edge = max(WINDOW, 4 * step)
-                rows, attention = self.load(pending, decoding, ended, step, edge)
-                if Room(self.prices, rows, attention).seconds > limit:
-                    return Outlook(tuple(firsts), False, step)
+                rows, attention = self.load(prompts, decodes, ended, step, edge)
+                if self.prices.linear(rows, 0) + attention > limit:
+                    return Outlook(tuple(firsts), False)
             room, before = Room(self.prices, rows, attention), index
-            while index < len(pending):
-                stream = pending[index]
-                left -= room.take(stream.context - left, stream.context, limit)
+            while index < len(prompts):
+                prompt = prompts[index]
+                left -= room.take(prompt.context - left, prompt.context, limit)
                 if left:
                     break
                 index += 1
-                left = pending[index].missing if index < len(pending) else 0
-            if not room.tokens:
-                return Outlook(tuple(firsts), True, step)
-            at += bound if index < len(pending) else room.seconds * factor
+                left = prompts[index].missing if index < len(prompts) else 0
+            at += bound if index < len(prompts) else room.seconds * factor
             firsts += [at] * (index - before)
             ended += [step] * (index - before)
             step += 1
-            if index < len(pending) and at > pending[index].due:
-                return Outlook(tuple(firsts), True, step)
-        return Outlook(tuple(firsts), self._carries(pending, decoding, ended, step, limit), step)
+            if index < len(prompts) and (at > prompts[index].due or not room.tokens):
+                return Outlook(tuple(firsts), True)
+        return Outlook(tuple(firsts), self._carries(prompts, decodes, ended, step, limit))
 
     def load(
-        self, pending: Sequence[Stream], decoding: Sequence[Stream], ended: Sequence[int], step: int, edge: int
+        self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, edge: int
     ) -> tuple[int, float]:
         """Most decodes in steps [step, edge), and seconds of their attention. `ended`: steps that end the prompts."""
-        contexts = [
-            stream.context + min(stream.remaining, edge) for stream in decoding if stream.remaining > step
-        ]
+        rows, positions = decodes.load(step, edge)
         reach, total = self.prices.ceiling * edge, 0
-        for index, stream in enumerate(pending):
-            total += stream.missing
+        for index, prompt in enumerate(prompts):
+            total += prompt.missing
             if total > reach:
                 break
-            if index >= len(ended) or ended[index] + stream.remaining > step:
-                contexts.append(stream.context + min(stream.remaining, edge))
-        return len(contexts), self.prices.decodes(contexts)
+            if index >= len(ended) or ended[index] + prompt.remaining > step:
+                rows += 1
+                positions += prompt.context + min(prompt.remaining, edge)
+        return rows, self.prices.most_decodes(rows, positions) if rows else 0.0
 
     def _carries(
-        self, pending: Sequence[Stream], decoding: Sequence[Stream], ended: Sequence[int], step: int, limit: float
+        self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, limit: float
     ) -> bool:
         """Whether the decodes alone end within `limit` seconds in every step from `step` on."""
-        last = max(
-            max((stream.remaining for stream in decoding), default=0),
-            max((end + stream.remaining for end, stream in zip(ended, pending, strict=True)), default=0),
-        )
-        while step < last:
+        last = max((end + prompt.remaining for end, prompt in zip(ended, prompts, strict=True)), default=0)
+        while step < max(last, decodes.steps):
             edge = max(WINDOW, 4 * step)
-            rows, attention = self.load(pending, decoding, ended, step, edge)
-            if Room(self.prices, rows, attention).seconds > limit:
+            rows, attention = self.load(prompts, decodes, ended, step, edge)
+            if self.prices.linear(rows, 0) + attention > limit:
                 return False
             step = edge
         return True
-
-
-def allowed_pace(pending: Iterable[tuple[Stream, float]], decoding: Iterable[Stream], start: float) -> float:
-    """Most seconds of each step in which all streams complete in time. `pending` has the times of first tokens."""
-    waits = [
-        (stream.complete - first) / (stream.remaining - 1) if stream.remaining > 1 else inf
-        for stream, first in pending
-        if stream.complete < inf
-    ]
-    waits += [
-        (stream.complete - start) / stream.remaining if stream.remaining else inf
-        for stream in decoding
-        if stream.complete < inf
-    ]
-    return min(waits, default=inf)

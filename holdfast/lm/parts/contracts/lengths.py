@@ -14,6 +14,8 @@ HALF_LIFE = 512
 """Number of answers after which an older one counts half."""
 LEAST = 32.0
 """Least weight of the answers that a quantile is read from. With fewer, those of a wider class are used."""
+LEAST_TAIL = 2.0
+"""Least weight of the answers that are at least as long as a quantile."""
 MOST_CLASSES = 1024
 """Most classes that are remembered. The class used longest ago is forgotten first."""
 
@@ -69,7 +71,7 @@ class Lengths:
         at_risk = sum(self._ended[first:]) + sum(self._cut[first:])
         left = 1.0
         for index in range(first, NUM_BINS - 1):
-            if at_risk < LEAST / 4 * self._newest:
+            if at_risk < LEAST_TAIL * self._newest:
                 return None
             left *= 1 - self._ended[index] / at_risk
             at_risk -= self._ended[index] + self._cut[index]

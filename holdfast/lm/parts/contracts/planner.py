@@ -1,12 +1,13 @@
-"""ContractPart: accepts or refuses contracts at their arrival, protects those accepted, and counts what became of them."""
+"""ContractPart: accepts or refuses contracts at their arrival, protects those accepted, and counts the outcomes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.core.contract import ContractRefused, Refusal
+from holdfast.core.contract import TERMS, ContractRefused, Refusal
 from holdfast.core.cost import CostModel
 from holdfast.core.types import FinishReason, Request
+from holdfast.lm.limits import RequestRefused
 from holdfast.lm.parts.contracts.admission import ContractAdmission
 from holdfast.lm.parts.contracts.forecast import Forecast, Prices
 from holdfast.lm.parts.contracts.lengths import AnswerLengths
@@ -99,11 +100,11 @@ class ContractPart(Part):
         self._now = now
 
     def planned(self, plan: StepPlan) -> None:
-        self._progress.planned(plan, self._now)
+        self._progress.planned(plan, self._now, closely=len(self._promises) > 0)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         self._now = now
-        self._progress.ended(plan, result, now, closely=len(self._promises) > 0)
+        self._progress.ended(plan, result, now)
         return ()
 
     def stats(self) -> Mapping[str, float]:
@@ -135,7 +136,8 @@ class NoContracts(Part):
 
     def check(self, request: Request) -> None:
         if request.contract:
-            raise ValueError(f"this engine takes no contracts: {self._reason}; leave out ttft_ms, tbt_ms, complete_ms")
+            reason = f"this engine takes no contracts: {self._reason}; leave out ttft_ms, tbt_ms and complete_ms"
+            raise RequestRefused(reason, next(f"{term}_ms" for term in TERMS if getattr(request.contract, term)))
 
 
 def make_parts(planning: Planning) -> Sequence[Part]:

@@ -26,8 +26,8 @@ class Progress:
         self._predictor = cost.predictor()
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
         """Corrections of steps of decodes alone (False) and of steps with prompts (True)."""
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        """The plans in flight, each with the time of planning, the oldest first."""
+        self._in_flight: deque[tuple[StepPlan, float, bool]] = deque()
+        """The plans in flight, each with the time of planning, and whether a contract was open; the oldest first."""
         self._result_at = 0.0
         """Time of the latest result."""
 
@@ -36,13 +36,18 @@ class Progress:
         """Nearly all steps take at most this many times their price."""
         return max(correction.factor for correction in self._corrections.values())
 
-    def planned(self, plan: StepPlan, now: float) -> None:
-        """Note a plan, which is in flight from now on."""
-        self._in_flight.append((plan, now))
+    @property
+    def mean(self) -> float:
+        """Steps take this many times their price on average."""
+        return max(correction.mean for correction in self._corrections.values())
 
-    def ended(self, plan: StepPlan, result: StepResult, now: float, *, closely: bool) -> None:
-        """Note the result of the oldest plan in flight. Learns from it if it is watched `closely`, or by chance."""
-        self._in_flight.popleft()
+    def planned(self, plan: StepPlan, now: float, *, closely: bool) -> None:
+        """Note a plan, which is in flight from now on. If it is watched `closely`, this policy has predicted it."""
+        self._in_flight.append((plan, now, closely))
+
+    def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Note the result of the oldest plan in flight, and learn from it if it was watched."""
+        _, _, closely = self._in_flight.popleft()
         self._result_at = now
         if plan.step % WATCHED and not closely:
             return
@@ -57,8 +62,9 @@ class Progress:
         if not self._in_flight:
             return now
         at = self._result_at
-        for plan, planned in self._in_flight:
-            at = max(at, planned) + self.factor * self._predictor.segments(spans_of(plan))
+        for plan, planned, closely in self._in_flight:
+            price = plan.forecast.predicted / self.mean if closely else self._predictor.segments(spans_of(plan))
+            at = max(at, planned) + self.factor * price
         return max(now, at + apart)
 
 
@@ -88,8 +94,8 @@ class ContractPolicy(Policy):
         self._promises, self._admission = promises, admission
         self._prices, self._progress = prices, progress
 
-    def bound(self, step: StepBuilder) -> float:
-        return min(self.inner.bound(step), self._promises.bound)
+    def step_bound(self, step: StepBuilder) -> float:
+        return min(self.inner.step_bound(step), self._promises.bound)
 
     def plan(self, step: StepBuilder) -> None:
         if not len(self._promises):
@@ -107,7 +113,7 @@ class ContractPolicy(Policy):
             self._add_others(step, room, min(limit, slack))
         step.pace = None
         step.budget = 0
-        step.predicted = room.seconds * factor
+        step.predicted = room.seconds * self._progress.mean
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         self.inner.observe(plan, result)
@@ -116,7 +122,7 @@ class ContractPolicy(Policy):
         """Raise the bound if the contract that asked for it has ended, and the others are kept without it."""
         promises = self._promises
         if promises.is_loose:
-            bound = self._admission.find_bound(self._admission.queue(step.pool), start=start, factor=factor)
+            bound = self._admission.find_bound(self._admission.queue(step.pool, start), start=start, factor=factor)
             promises.loosen(bound)
 
     def _start(self, step: StepBuilder, waiting: Iterable[Entry]) -> None:
@@ -128,9 +134,11 @@ class ContractPolicy(Policy):
 
     def _make_room(self, step: StepBuilder, rows: int) -> None:
         """Preempt sequences without a contract until the accepted ones have these rows, and all their blocks."""
-        pool = step.pool
+        pool, running = step.pool, step.running
+        if not rows and (not len(running) or has_contract(running.last())):
+            return
         short = self._promises.outstanding(pool) + (step.headroom if rows else 0)
-        for entry in tuple(reversed(step.running)):
+        for entry in tuple(reversed(running)):
             if has_contract(entry) or (step.free_rows >= rows and pool.available >= short):
                 return
             if entry.next_step <= step.number:

@@ -8,7 +8,7 @@ from math import inf
 
 from holdfast.core.contract import TERMS, Contract, Term
 from holdfast.lm.memory.protocol import AnyMemory
-from holdfast.lm.parts.contracts.forecast import Stream
+from holdfast.lm.parts.contracts.forecast import Prompt
 from holdfast.lm.scheduler.entries import Entry
 
 RESERVE = 0.05
@@ -31,11 +31,18 @@ class Promise:
     """Time of the latest token."""
     longest_gap: float = 0.0
     """Longest time between two deliveries."""
+    due: float = field(init=False)
+    """Time by which its first token must come, less the reserve."""
+    tbt: float = field(init=False)
+    """Longest time between two tokens in seconds, less the reserve."""
+    complete_by: float = field(init=False)
+    """Time by which its last token must come, less the reserve."""
 
-    def time_of(self, term: Term) -> float:
-        """The time of a term less the reserve, in seconds; infinite if nothing is promised."""
-        seconds: float | None = getattr(self.contract, term)
-        return inf if seconds is None else seconds * (1 - RESERVE)
+    def __post_init__(self) -> None:
+        contract, share = self.contract, 1 - RESERVE
+        self.due = inf if contract.ttft is None else self.arrival + share * contract.ttft
+        self.tbt = inf if contract.tbt is None else share * contract.tbt
+        self.complete_by = inf if contract.complete is None else self.arrival + share * contract.complete
 
     def tokens_left(self, entry: Entry) -> int:
         """Number of steps that the sequence still takes at the most, if its prompt takes one."""
@@ -51,8 +58,7 @@ class Promise:
 
     def latest(self, entry: Entry, bound: float) -> float:
         """Latest time of the first token, if each later one takes up to `bound` seconds."""
-        after = self.tokens_left(entry) * bound if self.contract.complete is not None else 0.0
-        return self.arrival + min(self.time_of("ttft"), self.time_of("complete") - after)
+        return min(self.due, self.complete_by - self.tokens_left(entry) * bound)
 
     def broken_by(self, now: float) -> Term | None:
         """The first term that the deliveries up to `now` have broken; None: they have kept them all."""
@@ -111,7 +117,7 @@ class Promises:
         self.bound = bound
 
     def given(self, entries: Iterable[Entry], now: float) -> list[tuple[Entry, Promise]]:
-        """Note that these sequences were given tokens at `now`. Returns those whose answers are longer than expected."""
+        """Note that these sequences were given tokens at `now`. Returns those with longer answers than expected."""
         opened = self._open
         promised = [(entry, opened[entry]) for entry in entries if entry in opened] if opened else []
         for _, promise in promised:
@@ -150,15 +156,11 @@ class Promises:
         return sum(max(0, promise.blocks - len(entry.cache.blocks)) for entry, promise in self)
 
 
-def stream_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Stream:
-    """A sequence as a forecast sees it."""
-    sequence, cache = entry.sequence, entry.cache
-    remaining = max(0, promise.tokens - answered(entry))
-    due = promise.arrival + promise.time_of("ttft")
-    tbt, complete = promise.time_of("tbt"), promise.arrival + promise.time_of("complete")
-    if entry.decoding:
-        return Stream(0, cache.planned, remaining, due, tbt, complete)
-    return Stream(lacking(entry, pool), sequence.length, remaining, due, tbt, complete)
+def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
+    """A sequence that lacks a part of its prompt, as a forecast sees it."""
+    return Prompt(
+        lacking(entry, pool), entry.sequence.length, promise.tokens_left(entry), promise.due, promise.complete_by
+    )
 
 
 def answered(entry: Entry) -> int:
@@ -175,5 +177,5 @@ def lacking(entry: Entry, pool: AnyMemory) -> int:
     if cache.capacity:
         return sum(stop - start for start, stop in cache.missing(sequence.length))
     found = cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
-    here = found.positions(pool.block_size) - len(found.host) * pool.block_size
+    here: int = found.positions(pool.block_size) - len(found.host) * pool.block_size
     return sequence.length - max(0, here)

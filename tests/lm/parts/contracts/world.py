@@ -33,17 +33,19 @@ class World:
         self.arrivals, self.contracts = {}, {}
         self.deliveries, self.reasons = {}, {}
         self.refusals = {}
-        self.plans = []
 
-    def add(self, name, prompt, tokens, contract=NO_CONTRACT, *, at=None, **request):
-        """A request with this contract; `prompt` is a number of tokens of its own, or the tokens."""
+    def add(self, name, prompt, tokens, contract=NO_CONTRACT, *, at=None, priority=0, **params):
+        """A request with this contract. `prompt` is a number of tokens of its own, or the tokens.
+
+        Returns whether it is accepted.
+        """
         if isinstance(prompt, int):
             prompt = tuple((hash(name) + place) % 997 for place in range(prompt))
         arrival = self.clock.now if at is None else at
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        request = {"identity": Identity("m", dtype="bfloat16"), **request}
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **params})
+        own = {"identity": Identity("m", dtype="bfloat16"), "priority": priority}
         try:
-            self.loop.add(Request(name, prompt, params, arrival=arrival, contract=contract, **request))
+            self.loop.add(Request(name, prompt, params, arrival=arrival, contract=contract, **own))
         except ContractRefused as error:
             self.refusals[name] = error.refusal
             return False

@@ -1,0 +1,83 @@
+"""Forecast and Room: compared with steps that are filled token by token."""
+
+import random
+
+from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prices, Prompt, Room
+from tests.lm.parts.contracts.world import EXACT
+
+TILE, CEILING = 32, 256
+
+
+def prices(tile=TILE):
+    return Prices(EXACT.predictor(), tile=tile, ceiling=CEILING)
+
+
+def test_a_room_takes_all_tokens_that_fit():
+    choose, known = random.Random(0), prices()
+    for _ in range(300):
+        rows, start, limit = choose.randrange(0, 40), choose.randrange(0, 900), choose.uniform(0.004, 0.02)
+        contexts = [choose.randrange(1, 900) for _ in range(rows)]
+        attention = known.decodes(contexts)
+        fitting = [
+            tokens
+            for tokens in range(1, CEILING - rows + 1)
+            if known.linear(rows, tokens) + attention + known.chunk(start, start + tokens) <= limit
+        ]
+        room = Room(known, rows, attention)
+        assert room.take(start, start + CEILING, limit) == max(fitting, default=0)
+
+
+def test_a_price_is_never_below_that_of_the_cost_model():
+    choose, known = random.Random(1), prices()
+    for _ in range(200):
+        rows = choose.randrange(1, 40)
+        contexts, tokens = [choose.randrange(1, 1500) for _ in range(rows)], choose.randrange(2, 200)
+        start = choose.randrange(0, 900)
+        room = Room(known, rows, known.most_decodes(rows, sum(contexts)))
+        assert room.seconds >= EXACT.step([(1, context) for context in contexts]) - 1e-12
+        room.take(start, start + tokens, 1.0)
+        assert room.seconds >= EXACT.step([*((1, each) for each in contexts), (tokens, start + tokens)]) - 1e-12
+
+
+def test_decodes_are_counted_until_they_end():
+    choose = random.Random(2)
+    pairs = [(choose.randrange(0, 50), choose.randrange(1, 900)) for _ in range(60)]
+    decodes = Decodes(pairs)
+    assert decodes.steps == max(remaining for remaining, _ in pairs)
+    for step, edge in ((0, 4), (4, 16), (16, 64), (60, 70)):
+        active = [(remaining, positions) for remaining, positions in pairs if remaining > step]
+        expected = sum(positions + min(remaining, edge) for remaining, positions in active)
+        assert decodes.load(step, edge) == (len(active), expected)
+
+
+def test_first_tokens_come_at_the_ends_of_the_steps_that_hold_them():
+    forecast, bound = Forecast(prices()), 1.0
+    prompts = [Prompt(300, 300, 1), Prompt(100, 100, 1), Prompt(200, 200, 1)]
+    outlook = forecast.follow(prompts, Decodes(), start=10.0, bound=bound, factor=1.0)
+    last = Room(forecast.prices, *forecast.load(prompts, Decodes(), (), 0, 4))
+    last.take(106, 200, bound)
+    assert outlook.decodes
+    # Next to three decodes: 253 tokens; 47, 100 and 106; 94.
+    assert outlook.firsts == (12.0, 12.0, 12.0 + last.seconds)
+
+
+def test_a_forecast_ends_with_the_first_prompt_that_is_late():
+    forecast = Forecast(prices())
+    prompts = [Prompt(300, 300, 1, due=0.5), Prompt(300, 300, 1)]
+    outlook = forecast.follow(prompts, Decodes(), start=0.0, bound=1.0, factor=1.0)
+    assert outlook.firsts == ()
+
+
+def test_a_step_without_room_for_the_decodes_is_seen_at_once_and_later():
+    forecast = Forecast(prices())
+    many = Decodes([(500, 600)] * 30)
+    step = forecast.prices.linear(30, 0) + forecast.prices.most_decodes(30, 30 * 604)
+    assert not forecast.follow([], many, start=0.0, bound=0.9 * step, factor=1.0).decodes
+    assert not forecast.follow([], many, start=0.0, bound=1.01 * step, factor=1.0).decodes  # their contexts grow
+    assert forecast.follow([], many, start=0.0, bound=3 * step, factor=1.0).decodes
+
+
+def test_a_factor_makes_all_steps_longer():
+    forecast, prompts = Forecast(prices()), [Prompt(100, 100, 1)]
+    once = forecast.follow(prompts, Decodes(), start=0.0, bound=1.0, factor=1.0).firsts[0]
+    assert forecast.follow(prompts, Decodes(), start=0.0, bound=1.0, factor=2.0).firsts[0] == 2 * once

@@ -1,0 +1,218 @@
+"""ContractPart: acceptance, refusal, protection, outcomes, and plans without contracts that are as without the part."""
+
+import random
+from math import inf, isinf
+
+import pytest
+
+from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.lab.simulator.executor import TOKEN
+from holdfast.lm.limits import RequestRefused
+from holdfast.lm.parts.contracts.planner import ContractPart, NoContracts
+from tests.lm.parts.contracts.world import EXACT, World
+
+STEP = EXACT.step([(1, 500)])
+"""Seconds of a step with one decode."""
+
+
+def plans_of(world, seed):
+    """The plans of a random history without any contract."""
+    choose, plans = random.Random(seed), []
+    world.loop.observe(Noting(plans))
+    arrivals = []
+    for number in range(40):
+        prompt, tokens, priority = choose.randrange(1, 700), choose.randrange(1, 80), choose.choice((0, 0, 1, 100))
+        given = {"prompt": prompt, "tokens": tokens, "priority": priority}
+        at = choose.uniform(0, 60) * STEP
+        arrivals.append((at, lambda world, at, name=str(number), given=given: world.add(name, **given, at=at)))
+    world.run(arrivals)
+    return plans
+
+
+class Noting:
+    """Notes what each plan holds."""
+
+    def __init__(self, plans):
+        self.plans = plans
+
+    def planned(self, plan):
+        self.plans.append((plan.step, tuple(plan.segments), plan.table_writes, plan.preempted, plan.forecast))
+
+    def ended(self, result):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority", "deadline", "fair"])
+@pytest.mark.parametrize("target", [{}, {"tbt_target": 12}])
+def test_requests_without_contracts_are_planned_as_without_the_part(order, target):
+    for seed in range(4):
+        options = {"order": order, "blocks": 130, "max_sequences": 8, **target}
+        plain = plans_of(World(contracts="off", **options), seed)
+        assert plans_of(World(**options), seed) == plain
+        assert len(plain) > 50
+
+
+def test_plans_are_as_without_the_part_again_once_all_contracts_have_ended():
+    after = []
+    for contract in (NO_CONTRACT, Contract(ttft=1.0, tbt=1.0)):
+        world = World(blocks=130, max_sequences=8)
+        world.add("first", 100, 5, contract)
+        world.run()
+        world.clock.now = 10.0
+        after.append([(plan[1], plan[3]) for plan in plans_of(world, 0)])
+    assert after[0] == after[1]
+
+
+def test_a_contract_that_even_an_idle_engine_breaks_is_refused_for_good():
+    world = World()
+    for contract in (Contract(ttft=1e-4), Contract(tbt=1e-4), Contract(complete=1e-3)):
+        assert not world.add(str(contract), 300, 10, contract)
+        assert isinf(world.refusals[str(contract)].retry_after)
+        assert "even an idle engine" in world.refusals[str(contract)].reason
+    assert not world.loop.has_work()
+
+
+def test_a_contract_without_room_in_memory_is_refused_until_an_accepted_answer_ends():
+    world = World(blocks=128, model_len=2048)
+    loose = Contract(complete=100.0)
+    assert world.add("first", 1000, 500, loose)
+    assert not world.add("second", 1000, 500, loose)
+    refusal = world.refusals["second"]
+    assert "KV cache" in refusal.reason and 0 < refusal.retry_after < inf
+    world.run()
+    assert world.clock.now <= refusal.retry_after * 1.5
+    assert world.add("third", 1000, 500, loose)
+
+
+def test_more_contracts_than_rows_are_refused():
+    world = World(max_sequences=2)
+    accepted = [world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(3)]
+    assert accepted == [True, True, False]
+    assert "rows" in world.refusals["2"].reason
+
+
+def test_a_prompt_behind_accepted_ones_is_refused_with_the_time_at_which_it_is_accepted():
+    world = World(blocks=800)
+    for number in range(3):
+        assert world.add(str(number), 1000, 2, Contract(ttft=0.15))
+    own = Contract(ttft=0.151)
+    assert not world.add("own", 1000, 2, own)
+    refusal = world.refusals["own"]
+    assert refusal.predicted.ttft > 0.151 and 0 < refusal.retry_after < 0.1
+    world.run([(refusal.retry_after, lambda world, at: world.add("again", 1000, 2, own, at=at))])
+    assert "again" in world.contracts and world.broken == {}
+
+
+def test_an_accepted_contract_preempts_a_running_request_without_one():
+    world = World(max_sequences=1, blocks=130)
+    world.add("plain", 100, 200)
+    for _ in range(4):
+        world.step()
+    world.add("own", 50, 5, Contract(ttft=0.1, tbt=0.1))
+    world.run()
+    assert world.broken == {} and world.scheduler.stats().preemptions == 1
+    assert len(world.deliveries["plain"]) == 200
+
+
+def test_contracts_go_by_due_time_and_before_requests_of_any_priority():
+    world = World(budget=64)
+    world.add("plain", 300, 1, priority=-5)
+    world.add("later", 300, 1, Contract(ttft=2.0))
+    world.add("sooner", 300, 1, Contract(ttft=1.0))
+    world.run()
+    ends = {name: times[-1] for name, times in world.deliveries.items()}
+    assert ends["sooner"] < ends["later"] < ends["plain"]
+
+
+def test_a_step_is_no_longer_than_the_fastest_pace_promised():
+    world = World(budget=512, blocks=800)
+    assert world.add("paced", 20, 60, Contract(tbt=1.6 * STEP))
+    world.step()
+    for number in range(4):
+        world.add(f"plain {number}", 1000, 1)
+    world.run()
+    gaps = [
+        after - before for before, after in zip(world.deliveries["paced"], world.deliveries["paced"][1:], strict=False)
+    ]
+    assert max(gaps) <= 1.6 * STEP
+    assert max(gaps) > 1.3 * STEP  # the room next to it is used
+
+
+def test_a_pace_that_would_slow_all_prompts_down_is_refused():
+    world = World(budget=512, tile=1)
+    assert not world.add("greedy", 1, 500, Contract(tbt=1.06 * EXACT.step([(1, 501)])))
+
+
+def test_outcomes_are_counted_by_the_term_that_was_broken():
+    part = ContractPart(EXACT, tile=32, ceiling=256, max_sequences=4)
+    assert set(part.stats().values()) == {0}
+    world = World()
+    world.add("kept", 10, 3, Contract(ttft=1.0, tbt=1.0, complete=5.0))
+    world.run()
+    world.add("late", 10, 3, Contract(ttft=1.0))
+    world.clock.now += 2.0  # the engine stands still
+    world.run()
+    world.add("slow", 10, 30, Contract(tbt=1.0))
+    world.step(), world.step()
+    world.clock.now += 2.0
+    world.run()
+    world.add("too late", 10, 3, Contract(complete=1.0))
+    world.step()
+    world.clock.now += 2.0
+    world.run()
+    stats = world.scheduler.stats()
+    assert (stats.contracts_accepted, stats.contracts_kept) == (4, 1)
+    assert (stats.contracts_broken_ttft, stats.contracts_broken_tbt, stats.contracts_broken_complete) == (1, 1, 1)
+    assert world.broken == {"late": "ttft", "slow": "tbt", "too late": "complete"}
+
+
+def test_a_client_that_leaves_before_its_first_token_is_due_counts_for_nothing():
+    world = World()
+    world.add("left", 500, 50, Contract(ttft=1.0))
+    world.loop.abort("left")
+    world.run()
+    stats = world.scheduler.stats()
+    assert (stats.contracts_accepted, stats.contracts_kept, stats.contracts_broken_ttft) == (1, 0, 0)
+
+
+def test_answers_are_expected_to_be_as_long_as_earlier_ones():
+    """Of 128 blocks, answers of up to 1,500 tokens take most: only one fits. After short answers, several do."""
+    world, loose = World(blocks=128), Contract(complete=100.0)
+    short = {"stop_token_ids": (TOKEN,), "ignore_eos": False}
+    assert [world.add(f"first {number}", 10, 1500, loose, **short) for number in range(2)] == [True, False]
+    for number in range(64):
+        world.run()
+        world.add(f"earlier {number}", 10, 1500, **short)
+    world.run()
+    assert [world.add(f"own {number}", 10, 1500, loose, **short) for number in range(4)] == [True] * 4
+
+
+def test_an_engine_without_contracts_refuses_them_and_says_how_to_get_them():
+    world = World(contracts="off")
+    with pytest.raises(RequestRefused, match="contracts is off; leave out ttft_ms") as refused:
+        world.add("own", 10, 3, Contract(tbt=1.0))
+    assert refused.value.param == "tbt_ms"
+    request = Request("r", (1, 2), SamplingParams(), identity=Identity(), contract=Contract(ttft=1.0))
+    with pytest.raises(RequestRefused, match="this engine takes no contracts: it has no cost profile"):
+        NoContracts("it has no cost profile").check(request)
+
+
+@pytest.mark.parametrize("terms", [(1e-9, None, None), (None, 1e-9, None), (86_400.0, 1e-9, 86_400.0), (1e-3,) * 3])
+def test_300_hostile_contracts_harm_nobody(terms):
+    def serve(hostile):
+        world = World(max_sequences=8)
+        arrivals = [(0.0, lambda world, at: world.add("own", 200, 60, Contract(ttft=0.5, tbt=0.05), at=at))]
+        for number in range(hostile):
+            at = number * STEP / 10
+            arrivals.append(
+                (at, lambda world, at, name=f"hostile {number}": world.add(name, 500, 400, Contract(*terms), at=at))
+            )
+        return world.run(arrivals)
+
+    alone, beside = serve(0), serve(300)
+    assert len(beside.refusals) == 300
+    assert beside.deliveries["own"] == alone.deliveries["own"]

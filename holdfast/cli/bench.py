@@ -35,7 +35,8 @@ SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
     "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
     "swap_in", "swap_in_groups",
-    "memory_fraction", "quantization", "kv_cache_dtype", "tp", "pp",
+    "memory_fraction", "quantization", "kv_cache_dtype", "tp", "pp", "order", "ttft_target", "contracts",
+    "contract_confidence",
 )  # fmt: skip
 """Engine options that affect a simulation."""
 SHORT_SECONDS = 20.0
@@ -72,6 +73,9 @@ class BenchConfig:
     vocab_size: int = option(256, "token ids of prompts are below this, for a server")
     cache_tokens: int | None = option(None, "size of the simulated KV cache in tokens; default: the profile's")
     host_us: float = option(0.0, "host time of each simulated step in microseconds")
+    tell_contracts: bool = option(
+        True, "ask for the contracts of --contract or of the workload; if not, only measure which ones are kept"
+    )
     slo_ttft: float | None = option(None, "goodput counts requests with at most this TTFT", unit="ms")
     slo_tpot: float | None = option(None, "goodput counts requests with at most this time per output token", unit="ms")
     slo_e2el: float | None = option(None, "goodput counts requests with at most this end-to-end latency", unit="ms")
@@ -245,7 +249,7 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
     if config.simulate is not None:
         return nullcontext(simulation(config, config.simulate, engine, console))
     if config.url is None:
-        return local_engine(engine, console, config.concurrency)
+        return local_engine(engine, console, config.concurrency, tells=config.tell_contracts)
     return server(
         config.url,
         api_key=config.api_key,
@@ -253,6 +257,7 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
         vocab_size=config.vocab_size,
         concurrency=config.concurrency,
         seed=engine.seed,
+        tells=config.tell_contracts,
     )
 
 
@@ -277,6 +282,8 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         profile = replace(profile, cache_tokens=config.cache_tokens)
     if config.copy_gbs is not None:
         profile = replace(profile, copy_rate=config.copy_gbs * 1e9)
+    if not config.tell_contracts:
+        engine = replace(engine, contracts="off")
     disk_rate = DISK_RATE if config.disk_gbs is None else config.disk_gbs * 1e9
     return simulated_engine(engine, profile, pipeline, config.host_us / 1e6, config.concurrency, disk_rate)
 

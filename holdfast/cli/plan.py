@@ -23,6 +23,7 @@ from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.hub import is_id
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import planning
+from holdfast.lab.goodput import KEPT, REFUSED, ContractEvaluation, asks_contracts, evaluate_contracts
 from holdfast.lab.planning import (
     SHARED_OPTIONS,
     Candidate,
@@ -33,7 +34,7 @@ from holdfast.lab.planning import (
     describe_load,
     evaluate_fleet,
 )
-from holdfast.lab.reports.tables import show_candidates
+from holdfast.lab.reports.tables import show_candidates, show_contracts
 from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
 from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_from_config
@@ -176,6 +177,11 @@ def run(
     fleet = None
     if best is not None:
         advice.insert(1, describe_load(best.figures))
+    contracts = None
+    if best is not None and asks_contracts(question.workload):
+        contracts = evaluate_contracts(question, best)
+        show_contracts(console, contracts)
+        advice.insert(1, describe_contracts(contracts, best.replicas))
     if config.router is not None and best is not None and best.replicas > 1:
         fleet = evaluate_fleet(question, best, config.router, config.replica_link or REPLICA_LINK)
         advice.insert(1, describe_fleet(fleet, best))
@@ -183,8 +189,9 @@ def run(
         console.print(Text(line), soft_wrap=True)
     if config.json is not None:
         written_fleet = {} if fleet is None else {"fleet": asdict(fleet)}
+        written_contracts = {} if contracts is None else {"contracts": asdict(contracts)}
         rows = [as_json(each) for each in evaluations]
-        text = json.dumps({"candidates": rows} | written_fleet, indent=1)
+        text = json.dumps({"candidates": rows} | written_fleet | written_contracts, indent=1)
         Path(config.json).write_text(text + "\n", encoding="utf-8")
     if config.report is not None or config.plots is not None:
         from holdfast.lab.reports.report import plan_report  # Imports matplotlib, which is an extra.
@@ -192,7 +199,7 @@ def run(
         settings = changed_options(workload) + changed_options(config, without=("json", "report", "plots", "jobs"))
         settings += changed_options(engine)
         command = shlex.join(["holdfast", "plan", *arguments])
-        report = plan_report(evaluations, describe(question, workload), advice)
+        report = plan_report(evaluations, describe(question, workload), advice, contracts)
         written = report.write(config.report, config.plots, settings=settings, command=command)
         console.print(f"written: {', '.join(written)}", soft_wrap=True)
     return 0 if best else 1
@@ -273,6 +280,17 @@ def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:
         f"second ({fleet.capacity / best.fleet_capacity:.0%} of {fleet.replicas} times one), P99 TTFT "
         f"{fleet.figures['p99_ttft_ms']:,.0f} ms; {fleet.found:.1%} of reusable prompt tokens found, busy times within "
         f"{fleet.spread:.1%}"
+    )
+
+
+def describe_contracts(contracts: ContractEvaluation, replicas: int) -> str:
+    """Return a line of text: the load at which all replicas together keep their contracts."""
+    if not contracts.rate:
+        return "no rate keeps the contracts: give longer times with --contract, or a faster --device"
+    each = "" if replicas == 1 else f" ({contracts.rate:.3g} each)"
+    return (
+        f"contracts: up to {contracts.rate * replicas:.3g} conversations a second{each}, at least {KEPT:.0%} of the "
+        f"accepted contracts are kept and at most {REFUSED:.0%} refused"
     )
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.cli.talkers import server_client
+from holdfast.core.contract import NO_CONTRACT, ContractRefused
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import QueueFull
@@ -92,16 +93,25 @@ def sender(
 
 @contextmanager
 def server(
-    url: str, *, api_key: str | None, model: str | None, vocab_size: int, concurrency: int | None, seed: int
+    url: str,
+    *,
+    api_key: str | None,
+    model: str | None,
+    vocab_size: int,
+    concurrency: int | None,
+    seed: int,
+    tells: bool = True,
 ) -> Iterator[Target]:
-    """Yield a server with OpenAI's API. `model` is by default its first. Raises OSError if it lists none."""
+    """Yield a server with OpenAI's API. `model` is by default its first. Raises OSError if it lists none.
+
+    With `tells`, requests ask for their contracts.
+    """
     http = server_client(url, api_key, httpx.Timeout(30, read=None))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
             asked = model or loop.run(first_model(http))
-            yield Target(
-                url, asked, None, sender(loop, partial(ask_server, http, asked), vocab_size, concurrency, seed)
-            )
+            ask = partial(ask_server, http, asked, tells=tells)
+            yield Target(url, asked, None, sender(loop, ask, vocab_size, concurrency, seed))
         finally:
             loop.run(http.aclose())
 
@@ -120,15 +130,21 @@ async def first_model(http: httpx.AsyncClient) -> str:
 
 
 @contextmanager
-def local_engine(config: EngineConfig, console: Console, concurrency: int | None) -> Iterator[Target]:
-    """Start an engine process for the benchmark, without HTTP. Raises EngineStartError."""
+def local_engine(
+    config: EngineConfig, console: Console, concurrency: int | None, *, tells: bool = True
+) -> Iterator[Target]:
+    """Start an engine process for the benchmark, without HTTP. With `tells`, requests ask for their contracts.
+
+    Raises EngineStartError.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         client = loop.run(EngineClient.start(config, on_progress=stage_printer(console)))
         try:
             info = client.info
             name = f"{info.model} on {info.memory.device}, {info.precision}"
             timed = EngineTimes(client).take
-            run = sender(loop, partial(ask_engine, client), info.vocab_size, concurrency, config.seed, timed)
+            ask = partial(ask_engine, client, tells=tells)
+            run = sender(loop, ask, info.vocab_size, concurrency, config.seed, timed)
             yield Target(name, info.model, info.max_model_len, run)
         finally:
             loop.run(client.close())
@@ -152,17 +168,21 @@ class EngineTimes:
         self._times.add(steps.under_way, steps.stages)
 
 
-async def ask_engine(client: EngineClient, prompt: tuple[int, ...], output: int, record: Record) -> None:
+async def ask_engine(
+    client: EngineClient, prompt: tuple[int, ...], output: int, record: Record, *, tells: bool = True
+) -> None:
     """Send a request to an engine process, as `lab.load_client.ask_server` does to a server."""
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     try:
-        async for delta in client.stream(prompt, params):
+        async for delta in client.stream(prompt, params, contract=record.contract if tells else NO_CONTRACT):
             if delta.tokens:
                 record.token_times.append(time.monotonic())
             if delta.usage is not None and delta.timings is not None:
                 record.output_tokens = delta.usage.completion_tokens
                 record.cached_tokens = delta.usage.cached_tokens
                 record.scheduled = delta.timings.scheduled
+    except ContractRefused as refused:
+        record.refused = str(refused)
     except (RequestRefused, QueueFull) as error:
         record.error = str(error)
 

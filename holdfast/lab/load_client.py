@@ -16,8 +16,9 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.workloads import Conversation, History, PromptTokens, Turn, Workload
 
 Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
-"""Function that sends a prompt with the record's contract, times the answer of this many tokens, and writes it, its
-failure or its refusal into the record."""
+"""Function that sends a prompt, asks for the record's contract, and times the answer of this many tokens.
+
+It writes the answer, its failure or its refusal into the record."""
 REFUSED = "contract_refused"
 """Code of the error with which a server refuses a contract."""
 
@@ -91,8 +92,13 @@ class LoadClient:
         await self._turns(name, fork.turns, History(history), left)
 
 
-async def ask_server(http: httpx.AsyncClient, model: str, prompt: tuple[int, ...], output: int, record: Record) -> None:
-    """Send a request to a server with OpenAI's completions API. The base URL of `http` ends with /v1/."""
+async def ask_server(
+    http: httpx.AsyncClient, model: str, prompt: tuple[int, ...], output: int, record: Record, *, tells: bool = True
+) -> None:
+    """Send a request to a server with OpenAI's completions API. The base URL of `http` ends with /v1/.
+
+    With `tells`, the request asks for the record's contract.
+    """
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -101,7 +107,7 @@ async def ask_server(http: httpx.AsyncClient, model: str, prompt: tuple[int, ...
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **contract_fields(record.contract),
+        **(contract_fields(record.contract) if tells else {}),
     }
     try:
         async with http.stream("POST", "completions", json=body) as response:

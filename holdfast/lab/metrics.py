@@ -61,8 +61,12 @@ class Slo:
     e2el: float | None = None
 
 
+class NoSuccess(ValueError):
+    """A run has no metrics, because no request succeeded."""
+
+
 def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]:
-    """The metrics of a run, times in ms. Raises ValueError if no request succeeded.
+    """The metrics of a run, times in ms. Raises NoSuccess if no request succeeded.
 
     `itl` is the gap between two tokens of a stream (TBT). `tpot` is (end-to-end - TTFT) / (tokens - 1). Normalized
     latency is end-to-end / tokens. The duration lasts from the first arrival to the last token.
@@ -71,7 +75,7 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     refused = sum(1 for record in records if record.refused)
     if not good:
         reasons = {record.error or record.refused for record in records if record.error or record.refused}
-        raise ValueError(
+        raise NoSuccess(
             f"none of {len(records)} requests succeeded: {'; '.join(sorted(reasons)[:3]) or 'no tokens came'}"
         )
     outputs = [record.generated for record in good]

@@ -117,33 +117,43 @@ def find_capacity(
 ) -> float:
     """The highest sustained rate in requests per second, to within `tolerance`; 0.0 if no rate is sustained.
 
-    `run` returns the figures of a run at a rate. The search goes up or down from `start` by a factor until it has a
-    bound on both sides, then bisects. The factor is `step` at first, so choose a small one if `start` is a good guess;
-    it is squared each time, up to 2. Raises ValueError for arguments with which the search would never end.
+    `run` returns the figures of a run at a rate; `search_rate` searches. Raises ValueError as it does.
+    """
+    return search_rate(lambda rate: sustained(run(rate), tbt_ms, ttft_ms), start=start, step=step, tolerance=tolerance)
+
+
+def search_rate(
+    good: Callable[[float], bool], *, start: float = 1.0, step: float = 2.0, tolerance: float = TOLERANCE
+) -> float:
+    """The highest rate in requests per second that is `good`, to within `tolerance`; 0.0 if none is.
+
+    The search goes up or down from `start` by a factor until it has a bound on both sides, then bisects. The factor is
+    `step` at first, so choose a small one if `start` is a good guess; it is squared each time, up to 2. Raises
+    ValueError for arguments with which the search would never end.
     """
     if not (0 < start < math.inf and step > 1):
         raise ValueError(f"start is {start} and step {step}; they must be above 0 and above 1, and start finite")
     if not tolerance > 0:
         raise ValueError(f"tolerance is {tolerance}; it must be above 0")
-    good, bad = 0.0, 0.0
+    best, worst = 0.0, 0.0
     rate = start
-    while not (good and bad):
-        if sustained(run(rate), tbt_ms, ttft_ms):
-            good, rate = rate, rate * step
+    while not (best and worst):
+        if good(rate):
+            best, rate = rate, rate * step
         else:
-            bad, rate = rate, rate / step
+            worst, rate = rate, rate / step
         step = min(step * step, 2.0)
         if rate < MIN_RATE:
             return 0.0
         if rate > MAX_RATE:
-            return good
-    while bad / good > 1 + tolerance:
-        rate = (good * bad) ** 0.5
-        if sustained(run(rate), tbt_ms, ttft_ms):
-            good = rate
+            return best
+    while worst / best > 1 + tolerance:
+        rate = (best * worst) ** 0.5
+        if good(rate):
+            best = rate
         else:
-            bad = rate
-    return good
+            worst = rate
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,18 +255,26 @@ class CapacityQuestion:
         drawn = [base[number % len(base)] for number in range(count)]
         return workloads.gamma_arrivals(drawn, rate, self.engine.seed, self.variation)
 
-    def run_at(self, base: Workload, rate: float, run: Callable[[Workload], Sequence[Record]]) -> dict[str, Any]:
+    def run_at(
+        self,
+        base: Workload,
+        rate: float,
+        run: Callable[[Workload], Sequence[Record]],
+        holds: Callable[[Mapping[str, float]], bool] | None = None,
+    ) -> dict[str, Any]:
         """The figures of a run at `rate`, long enough to show whether the rate is sustained.
 
-        A run that seems to sustain its rate is repeated with more arrivals until they last for LIFETIMES of its
+        `holds` says from a run's figures whether it is; by default, `sustained` within the question's limits. A run
+        that seems to sustain its rate is repeated with more arrivals until they last for LIFETIMES of its
         conversations, or MOST_EXTENSION times as long as asked for. Raises ValueError as `run` does.
         """
+        holds = holds or partial(sustained, tbt_ms=self.tbt_ms, ttft_ms=self.ttft_ms)
         seconds, most = self.seconds, MOST_EXTENSION * self.seconds
         while True:
             arriving = self.arriving(base, rate, seconds)
             figures = load_figures(run(arriving), arriving) | {"num_conversations": len(arriving)}
             longest = max(seconds, figures["arrival_window"])
-            if not sustained(figures, self.tbt_ms, self.ttft_ms) or lasting(figures) or longest >= most:
+            if not holds(figures) or lasting(figures) or longest >= most:
                 return figures
             seconds = min(most, max(1.1 * LIFETIMES * figures["mean_lifetime"], 1.1 * longest))
 
@@ -294,7 +312,7 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
         if not replicas:
             raise ValueError(f"takes {candidate.devices} devices of {question.devices}")
         deployment = question.deployment(candidate)
-        profile, engine = deployment.profile, replace(question.engine, **candidate.options())
+        profile, engine = deployment.profile, without_contracts(question.engine, candidate)
         longest = context_length(engine, profile)
         base = workloads.fit_context(question.workload, longest, question.longer)
         if not base:
@@ -321,6 +339,11 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
     output_rate = capacity * figures["total_output_tokens"] / figures["num_conversations"]
     cost = None if question.price is None else question.price * candidate.devices / 3600 / output_rate * 1e6
     return Evaluation(candidate, capacity, figures, output_rate, replicas, cost)
+
+
+def without_contracts(engine: EngineConfig, candidate: Candidate) -> EngineConfig:
+    """The engine of a candidate that refuses no request. One that refuses has no rate at which its queue grows."""
+    return replace(engine, **candidate.options(), contracts="off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +380,7 @@ def evaluate_fleet(
     if replicas > MAX_ROUTED:
         raise ValueError(f"{replicas} replicas are to be simulated together; there may be at most {MAX_ROUTED}")
     deployment = question.deployment(candidate)
-    profile, engine = deployment.profile, replace(question.engine, **candidate.options())
+    profile, engine = deployment.profile, without_contracts(question.engine, candidate)
     base = workloads.fit_context(question.workload, context_length(engine, profile), question.longer)
     rules = RoutingRules(block_size=engine.block_size, step_tokens=engine.fixed_token_budget or profile.token_budget)
     # Each engine on a CPU takes as many cores as its profile had threads.

@@ -72,6 +72,39 @@ def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):
     assert slow["request_goodput"] <= slow["request_throughput"]
 
 
+def test_contracts_are_asked_for_and_what_became_of_them_is_shown_and_written(profile, tmp_path, capsys):
+    out, plots = tmp_path / "figures.json", tmp_path / "plots"
+    given = ("--requests", "120", "--rates", "400,5", "--contract", "ttft=0.1s,tbt=30", "--json", str(out))
+    assert bench("--simulate", profile, *given, "--report", str(tmp_path / "r.html"), "--plots", str(plots)) == 0
+    slow, fast = json.loads(out.read_text())["runs"]
+    assert (slow["contracts"], slow["contracts_kept"]) == (120, 120)
+    assert fast["contracts_refused"] > 20 and fast["contracts_kept"] + fast["contracts_refused"] == 120
+    assert fast["failed"] == 0 and fast["completed"] == fast["contracts_kept"]
+    shown = capsys.readouterr().out
+    assert "contracts: refused, kept, or broken by term" in shown and "requests failed" not in shown
+    assert (plots / "contracts.png").exists()
+    assert "Contracts kept" in (tmp_path / "r.html").read_text()
+
+
+def test_contracts_are_measured_where_the_engine_is_not_told_of_them(profile, tmp_path):
+    out = tmp_path / "figures.json"
+    given = ("--requests", "120", "--rates", "400", "--contract", "ttft=100", "--json", str(out))
+    for untold in (("--contracts", "off"), ("--no-tell-contracts",), ("--scheduler", "orca")):
+        assert bench("--simulate", profile, *given, *untold, "--plots", str(tmp_path / "plots")) == 0
+        figures = json.loads(out.read_text())
+        assert figures["contracts_refused"] == 0 < figures["contracts_broken_ttft"]
+
+
+def test_agents_with_forks_are_simulated_within_their_context(profile, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    given = ("--workload", "agents-short", "--requests", "5", "--rates", "1", "--seed", "3", "--json", str(out))
+    longest = ("--cache-tokens", "40000", "--max-model-len", "9000")
+    assert bench("--simulate", profile, *given, *longest) == 0
+    figures = json.loads(out.read_text())
+    assert figures["contracts"] == figures["num_prompts"] > 20
+    assert "longer than the context" in capsys.readouterr().out
+
+
 def test_capacity_is_the_highest_rate_within_the_limits(profile, tmp_path, capsys):
     out = tmp_path / "figures.json"
     given = ("--requests", "60", "--output-tokens", "20", "--capacity", "12", "--max-sequences", "16")
@@ -357,6 +390,10 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--think", "0"), "think is 0.0"),
         (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "all 100 conversations are longer than the context of"),
         (("--simulate", "PROFILE", "--host-us", "inf"), "host_us is inf; it must be at least 0 and finite"),
+        (("--simulate", "PROFILE", "--contract", "tbt=0"), "contract is 'tbt=0': tbt_ms is 0; it must lie above 0"),
+        (("--simulate", "PROFILE", "--contract", "ttft=nan"), "contract is 'ttft=nan': ttft_ms is nan"),
+        (("--simulate", "PROFILE", "--contract", "ttft"), "contract is 'ttft': '' is not a time"),
+        (("--simulate", "PROFILE", "--contract", "end=5"), "contract is 'end=5'; it must look like ttft=500ms"),
         (("--simulate", "PROFILE", "--variation", "1e-200"), "variation is 1e-200; it must lie between 0.01 and 100"),
         (("--simulate", "PROFILE", "--workload", "nowhere.csv"), "nowhere.csv cannot be read: No such file"),
         (("--simulate", "PROFILE", "--json", "/"), "/ cannot be written: it is a directory"),

@@ -355,3 +355,22 @@ def test_a_wrong_call_gives_a_one_line_message(capsys, arguments, message):
     assert plan(*arguments) == 2
     out, error = capsys.readouterr()
     assert message in error and error.count("\n") == 1 and not out
+
+
+def test_a_plan_with_contracts_says_up_to_which_rate_they_are_kept(profile, tmp_path, capsys):
+    out, report = tmp_path / "plan.json", tmp_path / "plan.html"
+    wanted = ("--contract", "ttft=100,complete=400", "--schedulers", "stall-free", "--json", str(out))
+    assert plan("--profile", profile, *SMALL, *wanted, "--report", str(report)) == 0
+    shown = capsys.readouterr().out
+    assert "contracts of one replica, by load" in shown
+    assert "contracts: up to" in shown and "are kept and at most 1% refused" in shown
+    contracts = json.loads(out.read_text())["contracts"]
+    assert [run["multiple"] for run in contracts["runs"]] == [0.8, 1.5, 2.0, 3.0]
+    assert contracts["runs"][-1]["figures"]["contracts_refused_share"] > 0.2
+    assert "Contracts by load" in report.read_text()
+
+
+def test_a_plan_of_contracts_that_cannot_be_kept_says_so(profile, capsys):
+    wanted = ("--contract", "ttft=1", "--schedulers", "stall-free")
+    assert plan("--profile", profile, *SMALL, *wanted) == 0
+    assert "no rate keeps the contracts: give longer times with --contract" in capsys.readouterr().out

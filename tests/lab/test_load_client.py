@@ -139,3 +139,13 @@ async def test_a_failed_fork_does_not_stop_its_parent():
     fork = Conversation(0.0, (Turn(3, 2), Turn(2, 2)))
     records, _ = await load(Server(fails=(2,)), [Conversation(0.0, (Turn(10, 4, forks=(fork,)), Turn(5, 2)))])
     assert [record.error[:10] for record in records] == ["", "status 503", ""]
+
+
+async def test_a_server_that_is_not_told_of_contracts_is_measured_by_them():
+    server, contract = Server(), Contract(ttft=1e-9)
+    transport = httpx.MockTransport(server)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/v1/") as http:
+        client = LoadClient(partial(ask_server, http, "m", tells=False), PromptTokens(256), [].append)
+        (record,) = await client.run([Conversation(0.0, (Turn(10, 4, contract=contract),))])
+    assert not [name for name in server.bodies[0] if name.endswith("_ms")]
+    assert record.outcome == "ttft"

@@ -48,14 +48,17 @@ async def test_each_metric_of_the_board_is_exported(http: Http) -> None:
     assert sorted(named - exported) == []
 
 
-def test_each_label_of_the_board_is_one_of_the_metrics() -> None:
+async def test_each_label_of_the_board_is_one_of_the_metrics(http: Http) -> None:
+    async with http() as api:
+        families = [*text_string_to_metric_families((await api.get("/metrics")).text)]
+    exported = {label for family in families for sample in family.samples for label in sample.labels}
     used: set[str] = set()
     for expr in expressions():
         used |= {name.strip() for names in re.findall(r"by \(([\w, ]+)\)", expr) for name in names.split(",")}
-        used |= set(re.findall(r"[{,](\w+)=~", expr))
+        used |= set(re.findall(r"[{,](\w+)(?:=|!)", expr))
     legends = [target["legendFormat"] for panel in BOARD["panels"] for target in panel.get("targets", ())]
     used |= {name for legend in legends for name in re.findall(r"{{(\w+)}}", legend)}
-    assert used <= labels_of(Metrics()) | TARGETS
+    assert used <= labels_of(Metrics()) | exported | TARGETS
 
 
 def test_expressions_are_balanced_and_panels_do_not_overlap() -> None:

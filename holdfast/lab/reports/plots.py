@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
+from holdfast.lab.goodput import LoadedRun
 from holdfast.lab.reports.run_data import Distribution, Run
 
 MAX_CURVES = 5
@@ -145,21 +146,24 @@ def contracts(run: Run, palette: Palette) -> Figure:
 
 def contracts_by_rate(runs: Sequence[Run], palette: Palette) -> Figure:
     """Shares of the contracts that were kept, refused and broken, and kept requests per second, over the rate."""
-    rates = [run.figures["request_rate"] for run in runs]
+    return _contracts([run.figures["request_rate"] for run in runs], [run.figures for run in runs], palette)
 
-    def line(name: str, key: str, *, accent: bool = False) -> Line:
-        shares = [100 * run.figures[key] / run.figures["contracts"] for run in runs]
+
+def loads(runs: Sequence[LoadedRun], palette: Palette) -> Figure:
+    """The same as `contracts_by_rate`, for the loads of a capacity plan."""
+    return _contracts([run.rate for run in runs], [run.figures for run in runs], palette)
+
+
+def _contracts(rates: Sequence[float], figures: Sequence[Mapping[str, Any]], palette: Palette) -> Figure:
+    def line(name: str, *, accent: bool = False) -> Line:
+        shares = [100 * each[f"contracts_{name}"] / each["contracts"] for each in figures]
         return Line(name, rates, shares, accent)
 
-    kept = Line("kept", rates, [run.figures["contract_goodput"] for run in runs], accent=True)
-    shares = [
-        line("kept", "contracts_kept", accent=True),
-        line("refused", "contracts_refused"),
-        line("broken", "contracts_broken"),
-    ]
+    kept = Line("kept", rates, [each["contract_goodput"] for each in figures], accent=True)
+    shares = [line("kept", accent=True), line("refused"), line("broken")]
     shown = [
-        Panel("Contracts", "% of those asked for, over requests a second", shares),
-        Panel("Goodput", "kept requests a second, over requests a second", [kept]),
+        Panel("Contracts", "% of those asked for, by rate", shares),
+        Panel("Goodput", "kept requests a second, by rate", [kept]),
     ]
     return panels(shown, 2, palette)
 

@@ -11,14 +11,21 @@ import jinja2
 
 from holdfast.core.version import __version__
 from holdfast.files.regular import read_text
+from holdfast.lab.goodput import KEPT, ContractEvaluation
 from holdfast.lab.planning import Evaluation, best_of
 from holdfast.lab.reports import plots
 from holdfast.lab.reports.plots import Draw, readable
 from holdfast.lab.reports.run_data import Run
-from holdfast.lab.reports.tables import CANDIDATE_HEAD, CONTRACT_TITLES, LATENCY_TITLES, candidate_row, contract_rows
+from holdfast.lab.reports.tables import (
+    CANDIDATE_HEAD,
+    CONTRACT_TITLES,
+    LATENCY_TITLES,
+    LOAD_HEAD,
+    candidate_row,
+    contract_rows,
+    load_rows,
+)
 
-KEPT = 0.99
-"""Share of the accepted contracts that should be kept."""
 TEMPLATE = Path(__file__).with_name("report.html")
 
 
@@ -204,7 +211,12 @@ def _stalls(main: Run, which: str) -> Section:
     )
 
 
-def plan_report(evaluations: Sequence[Evaluation], question: str, advice: Sequence[str]) -> Report:
+def plan_report(
+    evaluations: Sequence[Evaluation],
+    question: str,
+    advice: Sequence[str],
+    contracts: ContractEvaluation | None = None,
+) -> Report:
     """The report of a capacity plan. The last line of `advice` may be a command."""
     best = best_of(evaluations)
     at = evaluations.index(best) if best is not None else None
@@ -226,9 +238,22 @@ def plan_report(evaluations: Sequence[Evaluation], question: str, advice: Sequen
         Section(title="By candidate", caption="The highest rate within the limits.", draws=draws),
         Section(title="Table", head=CANDIDATE_HEAD, rows=[candidate_row(each) for each in evaluations], best=at),
     ]
+    if contracts is not None and contracts.runs:
+        sections.insert(2, _loads(contracts))
     if refused:
         sections.append(Section(title="Candidates without capacity", head=("candidate", "reason"), rows=refused))
     return Report(title="Capacity plan", lead=question + ".", tiles=_plan_tiles(best), sections=sections)
+
+
+def _loads(contracts: ContractEvaluation) -> Section:
+    return Section(
+        title="Contracts by load",
+        caption="Contracts of one replica at multiples of the rate up to which they are kept. A client is told of a "
+        "refusal when it asks. Goodput is the number of requests a second whose contract is kept.",
+        draws={"loads": partial(plots.loads, contracts.runs)},
+        head=LOAD_HEAD,
+        rows=load_rows(contracts),
+    )
 
 
 def _plan_tiles(best: Evaluation | None) -> list[Tile]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.lab.goodput import ContractEvaluation
 from holdfast.lab.planning import Evaluation
 
 FIGURE_TITLES = {
@@ -44,6 +45,7 @@ CONTRACT_TITLES = {
     "contract_token_goodput": "kept tok/s",
 }
 """Columns of the table of contracts. The terms are those that were broken first."""
+LOAD_HEAD = ("load", "rate /s", "kept of accepted", "refused", "kept/s", "kept tok/s")
 CANDIDATE_HEAD = ("policy", "replicas", "rate/s", "out tok/s", "TBT p99", "TTFT p99", "cost/M")
 
 
@@ -81,6 +83,30 @@ def contract_rows(runs: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> lis
     """A row for each run, with these figures of its contracts."""
     rows = [{**figures, "contracts_kept_share": f"{figures['contracts_kept_share']:.1%}"} for figures in runs]
     return [tuple(_number(figures, key) for key in keys) for figures in rows]
+
+
+def show_contracts(console: Console, contracts: ContractEvaluation) -> None:
+    """Print what becomes of contracts at loads below and above the rate at which they are kept."""
+    if contracts.runs:
+        made = table("contracts of one replica, by load", LOAD_HEAD)
+        for row in load_rows(contracts):
+            made.add_row(*row)
+        console.print(made)
+
+
+def load_rows(contracts: ContractEvaluation) -> list[tuple[str, ...]]:
+    """A row under LOAD_HEAD for each load."""
+    return [
+        (
+            f"{run.multiple:g}",
+            f"{run.rate:.3g}",
+            f"{run.figures['contracts_kept_share']:.1%}",
+            f"{run.figures['contracts_refused_share']:.1%}",
+            f"{run.figures['contract_goodput']:.3g}",
+            f"{run.figures['contract_token_goodput']:,.0f}",
+        )
+        for run in contracts.runs
+    ]
 
 
 def _with_shares(figures: Mapping[str, Any]) -> dict[str, Any]:

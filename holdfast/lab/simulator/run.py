@@ -509,7 +509,9 @@ class Conversations:
         continues = talk.number < len(talk.turns) or bool(turn.forks)
         self._open[name] = _OpenRequest(record, talk, turn, [], continues)
         contract = turn.contract if self._tells else NO_CONTRACT
-        request = Request(name, prompt, params, arrival=arrival, deadline=turn.contract.ttft, contract=contract)
+        request = Request(
+            name, prompt, params, turn.priority, arrival=arrival, deadline=turn.deadline, contract=contract
+        )
         try:
             self._add(replace(request, pause=Pause(turn.pause, turn.expected_pause)))
         except ContractRefused as refused:

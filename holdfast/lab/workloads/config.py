@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.core.config import option
-from holdfast.core.contract import NO_CONTRACT, TERMS, Contract
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.lab.workloads.agents import SESSIONS, sessions
 from holdfast.lab.workloads.azure import azure_csv
 from holdfast.lab.workloads.chats import chats_json
@@ -15,6 +15,7 @@ from holdfast.lab.workloads.fields import estimate_tokens
 from holdfast.lab.workloads.generated import DATASETS, fixed, multi_turn, sample_dataset
 from holdfast.lab.workloads.mooncake import mooncake_jsonl
 from holdfast.lab.workloads.values import Workload, promise
+from holdfast.server.default_contracts import parse_contract
 
 DEFAULT_REQUESTS = 100
 """Default number of conversations in a generated workload."""
@@ -45,8 +46,8 @@ class WorkloadConfig:
     )
     contract: str | None = option(
         None,
-        "contract that each request asks for, in milliseconds: ttft=500,tbt=50,complete=20000, or some of them; or "
-        "none; default: the workload's own",
+        "contract that each request asks for: ttft=500ms,tbt=50ms,complete=20s, or some of them; or none; default: "
+        "the workload's own",
     )
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class WorkloadConfig:
             raise ValueError(
                 f"variation is {self.variation}; it must lie between {MIN_VARIATION} and {MAX_VARIATION:g}"
             )
-        parse_contract(self.contract or NO_CONTRACTS)
+        contract_of(self.contract or NO_CONTRACTS)
 
     @property
     def title(self) -> str:
@@ -77,7 +78,7 @@ class WorkloadConfig:
         workload = self._conversations(seed)
         if self.contract is None:
             return workload
-        contract = parse_contract(self.contract)
+        contract = contract_of(self.contract)
         return promise(workload, lambda turn, history: contract)
 
     def _conversations(self, seed: int) -> Workload:
@@ -106,23 +107,6 @@ class WorkloadConfig:
         return workload[: self.requests]
 
 
-def parse_contract(text: str) -> Contract:
-    """Read a contract from `ttft=500,tbt=50,complete=20000`, in milliseconds, or `none`.
-
-    Raises ValueError, naming the part that is wrong.
-    """
-    if text == NO_CONTRACTS:
-        return NO_CONTRACT
-    terms: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in TERMS or name in terms:
-            raise ValueError(
-                f"contract holds {part.strip()!r}; each part must be one of {', '.join(TERMS)}, once, "
-                "followed by = and milliseconds"
-            )
-        try:
-            terms[name] = float(value.removesuffix("ms")) / 1e3
-        except ValueError:
-            raise ValueError(f"contract has {name}={value}; it must be a number of milliseconds") from None
-    return Contract(**terms)
+def contract_of(text: str) -> Contract:
+    """Read `ttft=500ms,tbt=50ms,complete=20s`, or `none`. Raises ValueError that names the value."""
+    return NO_CONTRACT if text == NO_CONTRACTS else parse_contract(text, text)

@@ -50,11 +50,10 @@ class Fields:
     def parse(cls, where: str, text: str, kind: str) -> Fields:
         """Read one JSON object."""
         try:
-            return cls(where, json.loads(text), kind)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            if isinstance(error, json.JSONDecodeError | RecursionError):
-                raise ValueError(f"{where}: it is not JSON ({error}); it must be {kind}") from None
-            raise
+            raise ValueError(f"{where}: it is not JSON ({error}); it must be {kind}") from None
+        return cls(where, value, kind)
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None

@@ -94,7 +94,8 @@ def _texts(fields: Fields) -> list[str]:
     texts: Any = fields.get("texts")
     found: list[Any] = []
     for each in texts if isinstance(texts, list) else []:
-        found += each.get("contents", [None]) if isinstance(each, dict) else [each]
+        contents = each.get("contents") if isinstance(each, dict) else [each]
+        found += contents if isinstance(contents, list) else [contents]
     if not found or not all(isinstance(text, str) for text in found):
         raise fields.wrong("texts", "a list of texts")
     return found

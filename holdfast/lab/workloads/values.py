@@ -40,6 +40,10 @@ class Turn:
     """The prompt's first tokens, if other conversations have them too."""
     contract: Contract = NO_CONTRACT
     """The times that the client asks to be promised."""
+    priority: int = 0
+    """Priority class of the request, for engines that order by classes."""
+    deadline: float | None = None
+    """Seconds from arrival until the first token is due, for engines that order by deadlines."""
     pause: str = ""
     """Kind of the pause after this turn, as the client knows it: "person", "tool:NAME" or "branch". Empty: unknown."""
     expected_pause: float | None = None

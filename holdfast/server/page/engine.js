@@ -190,6 +190,10 @@ class Panel {
         const told = below.filter(([, hits]) => hits > 0).map(([tier, hits]) => `${share(hits)}% ${tier}`).join(', ');
         this.figure('prompt tokens found', `${share(stats.prefix_hits)}%${told && ` (${told})`}`);
       }
+      if (stats.contracts_accepted || stats.contracts_refused) {
+        const broken = stats.contracts_broken_ttft + stats.contracts_broken_tbt + stats.contracts_broken_complete;
+        this.figure('contracts', `${number(stats.contracts_kept)} kept, ${number(broken)} broken, ${number(stats.contracts_refused)} refused`);
+      }
       this.mapTitle.textContent = `Blocks of ${plural(recording.rows.size, 'conversation')}`;
     }
     if (this.legend.children.length !== recording.letters.size) this.legend.replaceChildren(...legend(recording.letters));

@@ -370,9 +370,10 @@ def test_an_engine_that_takes_contracts_refuses_what_it_cannot_keep_and_keeps_th
     assert kept[0] > 2 * kept[1]
 
 
-def test_a_request_carries_its_contract_and_is_due_by_its_first_token():
-    turn = Turn(20, 2, contract=Contract(ttft=0.25, tbt=0.1))
+def test_a_request_carries_its_class_its_deadline_and_its_contract_if_the_engine_takes_contracts():
+    turn = Turn(20, 2, contract=Contract(ttft=0.25, tbt=0.1), priority=3, deadline=0.5)
     for tells, contract in ((True, turn.contract), (False, NO_CONTRACT)):
         server = Answering([Conversation(0.0, (turn,))], tells=tells)
         server.run()
-        assert [(request.contract, request.deadline) for request in server.requests] == [(contract, 0.25)]
+        (request,) = server.requests
+        assert (request.contract, request.priority, request.deadline) == (contract, 3, 0.5)

@@ -86,6 +86,8 @@ def test_messages_hold_the_whole_prompt_of_a_turn(tmp_path):
         ({"input_length": 1, "output_length": 1, "timestamp": float("nan")}, "timestamp is NaN"),
         ({"input_length": 600, "output_length": 1, "hash_ids": [4]}, r"hash_ids is \[4\]; it must be at least 2 ids"),
         ({"input_length": 6, "output_length": 1, "hash_ids": ["4"]}, "hash_ids is .* a list of whole numbers"),
+        ({"texts": ["a", {"contents": None}]}, "texts is .*; it must be a list of texts"),
+        ({"texts": "a"}, 'texts is "a"; it must be a list of texts'),
         ({"text_input": ""}, 'text_input is ""; it must be a text that is not empty'),
         ({"messages": [{"content": "a"}]}, r"messages\[0\]: role is missing"),
         ({"session_id": "s", "turns": []}, r"turns is \[\]; it must be a list with at least one turn"),

@@ -14,11 +14,21 @@ def test_a_turn_follows_all_turns_before_it_except_for_those_that_it_replaces():
     turns = (Turn(10, 5), Turn(3, 2), Turn(4, 1), Turn(7, 1, replaces=2), Turn(1, 1))
     assert [*Conversation(0.0, turns).histories()] == [0, 15, 20, 15, 23]
     assert [*Conversation(0.0, turns).histories(100)] == [100, 115, 120, 115, 123]
+    twice = (Turn(10, 5), Turn(3, 2), Turn(4, 1, replaces=1), Turn(7, 1, replaces=2))
+    assert [*Conversation(0.0, twice).histories()] == [0, 15, 15, 0]
 
 
-@pytest.mark.parametrize("turns", [(Turn(1, 1, replaces=1),), (Turn(1, 1), Turn(1, 1, replaces=2))])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        (Turn(1, 1, replaces=1),),
+        (Turn(1, 1), Turn(1, 1, replaces=2)),
+        (Turn(1, 1), Turn(1, 1), Turn(1, 1, replaces=2), Turn(1, 1, replaces=2)),
+        (Turn(1, 1), Turn(1, 1, replaces=-1)),
+    ],
+)
 def test_a_turn_cannot_replace_more_turns_than_there_are(turns):
-    with pytest.raises(ValueError, match=r"replaces \d turns; it must replace at least 0 and at most"):
+    with pytest.raises(ValueError, match=r"replaces -?\d turns; it must replace at least 0 and at most"):
         Conversation(0.0, turns)
 
 

@@ -1,0 +1,197 @@
+"""Contracts kept at loads below and above the capacity, by scheduler, simulated: and beside two bounds.
+
+Run: python -m benchmarks.engine.contracts_sim azure mooncake agents --traces DIR
+     python -m benchmarks.engine.contracts_sim azure --traces DIR --loads 3 --systems contracts exact --json FILE
+
+Half of the requests of a trace are interactive and are promised a first token and a pace; the others are promised an
+end. Prompts that take longer on an idle device are promised more. Agents ask for the contracts of their preset. Every
+client allows answers of up to `--allowed` tokens, so an engine does not know the length ahead.
+
+- contracts: the engine accepts or refuses each contract, with lengths that it learns.
+- exact: the same engine, told the exact lengths. It is an oracle of lengths.
+- fcfs, priority, deadline, edf: the engine is not told of contracts, and has a TBT target of 90% of the promised pace.
+  Interactive requests have class 0, all others 1.
+  In `deadline`, interactive requests have their first token as deadline. In `edf`, all others have their end as one.
+- bound: no scheduler keeps more, even with hindsight (`holdfast.lab.bounds`). It is for traces of single requests.
+
+The capacity is the highest rate at which `contracts` refuses at most 1% and keeps 99% of what it accepts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.invocation import provenance
+from holdfast.core.contract import Contract
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab import workloads
+from holdfast.lab.bounds import Asked, LeastTimes, most_kept
+from holdfast.lab.goodput import keeps_contracts
+from holdfast.lab.metrics import contract_figures
+from holdfast.lab.planning import search_rate
+from holdfast.lab.simulator.deployment import deploy
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import HASH_BLOCK, Conversation, Turn, Workload
+from holdfast.lm.config import EngineConfig
+
+SYSTEMS = ("contracts", "exact", "fcfs", "priority", "deadline", "edf")
+FILES = {"azure": "azure_llm_2023_conv.csv", "mooncake": "mooncake_synthetic.jsonl"}
+TERMS = {"ttft": 0.5, "tbt": 0.05, "complete": 20.0}
+"""Seconds of each term."""
+TARGET = 0.9
+"""TBT target of engines that are not told of contracts, as a share of the promised pace."""
+PROMPTS = 4.0
+"""Multiple of a prompt's time on an idle device that `ttft` and `complete` allow on top."""
+FIGURES = (
+    "contracts_refused_share",
+    "contracts", "contracts_kept", "contracts_refused", "contracts_broken", "contracts_broken_ttft",
+    "contracts_broken_tbt", "contracts_broken_complete", "contracts_kept_share", "contract_goodput",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("loads_of", nargs="+", choices=(*FILES, *workloads.SESSIONS), metavar="workload")
+    parser.add_argument("--traces", type=Path, help=f"directory of {', '.join(FILES.values())}")
+    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--device", default="h200")
+    parser.add_argument("--max-len", type=int, default=32_768, help="max_model_len")
+    parser.add_argument("--host-gb", type=float, default=0.0, help="size of the host tier")
+    parser.add_argument("--requests", type=int, default=600, help="conversations in a run")
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[0.8, 1.5, 2.0, 3.0], help="multiples of the capacity"
+    )
+    parser.add_argument("--capacity", type=float, help="conversations a second; default: searched for")
+    parser.add_argument("--allowed", type=int, default=1024, help="longest answer that a client allows")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in args.loads_of:
+        for row in Study(name, args).rows():
+            rows.append(row)
+            if args.json:  # after each run, as a study may be cut short
+                args.json.write_text(json.dumps(provenance() | {"rows": rows}, indent=1) + "\n")
+
+
+class Study:
+    """The runs of one workload."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name, self.args = name, args
+        self.config = EngineConfig(max_model_len=args.max_len, host_cache_gb=args.host_gb, max_sequences=256)
+        self.profile = deploy(args.model, args.device).profile
+        self.base = prepared(self.conversations(), self.profile, args)
+
+    def conversations(self) -> Workload:
+        args = self.args
+        if self.name not in FILES:
+            drawn: Workload = workloads.sessions(self.name, args.requests, args.seed)
+            drawn = workloads.gamma_arrivals(drawn, 1.0, args.seed)
+        else:
+            if args.traces is None:
+                raise SystemExit(f"{self.name} needs --traces DIR, with {FILES[self.name]}")
+            path = args.traces / FILES[self.name]
+            drawn = workloads.azure_csv(path) if path.suffix == ".csv" else workloads.mooncake_jsonl(path)
+        return workloads.fit_context(drawn[: args.requests], args.max_len)
+
+    def at(self, rate: float) -> list[Conversation]:
+        """The conversations, arriving `rate` a second, with the bursts of their trace."""
+        seconds = self.base[-1].arrival - self.base[0].arrival
+        return workloads.speed_up(self.base, rate * seconds / len(self.base))
+
+    def run(self, system: str, rate: float) -> dict[str, Any]:
+        """The figures of one run."""
+        began = time.monotonic()
+        workload, config = changed(self.at(rate), system), self.config
+        if system not in ("contracts", "exact"):
+            order = {"edf": "deadline"}.get(system, system)
+            config = replace(config, contracts="off", order=order, tbt_target=TARGET * TERMS["tbt"] * 1e3)
+        records = simulate(config, self.profile, workload).records
+        lasted = max(each.token_times[-1] for each in records if each.token_times)
+        found = contract_figures(records, lasted)
+        never = workloads.num_requests(workload) - len(records)
+        return {name: found[name] for name in FIGURES} | {
+            "never_asked": never, "took": time.monotonic() - began, "seconds": lasted,
+        }  # fmt: skip
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All runs, printed as they end."""
+        args = self.args
+        capacity = args.capacity or search_rate(lambda rate: keeps_contracts(self.run("contracts", rate)), start=4.0)
+        print(f"{self.name}: capacity {capacity:.3g} conversations a second, {len(self.base)} of them", flush=True)
+        print("| load | system | asked | kept | refused | broken: ttft, tbt, complete | kept of accepted | kept/s |")
+        print("|---" * 8 + "|", flush=True)
+        for load in args.loads:
+            for system in args.systems:
+                row = {"workload": self.name, "load": load, "rate": load * capacity, "system": system}
+                row |= self.run(system, load * capacity)
+                print(line(row), flush=True)
+                yield row
+            if self.name in FILES:
+                kept = self.bound(load * capacity)
+                print(f"| {load:g} | bound | {len(self.base)} | {kept} | | | | |", flush=True)
+                yield {"workload": self.name, "load": load, "system": "bound", "contracts_kept": kept}
+
+    def bound(self, rate: float) -> int:
+        """Most contracts that any scheduler keeps, if every prefix that was ever sent is in the cache."""
+        times, seen, asked = LeastTimes(self.profile.cost), set[int](), []
+        for conversation in self.at(rate):
+            (turn,) = conversation.turns
+            known = next((at for at, each in enumerate(turn.hashes) if each not in seen), len(turn.hashes))
+            seen.update(turn.hashes)
+            start = min(known * HASH_BLOCK, turn.prompt - 1)
+            prompt, answer = times.prompt(start, turn.prompt), times.answer(turn.prompt, turn.output - 1)
+            asked.append(Asked(conversation.arrival, turn.contract, prompt, answer, turn.output))
+        return most_kept(asked)
+
+
+def line(row: dict[str, Any]) -> str:
+    broken = ", ".join(str(row[f"contracts_broken_{term}"]) for term in TERMS)
+    return (
+        f"| {row['load']:g} | {row['system']} | {row['contracts']} | {row['contracts_kept']} | "
+        f"{row['contracts_refused']} | {broken} | {row['contracts_kept_share']:.1%} | {row['contract_goodput']:.2f} |"
+    )
+
+
+def prepared(workload: Workload, profile: CostProfile, args: argparse.Namespace) -> list[Conversation]:
+    """The conversations with contracts, classes and longest answers."""
+    choose, cost = random.Random(args.seed), profile.cost
+
+    def contract(turn: Turn, history: int) -> Contract:
+        if turn.contract:
+            return turn.contract
+        prompt = PROMPTS * cost.step([(turn.prompt, history + turn.prompt)])
+        if choose.random() < 0.5:
+            return Contract(ttft=TERMS["ttft"] + prompt, tbt=TERMS["tbt"])
+        return Contract(complete=TERMS["complete"] + prompt)
+
+    def classed(turn: Turn, history: int) -> Turn:
+        return replace(turn, priority=0 if turn.contract.ttft else 1, limit=args.allowed)
+
+    fitting = workloads.fit_context(workloads.promise(workload, contract), args.max_len)
+    limited = [conversation.changed(classed) for conversation in fitting]
+    return workloads.fit_context(limited, args.max_len)
+
+
+def changed(workload: Sequence[Conversation], system: str) -> Workload:
+    """The conversations as the clients of a system send them."""
+    changes: dict[str, Callable[[Turn, int], Turn]] = {
+        "exact": lambda turn, history: replace(turn, limit=None),
+        "deadline": lambda turn, history: replace(turn, deadline=turn.contract.ttft),
+        "edf": lambda turn, history: replace(turn, deadline=turn.contract.ttft or turn.contract.complete),
+    }
+    change = changes.get(system)
+    return workload if change is None else [conversation.changed(change) for conversation in workload]
+
+
+if __name__ == "__main__":
+    main()

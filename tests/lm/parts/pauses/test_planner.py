@@ -69,8 +69,8 @@ def paused(engine, pause, now=0.0, other=PERSON):
 def test_state_comes_back_shortly_before_a_turn_is_expected_and_the_turn_finds_it():
     engine = Engine()
     own, _ = paused(engine, Pause("tool:x", expected=10.0))
-    assert 5.0 < engine.part.next_look < 8.5
-    assert engine.idle(5.0) == 0 and engine.on_device(own) < 6
+    assert 3.0 < engine.part.next_look < 8.5
+    assert engine.idle(3.0) == 0 and engine.on_device(own) < 6
     assert engine.idle(9.0) > 0 and engine.on_device(own) == 6
     (follow,) = create_requests(own.prompt + (7,) * 6, max_tokens=1)
     first, *_ = engine.run(follow, 10.0)
@@ -227,13 +227,13 @@ def test_the_time_of_a_tool_is_learned_from_the_turns_after_it():
     engine = Engine()
     (own,) = create_requests(24, max_tokens=1)
     prompt, now = own.prompt, 0.0
-    for turn in range(20):
-        (request,) = create_requests(prompt + (turn + 1,) * 4, max_tokens=1)
-        request = replace(request, id=f"turn {turn}")
+    for turn in range(9):
+        prompt += (turn + 1,) * 4
+        request = replace(own, id=f"turn {turn}", prompt=prompt)
         engine.run(request, now)
         engine.part.note(request.id, Pause("tool:x"), now)
         now += 10.0
-    assert now - 10.0 + 5.0 < engine.part.next_look < now
+    assert now - 6.0 < engine.part.next_look < now
 
 
 def test_the_eviction_gets_to_know_of_every_pause():

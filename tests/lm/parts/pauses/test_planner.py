@@ -4,9 +4,14 @@ from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 
+import pytest
+
 from holdfast.core.pause import Pause
+from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.pauses.planner import PausePart
 from tests.invariants import check_scheduler
+from tests.lm.test_choice import SHAPE
 from tests.scheduling import answer, create_requests, create_scheduler
 
 
@@ -243,3 +248,11 @@ def test_the_eviction_gets_to_know_of_every_pause():
     engine.pool.rule = SimpleNamespace(turns=turns)
     engine.part.note("gone", Pause("person"), 3.0)
     assert noted == [("gone", Pause("person"), 3.0)]
+
+
+@pytest.mark.parametrize(("ahead", "host_blocks", "brings"), [(True, 8, True), (False, 8, False), (True, 0, False)])
+def test_the_configuration_and_the_host_tier_decide_whether_state_comes_back_ahead(ahead, host_blocks, brings):
+    shape = replace(SHAPE, num_host_blocks=host_blocks, block_bytes=1024)
+    part = make_scheduler(EngineConfig(swap_in_ahead=ahead, host_cache_gb=0.1), shape, None).part(PausePart)
+    part.warm([b"x"], 1.0)
+    assert part.awake is brings

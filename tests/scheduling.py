@@ -72,7 +72,7 @@ def create_scheduler(
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     if pauses:
-        parts = [*parts, PausePart(pool, block_bytes=1 << 20, brings=True)]
+        parts = [*parts, PausePart(pool, block_bytes=1 << 20, swaps_in=True)]
     return Scheduler(
         policy or StallFree(budget),
         kind,

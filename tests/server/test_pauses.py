@@ -1,4 +1,4 @@
-"""What requests say of pauses: kinds, durations, fields, headers, notes to the engine, and announced turns."""
+"""Pauses in requests: kinds, durations, fields, headers, notes to the engine, and announced turns."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_turn_whose_pause_is_known_finds_its_state_on_the_device():
     agent = Conversation(0.0, (Turn(400, 8, pause="tool:x", expected_pause=20.0), Turn(20, 8, think=20.0)))
     others = [Conversation(1.0 + number, (Turn(300, 8, pause="person"),)) for number in range(6)]
     ahead, without = on_and_off([agent, *others], SLOW)
-    assert ahead.stats.blocks_brought_ahead == ahead.stats.blocks_ahead_used > 10
+    assert ahead.stats.blocks_swapped_in_ahead == ahead.stats.blocks_ahead_used > 10
     first, second = (max(outcome.records, key=lambda record: record.arrival) for outcome in (ahead, without))
     assert first.token_times[0] - first.arrival < 0.8 * (second.token_times[0] - second.arrival)
 
@@ -45,7 +45,7 @@ def test_the_time_of_a_tool_is_learned_and_used_without_any_hint():
     ]
     ahead, _ = on_and_off([Conversation(0.0, tuple(pauses)), *others])
     stats = ahead.stats
-    assert stats.blocks_brought_ahead > 20 and stats.blocks_ahead_used > 0.5 * stats.blocks_brought_ahead
+    assert stats.blocks_swapped_in_ahead > 20 and stats.blocks_ahead_used > 0.5 * stats.blocks_swapped_in_ahead
 
 
 class Planned(Observer):
@@ -91,7 +91,7 @@ def check_nobody_is_delayed(workload, **config):
     for one, other in zip(ahead.records, without.records, strict=True):
         assert one.scheduled <= other.scheduled + BOUND
     assert ahead.seconds <= without.seconds + BOUND
-    return ahead.stats.blocks_brought_ahead
+    return ahead.stats.blocks_swapped_in_ahead
 
 
 @pytest.mark.parametrize("swap_in", ["complete", "by-layer"])

@@ -52,17 +52,17 @@ class PausePart(Part):
 
     A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
     leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
-    blocks go where nobody needs the room, and are the first to go (`BlockPool.bring_ahead`). So no request finds fewer
-    blocks than without this part. A request that needs the link waits at most for the copies of one step.
+    blocks go where nobody needs the room, and are the first to go (`BlockPool.swap_in_ahead`). So no request finds
+    fewer blocks than without this part. A request that needs the link waits at most for the copies of one step.
     """
 
     name = "pauses"
 
-    def __init__(self, pool: BlockPool, *, block_bytes: int, brings: bool) -> None:
-        """`block_bytes` is the size of a block; 0: unknown. Without `brings` pauses are only noted."""
+    def __init__(self, pool: BlockPool, *, block_bytes: int, swaps_in: bool) -> None:
+        """`block_bytes` is the size of a block; 0: unknown. Without `swaps_in` pauses are only noted."""
         self._pool = pool
         self._block_bytes = block_bytes
-        self._brings = brings and pool.host is not None
+        self._swaps_in = swaps_in and pool.host is not None
         self._queues: PartQueues
         self._now = 0.0
         self._most_blocks = 2 * (pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0))
@@ -75,7 +75,7 @@ class PausePart(Part):
         self._due: list[Upcoming] = []
         """The turns whose state may come back now, the next turn first."""
         self._windows = Windows()
-        self._can_bring = False
+        self._can_swap_in = False
         """Whether an idle engine could bring something, as far as is known since the last result."""
         self._noted = 0
         self.awake = False
@@ -138,7 +138,7 @@ class PausePart(Part):
         self._wake(self._now)
 
     def _wake(self, now: float) -> None:
-        due = self.turns.due(now) if self._brings else ()
+        due = self.turns.due(now) if self._swaps_in else ()
         for turn in due:
             insort(self._due, turn, key=EXPECTED)
         self.awake = bool(self._due)
@@ -147,8 +147,8 @@ class PausePart(Part):
 
     def _reconsider(self) -> None:
         """See whether an idle engine could bring something."""
-        self._can_bring = self._pool.is_calm and any(
-            self._pool.can_bring(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
+        self._can_swap_in = self._pool.is_calm and any(
+            self._pool.can_swap_in_ahead(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
         )
 
     def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
@@ -158,7 +158,7 @@ class PausePart(Part):
     @property
     def next_look(self) -> float:
         """Time at which `look` has something to do next; infinity: never."""
-        return self.turns.next_begin if self._brings else inf
+        return self.turns.next_begin if self._swaps_in else inf
 
     def started(self, entry: Entry) -> None:
         """Expect a turn no longer that has come, and learn how long the pause before it was."""
@@ -174,12 +174,12 @@ class PausePart(Part):
     def finish(self, step: PartStep) -> PartPlan | None:
         """Bring blocks of the turns that are due back, as far as that delays nobody."""
         self._settle(step.now)
-        copies = self._bring(step) if self._may_bring(step) else ()
+        copies = self._swap_in_some(step) if self._may_swap_in(step) else ()
         if copies:
-            step.bring(copies)
+            step.swap_in_ahead(copies)
             if not step.planned:
                 step.keep()
-        self._can_bring = False
+        self._can_swap_in = False
         return None
 
     def _settle(self, now: float) -> None:
@@ -189,18 +189,18 @@ class PausePart(Part):
         self._due = [turn for turn in self._due if turn in self.turns and turn.place < len(turn.digests)]
         self.awake = bool(self._due)
 
-    def _may_bring(self, step: PartStep) -> bool:
+    def _may_swap_in(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""
         pool = self._pool
         if step.swaps_in or pool.copies.swapping_in or self._queues.num_waiting or not pool.is_calm:
             return False
         return not pool.makes_room if step.planned else not (step.busy or step.in_flight)
 
-    def _bring(self, step: PartStep) -> Sequence[BlockCopy]:
+    def _swap_in_some(self, step: PartStep) -> Sequence[BlockCopy]:
         """The copies of the first due turn that lacks any, as many as the step's time has room for."""
         most = self._most(step.predicted if step.planned else ALONE_SECONDS)
         for turn in self._due:
-            copies, turn.place = self._pool.bring_ahead(turn.digests, turn.place, most, self._gives_way(turn))
+            copies, turn.place = self._pool.swap_in_ahead(turn.digests, turn.place, most, self._gives_way(turn))
             if copies:
                 return copies
         return ()
@@ -226,7 +226,7 @@ class PausePart(Part):
     @property
     def has_work(self) -> bool:
         """Whether an idle engine could bring blocks back now."""
-        return self._can_bring
+        return self._can_swap_in
 
     def stats(self) -> Mapping[str, int]:
         return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
@@ -237,7 +237,7 @@ EXPECTED = attrgetter("at")
 
 def make_parts(planning: Planning) -> tuple[PausePart, ...]:
     """The part of a scheduler over one pool of blocks."""
-    brings = planning.config.part(PauseOptions).swap_in_ahead
+    swaps_in = planning.config.part(PauseOptions).swap_in_ahead
     return tuple(
-        PausePart(pool, block_bytes=planning.shape.block_bytes, brings=brings) for pool in planning.kind.block_pools
+        PausePart(pool, block_bytes=planning.shape.block_bytes, swaps_in=swaps_in) for pool in planning.kind.block_pools
     )

@@ -81,7 +81,7 @@ def test_state_comes_back_shortly_before_a_turn_is_expected_and_the_turn_finds_i
     first, *_ = engine.run(follow, 10.0)
     assert not first.copies.swap_in
     stats = engine.scheduler.stats()
-    assert stats.blocks_brought_ahead == stats.blocks_ahead_used > 0 and stats.blocks_ahead_wasted == 0
+    assert stats.blocks_swapped_in_ahead == stats.blocks_ahead_used > 0 and stats.blocks_ahead_wasted == 0
     assert (stats.pauses_noted, stats.turns_expected) == (3, 2)
 
 
@@ -191,7 +191,7 @@ def test_bringing_blocks_leaves_as_many_to_allocate():
     assert (engine.pool.available, engine.pool.allocatable) == before
 
 
-def test_an_idle_engine_that_can_bring_nothing_does_not_spin():
+def test_an_idle_engine_that_can_swap_in_nothing_does_not_spin():
     engine = Engine()
     own, *others = create_requests(24, 28, 28, max_tokens=1)
     engine.run(own)
@@ -215,7 +215,7 @@ def test_a_note_of_an_unknown_request_changes_nothing():
 
 def test_switched_off_it_notes_pauses_and_brings_nothing():
     pool = create_scheduler(host_blocks=16).pool
-    part = PausePart(pool, block_bytes=1, brings=False)
+    part = PausePart(pool, block_bytes=1, swaps_in=False)
     part.warm([b"x"], 1.0)
     part.look(2.0)
     assert part.next_look == inf and not part.has_work and not part.awake and len(part.turns) == 1
@@ -250,9 +250,9 @@ def test_the_eviction_gets_to_know_of_every_pause():
     assert noted == [("gone", Pause("person"), 3.0)]
 
 
-@pytest.mark.parametrize(("ahead", "host_blocks", "brings"), [(True, 8, True), (False, 8, False), (True, 0, False)])
-def test_the_configuration_and_the_host_tier_decide_whether_state_comes_back_ahead(ahead, host_blocks, brings):
+@pytest.mark.parametrize(("ahead", "host_blocks", "comes"), [(True, 8, True), (False, 8, False), (True, 0, False)])
+def test_the_configuration_and_the_host_tier_decide_whether_state_comes_back_ahead(ahead, host_blocks, comes):
     shape = replace(SHAPE, num_host_blocks=host_blocks, block_bytes=1024)
     part = make_scheduler(EngineConfig(swap_in_ahead=ahead, host_cache_gb=0.1), shape, None).part(PausePart)
     part.warm([b"x"], 1.0)
-    assert part.awake is brings
+    assert part.awake is comes

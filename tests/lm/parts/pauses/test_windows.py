@@ -1,4 +1,4 @@
-"""Windows: what is learned of the time of turns, and whom it concerns."""
+"""Windows: the time of turns as it is learned, and whom that concerns."""
 
 import random
 

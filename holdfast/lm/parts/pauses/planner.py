@@ -48,22 +48,12 @@ class Ended(NamedTuple):
 
 
 class PausePart(Part):
-    """Brings blocks of the host tier back before the turn that needs them, where that costs nobody anything.
-
-    A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
-    leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
-    blocks go where nobody needs the room, and are the first to go (`BlockPool.swap_in_ahead`). So no request finds
-    fewer blocks than without this part. A request that needs the link waits at most for the copies of one step.
-    """
+    """Remembers what ended sequences left, takes notes of the pauses after them, and expects their next turns."""
 
     name = "pauses"
 
-    def __init__(self, pool: BlockPool, *, block_bytes: int, swaps_in: bool) -> None:
-        """`block_bytes` is the size of a block; 0: unknown. Without `swaps_in` pauses are only noted."""
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._block_bytes = block_bytes
-        self._swaps_in = swaps_in and pool.host is not None
-        self._queues: PartQueues
         self._now = 0.0
         self._most_blocks = 2 * (pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0))
         self._ended: OrderedDict[str, Ended] = OrderedDict()
@@ -72,16 +62,8 @@ class PausePart(Part):
         """Number of digests in `_ended`."""
         self.turns = Upcomings(self._most_blocks)
         """The conversations whose next turn is expected."""
-        self._due: list[Upcoming] = []
-        """The turns whose state may come back now, the next turn first."""
         self._windows = Windows()
-        self._can_swap_in = False
-        """Whether an idle engine could bring something, as far as is known since the last result."""
         self._noted = 0
-        self.awake = False
-
-    def attach(self, queues: PartQueues) -> None:
-        self._queues = queues
 
     def ended(self, entry: Entry) -> None:
         """Remember the blocks of a sequence, for the note that follows."""
@@ -96,12 +78,15 @@ class PausePart(Part):
             _, oldest = self._ended.popitem(last=False)
             self._ended_blocks -= len(oldest.digests)
         if request.pause != NO_PAUSE:
-            self.note(entry.id, request.pause, self._now)
+            self._take(entry.id, request.pause)
 
     def note(self, request_id: str, pause: Pause, now: float) -> None:
         """Note what is known of the pause after a sequence that has ended. Unknown sequences are ignored."""
         self._now = max(self._now, now)
         self._pool.rule.turns.note(request_id, pause, self._now)
+        self._take(request_id, pause)
+
+    def _take(self, request_id: str, pause: Pause) -> None:
         found = self._ended.get(request_id)
         if found is not None:
             self._noted += 1
@@ -118,9 +103,13 @@ class PausePart(Part):
         window, at = self._windows.expect(ended.tenant, pause), ended.at
         begin = expected = until = inf
         if window is not None:
-            begin = at + window.soonest - 2 * self._copying(len(ended.digests))
+            begin = at + window.soonest - self._lead(len(ended.digests))
             expected, until = at + window.expected, at + window.latest
         return Upcoming(ended.key, ended.digests, ended.tenant, pause, at, begin, expected, until)
+
+    def _lead(self, blocks: int) -> float:
+        """Seconds that it takes to have this many blocks on the device."""
+        return 0.0
 
     def warm(self, chain: Sequence[bytes], now: float) -> None:
         """Expect a turn at once that begins with these blocks."""
@@ -130,15 +119,55 @@ class PausePart(Part):
 
     def _expect(self, turn: Upcoming) -> None:
         self.turns.add(turn)
-        self._wake(self._now)
+        self.look(self._now)
 
     def look(self, now: float) -> None:
         """See which turns' state may come back by now."""
         self._now = max(self._now, now)
-        self._wake(self._now)
 
-    def _wake(self, now: float) -> None:
-        due = self.turns.due(now) if self._swaps_in else ()
+    @property
+    def next_look(self) -> float:
+        """Time at which `look` has something to do next; infinity: never."""
+        return inf
+
+    def started(self, entry: Entry) -> None:
+        """Expect a turn no longer that has come, and learn how long the pause before it was."""
+        if self.turns:
+            for turn in self.turns.begun_by(entry.cache.digests):
+                self.turns.forget(turn.key)
+                if turn.pause != NO_PAUSE and turn.paused_at > -inf:
+                    self._windows.learn(turn.tenant, turn.pause, turn.paused_at, self._now)
+
+    def stats(self) -> Mapping[str, int]:
+        return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
+
+
+class AheadPart(PausePart):
+    """Brings blocks of the host tier back before the turn that needs them, where that costs nobody anything.
+
+    A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
+    leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
+    blocks go where nobody needs the room, and are the first to go (`BlockPool.swap_in_ahead`). So no request finds
+    fewer blocks than without this part. A request that needs the link waits at most for the copies of one step.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_bytes: int) -> None:
+        """`block_bytes` is the size of a block; 0: unknown."""
+        super().__init__(pool)
+        self._block_bytes = block_bytes
+        self._queues: PartQueues
+        self._due: list[Upcoming] = []
+        """The turns whose state may come back now, the next turn first."""
+        self._can_swap_in = False
+        """Whether an idle engine could bring something, as far as is known since the last result."""
+        self.awake = False
+
+    def attach(self, queues: PartQueues) -> None:
+        self._queues = queues
+
+    def look(self, now: float) -> None:
+        super().look(now)
+        due = self.turns.due(self._now)
         for turn in due:
             insort(self._due, turn, key=EXPECTED)
         self.awake = bool(self._due)
@@ -157,16 +186,7 @@ class PausePart(Part):
 
     @property
     def next_look(self) -> float:
-        """Time at which `look` has something to do next; infinity: never."""
-        return self.turns.next_begin if self._swaps_in else inf
-
-    def started(self, entry: Entry) -> None:
-        """Expect a turn no longer that has come, and learn how long the pause before it was."""
-        if self.turns:
-            for turn in self.turns.begun_by(entry.cache.digests):
-                self.turns.forget(turn.key)
-                if turn.pause != NO_PAUSE and turn.paused_at > -inf:
-                    self._windows.learn(turn.tenant, turn.pause, turn.paused_at, self._now)
+        return self.turns.next_begin
 
     def advance(self, now: float) -> None:
         self.look(now)
@@ -213,6 +233,10 @@ class PausePart(Part):
         room = (seconds or ALONE_SECONDS) - self._pool.host_link.latency
         return max(1, min(int(room / each), self._pool.max_copies))
 
+    def _lead(self, blocks: int) -> float:
+        """Copying may have to wait for steps, so it counts twice."""
+        return 2 * self._copying(blocks)
+
     def _copying(self, blocks: int) -> float:
         """Seconds that the link takes for this many blocks."""
         return self._pool.host_link.seconds(blocks * self._block_bytes)
@@ -228,16 +252,12 @@ class PausePart(Part):
         """Whether an idle engine could bring blocks back now."""
         return self._can_swap_in
 
-    def stats(self) -> Mapping[str, int]:
-        return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
-
 
 EXPECTED = attrgetter("at")
 
 
 def make_parts(planning: Planning) -> tuple[PausePart, ...]:
-    """The part of a scheduler over one pool of blocks."""
-    swaps_in = planning.config.part(PauseOptions).swap_in_ahead
-    return tuple(
-        PausePart(pool, block_bytes=planning.shape.block_bytes, swaps_in=swaps_in) for pool in planning.kind.block_pools
-    )
+    """The part of a scheduler over one pool of blocks. Without a host tier nothing can come back."""
+    if not planning.config.part(PauseOptions).swap_in_ahead or not planning.shape.num_host_blocks:
+        return tuple(PausePart(pool) for pool in planning.kind.block_pools)
+    return tuple(AheadPart(pool, block_bytes=planning.shape.block_bytes) for pool in planning.kind.block_pools)

@@ -9,7 +9,7 @@ import pytest
 from holdfast.core.pause import Pause
 from holdfast.lm.choice import make_scheduler
 from holdfast.lm.config import EngineConfig
-from holdfast.lm.parts.pauses.planner import PausePart
+from holdfast.lm.parts.pauses.planner import AheadPart, PausePart
 from tests.invariants import check_scheduler
 from tests.lm.test_choice import SHAPE
 from tests.scheduling import answer, create_requests, create_scheduler
@@ -215,10 +215,10 @@ def test_a_note_of_an_unknown_request_changes_nothing():
 
 def test_switched_off_it_notes_pauses_and_brings_nothing():
     pool = create_scheduler(host_blocks=16).pool
-    part = PausePart(pool, block_bytes=1, swaps_in=False)
+    part = PausePart(pool)
     part.warm([b"x"], 1.0)
     part.look(2.0)
-    assert part.next_look == inf and not part.has_work and not part.awake and len(part.turns) == 1
+    assert part.next_look == inf and not part.has_work and len(part.turns) == 1
 
 
 def test_the_pause_that_a_request_names_is_noted_when_it_ends():
@@ -255,4 +255,4 @@ def test_the_configuration_and_the_host_tier_decide_whether_state_comes_back_ahe
     shape = replace(SHAPE, num_host_blocks=host_blocks, block_bytes=1024)
     part = make_scheduler(EngineConfig(swap_in_ahead=ahead, host_cache_gb=0.1), shape, None).part(PausePart)
     part.warm([b"x"], 1.0)
-    assert part.awake is comes
+    assert isinstance(part, AheadPart) is comes

@@ -88,9 +88,13 @@ class PausePart(Part):
 
     def _take(self, request_id: str, pause: Pause) -> None:
         found = self._ended.get(request_id)
-        if found is not None:
-            self._noted += 1
-            self._expect(self._superseded(found, pause) if pause.superseded else self._following(found, pause))
+        if found is None:
+            return
+        self._noted += 1
+        if not pause.superseded:
+            self._expect(self._following(found, pause))
+        elif len(found.digests) > found.prompt:
+            self._expect(self._superseded(found, pause))
 
     @staticmethod
     def _superseded(ended: Ended, pause: Pause) -> Upcoming:

@@ -256,3 +256,13 @@ def test_the_configuration_and_the_host_tier_decide_whether_state_comes_back_ahe
     part = make_scheduler(EngineConfig(swap_in_ahead=ahead, host_cache_gb=0.1), shape, None).part(PausePart)
     part.warm([b"x"], 1.0)
     assert isinstance(part, AheadPart) is comes
+
+
+def test_a_superseded_answer_without_a_block_of_its_own_leaves_the_turn_after_its_prompt_expected():
+    engine = Engine()
+    first, second = (replace(request, prompt=(1,) * 16) for request in create_requests(16, 16, max_tokens=2))
+    engine.run(first)
+    engine.run(second)
+    engine.part.note(second.id, Pause("tool:x", expected=10.0), 0.0)
+    engine.part.note(first.id, Pause("branch", superseded=True), 0.0)
+    assert engine.part.next_look < 10.0

@@ -1,4 +1,4 @@
-"""Orders of eviction on loads of agents and people, beside Bélády's: how many tokens each has computed again.
+"""Orders of eviction on loads of agents and people: the tokens that each has computed again, and that Bélády's has.
 
 usage: python -m benchmarks.engine.retention_sim [LOAD ...] [--shares 0.25 0.45 0.7] [--policies NAME ...] [--hints]
                                                  [--seed N] [--seconds N] [--json FILE]
@@ -217,7 +217,9 @@ def read_mooncake(path: Path, seconds: float) -> list[Turn]:
         start = row["timestamp"] / 1000
         if start > seconds:
             break
-        digests = [f"{each}".encode() for each in row["hash_ids"]]
+        digests = [f"{each}".encode() for each in row["hash_ids"][: row["input_length"] // BLOCK]]
+        if not digests:
+            continue
         turns.append(Turn(start, start + row["input_length"] / PREFILL + row["output_length"] / DECODE, digests, ""))
     return sorted(turns, key=lambda turn: turn.start)
 
@@ -285,7 +287,7 @@ class FarthestFirst:
 
 @dataclass
 class Outcome:
-    """What a policy had computed again."""
+    """The work that a policy had done again."""
 
     tokens: int = 0
     cost: float = 0.0

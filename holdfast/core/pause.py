@@ -13,14 +13,14 @@ MAX_PAUSE = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """What is known of the gap between the end of a sequence and the next request that continues it.
+    """Knowledge of the gap between the end of a sequence and the next request that continues it.
 
     Raises ValueError, naming the value and the limit, for anything out of range.
     """
 
     kind: str = ""
-    """What the conversation waits for: `person`, `tool:NAME`, `branch`, `batch`, or any other word. Gaps are learned by
-    kind; the part before a colon is the parent kind. Empty: unknown."""
+    """The thing that the conversation waits for: `person`, `tool:NAME`, `branch`, `batch`, or any other word. Gaps are
+    learned by kind; the part before a colon is the parent kind. Empty: unknown."""
     expected: float | None = None
     """Seconds from the end of the sequence to its next request, as the client expects. None: no hint."""
     keep_until: float | None = None

@@ -126,7 +126,7 @@ class Rates:
 
 
 class Learner(Protocol):
-    """What learns from gaps, and has rates."""
+    """A learner of gaps, which has rates."""
 
     @property
     def rates(self) -> Rates:
@@ -176,7 +176,7 @@ def _unknown_rates() -> Rates:
 
 
 def _hinted_rates() -> Rates:
-    """Of gaps in units of what the client expected: 9 of 10 come, log-normal about 1 with a deviation of 0.5."""
+    """The rates of gaps in units of the expected ones: 9 of 10 come, log-normal about 1 with a deviation of 0.5."""
     below = [0.9 * (0.5 + 0.5 * math.erf(math.log(edge) / 0.5 / math.sqrt(2))) if edge else 0.0 for edge in EDGES]
     ends = (*below[1:], below[-1] + 1e-3)
     return Rates([min(0.99, (end - start) / (1.0 - start) + 1e-4) for start, end in zip(below, ends, strict=True)])
@@ -289,7 +289,7 @@ MOST_SURPRISE = 5.0
 
 
 class Known(Protocol):
-    """What is known of a kind of pause."""
+    """Knowledge of a kind of pause."""
 
     @property
     def gaps(self) -> Learner:
@@ -312,7 +312,7 @@ class Known(Protocol):
 
 
 class Anything:
-    """What is known of pauses of which nothing was learned."""
+    """Knowledge of pauses of which nothing was learned."""
 
     gaps: Learner = UNKNOWN
     ratios: Learner = HINTED
@@ -326,7 +326,7 @@ ANYTHING = Anything()
 
 
 class Kind:
-    """What is learned of one kind of pause: its gaps, and how true the hints are that clients give with it.
+    """Knowledge of one kind of pause: its gaps, and how true the hints are that clients give with it.
 
     It begins with what is known of its parent kind, and the parent kind learns from it. So a client does not win trust
     back by another name for its pauses.

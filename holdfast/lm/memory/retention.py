@@ -110,7 +110,7 @@ class IdleOrder(Protocol):
 
 
 class Turns(Protocol):
-    """What an eviction has to know of the sequences that have ended. `now` is in seconds and never decreases."""
+    """The knowledge of ended sequences by which an eviction goes. `now` is in seconds and never decreases."""
 
     def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
@@ -127,7 +127,7 @@ class Turns(Protocol):
         ...
 
     def note(self, request: str, pause: Pause, now: float) -> bool:
-        """What is known of the pause after a request has changed. Returns False if nobody remembers the request."""
+        """Take note of what is known now of the pause after a request. Returns False if nobody remembers it."""
         ...
 
     def worth(self, last: float, call: int, now: float) -> float:
@@ -186,7 +186,7 @@ class RetentionRule:
     """Number of blocks in a chunk. Chunks are evicted whole."""
     block_size: int = 16
     turns: Turns = UNTRACKED
-    """What is known of the turns that the chunks belong to. All tiers share it."""
+    """The knowledge of the turns that the chunks belong to. All tiers share it."""
 
     @classmethod
     def of(cls, config: CoreConfig, cost: Cost, turns: Turns = UNTRACKED) -> RetentionRule:

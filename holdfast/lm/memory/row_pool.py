@@ -129,7 +129,7 @@ class RowState:
         self._pool = pool
         self._root = root
         self._start = NEW
-        """What state the sequence began with."""
+        """The state that the sequence began with."""
         self._prompt: Sequence[int] = ()
         """The tokens for which state was looked for last."""
         self.planned = 0

@@ -87,7 +87,7 @@ class SequenceCache:
         self._digests: list[bytes] = []
         self._islands: deque[tuple[int, int]] = deque()
         self._start = NEW
-        """What state the sequence began with."""
+        """The state that the sequence began with."""
         self.blocks: list[int] = []
         """The block table. Callers must not change it."""
         self.capacity = 0

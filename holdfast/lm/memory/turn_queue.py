@@ -265,7 +265,7 @@ class TurnQueue:
     # Groups by value.
 
     def turn_changed(self, call: int) -> None:
-        """What is known of the turn whose blocks were freed by this call has changed (`Watcher`)."""
+        """Place the blocks that this call freed again, because more is known of their turn (`Watcher`)."""
         use, size = self._calls.get(call), self._rule.chunk_blocks
         if use is None:
             return
@@ -385,5 +385,5 @@ class RankedTurns(TurnTracker):
 
 
 def make_turns(eviction: str) -> Turns:
-    """What the eviction of this name has to know of turns."""
+    """The knowledge of turns by which the eviction of this name goes."""
     return RankedTurns(APPRAISALS[eviction]) if eviction in APPRAISALS else UNTRACKED

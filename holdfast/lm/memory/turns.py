@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from holdfast.core.pause import NO_PAUSE, Pause
-from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, GapHistogram, Kind, Kinds, bin_of
+from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, SHORTEST, GapHistogram, Kind, Kinds, bin_of
 
 MOST_OPEN = 1 << 16
 """Largest number of ended sequences that are remembered until they are continued."""
@@ -26,7 +26,7 @@ BRANCH = "branch"
 
 
 class Departure(NamedTuple):
-    """What a sequence's request says at the end of the sequence."""
+    """The words of a sequence's request at the end of the sequence."""
 
     request: str = ""
     """Id of the request, by which a note may come later."""
@@ -71,7 +71,7 @@ class Constant:
 
 
 NOTHING = Forecast(Constant((0.0,) * BINS))
-"""Of state that is not needed again."""
+"""The forecast of state that is not needed again."""
 EQUAL = Constant((1.0,) * BINS)
 BY_AGE = Constant(tuple(1.0 / max(edge, EDGES[1]) for edge in EDGES))
 """One over the age: the least recently used goes first."""
@@ -91,7 +91,7 @@ class KeptAwhile:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a sequence began with. Numbers of blocks count from the beginning of the sequence."""
+    """The state that a sequence began with. Numbers of blocks count from the beginning of the sequence."""
 
     hits: int = 0
     """Number of sequences before it in its conversation."""
@@ -183,7 +183,7 @@ class Turn:
             self.kind.ratios.begin(self.time)
 
     def advance(self, now: float) -> float:
-        """Note how long the gap has lasted. Returns the time at which to note it again; inf after a day."""
+        """Note how long the gap has lasted. Returns the time after `now` at which to note it again; inf after a day."""
         age = now - self.time
         at, ratio_at = max(self.at, bin_of(age)), max(self.ratio_at, bin_of(age / self.scale))
         if at > self.at:
@@ -191,7 +191,8 @@ class Turn:
         if self.pause.expected is not None and ratio_at > self.ratio_at:
             self.kind.ratios.last(self.time, self.ratio_at, ratio_at)
         self.at, self.ratio_at = at, ratio_at
-        return inf if age >= LONGEST else self.time + EDGES[min(at + 1, BINS - 1)]
+        # A rounded sum of a large time and a small edge may not lie after `now`.
+        return inf if age >= LONGEST else max(self.time + EDGES[min(at + 1, BINS - 1)], now + SHORTEST)
 
     def end(self, now: float) -> None:
         """Close the gap: the state is needed now."""
@@ -240,14 +241,14 @@ def by_hits(turn: Turn) -> Forecast:
 
 
 APPRAISALS: dict[str, Appraisal] = {"pauses": by_pause, "ttl": by_ttl, "hits": by_hits}
-"""What a turn's state is worth, by the name of the eviction."""
+"""The appraisal of turns, by the name of the eviction."""
 
 
 class Watcher(Protocol):
-    """What holds blocks by the worth of their turns."""
+    """An order of blocks by the worth of their turns."""
 
     def turn_changed(self, call: int) -> None:
-        """What is known of the turn whose blocks were freed by this call has changed.
+        """More is known of the turn whose blocks were freed by this call.
 
         If it is superseded now, those of its blocks that others share are from now on of the call of the number's
         negative.
@@ -347,7 +348,7 @@ class TurnTracker:
         return prompt_end
 
     def _leave_shared(self, turn: Turn) -> Turn:
-        """The turn of the blocks that `turn` leaves to others. What it continued is open again if it is superseded."""
+        """The turn of the blocks that `turn` leaves to others. If it is superseded, the turn before is open again."""
         start, pause = turn.start, turn.pause
         kind = "" if not pause.superseded else BRANCH if pause.kind == BRANCH else start.kind
         departure = Departure(tenant=turn.tenant, pause=Pause(kind))
@@ -383,7 +384,7 @@ class TurnTracker:
             self._calls.popitem(last=False)
 
     def note(self, request: str, pause: Pause, now: float) -> bool:
-        """What is known of the pause after a request has changed. Returns False if that is of no use any more.
+        """Take note of what is known now of the pause after a request. Returns False if that is of no use any more.
 
         That is so once another request has continued its turn, unless what the turn alone has is superseded. The gap
         counts from the end of the request's sequence, and so does `expected`.

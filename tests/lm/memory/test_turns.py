@@ -181,6 +181,17 @@ def test_open_turns_are_bounded_and_the_oldest_is_forgotten(monkeypatch):
     assert len(tracker._due) <= 2 * 10 + 65
 
 
+def test_the_time_at_which_a_gap_is_looked_at_again_is_always_later():
+    """A clock that has run for weeks rounds away the smallest differences."""
+    for number in range(200):
+        time = 3e6 + number / 7
+        turn = module.Turn(time, Departure(), module.Kind(), NEW, length=1, prompt=0, prompt_end=b"")
+        turn.begin()
+        for edge in module.EDGES[1:-2]:
+            now = time + edge
+            assert now < turn.advance(now) <= now + max(1e-3, edge)
+
+
 def test_a_reused_request_id_names_the_later_turn():
     tracker = TurnTracker()
     tracker.left([b"a"], Departure("same"), NEW, 1, 0.0)

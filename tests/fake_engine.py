@@ -213,7 +213,7 @@ class FakeClient:
         conversation: str = "",
         batch: UserBatch = ALONE,
         contract: Contract = NO_CONTRACT,
-        arrival: float | None = None,
+        arrival: float = 0.0,
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse

@@ -175,7 +175,7 @@ class Replicas:
         conversation: str = "",
         batch: UserBatch = ALONE,
         contract: Contract = NO_CONTRACT,
-        arrival: float | None = None,
+        arrival: float = 0.0,
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 

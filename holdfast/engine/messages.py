@@ -282,8 +282,13 @@ class Refused(Message, tag="refused"):
     reason: str
     param: str = "prompt"
     """The field of the request that is at fault, as `RequestRefused` names it."""
-    refusal: Refusal | None = None
-    """Why its contract cannot be kept; None: something else is at fault."""
+
+
+class ContractRefusal(Message, tag="contract-refusal"):
+    """From the engine: a request that it refuses because it cannot keep its contract."""
+
+    request_id: str
+    refusal: Refusal
 
 
 class Failed(Message, tag="failed"):
@@ -376,8 +381,8 @@ ToEngine = (
     | adapters.ToEngine | tuning.ToEngine | moves.ToEngine
 )  # fmt: skip
 FromEngine = (
-    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | Failed | Stats | Clock | Steps | Activity
-    | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
+    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | ContractRefusal | Failed | Stats | Clock | Steps
+    | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -480,7 +480,7 @@ class Answer:
                 conversation=self.conversation,
                 batch=self.batch,
                 contract=self.contract,
-                arrival=self.arrival if self.contract else None,
+                arrival=self.arrival if self.contract else 0.0,
             )
             self.sent = True
             async with aclosing(stream) as deltas:

@@ -1,11 +1,13 @@
 """Messages: each survives encoding, and other data is refused."""
 
 from array import array
+from math import inf
 
 import msgspec
 import pytest
 
 from holdfast.core.columns import Columns
+from holdfast.core.contract import Contract, Refusal
 from holdfast.core.stages import Stage
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine import messages
@@ -21,6 +23,7 @@ REQUEST = Request(
     2,
     Identity("m", "a", "float32", "tenant"),
     1.5,
+    contract=Contract(ttft=0.5, complete=20.0),
 )
 INFO = messages.EngineInfo(
     model="m",
@@ -67,6 +70,8 @@ def test_messages_to_the_engine_survive_encoding(message):
         messages.Ready(INFO),
         messages.Outputs(**Columns.of(SequenceOutput, OUTPUTS).by_name),
         messages.Refused("r", "too long"),
+        messages.ContractRefusal("r", Refusal("too busy", 1.5, Contract(ttft=0.5))),
+        messages.ContractRefusal("r", Refusal("too slow", inf)),
         messages.Stats(3, SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, 9)),
         messages.Failure("no memory"),
     ],

@@ -235,7 +235,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         conversation: str = "",
         batch: UserBatch = ALONE,
         contract: Contract = NO_CONTRACT,
-        arrival: float | None = None,
+        arrival: float = 0.0,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
@@ -244,7 +244,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
         names the conversation that this is a turn of, for a router among several engines. `batch` is the batch that the
         request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a time on the
-        monotonic clock; by default now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the
+        monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the
         request.
 
         Raises RequestRefused at once for a request that can never be served, QueueFull, ContractRefused if the engine
@@ -423,11 +423,10 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self.on_steps(message)
             case messages.Activity():
                 self.on_activity(message)
-            case messages.Refused(request_id, reason, param, refusal):
-                if request_id in self._streams:
-                    stream = self._streams[request_id]
-                    self._forget(request_id)
-                    stream.fail(RequestRefused(reason, param) if refusal is None else ContractRefused(refusal))
+            case messages.Refused(request_id, reason, param):
+                self._fail_stream(request_id, RequestRefused(reason, param))
+            case messages.ContractRefusal(request_id, refusal):
+                self._fail_stream(request_id, ContractRefused(refusal))
             case ChunksFound(number, device, host, lower):
                 self._questions.answer(number, Found(device, host, lower))
             case ChunksFetched(number, tokens, reason):
@@ -458,6 +457,13 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self._forget(output.request_id)
             if output.finish_reason is None:  # ended by a stop string, which only the client looks for
                 self._child.send(messages.Abort(output.request_id))
+
+    def _fail_stream(self, request_id: str, error: Exception) -> None:
+        """End a request's stream with an error. Its reader may have left."""
+        if request_id in self._streams:
+            stream = self._streams[request_id]
+            self._forget(request_id)
+            stream.fail(error)
 
     def _fail_requests(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -591,7 +597,7 @@ def prepare(
     shown: Collection[int] = (),
     batch: UserBatch = ALONE,
     contract: Contract = NO_CONTRACT,
-    arrival: float | None = None,
+    arrival: float = 0.0,
 ) -> Stream:
     """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
@@ -610,7 +616,7 @@ def prepare(
         params=params,
         priority=priority,
         identity=identity,
-        arrival=time.monotonic() if arrival is None else arrival,
+        arrival=arrival or time.monotonic(),
         deadline=deadline,
         batch=batch,
         contract=contract,

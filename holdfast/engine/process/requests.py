@@ -35,7 +35,7 @@ class RequestHandler(Handler):
             try:
                 self._loop.add(message.request)
             except ContractRefused as error:
-                self._send(messages.Refused(message.request.id, str(error), "ttft_ms", error.refusal))
+                self._send(messages.ContractRefusal(message.request.id, error.refusal))
             except RequestRefused as error:
                 self._send(messages.Refused(message.request.id, str(error), error.param))
             except ValueError as error:

@@ -306,7 +306,7 @@ class Part(ABC):
 
     @property
     def seconds_in_flight(self) -> float:
-        """Predicted seconds of the part's own work in the steps in flight, beside their segments."""
+        """Predicted seconds of the part's own work in the steps in flight, besides their segments."""
         return 0.0
 
     def stats(self) -> Mapping[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from holdfast.core.contract import Contract, ContractRefused, Refusal
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client import connection
@@ -169,6 +170,21 @@ async def test_places_in_the_queue_are_given_back_with_the_first_token_a_refusal
     await asyncio.gather(second, return_exceptions=True)
     assert client._waiting == set()
     await second_stream.aclose()
+
+
+async def test_a_refused_contract_ends_its_stream_with_what_the_engine_said(client: EngineClient) -> None:
+    contract, refusal = Contract(ttft=0.5, tbt=0.05), Refusal("too busy", 1.5, Contract(ttft=0.75))
+    stream = client.stream([1], SamplingParams(), request_id="a", contract=contract, arrival=12.5)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    (submit,) = wire(client).of(messages.Submit)
+    assert (submit.request.contract, submit.request.arrival) == (contract, 12.5)
+    client._take(messages.ContractRefusal("a", refusal))
+    with pytest.raises(ContractRefused, match="too busy") as refused:
+        await reading
+    assert refused.value.refusal == refusal
+    assert not client._streams and not client._waiting and not wire(client).of(messages.Abort)
+    client._take(messages.ContractRefusal("a", refusal))  # nobody waits for it any more
 
 
 async def test_an_id_is_taken_while_its_request_runs_also_if_it_was_asked_for_before(client: EngineClient) -> None:

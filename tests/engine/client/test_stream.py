@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from holdfast.engine.client.client import Delta, Stream, Timings
 from holdfast.engine.client.connection import EngineDead
@@ -79,6 +80,13 @@ def test_a_rate_needs_two_tokens_and_some_time() -> None:
     assert Timings(0.0, 0.0, 1.0, 3.0, 1).tokens_per_second == 0.0
     assert Timings(0.0, 0.0, 1.0, 1.0, 5).tokens_per_second == 0.0
     assert Timings(0.0, 0.0, 1.0, 3.0, 5).tokens_per_second == 2.0
+
+
+def test_an_answer_that_goes_on_elsewhere_has_no_contract() -> None:
+    request = Request("r", (1, 2), SamplingParams(), contract=Contract(ttft=0.5))
+    stream = Stream(request, TextStream(Letters(), ()))  # type: ignore[arg-type]
+    stream.resume()
+    assert stream.request.contract == NO_CONTRACT
 
 
 @pytest.mark.parametrize(("there", "ours"), [(99.0, 100.0), (101.5, 101.5), (103.0, 102.0)])

@@ -9,7 +9,7 @@ from math import inf
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prompt, Room
-from holdfast.lm.parts.contracts.promises import Promise, Promises, prompt_of
+from holdfast.lm.parts.contracts.promises import Promise, Promises, answered, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
 LEAST_RATE = 0.25
@@ -36,9 +36,9 @@ class Queue:
     """The accepted sequences as a forecast sees them."""
 
     entries: Sequence[Entry]
-    """Those that lack a part of their prompts, by rank."""
+    """Sequences that lack a part of their prompts, by rank."""
     prompts: Sequence[Prompt]
-    """What each of `entries` lacks."""
+    """The part of its prompt that each of `entries` lacks."""
     decodes: Decodes
     """The other sequences."""
     tbt: float
@@ -60,13 +60,25 @@ class ContractAdmission:
         self._max_sequences, self._target = max_sequences, target
 
     def decide(
-        self, entry: Entry, promise: Promise, pool: AnyMemory, *, headroom: int, now: float, start: float, factor: float
+        self,
+        entry: Entry,
+        promise: Promise,
+        pool: AnyMemory,
+        *,
+        headroom: int,
+        now: float,
+        start: float,
+        factor: float,
+        share: float = 1.0,
     ) -> Accepted | Refusal:
         """Accept a contract, or say why not.
 
-        The next step begins at `start`, and takes at most `factor` times its price.
+        Its tenant may hold a `share` of the rows and blocks. The next step begins at `start`, and takes at most
+        `factor` times its price.
         """
-        if refusal := self._lacks_place(promise, pool, headroom, now, start):
+        usable = pool.num_blocks - pool.lent - headroom
+        refusal = self._lacks_place(promise, usable, now, start) or self._lacks_share(entry, promise, usable, share)
+        if refusal:
             return refusal
         queue = self.queue(pool, start, (entry, promise))
         found = self.find_bound(queue, start=start, factor=factor)
@@ -82,11 +94,11 @@ class ContractAdmission:
         paces = [
             (promise.complete_by - start) / promise.tokens_left(entry)
             for entry, promise in everyone
-            if promise.complete_by < inf and entry.decoding
+            if promise.complete_by < inf and entry.decoding and answered(entry) < promise.tokens
         ]
         return Queue(
             [entry for entry, _ in lacking],
-            [prompt_of(*pair, pool) for pair in lacking],
+            [prompt_of(entry, promise, pool) for entry, promise in lacking],
             Decodes(decoding),
             min((promise.tbt for _, promise in everyone), default=inf),
             min(paces, default=inf),
@@ -146,11 +158,21 @@ class ContractAdmission:
         room.take(0, prices.ceiling, bound / factor)
         return room.tokens / bound >= LEAST_RATE * (prices.ceiling - rows) / full
 
-    def _lacks_place(
-        self, promise: Promise, pool: AnyMemory, headroom: int, now: float, start: float
-    ) -> Refusal | None:
-        """A refusal for want of rows or blocks; None if there are enough."""
-        usable = pool.num_blocks - pool.lent - headroom
+    def _lacks_share(self, entry: Entry, promise: Promise, usable: int, share: float) -> Refusal | None:
+        """A refusal if its tenant would hold more than its share of rows and blocks; None if it would not.
+
+        A tenant without an open contract may always have one.
+        """
+        tenant = tenant_of(entry)
+        own = [(each, other) for each, other in self._promises if tenant_of(each) == tenant]
+        blocks = promise.blocks + sum(other.blocks for _, other in own)
+        if not own or (len(own) < share * self._max_sequences and blocks <= share * usable):
+            return None
+        wait = min(other.tokens_left(each) for each, other in own) * self._promises.bound
+        return Refusal("the contract cannot be kept now: the share of its API key is promised already", wait)
+
+    def _lacks_place(self, promise: Promise, usable: int, now: float, start: float) -> Refusal | None:
+        """A refusal for want of rows or blocks, of which `usable` are for contracts; None if there are enough."""
         held = sum(other.blocks for _, other in self._promises)
         if promise.blocks > usable:
             needed = f"it may need {promise.blocks} blocks of the KV cache, and contracts can have {usable}"
@@ -195,7 +217,7 @@ class ContractAdmission:
         return Refusal(f"the contract cannot be kept now: {reason}", max(0.001, wait), predicted)
 
     def _predict(self, queue: Queue, promise: Promise, start: float, factor: float) -> Contract:
-        """The times that the last prompt of a queue could be promised behind the others."""
+        """The times that the last prompt of a queue could be promised after the others."""
         others = [other.tbt for _, other in self._promises] if len(queue.prompts) > 1 or queue.decodes.steps else []
         prompts = [prompt._replace(due=inf) for prompt in queue.prompts]
         bound = min(self._target, self._full_step(queue, factor), *others)
@@ -210,3 +232,8 @@ def promised(ttft: float, tbt: float, complete: float) -> Contract:
     """These times as a contract; those that no contract can have are left out."""
     times = [time if 0 < time <= MAX_CONTRACT else None for time in (ttft, tbt, complete)]
     return Contract(*times)
+
+
+def tenant_of(entry: Entry) -> str:
+    """A sequence's tenant."""
+    return entry.sequence.request.identity.tenant

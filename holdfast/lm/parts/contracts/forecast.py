@@ -153,7 +153,7 @@ class Room:
 
 
 class Decodes:
-    """The accepted sequences that decode: how many there are at the most after so many steps, and their contexts."""
+    """The accepted sequences that decode: how many are left at the most after a number of steps, and their contexts."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         """`pairs` has the number of tokens that each may still be given, and the positions that it has now."""

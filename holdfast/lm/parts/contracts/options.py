@@ -22,6 +22,12 @@ class ContractOptions(CoreConfig):
         "probability with which an answer is no longer than a contract allows for, by the answers so far",
         between=(0.5, 0.9999),
     )
+    contract_share: float = option(
+        0.5,
+        "share of the rows and blocks that the contracts of one tenant (API key) may hold, once several tenants have "
+        "sent requests; more are refused",
+        between=(0.01, 1),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from holdfast.core.contract import TERMS, ContractRefused, Refusal
 from holdfast.core.cost import CostModel
 from holdfast.core.types import FinishReason, Request
 from holdfast.lm.limits import RequestRefused
-from holdfast.lm.parts.contracts.admission import ContractAdmission
+from holdfast.lm.parts.contracts.admission import ContractAdmission, tenant_of
 from holdfast.lm.parts.contracts.forecast import Forecast, Prices
 from holdfast.lm.parts.contracts.lengths import AnswerLengths
 from holdfast.lm.parts.contracts.options import ContractOptions
@@ -40,10 +40,12 @@ class ContractPart(Part):
         max_sequences: int,
         target: float | None = None,
         confidence: float = ContractOptions.contract_confidence,
+        share: float = ContractOptions.contract_share,
     ) -> None:
         """Steps have at most `ceiling` tokens and, while anybody streams, take at most `target` seconds.
 
-        At most `max_sequences` run. `confidence` is that of `AnswerLengths`.
+        At most `max_sequences` run. `confidence` is that of `AnswerLengths`. One tenant's contracts hold a `share` of
+        rows and blocks, once there are several.
         """
         self._promises = Promises()
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
@@ -53,6 +55,9 @@ class ContractPart(Part):
         )
         self._progress = Progress(cost)
         self._lengths = AnswerLengths(confidence)
+        self._share = share
+        self._tenants: set[str] = set()
+        """Tenants that have sent requests, up to two of them."""
         self._queues: PartQueues
         self._now = 0.0
         """The latest time that any call gave."""
@@ -68,6 +73,8 @@ class ContractPart(Part):
 
     def accept(self, entry: Entry) -> None:
         contract, queues = entry.sequence.request.contract, self._queues
+        if len(self._tenants) < 2:
+            self._tenants.add(tenant_of(entry))
         if not contract:
             return
         now = self._now = max(self._now, entry.sequence.request.arrival)
@@ -82,6 +89,7 @@ class ContractPart(Part):
             now=now,
             start=self._progress.free_at(now, queues.seconds_apart),
             factor=self._progress.factor,
+            share=self._share if len(self._tenants) > 1 else 1.0,
         )
         if isinstance(decision, Refusal):
             self._promises.outcomes.refused += 1
@@ -113,8 +121,8 @@ class ContractPart(Part):
     def _note_given(self, entries: Iterable[Entry]) -> None:
         """Note that a step gave these sequences tokens. An answer that is longer than expected is expected to go on."""
         for entry, promise in self._promises.given(entries, self._now):
-            promise.tokens = self._longest(entry)
-            promise.blocks = self._queues.pool.blocks_for(entry.sequence.request.answer_start + promise.tokens)
+            tokens = self._longest(entry)
+            promise.expect(tokens, self._queues.pool.blocks_for(entry.sequence.request.answer_start + tokens))
 
     def _longest(self, entry: Entry) -> int:
         """Most tokens that the answer of a sequence is expected to have."""
@@ -155,6 +163,7 @@ def make_parts(planning: Planning) -> Sequence[Part]:
             max_sequences=config.max_sequences,
             target=config.tbt_seconds,
             confidence=config.contract_confidence,
+            share=config.contract_share,
         ),
     )
 

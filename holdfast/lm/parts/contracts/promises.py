@@ -44,6 +44,10 @@ class Promise:
         self.tbt = inf if contract.tbt is None else share * contract.tbt
         self.complete_by = inf if contract.complete is None else self.arrival + share * contract.complete
 
+    def expect(self, tokens: int, blocks: int) -> None:
+        """Expect an answer of up to `tokens` tokens, with which the sequence needs `blocks` blocks."""
+        self.tokens, self.blocks = tokens, blocks
+
     def tokens_left(self, entry: Entry) -> int:
         """Number of steps that the sequence still takes at the most, if its prompt takes one."""
         return max(1, self.tokens - answered(entry))

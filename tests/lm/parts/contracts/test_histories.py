@@ -90,6 +90,7 @@ def test_contracts_that_are_only_just_possible_are_kept():
         world = World(max_sequences=32, blocks=800)
         for number in range(40):
             prompt, tokens = choose.randrange(1, 600), choose.randrange(1, 60)
+            world.add(f"plain {number}", choose.randrange(1, 600), choose.randrange(1, 60))  # to fill steps with
             ttft, steps = STEP / 1000, choose.randrange(4)
             for attempt in range(3):  # more than any engine can, then what an idle one can, then what this one can
                 name = f"{number}.{attempt}"
@@ -100,4 +101,20 @@ def test_contracts_that_are_only_just_possible_are_kept():
                 world.step()
         world.run()
         assert world.broken == {}, seed
-        assert len(world.contracts) > 15
+        assert sum(map(bool, world.contracts.values())) > 10
+
+
+def test_paces_are_kept_while_many_decodes_grow():
+    refused = 0
+    for seed in range(3):
+        choose = random.Random(seed)
+        world = World(max_sequences=64, blocks=8000, budget=512)
+        pace = choose.uniform(1.35, 1.8) * STEP
+        for number in range(64):
+            world.add(str(number), choose.randrange(1, 60), choose.randrange(1200, 1900), Contract(tbt=pace))
+            for _ in range(choose.randrange(3)):
+                world.step()
+        world.run()
+        assert world.broken == {}, seed
+        refused += sum("too slow beside it" in refusal.reason for refusal in world.refusals.values())
+    assert refused > 50

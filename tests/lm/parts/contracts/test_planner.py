@@ -88,6 +88,28 @@ def test_a_contract_without_room_in_memory_is_refused_until_an_accepted_answer_e
     assert world.add("third", 1000, 500, loose)
 
 
+def test_contracts_leave_the_headroom_of_running_sequences():
+    for blocks, accepted in ((112, False), (128, True)):  # each contract needs 52 blocks, and 10% are headroom
+        world = World(blocks=blocks, model_len=1024)
+        assert world.add("first", 800, 32, Contract(complete=100.0))
+        assert world.add("second", 800, 32, Contract(complete=100.0)) is accepted
+
+
+def test_one_of_several_tenants_gets_its_share_of_rows_and_blocks():
+    loose = Contract(complete=100.0)
+    alone = World(max_sequences=4)
+    assert [alone.add(str(number), 10, 10, loose) for number in range(4)] == [True] * 4
+    for options, prompt in (({"max_sequences": 4}, 10), ({"blocks": 128}, 400)):  # 26 blocks each, of 116
+        world = World(**options)
+        world.add("plain", 10, 10, tenant="other")
+        assert [world.add(f"own {number}", prompt, 10, loose) for number in range(3)] == [True, True, False]
+        assert "share of its API key" in world.refusals["own 2"].reason
+        assert 0 < world.refusals["own 2"].retry_after < 1
+        assert [world.add(f"other {number}", prompt, 10, loose, tenant="other") for number in range(2)] == [True] * 2
+        world.run()
+        assert world.add("own again", prompt, 10, loose)
+
+
 def test_more_contracts_than_rows_are_refused():
     world = World(max_sequences=2)
     accepted = [world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(3)]
@@ -180,7 +202,7 @@ def test_a_client_that_leaves_before_its_first_token_is_due_counts_for_nothing()
 
 
 def test_answers_are_expected_to_be_as_long_as_earlier_ones():
-    """Of 128 blocks, answers of up to 1,500 tokens take most: only one fits. After short answers, several do."""
+    """An answer of up to 1,500 tokens may take most of the 128 blocks. After short answers, several fit."""
     world, loose = World(blocks=128), Contract(complete=100.0)
     short = {"stop_token_ids": (TOKEN,), "ignore_eos": False}
     assert [world.add(f"first {number}", 10, 1500, loose, **short) for number in range(2)] == [True, False]

@@ -34,7 +34,7 @@ class World:
         self.deliveries, self.reasons = {}, {}
         self.refusals = {}
 
-    def add(self, name, prompt, tokens, contract=NO_CONTRACT, *, at=None, priority=0, **params):
+    def add(self, name, prompt, tokens, contract=NO_CONTRACT, *, at=None, priority=0, tenant="", **params):
         """A request with this contract. `prompt` is a number of tokens of its own, or the tokens.
 
         Returns whether it is accepted.
@@ -43,7 +43,7 @@ class World:
             prompt = tuple((hash(name) + place) % 997 for place in range(prompt))
         arrival = self.clock.now if at is None else at
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **params})
-        own = {"identity": Identity("m", dtype="bfloat16"), "priority": priority}
+        own = {"identity": Identity("m", dtype="bfloat16", tenant=tenant), "priority": priority}
         try:
             self.loop.add(Request(name, prompt, params, arrival=arrival, contract=contract, **own))
         except ContractRefused as error:

@@ -266,3 +266,21 @@ def test_a_superseded_answer_without_a_block_of_its_own_leaves_the_turn_after_it
     engine.part.note(second.id, Pause("tool:x", expected=10.0), 0.0)
     engine.part.note(first.id, Pause("branch", superseded=True), 0.0)
     assert engine.part.next_look < 10.0
+
+
+def test_blocks_that_came_back_are_the_first_to_be_allocated():
+    engine = Engine()
+    paused(engine, Pause("tool:x", expected=10.0))
+    assert engine.idle(9.0) == 2
+    size = 4 * (len(engine.pool._free) + 2)
+    engine.run(create_requests(0, 0, 0, size, max_tokens=1)[-1], 9.0)
+    assert engine.scheduler.stats().blocks_ahead_wasted == 2
+
+
+def test_while_a_request_lacks_blocks_nothing_comes_back():
+    engine = Engine()
+    paused(engine, Pause("tool:x", expected=10.0))
+    assert engine.pool.is_calm and not engine.pool.fits(17, ())
+    assert not engine.pool.is_calm
+    engine.part.look(9.0)
+    assert not engine.part.has_work

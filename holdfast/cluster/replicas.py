@@ -400,7 +400,7 @@ class Replicas:
         await self.fleet.unload_adapter(name)
 
     def note_pause(self, request_id: str, pause: Pause) -> None:
-        """Let the engines know what follows a request that has ended. Those that did not serve it ignore the note."""
+        """Let the engines know what follows a request that has ended. The others ignore the note."""
         for replica in self.serving:
             if replica.engine is not None:
                 replica.engine.note_pause(request_id, pause)

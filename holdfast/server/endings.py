@@ -1,4 +1,4 @@
-"""Endings: what an answer says of the pause after it, and which answers replace earlier ones."""
+"""Endings: the pause after an answer by its text, and answers that replace earlier ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ending:
             self._tools += [part.name for part in parts if isinstance(part, CallBegin)]
 
     def pause(self) -> Pause:
-        """What is known of the pause, now that the answer has ended."""
+        """Return the pause as far as it is known, now that the answer has ended."""
         until = None if self._keep is None else time.monotonic() + self._keep
         return Pause(self._kind or kind_after(self._tools), self._expected, until)
 

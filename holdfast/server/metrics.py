@@ -50,8 +50,8 @@ STATS = {
     "fetches_given_up": ("counter", "fetches_given_up", "Requests that stopped waiting for their blocks"),
     "blocks_swapped_in": ("counter", "blocks_swapped_in", "Blocks copied from the host to the device"),
     "blocks_swapped_out": ("counter", "blocks_swapped_out", "Blocks copied from the device to the host"),
-    "blocks_brought_ahead": (
-        "counter", "blocks_brought_ahead", "Blocks copied to the device before any request asked for them"
+    "blocks_swapped_in_ahead": (
+        "counter", "blocks_swapped_in_ahead", "Blocks copied to the device before any request asked for them"
     ),
     "blocks_ahead_used": ("counter", "blocks_ahead_used", "Blocks copied ahead that a request then used"),
     "blocks_ahead_wasted": (

@@ -211,12 +211,6 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
     """Service tier. `priority` runs before other requests and `flex` after them. Other values mean the default."""
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
-    ttft_ms: ContractTime | None = None
-    """Time to the first token that the request must be promised, in ms. It is refused if that cannot be kept."""
-    tbt_ms: ContractTime | None = None
-    """Longest time between two tokens that it must be promised."""
-    complete_ms: ContractTime | None = None
-    """Time to the last token that it must be promised."""
     expected_pause_ms: Annotated[float, Meta(ge=0, le=MAX_PAUSE * 1000)] | None = None
     """Milliseconds from the end of the answer until the client expects to send the conversation's next turn."""
     keep_until: float | Annotated[str, Meta(max_length=32)] | None = None
@@ -225,6 +219,12 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """OpenAI's name for how long to keep the state: `24h` counts as that `keep_until`, `in_memory` as none."""
     superseded: Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=16)] = []
     """Ids of earlier answers that no turn will follow, because this one replaces them."""
+    ttft_ms: ContractTime | None = None
+    """Time to the first token that the request must be promised, in ms. It is refused if that cannot be kept."""
+    tbt_ms: ContractTime | None = None
+    """Longest time between two tokens that it must be promised."""
+    complete_ms: ContractTime | None = None
+    """Time to the last token that it must be promised."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
     """JSON schema of the answer. It and the next three fields are vLLM's former names for `structured_outputs`."""

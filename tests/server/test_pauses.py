@@ -1,4 +1,4 @@
-"""What requests say of pauses: kinds, durations, fields, headers, notes to the engine, and announced turns."""
+"""Pauses in requests: kinds, durations, fields, headers, notes to the engine, and announced turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.server.pauses import cache_ttl, keep_seconds, kind_after
 Http = Callable[..., httpx.AsyncClient]
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ("find", "buy")]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("find", "buy")]
 
 
 def call(name: str) -> str:

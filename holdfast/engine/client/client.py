@@ -325,8 +325,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         `pause.keep_until` is on this process's monotonic clock. Does nothing for an engine that has ended.
         """
         if not self.dead.is_set():
-            keep = None if pause.keep_until is None else pause.keep_until - time.monotonic()
-            self._child.send(NotePause(request_id, pause.kind, pause.expected, keep, pause.superseded))
+            self._child.send(NotePause.of(request_id, pause, time.monotonic()))
 
     def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
         """Let the engine bring kept state of these tokens back to the device, as a request with them comes soon.

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 class Ahead:
     """Keeps account of blocks that a plan copied in ahead of need, until each is used or given up.
 
-    brought = used + wasted + those still waiting to be used.
+    swapped in = used + wasted + those still waiting to be used.
     """
 
     def __init__(self) -> None:
         self._blocks: set[int] = set()
-        self.brought = 0
+        self.swapped_in = 0
         """Number of blocks copied in ahead of need so far."""
         self.used = 0
         """Number of these that a sequence shared."""
@@ -24,11 +24,11 @@ class Ahead:
         """Number of blocks that wait to be used."""
         return len(self._blocks)
 
-    def bring(self, blocks: Iterable[int]) -> None:
+    def add(self, blocks: Iterable[int]) -> None:
         """Count blocks that the current plan copies in."""
         before = len(self._blocks)
         self._blocks.update(blocks)
-        self.brought += len(self._blocks) - before
+        self.swapped_in += len(self._blocks) - before
 
     def use(self, blocks: Iterable[int]) -> None:
         """Note that a sequence shares these blocks."""
@@ -46,7 +46,7 @@ class Ahead:
     def stats(self) -> Mapping[str, int]:
         """The fields of SchedulerStats about blocks copied in ahead."""
         return {
-            "blocks_brought_ahead": self.brought,
+            "blocks_swapped_in_ahead": self.swapped_in,
             "blocks_ahead_used": self.used,
             "blocks_ahead_wasted": self.wasted,
         }

@@ -29,7 +29,7 @@ TIERS = {
 }
 """The places where a block's state can lie, by letter."""
 LOOK = 64
-"""Number of reclaimable blocks beyond those needed among which `bring_ahead` looks for state that gives way."""
+"""Number of reclaimable blocks beyond those needed among which `swap_in_ahead` looks for state that gives way."""
 FASTEST = 1e12
 """Rate of copies from the host, in bytes per second, assumed before any was measured: faster than any hardware."""
 
@@ -438,14 +438,14 @@ class BlockPool:
         """Whether the next plan copies idle state to the host ahead of need."""
         return self._short() > 0 and bool(self._idle.retained.blocks)
 
-    def can_bring(self, digests: Sequence[bytes], start: int, gives_way: Callable[[bytes], bool]) -> bool:
-        """Whether `bring_ahead` with these arguments would find a block to copy, and room for it."""
+    def can_swap_in_ahead(self, digests: Sequence[bytes], start: int, gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `swap_in_ahead` with these arguments would find a block to copy, and room for it."""
         missing = (digests[place] for place in range(start, len(digests)) if digests[place] not in self._cached)
         if not any(self.find_on_host(digest) is not None for digest in missing):
             return False
         return bool(self._free) or any(self._may_replace(block, gives_way) for block in self._first_to_go(1))
 
-    def bring_ahead(
+    def swap_in_ahead(
         self, digests: Sequence[bytes], start: int, most: int, gives_way: Callable[[bytes], bool]
     ) -> tuple[tuple[BlockCopy, ...], int]:
         """Begin to copy up to `most` blocks of a sequence from the host, which no request has asked for.
@@ -472,7 +472,7 @@ class BlockPool:
         for copy in copies:  # the last block of a sequence is the first to go
             self._idle.reclaimable[copy.target] = None
             self._idle.reclaimable.move_to_end(copy.target, last=False)
-        self.ahead.bring([copy.target for copy in copies])
+        self.ahead.add([copy.target for copy in copies])
         self.swapped_in += len(copies)
         return tuple(copies), stop
 

@@ -64,7 +64,7 @@ class StepBuilder(ABC):
     """
 
     __slots__ = (
-        "_brings", "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops",
+        "_ahead", "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops",
         "_swap_in", "_tokens", "_writes", "bound", "budget", "draws", "due", "in_flight", "now", "num_tokens",
         "number", "pace", "planned", "pool", "postponed", "predicted", "reserved", "results_at", "running",
         "sampling", "swapping_in", "weigh",
@@ -126,7 +126,7 @@ class StepBuilder(ABC):
         """Ids of the sequences that lost their rows so far, also in earlier steps for which no plan was made."""
         self._swap_in: list[BlockCopy] = []
         """Copies from the host that the step begins."""
-        self._brings = False
+        self._ahead = False
         """Whether some of `_swap_in` are needed by no segment of the step."""
         if queues.swapping_in:
             queues.join_ready()
@@ -222,12 +222,12 @@ class StepBuilder(ABC):
         """Whether the step begins copies from the host."""
         return bool(self._swap_in)
 
-    def bring(self, copies: Collection[BlockCopy]) -> None:
+    def swap_in_ahead(self, copies: Collection[BlockCopy]) -> None:
         """Let the step begin these copies from the host, which no segment of it needs.
 
         A step without segments then copies nothing to the host: a request that comes meanwhile waits for all copies.
         """
-        self._brings = True
+        self._ahead = True
         self._swap_in += copies
         self.pool.copies.start_swap_in([copy.target for copy in copies], self.number)
 
@@ -287,7 +287,7 @@ class StepBuilder(ABC):
             if in_flight and not self._kept:
                 return None
             ready = pool.allocatable
-            swap_out = () if self._brings else pool.swap_out(self.number, self.num_tokens, self.now)
+            swap_out = () if self._ahead else pool.swap_out(self.number, self.num_tokens, self.now)
             awaited = self._kept or any(part.wants_step for part in hooks.wants_step)
             idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
             if idle and not awaited:

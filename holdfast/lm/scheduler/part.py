@@ -152,7 +152,7 @@ class PartStep(Protocol):
         """Whether the step begins copies from the host."""
         ...
 
-    def bring(self, copies: Collection[BlockCopy]) -> None:
+    def swap_in_ahead(self, copies: Collection[BlockCopy]) -> None:
         """Let the step begin these copies from the host, which no segment of it needs. To be called in `finish`."""
         ...
 

@@ -32,12 +32,12 @@ class SchedulerStats:
     """Blocks given up for others of a higher value."""
     blocks_swapped_in: int = 0
     blocks_swapped_out: int = 0
-    blocks_brought_ahead: int = 0
+    blocks_swapped_in_ahead: int = 0
     """Blocks copied from the host before any sequence asked for them."""
     blocks_ahead_used: int = 0
-    """Number of `blocks_brought_ahead` that a sequence then shared."""
+    """Number of `blocks_swapped_in_ahead` that a sequence then shared."""
     blocks_ahead_wasted: int = 0
-    """Number of `blocks_brought_ahead` that were allocated for other state first."""
+    """Number of `blocks_swapped_in_ahead` that were allocated for other state first."""
     pauses_noted: int = 0
     """Ended answers so far of which clients said what follows."""
     turns_expected: int = 0

@@ -107,9 +107,6 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    ttft_ms: ContractTime | None = None
-    tbt_ms: ContractTime | None = None
-    complete_ms: ContractTime | None = None
     expected_pause_ms: Annotated[float, Meta(ge=0, le=MAX_PAUSE * 1000)] | None = None
     """Milliseconds from the end of the answer until the client expects to send the conversation's next turn."""
     keep_until: float | Annotated[str, Meta(max_length=32)] | None = None
@@ -117,6 +114,9 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     cache_control: dict[str, Any] | None = None
     """A mark like those of content blocks. The longest `ttl` of all marks counts as `keep_until`, unless that is
     given."""
+    ttft_ms: ContractTime | None = None
+    tbt_ms: ContractTime | None = None
+    complete_ms: ContractTime | None = None
 
     def to_answer(self) -> MessagesChat:
         """Return the chat to answer. Raises ApiError."""
@@ -126,11 +126,11 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            expected_pause_ms=self.expected_pause_ms,
+            keep_until=self._cache_ttl() if self.keep_until is None else self.keep_until,
             ttft_ms=self.ttft_ms,
             tbt_ms=self.tbt_ms,
             complete_ms=self.complete_ms,
-            expected_pause_ms=self.expected_pause_ms,
-            keep_until=self._cache_ttl() if self.keep_until is None else self.keep_until,
         )
 
     def _cache_ttl(self) -> str | None:

@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.lab.workloads import Conversation, Turn
 from holdfast.lm.parts.pauses.planner import ALONE_SECONDS
+from holdfast.loop.contracts import Observer
 from tests.lab.simulator.simulation import PROFILE, run
 
 BLOCK = 16
@@ -30,7 +31,7 @@ def test_a_turn_whose_pause_is_known_finds_its_state_on_the_device():
     agent = Conversation(0.0, (Turn(400, 8, pause="tool:x", expected_pause=20.0), Turn(20, 8, think=20.0)))
     others = [Conversation(1.0 + number, (Turn(300, 8, pause="person"),)) for number in range(6)]
     ahead, without = on_and_off([agent, *others], SLOW)
-    assert ahead.stats.blocks_brought_ahead == ahead.stats.blocks_ahead_used > 10
+    assert ahead.stats.blocks_swapped_in_ahead == ahead.stats.blocks_ahead_used > 10
     first, second = (max(outcome.records, key=lambda record: record.arrival) for outcome in (ahead, without))
     assert first.token_times[0] - first.arrival < 0.8 * (second.token_times[0] - second.arrival)
 
@@ -44,15 +45,28 @@ def test_the_time_of_a_tool_is_learned_and_used_without_any_hint():
     ]
     ahead, _ = on_and_off([Conversation(0.0, tuple(pauses)), *others])
     stats = ahead.stats
-    assert stats.blocks_brought_ahead > 20 and stats.blocks_ahead_used > 0.5 * stats.blocks_brought_ahead
+    assert stats.blocks_swapped_in_ahead > 20 and stats.blocks_ahead_used > 0.5 * stats.blocks_swapped_in_ahead
+
+
+class Planned(Observer):
+    """Keeps the plans of a run."""
+
+    def __init__(self):
+        self.plans = []
+
+    def planned(self, plan):
+        self.plans.append(plan)
 
 
 def test_state_comes_back_while_others_decode():
     agent = Conversation(0.0, (Turn(400, 8, pause="tool:x", expected_pause=20.0), Turn(20, 8, think=20.0)))
     others = [Conversation(1.0 + number, (Turn(200, 8, pause="person"),)) for number in range(6)]
-    stream = Conversation(12.0, (Turn(32, 500, pause="person"),))
-    ahead, _ = on_and_off([agent, *others, stream], SLOW)
-    assert ahead.stats.blocks_ahead_used > 10
+    stream = Conversation(12.5, (Turn(32, 400, pause="person"),))
+    seen = Planned()
+    outcome = run([agent, *others, stream], config=CONFIG, profile=SLOW, watch=lambda *_: (seen,))
+    beside = [plan for plan in seen.plans if plan.num_tokens == 1 and plan.copies.swap_in]
+    assert len(beside) > 4 and all(plan.copies.awaits == -1 for plan in beside)
+    assert outcome.stats.blocks_ahead_used > 4
 
 
 def lying(seed):
@@ -77,7 +91,7 @@ def check_nobody_is_delayed(workload, **config):
     for one, other in zip(ahead.records, without.records, strict=True):
         assert one.scheduled <= other.scheduled + BOUND
     assert ahead.seconds <= without.seconds + BOUND
-    return ahead.stats.blocks_brought_ahead
+    return ahead.stats.blocks_swapped_in_ahead
 
 
 @pytest.mark.parametrize("swap_in", ["complete", "by-layer"])

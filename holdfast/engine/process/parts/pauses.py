@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import ClassVar
 
-from holdfast.core.pause import Pause
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Handler, Refusal, no_answer
 from holdfast.engine.process.part_builder import PartBuilder, Served
@@ -66,9 +65,7 @@ class PauseHandler(Handler):
         if isinstance(message, WarmState):
             self._part.warm(message.chain, now)
         else:
-            keep = None if message.keep is None else now + message.keep
-            pause = Pause(message.kind, message.expected, keep, message.superseded)
-            self._part.note(message.request_id, pause, now)
+            self._part.note(message.request_id, message.pause(now), now)
 
     def answers(self) -> Iterable[messages.FromEngine]:
         """Let the part see which state may come back by now. There are no answers."""

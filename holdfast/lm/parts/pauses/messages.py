@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.core.pause import Pause
 from holdfast.lm.parts.message import Message
 
 
@@ -18,6 +19,17 @@ class NotePause(Message, tag="note-pause"):
     keep: float | None = None
     """Seconds from now for which the client wants the state kept."""
     superseded: bool = False
+
+    @classmethod
+    def of(cls, request_id: str, pause: Pause, now: float) -> NotePause:
+        """The note of a pause whose `keep_until` is on the clock that says `now`."""
+        keep = None if pause.keep_until is None else pause.keep_until - now
+        return cls(request_id, pause.kind, pause.expected, keep, pause.superseded)
+
+    def pause(self, now: float) -> Pause:
+        """The pause, with `keep_until` on the clock that says `now`."""
+        until = None if self.keep is None else now + self.keep
+        return Pause(self.kind, self.expected, until, self.superseded)
 
 
 class WarmState(Message, tag="warm-state"):

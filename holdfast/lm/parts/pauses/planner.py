@@ -48,22 +48,12 @@ class Ended(NamedTuple):
 
 
 class PausePart(Part):
-    """Brings blocks of the host tier back before the turn that needs them, where that costs nobody anything.
-
-    A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
-    leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
-    blocks go where nobody needs the room, and are the first to go (`BlockPool.bring_ahead`). So no request finds fewer
-    blocks than without this part. A request that needs the link waits at most for the copies of one step.
-    """
+    """Remembers what ended sequences left, takes notes of the pauses after them, and expects their next turns."""
 
     name = "pauses"
 
-    def __init__(self, pool: BlockPool, *, block_bytes: int, brings: bool) -> None:
-        """`block_bytes` is the size of a block; 0: unknown. Without `brings` pauses are only noted."""
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._block_bytes = block_bytes
-        self._brings = brings and pool.host is not None
-        self._queues: PartQueues
         self._now = 0.0
         self._most_blocks = 2 * (pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0))
         self._ended: OrderedDict[str, Ended] = OrderedDict()
@@ -72,16 +62,8 @@ class PausePart(Part):
         """Number of digests in `_ended`."""
         self.turns = Upcomings(self._most_blocks)
         """The conversations whose next turn is expected."""
-        self._due: list[Upcoming] = []
-        """The turns whose state may come back now, the next turn first."""
         self._windows = Windows()
-        self._can_bring = False
-        """Whether an idle engine could bring something, as far as is known since the last result."""
         self._noted = 0
-        self.awake = False
-
-    def attach(self, queues: PartQueues) -> None:
-        self._queues = queues
 
     def ended(self, entry: Entry) -> None:
         """Remember the blocks of a sequence, for the note that follows."""
@@ -96,16 +78,23 @@ class PausePart(Part):
             _, oldest = self._ended.popitem(last=False)
             self._ended_blocks -= len(oldest.digests)
         if request.pause != NO_PAUSE:
-            self.note(entry.id, request.pause, self._now)
+            self._take(entry.id, request.pause)
 
     def note(self, request_id: str, pause: Pause, now: float) -> None:
         """Note what is known of the pause after a sequence that has ended. Unknown sequences are ignored."""
         self._now = max(self._now, now)
         self._pool.rule.turns.note(request_id, pause, self._now)
+        self._take(request_id, pause)
+
+    def _take(self, request_id: str, pause: Pause) -> None:
         found = self._ended.get(request_id)
-        if found is not None:
-            self._noted += 1
-            self._expect(self._superseded(found, pause) if pause.superseded else self._following(found, pause))
+        if found is None:
+            return
+        self._noted += 1
+        if not pause.superseded:
+            self._expect(self._following(found, pause))
+        elif len(found.digests) > found.prompt:
+            self._expect(self._superseded(found, pause))
 
     @staticmethod
     def _superseded(ended: Ended, pause: Pause) -> Upcoming:
@@ -118,9 +107,13 @@ class PausePart(Part):
         window, at = self._windows.expect(ended.tenant, pause), ended.at
         begin = expected = until = inf
         if window is not None:
-            begin = at + window.soonest - 2 * self._copying(len(ended.digests))
+            begin = at + window.soonest - self._lead(len(ended.digests))
             expected, until = at + window.expected, at + window.latest
         return Upcoming(ended.key, ended.digests, ended.tenant, pause, at, begin, expected, until)
+
+    def _lead(self, blocks: int) -> float:
+        """Seconds that it takes to have this many blocks on the device."""
+        return 0.0
 
     def warm(self, chain: Sequence[bytes], now: float) -> None:
         """Expect a turn at once that begins with these blocks."""
@@ -130,35 +123,16 @@ class PausePart(Part):
 
     def _expect(self, turn: Upcoming) -> None:
         self.turns.add(turn)
-        self._wake(self._now)
+        self.look(self._now)
 
     def look(self, now: float) -> None:
         """See which turns' state may come back by now."""
         self._now = max(self._now, now)
-        self._wake(self._now)
-
-    def _wake(self, now: float) -> None:
-        due = self.turns.due(now) if self._brings else ()
-        for turn in due:
-            insort(self._due, turn, key=EXPECTED)
-        self.awake = bool(self._due)
-        if due:
-            self._reconsider()
-
-    def _reconsider(self) -> None:
-        """See whether an idle engine could bring something."""
-        self._can_bring = self._pool.is_calm and any(
-            self._pool.can_bring(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
-        )
-
-    def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
-        """Whether a block is needed later than the state of a turn."""
-        return partial(self.turns.is_needed_after, turn.at, self._now)
 
     @property
     def next_look(self) -> float:
         """Time at which `look` has something to do next; infinity: never."""
-        return self.turns.next_begin if self._brings else inf
+        return inf
 
     def started(self, entry: Entry) -> None:
         """Expect a turn no longer that has come, and learn how long the pause before it was."""
@@ -168,18 +142,68 @@ class PausePart(Part):
                 if turn.pause != NO_PAUSE and turn.paused_at > -inf:
                     self._windows.learn(turn.tenant, turn.pause, turn.paused_at, self._now)
 
+    def stats(self) -> Mapping[str, int]:
+        return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
+
+
+class AheadPart(PausePart):
+    """Brings blocks of the host tier back before the turn that needs them, where that costs nobody anything.
+
+    A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
+    leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
+    blocks go where nobody needs the room, and are the first to go (`BlockPool.swap_in_ahead`). So no request finds
+    fewer blocks than without this part. A request that needs the link waits at most for the copies of one step.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_bytes: int) -> None:
+        """`block_bytes` is the size of a block; 0: unknown."""
+        super().__init__(pool)
+        self._block_bytes = block_bytes
+        self._queues: PartQueues
+        self._due: list[Upcoming] = []
+        """The turns whose state may come back now, the next turn first."""
+        self._can_swap_in = False
+        """Whether an idle engine could bring something, as far as is known since the last result."""
+        self.awake = False
+
+    def attach(self, queues: PartQueues) -> None:
+        self._queues = queues
+
+    def look(self, now: float) -> None:
+        super().look(now)
+        due = self.turns.due(self._now)
+        for turn in due:
+            insort(self._due, turn, key=EXPECTED)
+        self.awake = bool(self._due)
+        if due:
+            self._reconsider()
+
+    def _reconsider(self) -> None:
+        """See whether an idle engine could bring something."""
+        self._can_swap_in = self._pool.is_calm and any(
+            self._pool.can_swap_in_ahead(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
+        )
+
+    def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
+        """Whether a block is needed later than the state of a turn."""
+        return partial(self.turns.is_needed_after, turn.at, self._now)
+
+    @property
+    def next_look(self) -> float:
+        return self.turns.next_begin
+
     def advance(self, now: float) -> None:
         self.look(now)
 
     def finish(self, step: PartStep) -> PartPlan | None:
         """Bring blocks of the turns that are due back, as far as that delays nobody."""
         self._settle(step.now)
-        copies = self._bring(step) if self._may_bring(step) else ()
+        copies = self._swap_in_some(step) if self._may_swap_in(step) else ()
         if copies:
-            step.bring(copies)
+            step.swap_in_ahead(copies)
             if not step.planned:
                 step.keep()
-        self._can_bring = False
+        self._can_swap_in = False
         return None
 
     def _settle(self, now: float) -> None:
@@ -189,18 +213,18 @@ class PausePart(Part):
         self._due = [turn for turn in self._due if turn in self.turns and turn.place < len(turn.digests)]
         self.awake = bool(self._due)
 
-    def _may_bring(self, step: PartStep) -> bool:
+    def _may_swap_in(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""
         pool = self._pool
         if step.swaps_in or pool.copies.swapping_in or self._queues.num_waiting or not pool.is_calm:
             return False
         return not pool.makes_room if step.planned else not (step.busy or step.in_flight)
 
-    def _bring(self, step: PartStep) -> Sequence[BlockCopy]:
+    def _swap_in_some(self, step: PartStep) -> Sequence[BlockCopy]:
         """The copies of the first due turn that lacks any, as many as the step's time has room for."""
         most = self._most(step.predicted if step.planned else ALONE_SECONDS)
         for turn in self._due:
-            copies, turn.place = self._pool.bring_ahead(turn.digests, turn.place, most, self._gives_way(turn))
+            copies, turn.place = self._pool.swap_in_ahead(turn.digests, turn.place, most, self._gives_way(turn))
             if copies:
                 return copies
         return ()
@@ -212,6 +236,10 @@ class PausePart(Part):
             return 1
         room = (seconds or ALONE_SECONDS) - self._pool.host_link.latency
         return max(1, min(int(room / each), self._pool.max_copies))
+
+    def _lead(self, blocks: int) -> float:
+        """Copying may have to wait for steps, so it counts twice."""
+        return 2 * self._copying(blocks)
 
     def _copying(self, blocks: int) -> float:
         """Seconds that the link takes for this many blocks."""
@@ -226,18 +254,14 @@ class PausePart(Part):
     @property
     def has_work(self) -> bool:
         """Whether an idle engine could bring blocks back now."""
-        return self._can_bring
-
-    def stats(self) -> Mapping[str, int]:
-        return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
+        return self._can_swap_in
 
 
 EXPECTED = attrgetter("at")
 
 
 def make_parts(planning: Planning) -> tuple[PausePart, ...]:
-    """The part of a scheduler over one pool of blocks."""
-    brings = planning.config.part(PauseOptions).swap_in_ahead
-    return tuple(
-        PausePart(pool, block_bytes=planning.shape.block_bytes, brings=brings) for pool in planning.kind.block_pools
-    )
+    """The part of a scheduler over one pool of blocks. Without a host tier nothing can come back."""
+    if not planning.config.part(PauseOptions).swap_in_ahead or not planning.shape.num_host_blocks:
+        return tuple(PausePart(pool) for pool in planning.kind.block_pools)
+    return tuple(AheadPart(pool, block_bytes=planning.shape.block_bytes) for pool in planning.kind.block_pools)

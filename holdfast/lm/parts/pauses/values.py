@@ -24,7 +24,7 @@ class Upcoming:
     """Digests of all its full blocks. Must not be changed."""
     tenant: str
     pause: Pause
-    """What is known of the pause. A turn that was announced without one has `NO_PAUSE`."""
+    """The pause before it, as far as it is known. A turn that was announced without one has `NO_PAUSE`."""
     paused_at: float
     """Time at which the pause began; minus infinity: there is no next turn, as the conversation was superseded."""
     begin: float

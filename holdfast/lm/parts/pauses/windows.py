@@ -57,5 +57,9 @@ class Windows:
 
 
 def window_of(rates: Rates, scale: float = 1.0) -> Window:
-    """The window of a turn by the rates of its gaps, in units of `scale` seconds."""
-    return Window(*(scale * time for time in (rates.quantile(EARLY), rates.quantile(0.5), 2 * rates.quantile(LATE))))
+    """The window of a turn by the rates of its gaps, in units of `scale` seconds.
+
+    A quantile is the end of its bin. The state has to be there before, at the beginning of the bin.
+    """
+    soonest = EDGES[max(0, bin_of(rates.quantile(EARLY)) - 1)]
+    return Window(*(scale * time for time in (soonest, rates.quantile(0.5), 2 * rates.quantile(LATE))))

@@ -36,6 +36,12 @@ def test_messages_of_pauses_cross_between_the_processes_unchanged(message):
     assert messages.decode_to_engine(messages.encode(message)) == message
 
 
+def test_a_note_gives_the_time_to_keep_state_as_seconds_from_now():
+    note = NotePause.of("a", Pause("person", 2.0, 160.0), 100.0)
+    assert note == NotePause("a", "person", 2.0, 60.0) and note.pause(500.0) == Pause("person", 2.0, 560.0)
+    assert NotePause.of("a", Pause(), 100.0).pause(500.0) == Pause()
+
+
 def test_the_alarm_rings_once_at_its_time():
     rings = Rings()
     alarm, began = Alarm(rings, time.monotonic), time.monotonic()

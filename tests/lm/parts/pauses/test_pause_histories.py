@@ -47,7 +47,7 @@ class Paused(History):
             self.chat()
         super().step()
         ahead = self.scheduler.pool.ahead
-        assert ahead.brought == ahead.used + ahead.wasted + len(ahead)
+        assert ahead.swapped_in == ahead.used + ahead.wasted + len(ahead)
 
 
 def play(seed, name="stall-free", stages=1):
@@ -63,7 +63,9 @@ def play(seed, name="stall-free", stages=1):
     history.drain()
     check(history)
     stats = history.scheduler.stats()
-    return Counter(brought=stats.blocks_brought_ahead, used=stats.blocks_ahead_used, wasted=stats.blocks_ahead_wasted)
+    return Counter(
+        brought=stats.blocks_swapped_in_ahead, used=stats.blocks_ahead_used, wasted=stats.blocks_ahead_wasted
+    )
 
 
 @pytest.mark.parametrize("name", ["stall-free", "latency-target", "orca", "speculating"])

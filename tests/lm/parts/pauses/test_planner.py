@@ -4,9 +4,14 @@ from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 
+import pytest
+
 from holdfast.core.pause import Pause
-from holdfast.lm.parts.pauses.planner import PausePart
+from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.pauses.planner import AheadPart, PausePart
 from tests.invariants import check_scheduler
+from tests.lm.test_choice import SHAPE
 from tests.scheduling import answer, create_requests, create_scheduler
 
 
@@ -69,14 +74,14 @@ def paused(engine, pause, now=0.0, other=PERSON):
 def test_state_comes_back_shortly_before_a_turn_is_expected_and_the_turn_finds_it():
     engine = Engine()
     own, _ = paused(engine, Pause("tool:x", expected=10.0))
-    assert 5.0 < engine.part.next_look < 8.5
-    assert engine.idle(5.0) == 0 and engine.on_device(own) < 6
+    assert 3.0 < engine.part.next_look < 8.5
+    assert engine.idle(3.0) == 0 and engine.on_device(own) < 6
     assert engine.idle(9.0) > 0 and engine.on_device(own) == 6
     (follow,) = create_requests(own.prompt + (7,) * 6, max_tokens=1)
     first, *_ = engine.run(follow, 10.0)
     assert not first.copies.swap_in
     stats = engine.scheduler.stats()
-    assert stats.blocks_brought_ahead == stats.blocks_ahead_used > 0 and stats.blocks_ahead_wasted == 0
+    assert stats.blocks_swapped_in_ahead == stats.blocks_ahead_used > 0 and stats.blocks_ahead_wasted == 0
     assert (stats.pauses_noted, stats.turns_expected) == (3, 2)
 
 
@@ -186,7 +191,7 @@ def test_bringing_blocks_leaves_as_many_to_allocate():
     assert (engine.pool.available, engine.pool.allocatable) == before
 
 
-def test_an_idle_engine_that_can_bring_nothing_does_not_spin():
+def test_an_idle_engine_that_can_swap_in_nothing_does_not_spin():
     engine = Engine()
     own, *others = create_requests(24, 28, 28, max_tokens=1)
     engine.run(own)
@@ -210,10 +215,10 @@ def test_a_note_of_an_unknown_request_changes_nothing():
 
 def test_switched_off_it_notes_pauses_and_brings_nothing():
     pool = create_scheduler(host_blocks=16).pool
-    part = PausePart(pool, block_bytes=1, brings=False)
+    part = PausePart(pool)
     part.warm([b"x"], 1.0)
     part.look(2.0)
-    assert part.next_look == inf and not part.has_work and not part.awake and len(part.turns) == 1
+    assert part.next_look == inf and not part.has_work and len(part.turns) == 1
 
 
 def test_the_pause_that_a_request_names_is_noted_when_it_ends():
@@ -227,13 +232,13 @@ def test_the_time_of_a_tool_is_learned_from_the_turns_after_it():
     engine = Engine()
     (own,) = create_requests(24, max_tokens=1)
     prompt, now = own.prompt, 0.0
-    for turn in range(20):
-        (request,) = create_requests(prompt + (turn + 1,) * 4, max_tokens=1)
-        request = replace(request, id=f"turn {turn}")
+    for turn in range(9):
+        prompt += (turn + 1,) * 4
+        request = replace(own, id=f"turn {turn}", prompt=prompt)
         engine.run(request, now)
         engine.part.note(request.id, Pause("tool:x"), now)
         now += 10.0
-    assert now - 10.0 + 5.0 < engine.part.next_look < now
+    assert now - 6.0 < engine.part.next_look < now
 
 
 def test_the_eviction_gets_to_know_of_every_pause():
@@ -243,3 +248,39 @@ def test_the_eviction_gets_to_know_of_every_pause():
     engine.pool.rule = SimpleNamespace(turns=turns)
     engine.part.note("gone", Pause("person"), 3.0)
     assert noted == [("gone", Pause("person"), 3.0)]
+
+
+@pytest.mark.parametrize(("ahead", "host_blocks", "comes"), [(True, 8, True), (False, 8, False), (True, 0, False)])
+def test_the_configuration_and_the_host_tier_decide_whether_state_comes_back_ahead(ahead, host_blocks, comes):
+    shape = replace(SHAPE, num_host_blocks=host_blocks, block_bytes=1024)
+    part = make_scheduler(EngineConfig(swap_in_ahead=ahead, host_cache_gb=0.1), shape, None).part(PausePart)
+    part.warm([b"x"], 1.0)
+    assert isinstance(part, AheadPart) is comes
+
+
+def test_a_superseded_answer_without_a_block_of_its_own_leaves_the_turn_after_its_prompt_expected():
+    engine = Engine()
+    first, second = (replace(request, prompt=(1,) * 16) for request in create_requests(16, 16, max_tokens=2))
+    engine.run(first)
+    engine.run(second)
+    engine.part.note(second.id, Pause("tool:x", expected=10.0), 0.0)
+    engine.part.note(first.id, Pause("branch", superseded=True), 0.0)
+    assert engine.part.next_look < 10.0
+
+
+def test_blocks_that_came_back_are_the_first_to_be_allocated():
+    engine = Engine()
+    paused(engine, Pause("tool:x", expected=10.0))
+    assert engine.idle(9.0) == 2
+    size = 4 * (len(engine.pool._free) + 2)
+    engine.run(create_requests(0, 0, 0, size, max_tokens=1)[-1], 9.0)
+    assert engine.scheduler.stats().blocks_ahead_wasted == 2
+
+
+def test_while_a_request_lacks_blocks_nothing_comes_back():
+    engine = Engine()
+    paused(engine, Pause("tool:x", expected=10.0))
+    assert engine.pool.is_calm and not engine.pool.fits(17, ())
+    assert not engine.pool.is_calm
+    engine.part.look(9.0)
+    assert not engine.part.has_work

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.core.contract import MAX_CONTRACT, TERMS, Contract, Refusal
+from holdfast.core.contract import TERMS, Contract, Refusal
 from holdfast.core.units import seconds_of_ms
-from holdfast.server.protocol import ApiError, invalid
+from holdfast.server.protocol import ApiError
 
 CONTRACT_REFUSED = "contract_refused"
 """Code of the error for a contract that the engine cannot keep."""
-HEADERS = {term: f"x-holdfast-{term}-ms" for term in TERMS}
-"""Header of each term, for clients that cannot add fields to the body. A field goes before its header."""
-
-
-def header_fields(headers: Mapping[str, str]) -> dict[str, float]:
-    """The body fields that a request's headers stand for. Raises ApiError for a header that is no time."""
-    found = {}
-    for term, name in HEADERS.items():
-        if (text := headers.get(name)) is not None:
-            found[f"{term}_ms"] = header_ms(name, text)
-    return found
-
-
-def header_ms(name: str, text: str) -> float:
-    """The number of milliseconds in a header. Raises ApiError for anything but a time of a contract."""
-    most = MAX_CONTRACT * 1000
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= most:
-        raise invalid(f"{name} is {text[:64]!r}; it must be a number above 0 and at most {most:.0f}", name)
-    return value
 
 
 def contract_of(wanted: Any, default: Contract) -> Contract:

@@ -37,12 +37,11 @@ async def test_a_time_out_of_range_is_refused_by_name(http, client, path, value)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e18", "soon", ""])
-async def test_a_header_that_is_no_time_is_refused_by_name(http, client, value):
+async def test_a_header_that_is_no_time_is_refused_as_its_field(http, client, value):
     async with http() as api:
         answer = await api.post(CHAT, json=BODIES[CHAT], headers={"x-holdfast-complete-ms": value})
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "x-holdfast-complete-ms"
-    assert repr(value) in error["message"] and "86400000" in error["message"]
+    assert answer.status_code == 400 and error["param"] == "complete_ms"
     assert not client.asked
 
 

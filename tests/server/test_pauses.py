@@ -129,7 +129,7 @@ async def test_anthropics_marks_count_as_a_time_to_keep(http: Http, client: Fake
 
 
 async def test_headers_give_what_the_body_leaves_out(http: Http, client: FakeClient) -> None:
-    headers = {"X-Expected-Pause-Ms": "1500", "X-Keep-Until": "30s"}
+    headers = {"X-Holdfast-Expected-Pause-Ms": "1500", "x-holdfast-keep-until": "30s"}
     async with http(headers=headers) as api:
         await api.post(CHAT, json=HELLO)
         await api.post(MESSAGES, json={**HELLO, "max_tokens": 9, "expected_pause_ms": 10})
@@ -163,11 +163,12 @@ async def test_wrong_wishes_are_refused_with_the_value_and_the_limit(
     assert not client.asked
 
 
-@pytest.mark.parametrize("header", [("x-expected-pause-ms", "-5"), ("x-keep-until", "tomorrow")])
+@pytest.mark.parametrize("header", [("expected_pause_ms", "-5"), ("keep_until", "tomorrow")])
 async def test_a_wrong_header_is_refused_as_its_field(http: Http, header: tuple[str, str]) -> None:
-    async with http(headers=dict([header])) as api:
+    field, value = header
+    async with http(headers={f"x-holdfast-{field.replace('_', '-')}": value}) as api:
         response = await api.post(CHAT, json=HELLO)
-    assert response.status_code == 400 and response.json()["error"]["param"] == header[0][2:].replace("-", "_")
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
 
 
 async def test_an_answer_may_replace_earlier_ones_of_the_same_key_alone(http: Http, client: FakeClient) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace as replace_struct
 
 from holdfast.lm.limits import RequestRefused
-from holdfast.server.contracts import header_fields
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -72,22 +71,12 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
     large = len(body) >= SMALL
     more = wishes(request)
     wanted = await service.off_loop(len(body), lambda: parse(body, shape, more)) if large else parse(body, shape, more)
-    if isinstance(wanted, SampledRequest | MessagesRequest):
-        wanted = with_headers(wanted, request.headers)
     if getattr(wanted, "model", None) == "":
         model = service.client.info.model
         if isinstance(wanted, SampledRequest):  # Its grammar is already built.
             return wanted.changed(model=model)
         wanted = replace_struct(wanted, model=model)
     return wanted
-
-
-def with_headers(wanted: Body, headers: Mapping[str, str]) -> Body:
-    """The request with the times of a contract that its headers ask for, unless a field does. Raises ApiError."""
-    given = {name: time for name, time in header_fields(headers).items() if getattr(wanted, name) is None}
-    if not given:
-        return wanted
-    return wanted.changed(**given) if isinstance(wanted, SampledRequest) else replace_struct(wanted, **given)
 
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:

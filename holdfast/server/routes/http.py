@@ -87,8 +87,11 @@ def tenant_of(request: Request) -> str:
     return tenant
 
 
-WISHES = {b"x-expected-pause-ms": "expected_pause_ms", b"x-keep-until": "keep_until"}
-"""Fields of requests that a client may also give as headers, by the header's name."""
+WISHES = {
+    f"x-holdfast-{name.replace('_', '-')}".encode(): name
+    for name in ("expected_pause_ms", "keep_until", "ttft_ms", "tbt_ms", "complete_ms")
+}
+"""Fields of requests that a client may also give as headers, by the header's name. A field goes before its header."""
 
 
 def wishes(request: Request) -> dict[str, Any]:

@@ -88,4 +88,4 @@ def test_a_factor_leaves_less_room_in_each_step():
     room.take(0, 96, 1.0)
     bound = 2.1 * room.seconds  # a step of 192 tokens would fit if it took its price alone
     first = forecast.follow(prompts, Decodes(), start=0.0, bound=bound, factor=2.0).firsts[0]
-    assert first > bound > forecast.follow(prompts, Decodes(), start=0.0, bound=bound, factor=1.0).firsts[0]
+    assert first > 1.5 * bound > forecast.follow(prompts, Decodes(), start=0.0, bound=bound, factor=1.0).firsts[0]

@@ -81,3 +81,11 @@ def test_a_factor_makes_all_steps_longer():
     forecast, prompts = Forecast(prices()), [Prompt(100, 100, 1)]
     once = forecast.follow(prompts, Decodes(), start=0.0, bound=1.0, factor=1.0).firsts[0]
     assert forecast.follow(prompts, Decodes(), start=0.0, bound=1.0, factor=2.0).firsts[0] == 2 * once
+
+
+def test_a_factor_leaves_less_room_in_each_step():
+    forecast, prompts, room = Forecast(prices()), [Prompt(192, 192, 1)], Room(prices(), 1, 0.0)
+    room.take(0, 96, 1.0)
+    bound = 2.1 * room.seconds  # a step of 192 tokens would fit if it took its price alone
+    first = forecast.follow(prompts, Decodes(), start=0.0, bound=bound, factor=2.0).firsts[0]
+    assert first > 1.5 * bound > forecast.follow(prompts, Decodes(), start=0.0, bound=bound, factor=1.0).firsts[0]

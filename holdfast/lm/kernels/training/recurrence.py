@@ -31,8 +31,8 @@ TENSORS = 8
 class Chunks:
     """The chunks of S sequences of T tokens together: N chunks of C tokens, the first ones of all sequences first.
 
-    The chunks of one round come in the order of their sequences' numbers of chunks, the longest first. So the chunks of a
-    round are those of the first sequences of the round before.
+    The chunks of one round come in the order of their sequences' numbers of chunks, the longest first. So the chunks of
+    a round are those of the first sequences of the round before.
     """
 
     tokens: torch.Tensor  # [N, C] the batch's token at each place; padding repeats the chunk's last token

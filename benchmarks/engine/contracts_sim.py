@@ -1,4 +1,4 @@
-"""Contracts kept at loads below and above the capacity, by scheduler, simulated: and beside two bounds.
+"""Contracts kept at loads below and above the capacity, by scheduler, simulated, with two bounds.
 
 Run: python -m benchmarks.engine.contracts_sim azure mooncake agents --traces DIR
      python -m benchmarks.engine.contracts_sim azure --traces DIR --loads 3 --systems contracts exact --json FILE
@@ -8,8 +8,8 @@ end. Prompts that take longer on an idle device are promised more. Agents ask fo
 client allows answers of up to `--allowed` tokens, so an engine does not know the length ahead.
 
 - contracts: the engine accepts or refuses each contract, with lengths that it learns.
-- exact: the same engine, told the exact lengths. It is an oracle of lengths.
-- fcfs, priority, deadline, edf: the engine is not told of contracts, and has a TBT target of 90% of the promised pace.
+- exact: the same engine, which knows the exact lengths. It is an oracle of lengths.
+- fcfs, priority, deadline, edf: the engine sees no contracts, and has a TBT target of 90% of the promised pace.
   Interactive requests have class 0, all others 1.
   In `deadline`, interactive requests have their first token as deadline. In `edf`, all others have their end as one.
 - bound: no scheduler keeps more, even with hindsight (`holdfast.lab.bounds`). It is for traces of single requests.
@@ -46,7 +46,7 @@ FILES = {"azure": "azure_llm_2023_conv.csv", "mooncake": "mooncake_synthetic.jso
 TERMS = {"ttft": 0.5, "tbt": 0.05, "complete": 20.0}
 """Seconds of each term."""
 TARGET = 0.9
-"""TBT target of engines that are not told of contracts, as a share of the promised pace."""
+"""TBT target of engines that see no contracts, as a share of the promised pace."""
 PROMPTS = 4.0
 """Multiple of a prompt's time on an idle device that `ttft` and `complete` allow on top."""
 FIGURES = (

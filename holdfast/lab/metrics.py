@@ -11,7 +11,7 @@ from typing import Any, Literal
 from holdfast.core.contract import NO_CONTRACT, TERMS, Contract
 
 Outcome = Literal["kept", "refused", "failed", "ttft", "tbt", "complete"]
-"""What became of a contract: it was kept, refused at arrival, lost to a failure, or one of its terms was broken."""
+"""Outcome of a contract: it was kept, refused at arrival, lost to a failure, or one of its terms was broken."""
 BROKEN: tuple[Outcome, ...] = (*TERMS, "failed")
 """Outcomes of a contract that was accepted and not kept."""
 OUTCOMES: tuple[Outcome, ...] = ("kept", "refused", *BROKEN)
@@ -39,7 +39,7 @@ class Record:
 
     @property
     def outcome(self) -> Outcome:
-        """What became of the contract. A request without a contract, or one that failed, keeps nothing."""
+        """Outcome of the contract. A request without a contract, or one that failed, keeps nothing."""
         if self.refused:
             return "refused"
         if self.error or not self.token_times:
@@ -118,7 +118,7 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
 
 
 def contract_figures(records: Sequence[Record], seconds: float) -> dict[str, float]:
-    """What became of the contracts in a run of this many seconds; empty if no request asked for one.
+    """Outcomes of the contracts in a run of this many seconds; empty if no request asked for one.
 
     - `contracts`: number of requests that asked for a contract. Each is kept, refused or broken.
     - `contracts_kept`, `contracts_refused`, `contracts_broken`: their numbers. The broken ones are counted again by the

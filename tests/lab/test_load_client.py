@@ -18,7 +18,7 @@ def sse(*chunks):
 class Server:
     """Answers in one chunk fewer than there are tokens. Fails for the requests whose numbers are in `fails`.
 
-    Those in `refuses` get the refusal of their contract.
+    Requests in `refuses` get the refusal of their contract.
     """
 
     def __init__(self, fails=(), refuses=()):

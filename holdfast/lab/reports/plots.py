@@ -150,7 +150,7 @@ def contracts_by_rate(runs: Sequence[Run], palette: Palette) -> Figure:
 
 
 def loads(runs: Sequence[LoadedRun], palette: Palette) -> Figure:
-    """The same as `contracts_by_rate`, for the loads of a capacity plan."""
+    """Shares of contracts and kept requests per second over the loads of a capacity plan."""
     return _contracts([run.rate for run in runs], [run.figures for run in runs], palette)
 
 

@@ -71,7 +71,7 @@ def show_figures(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _contracts(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """What became of the contracts of each run."""
+    """Outcomes of the contracts of each run."""
     shown = {key: title for key, title in CONTRACT_TITLES.items() if any(key in figures for figures in runs)}
     made = table("contracts: refused, kept, or broken by term", tuple(shown.values()))
     for row in contract_rows(runs, tuple(shown)):

@@ -126,8 +126,8 @@ def simulate(
     If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
     There is no remote tier.
 
-    Clients tell an engine that takes contracts what each turn asks for, and a refused turn ends its conversation. Other
-    engines are not told, so the records show which contracts they would have kept.
+    Clients ask an engine that takes contracts for what each turn wants, and a refused turn ends its conversation. Other
+    engines are not asked, so the records show which contracts they would have kept.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.

@@ -90,7 +90,7 @@ class Sessions:
     "branch"."""
 
     def draw(self, count: int, seed: int) -> list[Conversation]:
-        """Draw `count` sessions, all arriving at once. The same seed gives the same sessions."""
+        """Draw `count` sessions, all arriving at once. Equal seeds give equal sessions."""
         choose = random.Random(f"{self.name}/{seed}")
         return [self.session(choose) for _ in range(count)]
 
@@ -144,7 +144,7 @@ class Sessions:
         return choose.random() < self.retries and len(begins) > 1
 
     def _pause(self, choose: random.Random, *, branch: bool) -> _Pause:
-        """What happens between two turns. Nobody reads what a sub-agent writes."""
+        """Draw one pause. Nobody reads what a sub-agent writes."""
         if (not branch and choose.random() < self.person) or not self.tools:
             return _Pause(PERSON, self.thinks.draw(choose), None, self.message.draw(choose))
         (tool,) = choose.choices(self.tools, [tool.weight for tool in self.tools])
@@ -178,7 +178,7 @@ class Sessions:
 
 
 class _Pause(NamedTuple):
-    """What happens between two turns."""
+    """A pause between two turns."""
 
     kind: str
     seconds: float

@@ -79,7 +79,7 @@ def messages_of(where: str, rows: list[Any], count_tokens: CountTokens) -> list[
 
 
 def _talks(talks: Iterable[list[Turn]]) -> list[Conversation]:
-    """Conversations of these turns, all arriving at once. Those without a turn are left out."""
+    """Conversations of these turns, all arriving at once. Conversations without a turn are left out."""
     return [Conversation(0.0, tuple(turns)) for turns in talks if turns]
 
 
@@ -189,5 +189,5 @@ def poisson(mean: float) -> Draw:
 
 
 def capped(draw: Draw, most: float) -> Draw:
-    """The same distribution, with larger numbers replaced by `most`."""
+    """This distribution, with larger numbers replaced by `most`."""
     return lambda choose: min(draw(choose), most)

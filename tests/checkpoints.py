@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -218,9 +221,20 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+def skip_other_norms(name: str, groups: int) -> None:
+    """Skip the test if this Transformers norms the gated outputs of all groups as one, as 5.17 does in some families."""
+    norm = {"Bamba": "BambaRMSNormGated", "GraniteMoeHybrid": "GraniteMoeHybridRMSNormGated"}.get(name)
+    if norm is None or groups == 1:
+        return
+    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    if "group_size" not in inspect.signature(getattr(module, norm)).parameters:
+        pytest.skip(f"Transformers {transformers.__version__} has one group in {norm}")
+
+
 def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **differences: Any) -> Any:
     """Write a checkpoint of a family and give Transformers' own module of it. A difference of ... drops a key."""
     settings = {**SIZES, **DIFFERENCES[name], **differences}
+    skip_other_norms(name, settings.get("mamba_n_groups", 1))
     config = getattr(transformers, f"{name}Config")(
         **{key: value for key, value in settings.items() if value is not ...}
     )

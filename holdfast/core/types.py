@@ -226,7 +226,7 @@ class Request:
     contract: Contract = NO_CONTRACT
     """The times that the request asks to be promised. It is refused at its arrival if they cannot be kept."""
     pause: Pause = NO_PAUSE
-    """What the client says of the time between the end of this request and the one that continues it."""
+    """The time until the request that continues this one, as far as the client says anything of it."""
 
     @property
     def answer_start(self) -> int:

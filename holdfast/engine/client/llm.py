@@ -51,7 +51,7 @@ class Completion:
 
 
 class _Terms(NamedTuple):
-    """What all prompts of one call ask for, besides their sampling."""
+    """The adapter, contract and pause that all prompts of one call have."""
 
     adapter: str
     contract: Contract

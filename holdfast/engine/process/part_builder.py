@@ -232,7 +232,7 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no native decoder")
     else:
         found |= properties_of_decoder(device.model.decoder)
-        if site.config.layout.ranks > 1 and device.model.decoder.recurrence is not None:
+        if site.config.layout.ranks > 1 and any(device.model.decoder.recurrent):
             found.add("recurrent layers on several devices")
     return found
 

@@ -222,7 +222,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 
 
 def skip_other_norms(name: str, groups: int) -> None:
-    """Skip the test if this Transformers norms the gated outputs of all groups as one, as 5.17 does in some families."""
+    """Skip the test if this Transformers norms gated outputs of all groups as one, as 5.17 does with some models."""
     norm = {"Bamba": "BambaRMSNormGated", "GraniteMoeHybrid": "GraniteMoeHybridRMSNormGated"}.get(name)
     if norm is None or groups == 1:
         return

@@ -197,7 +197,7 @@ def test_gradients_on_a_gpu_are_peft_s(family: str, tmp_path: Path) -> None:
     module, _ = base_of(family, tmp_path)
     model = load(tmp_path, device="cuda", dtype="float32")
     assert isinstance(model, Decoder)
-    most = 5e-4 if family in HYBRIDS else 5e-5
+    most = 1e-3 if family in HYBRIDS else 5e-5  # PEFT's are a CPU's, whose sums have another order
     assert_gradients_are_peft_s(module, model, (), drawn_examples(6), keep=True, most=most)
 
 

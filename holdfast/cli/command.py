@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
@@ -299,6 +299,8 @@ def serve_configs(asked: Asked) -> ServeConfigs:
     given = {"api_key": keys, "operator_key": operators}
     server = asked.config(ServerConfig, {name: each for name, each in given.items() if each})
     engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
+    if server.contract and engine.contracts == "auto":  # else an engine without a profile would refuse every request
+        engine = replace(engine, contracts="on")
     alone = bool(apps.app) and asked.model is None
     if alone:
         refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one next to --app", but=("threads",))

@@ -62,7 +62,7 @@ class ServerConfig:
     contract: tuple[str, ...] = option(
         (),
         "contract of requests that ask for none, as ttft=500ms,tbt=50ms,complete=20s; with a priority class before it, "
-        "as 5:ttft=10s, for that class alone; repeat it for several",
+        "as 5:ttft=10s, for that class alone; repeat it for several; it turns --contracts on",
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(

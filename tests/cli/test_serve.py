@@ -198,6 +198,24 @@ def test_ctrl_c_while_the_server_is_imported_ends_the_engine(
     assert len(started) == 1 and not runs(started[0])
 
 
+@pytest.mark.parametrize(
+    ("words", "contracts"),
+    [([], "auto"), (["--contract", "ttft=1s"], "on"), (["--contract", "ttft=1s", "--contracts", "off"], "off")],
+)
+def test_a_default_contract_turns_contracts_on(
+    started: list[int], monkeypatch: pytest.MonkeyPatch, words: list[str], contracts: str
+) -> None:
+    engines: list[EngineConfig] = []
+
+    def interrupted(*given: object, **more: object) -> None:
+        engines.extend(each for each in (*given, *more.values()) if isinstance(each, EngineConfig))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.cli.serve.run", interrupted)
+    main(["serve", "--port", "0", *words])
+    assert [engine.contracts for engine in engines] == [contracts]
+
+
 def test_the_engine_is_started_before_the_server_is_imported() -> None:
     program = """
 import sys

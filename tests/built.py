@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.parts.contracts.order import ContractOrder
+from holdfast.lm.parts.contracts.policy import ContractPolicy
 from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.parts.tenants.planner import TenantPart
+from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.scheduler import Scheduler
+
+
+def without_contracts(policy: Policy) -> Any:
+    """The policy that a configuration names, which plans while no contract is open."""
+    return policy.inner if isinstance(policy, ContractPolicy) else policy
 
 
 def settings_of(scheduler: Scheduler) -> dict[str, Any]:
     """By name of the option: what the scheduler was made with."""
-    queues, policy, order = scheduler._queues, scheduler._policy, scheduler._intake.order
+    queues, policy, order = scheduler._queues, without_contracts(scheduler._policy), scheduler._intake.order
+    order = order.inner if isinstance(order, ContractOrder) else order
     pool = queues.pool
     limiting = next((part for part in queues.hooks.parts if isinstance(part, TenantPart)), None)
     drafting = next((part for part in queues.hooks.parts if isinstance(part, SpeculationPart)), None)

@@ -28,7 +28,9 @@ from holdfast.engine.messages import (
     decode_to_engine,
     encode,
 )
+from holdfast.engine.process.build import refusing
 from holdfast.engine.process.handler import Router
+from holdfast.engine.process.parts.pauses import PauseBuilder
 from holdfast.engine.process.serve import core_handlers
 from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.watched import Watched
@@ -70,7 +72,8 @@ class Engine:
         self._messages: asyncio.Queue[bytes] = asyncio.Queue()
         self._on_end: Callable[[str], None]
         steps, watched = StepLog(loop._clock), Watched(loop, self._tell)
-        self._router = Router(core_handlers(loop, Parent(self._tell), steps, watched, ()), self._tell)  # type: ignore[arg-type]
+        core = core_handlers(loop, Parent(self._tell), steps, watched, ())  # type: ignore[arg-type]
+        self._router = Router([*core, refusing((PauseBuilder,), ())], self._tell)
 
     def step(self) -> bool:
         """Do one step, if there is anything to do, and send what it gave. Whether there was."""

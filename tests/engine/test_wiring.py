@@ -22,6 +22,7 @@ from holdfast.lm.memory.retention import EVICTIONS, cost_by_position
 from holdfast.lm.memory.turns import APPRAISALS
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.adapters.planner import AdapterPart
+from holdfast.lm.parts.contracts.planner import ContractPart
 from tests.adapters import drawn, write
 from tests.built import SCHEDULING, check, settings_of
 from tests.engine.conftest import SMALL
@@ -51,10 +52,10 @@ OTHERS = {
     "tuning_share", "memory_reserved",
     "draft_tokens", "revision", "chat_template", "convert", "generation_config", "override_generation_config",
     "chunk_host", "swap_in_groups", "disk_cache_dir", "disk_cache_gb", "remote_cache",
-    "snapshot_share",
+    "snapshot_share", "contracts", "contract_confidence", "contract_share", "swap_in_ahead",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
-test_tiers, test_moving test_states or the test of embeddings."""
+test_tiers, test_moving, test_states, test_planner of pauses or the test of embeddings."""
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +186,15 @@ def test_the_cache_on_a_gpu_takes_the_given_share_of_memory_beside_what_others_a
 def test_as_many_steps_are_submitted_at_once_as_the_option_says(small):
     for steps in (1, 2, 3):
         assert build(small(steps_in_flight=steps))[0]._steps_in_flight == steps
+
+
+def test_contracts_are_taken_as_the_options_say(small):
+    def parts(**options):
+        return [each for each in build(small(**options))[0].planner.parts if isinstance(each, ContractPart)]
+
+    assert not parts() and not parts(contracts="off", token_budget=None, tbt_target=40.0)
+    (part,) = parts(contracts="on", contract_confidence=0.9, contract_share=0.25)
+    assert (part._lengths._confidence, part._share) == (0.9, 0.25)
 
 
 def test_drafts_are_guessed_as_the_options_say(small):

@@ -39,7 +39,7 @@ REASONS = {
     ("lm.models.gguf_metadata", "(directory / 'config.json').write_text"): OWN,
     ("lm.models.gguf_metadata", "(directory / GGUF_FILE).write_text"): OWN,
     ("lm.models.gguf_metadata", "(directory / 'tokenizer_config.json').write_text"): OWN,
-    ("lm.models.gguf_metadata", "AutoTokenizer.from_pretrained"): CHECKED,
+    ("lm.models.gguf_metadata", "kind.from_pretrained"): CHECKED,
     ("files.own_directory", "os.open"): "it opens the directory, as one",
     ("files.own_directory", "self.open"): "the function that is meant by this test",
     ("files.regular", "os.open"): "the function that is meant by this test",

@@ -35,7 +35,11 @@ SOME = {"llama": [("q", "v"), ("k", "up", "down")], "phi3": [("gate_up",)], "fal
 TUNABLE = [name for name in NATIVE_FAMILIES if not name.startswith("gemma4")]
 """The families whose layers are alike in heads."""
 CASES = [(name, ()) for name in TUNABLE] + [(name, modules) for name in SOME for modules in SOME[name]]
-HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = HYBRID_FAMILIES | {
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    name: each
+    for name, each in HYBRID_FAMILIES.items()
+    if name != "nemotron-3"  # it cannot be tuned
+} | {
     "qwen3.5-odd": (
         "Qwen3_5ForCausalLM",
         "qwen3.5",

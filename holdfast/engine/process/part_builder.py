@@ -192,6 +192,11 @@ EXCLUSIONS = (
         "recurrent layers on several devices",
         "a model with recurrent layers is tuned on one device; leave out tp and pp, or tuning",
     ),
+    Exclusion(
+        "tuning",
+        "layers of experts alone",
+        "a model with layers that are experts alone cannot be tuned; leave tuning out",
+    ),
     Exclusion("tuning", "latent attention", "a model with latent attention cannot be tuned; leave tuning out"),
     Exclusion(
         "adapters",
@@ -242,6 +247,7 @@ def properties_of_decoder(spec: DecoderSpec) -> set[str]:
     found = {
         "layers of several sizes": bool(spec.layer_specs),
         "latent attention": bool(spec.latent),
+        "layers of experts alone": bool(spec.mlps and spec.experts),
     }
     return {name for name, has in found.items() if has}
 

@@ -31,7 +31,7 @@ def test_every_linear_module_of_peft_is_known_and_the_fields_are_covered_once(na
             assert [part.start for part in columns] == [0, *(part.stop for part in columns[:-1])]
 
 
-@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+@pytest.mark.parametrize("name", [name for name in HYBRID_FAMILIES if name != "nemotron-3"])
 def test_tuning_changes_the_modules_of_hybrid_models_that_peft_takes_adapters_of(name: str) -> None:
     architecture, stem, differences = HYBRID_FAMILIES[name]
     module = tiny(stem, **differences)

@@ -20,26 +20,26 @@ class ContractOrder(Order):
     """
 
     def __init__(self, inner: Order, given: Callable[[Iterable[Entry]], None]) -> None:
-        """`given` takes note of the sequences that a step gave a token."""
-        self._inner, self._given = inner, given
+        """`inner` ranks requests without a contract. `given` takes note of the sequences that a step gave a token."""
+        self.inner, self._given = inner, given
         self.displaces = inner.displaces
 
     def rank(self, request: Request, number: int) -> Rank:
         contract = request.contract
         if not contract:
-            return self._inner.rank(request, number)
+            return self.inner.rank(request, number)
         times = [time for time in (contract.ttft, contract.complete) if time is not None]
         return (-inf, request.arrival + min(times, default=MAX_CONTRACT), number)
 
     def queue(self) -> WaitingQueue:
-        inner = self._inner.queue()
+        inner = self.inner.queue()
         return inner if isinstance(inner, RankedQueue) else ContractsFirst(inner)  # ranks alone put contracts first
 
     def started(self, entry: Entry) -> None:
-        self._inner.started(entry)
+        self.inner.started(entry)
 
     def sampled(self, entries: Iterable[Entry]) -> None:
-        self._inner.sampled(entries)
+        self.inner.sampled(entries)
         self._given(entries)
 
 

@@ -60,5 +60,5 @@ class SpeculationOptions(CoreConfig):
         return None if unasked else self.drafter
 
     def draft_places(self, kind: str) -> int:
-        """As many as a step draws at most, if drafts are verified: not in a pipeline."""
-        return self.max_samples if self.drafter_on(kind) and self.pp == 1 else 0
+        """As many as a step draws at most, if a drafter is named."""
+        return self.max_samples if self.drafter_on(kind) else 0

@@ -192,7 +192,7 @@ def test_the_first_copies_of_states_to_the_host_are_made_at_the_start(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tuning": True}, "a model with recurrent layers cannot be tuned"),
+        ({"tuning": True, "tp": 2}, "a model with recurrent layers is tuned on one device"),
         ({"pp": 2, "tp": 3}, "tp is 3; it must divide the model's 4 attention heads"),
     ],
 )

@@ -35,7 +35,6 @@ def test_no_drafter_is_made_where_none_is_wanted(speculation: Any, kind: str) ->
         ({"tbt_target": 50.0}, "cpu", 200),
         ({"speculation": "ngram"}, "cpu", 200),
         ({"speculation": "off"}, "cuda", 0),
-        ({"pp": 2}, "cuda", 0),
     ],
 )
 def test_inputs_of_drafts_have_places_where_drafts_are_verified(options: Any, kind: str, places: int) -> None:

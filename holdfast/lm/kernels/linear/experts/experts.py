@@ -182,7 +182,7 @@ def gated(gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
     Without a gate, the result is [T, inner].
     """
     if not rule.gated:
-        return functional.relu(gate_up).square_()
+        return functional.relu(gate_up).square()
     gate, up = gate_up.chunk(2, dim=-1)
     if rule.clamp is None:
         active = functional.silu(gate) if rule.activation == "silu" else functional.gelu(gate, approximate="tanh")

@@ -279,7 +279,7 @@ class FarthestFirst:
         return None
 
     def among(self, start: int, stop: int, index: PrefixIndex) -> list[tuple[Use, int, bytes]]:
-        """Not needed here."""
+        """Raises NotImplementedError: only the tiers below the host ask for this, and the study has none of them."""
         raise NotImplementedError
 
     renew = last_use = take = move = among  # type: ignore[assignment]

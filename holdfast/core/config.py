@@ -276,7 +276,7 @@ class CoreConfig:
     token_budget: int | Literal["auto", "large"] | None = option(
         None,
         "maximum number of tokens in one step, rounded down to whole matrix tiles; default: 2048 on CUDA, 512 on a "
-        "CPU; large is 8192 on CUDA, for work that nobody reads along; auto computes it once from tbt_target and the "
+        "CPU; large is 8192 on CUDA, for work that nobody watches; auto computes it once from tbt_target and the "
         "device's profile",
         between=(1, 1 << 20),
     )
@@ -499,7 +499,7 @@ class CoreConfig:
         return self.token_budget if isinstance(self.token_budget, int) else None
 
     def unwatched(self) -> Self:
-        """This configuration for work that nobody reads along: with large steps, unless it says how large they are."""
+        """This configuration for work that nobody watches: with large steps, unless it says how large they are."""
         given = self.token_budget is not None or self.tbt_target is not None
         return self if given else replace(self, token_budget="large")
 

@@ -80,7 +80,7 @@ def test_token_budget_and_tbt_target_together_are_refused():
         EngineConfig(token_budget=512, tbt_target=50.0)
 
 
-def test_work_that_nobody_reads_along_has_large_steps_unless_their_size_is_given():
+def test_work_that_nobody_watches_has_large_steps_unless_their_size_is_given():
     assert EngineConfig().unwatched().token_budget == "large"
     assert EngineConfig(token_budget=512).unwatched().token_budget == 512
     assert EngineConfig(tbt_target=50.0).unwatched().token_budget is None

@@ -11,7 +11,8 @@ from holdfast.lm.memory.prices import Link
 from holdfast.lm.memory.retention import MIN_AGE
 from holdfast.lm.memory.snapshots import NO_SLOT, Snapshot, StateKey
 from holdfast.lm.memory.state_pool import StatePool
-from holdfast.lm.parts.tiers.lower_tiers import REMOTE_KNOWN, WRITE_BYTES, Fetch, LowerTiers
+from holdfast.lm.parts.tiers.lower_states import LowerStates
+from holdfast.lm.parts.tiers.lower_tiers import REMOTE_KNOWN, Fetch, LowerTiers
 from holdfast.lm.tiers import JobKind, StateAbout, TierBlock, TierDone, TierJob
 
 
@@ -42,7 +43,7 @@ class Question:
     fetch: Fetch
 
 
-class RemoteStates:
+class RemoteStates(LowerStates):
     """Decides which snapshots of recurrent states go from the host to the remote tier, and which come back. Pure.
 
     The tier bounds itself. A state is one value there, so it is found whole or not at all. The key of each state is
@@ -57,29 +58,17 @@ class RemoteStates:
 
         Raises ValueError if the host has no slot for a snapshot, through which each goes.
         """
-        if not pool.host_slots:
-            raise ValueError("the host tier holds no recurrent state; raise host_cache_gb or snapshot_share")
-        self.size = pool.slot_bytes
-        """Bytes of a state."""
-        self.link = Link(latency=3e-3, rate=5e8)
-        """Time that reads take."""
-        self._pool, self._blocks, self._block_size, self._numbers = pool, blocks, block_size, numbers
+        super().__init__(pool, Link(latency=3e-3, rate=5e8))
+        self._blocks, self._block_size, self._numbers = blocks, block_size, numbers
         self._known: OrderedDict[bytes, StateKey] = OrderedDict()
         """The states that the tier was seen to have, by digest."""
         self._by_parent: dict[bytes, dict[bytes, StateKey]] = {}
-        self._dirty: OrderedDict[Snapshot, None] = OrderedDict()
-        """Snapshots to be written, in this order."""
-        self._writing: set[bytes] = set()
         self._arriving: dict[bytes, Read] = {}
         self._jobs: list[TierJob] = []
         """Jobs that have not begun."""
         self._books: dict[int, tuple[TierJob, Write | Read | Question]] = {}
         """The jobs that have not ended, by number."""
-        self._held: dict[Fetch, list[Snapshot]] = {}
-        """Snapshots that stay on the host for sequences that wait."""
-        self._most_written = max(1, WRITE_BYTES // self.size)
         self._was_down = False
-        self._written = self._read = self._corrupt = self._failures = 0
         pool.serve_below(self)
 
     # The states of the tier.
@@ -120,25 +109,6 @@ class RemoteStates:
         self._begin("find", blocks, Question(fetch), StateAbout(0, b"", 1))
 
     # States that go down.
-
-    @property
-    def backlog(self) -> bool:
-        """Whether as many states are to be written as may be written at a time."""
-        return self.unwritten >= self._most_written
-
-    @property
-    def unwritten(self) -> int:
-        """Number of snapshots of the host that are being written, or still to be written."""
-        return len(self._dirty) + len(self._writing)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `jobs` may have new ones, because snapshots have come to the host."""
-        return bool(self._dirty)
-
-    def offer(self, snapshot: Snapshot) -> None:
-        """Take note that the copy of a snapshot to the host is complete, so that it can be written."""
-        self._dirty[snapshot] = None
 
     def jobs(self, now: float) -> list[TierJob]:
         """The jobs to begin now."""
@@ -197,11 +167,6 @@ class RemoteStates:
         fetch.pending.add(name_of(digest))
         return True
 
-    def close(self, fetch: Fetch) -> None:
-        """Note that the sequence of a fetch has started or ended: no snapshot stays for it from now on."""
-        for snapshot in self._held.pop(fetch, ()):
-            snapshot.holds -= 1
-
     # Jobs.
 
     def _move(self, kind: JobKind, key: StateKey, slot: int, work: Write | Read, used: float) -> None:
@@ -252,13 +217,6 @@ class RemoteStates:
             self._forget(digest)
         for fetch in read.fetches:
             fetch.pending.discard(name_of(digest))
-
-    def _hold(self, snapshot: Snapshot, fetches: Iterable[Fetch]) -> None:
-        """Let a snapshot of the host stay for those of these fetches that still wait."""
-        for fetch in fetches:
-            if not fetch.over:
-                snapshot.holds += 1
-                self._held.setdefault(fetch, []).append(snapshot)
 
     def _end_question(self, fetch: Fetch, job: TierJob, ended: TierDone) -> None:
         places = {block.digest: block.place for block in job.blocks}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,8 @@ from holdfast.lm.memory.prices import Link
 from holdfast.lm.memory.retention import MIN_AGE, Use
 from holdfast.lm.memory.snapshots import NO_SLOT, Snapshot, StateKey
 from holdfast.lm.memory.state_pool import StatePool
-from holdfast.lm.parts.tiers.lower_tiers import READ_BYTES, WRITE_BYTES, Fetch
+from holdfast.lm.parts.tiers.lower_states import LowerStates
+from holdfast.lm.parts.tiers.lower_tiers import READ_BYTES, Fetch
 from holdfast.lm.parts.tiers.remote_states import RemoteStates
 from holdfast.lm.tiers import JobKind, LowerShape, StateAbout, StoredState, TierBlock, TierDone, TierJob
 
@@ -69,7 +70,7 @@ class _Arrival:
     """Fetches that wait for it."""
 
 
-class StateTiers:
+class StateTiers(LowerStates):
     """Decides which snapshots of recurrent states go from the host to the disk, and which come back. Pure.
 
     All states take the same number of pieces, which lie together at one of `total` places. A state begins with its
@@ -94,14 +95,11 @@ class StateTiers:
 
         Raises ValueError if the host has no slot for a snapshot, through which each goes, or the disk no place.
         """
-        self.size = pool.slot_bytes
-        """Bytes of a state."""
-        self._pool, self._piece = pool, shape.block_bytes
+        super().__init__(pool, Link(latency=1e-3, rate=1e9))
+        self._piece = shape.block_bytes
         self._pieces = pieces_of(self.size, block_size, shape.block_bytes)
         self.total = shape.disk_blocks // self._pieces
         """Number of places."""
-        if not pool.host_slots:
-            raise ValueError("the host tier holds no recurrent state; raise host_cache_gb or snapshot_share")
         if not self.total:
             raise ValueError(f"the disk tier has {shape.disk_blocks} pieces for states, and one takes {self._pieces}")
         self._states: dict[bytes, DiskState] = {}
@@ -109,25 +107,15 @@ class StateTiers:
         self._by_parent: dict[bytes, list[DiskState]] = {}
         self._replaced: Counter[bytes] = Counter()
         """Number of states on the disk that replace the one of a digest."""
-        self._writing: set[bytes] = set()
-        """Digests of the states that are being written."""
         self._arriving: dict[bytes, _Arrival] = {}
         """States that are being read, by digest."""
-        self._dirty: OrderedDict[Snapshot, None] = OrderedDict()
-        """Snapshots to be written, in this order."""
         self._moving: dict[bytes, _Moving] = {}
         """States that are being moved, by the digest of their pieces."""
         self._of_job: dict[int, bytes] = {}
         """Digest of the pieces by number of the job."""
-        self._held: dict[Fetch, list[Snapshot]] = {}
-        """Snapshots that stay on the host for sequences that wait."""
         self._victims: LowestFirst[DiskState] = LowestFirst(self._is_stored, self._rank, self.total)
-        self._most_written = max(1, WRITE_BYTES // self.size)
         self._writes = 0
         self._numbers = numbers or count(-1, -1)
-        self.link = Link(latency=1e-3, rate=1e9)
-        """Time that reads of the disk take."""
-        self._written = self._read = self._corrupt = self._failures = 0
         self._free = self._load(shape.states, now)
         pool.serve_below(self)
 
@@ -198,16 +186,6 @@ class StateTiers:
     # States that go down.
 
     @property
-    def backlog(self) -> bool:
-        """Whether as many states are to be written as may be written at a time."""
-        return self.unwritten >= self._most_written
-
-    @property
-    def unwritten(self) -> int:
-        """Number of snapshots of the host that are being written, or still to be written."""
-        return len(self._dirty) + len(self._writing)
-
-    @property
     def can_flush(self) -> bool:
         """Whether a state could be saved, or copied to the host, to be written."""
         return not self.backlog and self._pool.can_flush
@@ -225,15 +203,6 @@ class StateTiers:
     def flush(self, idle: bool) -> None:
         """Let the next plans copy states to the host if there is nothing else to do (`idle`)."""
         self._pool.flush(idle and not self.backlog)
-
-    def offer(self, snapshot: Snapshot) -> None:
-        """Take note that the copy of a snapshot to the host is complete, so that it can be written."""
-        self._dirty[snapshot] = None
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `jobs` may have new ones, because snapshots have come to the host."""
-        return bool(self._dirty)
 
     def jobs(self, now: float) -> list[TierJob]:
         """The jobs to begin now."""
@@ -330,18 +299,6 @@ class StateTiers:
             self._free.append(state.place)
         for fetch in arrival.fetches:
             fetch.pending.discard(state.name)
-
-    def _hold(self, snapshot: Snapshot, fetches: Iterable[Fetch]) -> None:
-        """Let a snapshot of the host stay for those of these fetches that still wait."""
-        for fetch in fetches:
-            if not fetch.over:
-                snapshot.holds += 1
-                self._held.setdefault(fetch, []).append(snapshot)
-
-    def close(self, fetch: Fetch) -> None:
-        """Note that the sequence of a fetch has started or ended: no snapshot stays for it from now on."""
-        for snapshot in self._held.pop(fetch, ()):
-            snapshot.holds -= 1
 
     # Jobs.
 

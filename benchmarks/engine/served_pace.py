@@ -38,6 +38,7 @@ from benchmarks.lib.in_real_time import checkpoint_of
 from benchmarks.lib.invocation import provenance
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.metrics import Record, percentile, summary
+from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fixed
 
 SPAWN = get_context("spawn")
@@ -48,7 +49,7 @@ COPIED = (0, 64, 256, 1 << 30)
 """Bounds of the classes of blocks copied during a step."""
 
 
-def checkpoint(shape: str) -> str:
+def checkpoint(shape: ModelShape | str) -> str:
     """A directory with the shape's config.json and a tokenizer with as many words."""
     directory = checkpoint_of(shape)
     give_tokenizer(Path(directory))

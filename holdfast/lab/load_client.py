@@ -6,7 +6,8 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
 """Function that sends a prompt, asks for the record's contract, and times the answer of this many tokens.
 
 It writes the answer, its failure or its refusal into the record."""
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 REFUSED = "contract_refused"
 """Code of the error with which a server refuses a contract."""
 
@@ -93,11 +95,18 @@ class LoadClient:
 
 
 async def ask_server(
-    http: httpx.AsyncClient, model: str, prompt: tuple[int, ...], output: int, record: Record, *, tells: bool = True
+    http: httpx.AsyncClient,
+    model: str,
+    prompt: tuple[int, ...],
+    output: int,
+    record: Record,
+    *,
+    tells: bool = True,
+    more: Mapping[str, Any] = NO_FIELDS,
 ) -> None:
     """Send a request to a server with OpenAI's completions API. The base URL of `http` ends with /v1/.
 
-    With `tells`, the request asks for the record's contract.
+    With `tells`, the request asks for the record's contract. `more` has fields of the body that replace the usual ones.
     """
     body = {
         "model": model,
@@ -108,6 +117,7 @@ async def ask_server(
         "stream": True,
         "stream_options": {"include_usage": True},
         **(contract_fields(record.contract) if tells else {}),
+        **more,
     }
     try:
         async with http.stream("POST", "completions", json=body) as response:

@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=6000, help="most conversations of a trace")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", nargs="*", default=[], help="more words for the server, as cache-gb=8")
+    parser.add_argument("--vllm-site", type=Path, help="directory of vLLM's packages, if it has one of its own")
     parser.add_argument("--tiny", action="store_true", help="serve a tiny shape, to try the script on a CPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -107,7 +108,7 @@ def server(system: str, model: str, args: argparse.Namespace) -> Iterator[tuple[
     """The address of a running server of this system, and its model's name."""
     more = [f"--{word}" for word in args.serve]
     if system == "vllm":
-        with vllm_served(model, [f"--max-model-len={args.max_len}", *more]) as url:
+        with vllm_served(model, [f"--max-model-len={args.max_len}", *more], args.vllm_site) as url:
             yield url, model
         return
     options = [model, "--load-format", "random", "--max-model-len", str(args.max_len), "--max-waiting", "10000"]

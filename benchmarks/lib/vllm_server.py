@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -23,10 +24,10 @@ QUIET = {
 
 
 @contextmanager
-def vllm_served(model: str, options: Sequence[str]) -> Iterator[str]:
+def vllm_served(model: str, options: Sequence[str], site: Path | None = None) -> Iterator[str]:
     """The address of a running server of a checkpoint without weights. It has ended when the context ends.
 
-    Raises RuntimeError if it does not start.
+    `site` is the directory of vLLM's packages, if it has one of its own. Raises RuntimeError if it does not start.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -34,7 +35,8 @@ def vllm_served(model: str, options: Sequence[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--load-format", "dummy"]
     command += ["--dtype", "bfloat16", "--port", str(port), "--disable-uvicorn-access-log", *options]
     url, began = f"http://127.0.0.1:{port}", time.monotonic()
-    with subprocess.Popen(command, env={**os.environ, **QUIET}) as server:
+    own = {} if site is None else {"PYTHONPATH": str(site)}
+    with subprocess.Popen(command, env={**os.environ, **QUIET, **own}) as server:
         try:
             while not answers(url):
                 if server.poll() is not None or time.monotonic() - began > START_SECONDS:

@@ -138,7 +138,7 @@ def load(
     records = [record for part in parts for record in part.result()]
     answered = [record for record in records if record.token_times]
     lasted = max((record.token_times[-1] for record in answered), default=0.0) - min(each.arrival for each in records)
-    found = contract_figures(records, lasted)
+    found, counted = contract_figures(records, lasted), outcomes(url) if system == "contracts" else {}
     gaps = sorted(b - a for each in answered for a, b in zip(each.token_times, each.token_times[1:], strict=False))
     firsts = sorted(each.token_times[0] - each.arrival for each in answered)
     errors = {each.error for each in records if each.error}
@@ -150,7 +150,15 @@ def load(
         "p99_ttft_ms": 1e3 * percentile(firsts, 0.99) if firsts else None,
         "p99_tbt_ms": 1e3 * percentile(gaps, 0.99) if gaps else None,
         "errors": sorted(errors)[:3],
+        "engine": counted,
     }
+
+
+def outcomes(url: str) -> dict[str, float]:
+    """The engine's own counts of contracts since its start, by outcome and broken term."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    pairs = [each.rpartition(" ") for each in lines if each.startswith("holdfast_contracts_total{")]
+    return {name.partition("{")[2]: float(value) for name, _, value in pairs}
 
 
 def run(asks: Any, workload: Workload, salt: str, part: int) -> list[Record]:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,14 @@ from holdfast.engine.ranks.ranks import start_ranks
 from holdfast.engine.spawn import BUILD
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import LanguageLoop
+from holdfast.loop.contracts import Clock
 
 T = TypeVar("T")
 
 STEPS_PER_COLLECTION = 64
 """Steps between two collections of Python's new garbage. A pause collects it too. Survivors are not scanned again."""
+MESSAGE_SECONDS = 0.004
+"""Seconds between two steps after which no further message is taken. A step on a device takes longer in most cases."""
 SWITCH_SECONDS = 1e-4
 """In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
 STEPS_PER_MESSAGE = 256
@@ -253,13 +256,25 @@ def serve(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> No
         watched.tell_due()
         if idle and not router.receive(await_messages(loop, parent, handlers, watched)):
             return
-        if not router.receive(parent.waiting()):
+        if not router.receive(for_a_while(parent.waiting(), time.monotonic)):
             return
         router.send_answers()
         if loop.has_work():
             do_step(loop, parent, handlers)
             if len(steps) >= STEPS_PER_MESSAGE:
                 parent.send(steps.take())
+
+
+def for_a_while(arrived: Iterable[messages.ToEngine], clock: Clock) -> Iterator[messages.ToEngine]:
+    """The messages that have arrived, until they have taken MESSAGE_SECONDS.
+
+    Others stay where they are until after the next step, because streams wait for that step.
+    """
+    end = clock() + MESSAGE_SECONDS
+    for message in arrived:
+        yield message
+        if clock() >= end:
+            return
 
 
 def core_handlers(

@@ -9,6 +9,7 @@ from math import inf
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prompt, Room
+from holdfast.lm.parts.contracts.lateness import Lateness
 from holdfast.lm.parts.contracts.promises import Promise, Promises, answered, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
@@ -17,6 +18,8 @@ LEAST_RATE = 0.25
 
 A contract with a faster pace is refused, because all others would pay for it.
 """
+LEAST_STEP = 0.5
+"""Share of a promised pace that steps may take, however late tokens were before."""
 TRIES = 4
 """Most bounds that are tried for one contract."""
 SLACK = 1 - 1e-9
@@ -54,9 +57,20 @@ class ContractAdmission:
     accepted sequence, the new one among them, gets its tokens in time.
     """
 
-    def __init__(self, forecast: Forecast, promises: Promises, *, max_sequences: int, target: float = inf) -> None:
-        """At most `max_sequences` run; steps with streams take at most `target` seconds."""
-        self._forecast, self._promises = forecast, promises
+    def __init__(
+        self,
+        forecast: Forecast,
+        promises: Promises,
+        lateness: Lateness,
+        *,
+        max_sequences: int,
+        target: float = inf,
+    ) -> None:
+        """At most `max_sequences` run; steps with streams take at most `target` seconds.
+
+        The bound of steps leaves room for the `lateness` of tokens.
+        """
+        self._forecast, self._promises, self._lateness = forecast, promises, lateness
         self._max_sequences, self._target = max_sequences, target
 
     def decide(
@@ -100,7 +114,7 @@ class ContractAdmission:
             [entry for entry, _ in lacking],
             [prompt_of(entry, promise, pool) for entry, promise in lacking],
             Decodes(decoding),
-            min((promise.tbt for _, promise in everyone), default=inf),
+            min((self._longest_step(promise) for _, promise in everyone), default=inf),
             min(paces, default=inf),
         )
 
@@ -203,7 +217,7 @@ class ContractAdmission:
         """The refusal of a contract for want of time."""
         place = queue.entries.index(entry)
         own = queue.prompts[place]
-        alone = Queue([entry], [own], Decodes(), promise.tbt, inf)
+        alone = Queue([entry], [own], Decodes(), self._longest_step(promise), inf)
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
             predicted = self._predict(alone, promise, promise.arrival, factor)
@@ -222,14 +236,18 @@ class ContractAdmission:
 
     def _predict(self, queue: Queue, promise: Promise, start: float, factor: float) -> Contract:
         """The times that the last prompt of a queue could be promised after the others."""
-        others = [other.tbt for _, other in self._promises] if len(queue.prompts) > 1 or queue.decodes.steps else []
+        others = [self._longest_step(other) for _, other in self._promises] if len(queue.prompts) > 1 or queue.decodes.steps else []
         prompts = [prompt._replace(due=inf) for prompt in queue.prompts]
         bound = min(self._target, self._full_step(queue, factor), *others)
         outlook = self._forecast.follow(prompts, queue.decodes, start=start, bound=bound, factor=factor)
         if len(outlook.firsts) < len(prompts):
             return NO_CONTRACT
         ttft = outlook.firsts[-1] - promise.arrival
-        return promised(ttft, bound, ttft + max(0, promise.tokens - 1) * bound)
+        return promised(ttft, bound + self._lateness.largest, ttft + max(0, promise.tokens - 1) * bound)
+
+    def _longest_step(self, promise: Promise) -> float:
+        """Most seconds of a step with which the pace of a promise is kept, though a token may be late."""
+        return max(promise.tbt - self._lateness.largest, LEAST_STEP * promise.tbt)
 
 
 def promised(ttft: float, tbt: float, complete: float) -> Contract:

@@ -10,6 +10,7 @@ from holdfast.core.types import FinishReason, Request
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.parts.contracts.admission import ContractAdmission, tenant_of
 from holdfast.lm.parts.contracts.forecast import Forecast, Prices
+from holdfast.lm.parts.contracts.lateness import Lateness
 from holdfast.lm.parts.contracts.lengths import AnswerLengths
 from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.contracts.order import ContractOrder
@@ -50,10 +51,11 @@ class ContractPart(Part):
         self._promises = Promises()
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
         limits = {} if target is None else {"target": target}
+        lateness = Lateness()
         self._admission = ContractAdmission(
-            Forecast(self._prices), self._promises, max_sequences=max_sequences, **limits
+            Forecast(self._prices), self._promises, lateness, max_sequences=max_sequences, **limits
         )
-        self._progress = Progress(cost)
+        self._progress = Progress(cost, lateness)
         self._lengths = AnswerLengths(confidence)
         self._share = share
         self._tenants: set[str] = set()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from holdfast.core.cost import CostModel
 from holdfast.lm.parts.contracts.admission import ContractAdmission
 from holdfast.lm.parts.contracts.forecast import Prices, Room
+from holdfast.lm.parts.contracts.lateness import Lateness
 from holdfast.lm.parts.contracts.order import has_contract
 from holdfast.lm.parts.contracts.promises import Promises
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -15,6 +16,8 @@ from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.types import StepPlan, StepResult
 
+PAUSE = 1.0
+"""Seconds after which no stream was waiting for the next step, whatever was computed before."""
 WATCHED = 8
 """While no contract is open, one step in this many is measured, so that the price of a step is known to new ones."""
 
@@ -22,14 +25,17 @@ WATCHED = 8
 class Progress:
     """When the steps in flight end, and how far measured times are from predicted ones."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._predictor = cost.predictor()
+    def __init__(self, cost: CostModel, lateness: Lateness) -> None:
+        """Notes the `lateness` of steps while contracts are open."""
+        self._predictor, self._lateness = cost.predictor(), lateness
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
         """Corrections of steps of decodes alone (False) and of steps with prompts (True)."""
         self._in_flight: deque[tuple[StepPlan, float, bool]] = deque()
         """The plans in flight, each with the time of planning, and whether a contract was open; the oldest first."""
         self._result_at = 0.0
         """Time of the latest result."""
+        self._streaming = False
+        """Whether the latest result may have given a token to a sequence with a contract."""
 
     @property
     def factor(self) -> float:
@@ -47,11 +53,15 @@ class Progress:
 
     def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Note the result of the oldest plan in flight, and learn from it if it was watched."""
-        _, _, closely = self._in_flight.popleft()
-        self._result_at = now
+        _, planned, closely = self._in_flight.popleft()
+        before, self._result_at = self._result_at, now
+        streaming, self._streaming = self._streaming, closely
         if plan.step % WATCHED and not closely:
             return
         spans = spans_of(plan)
+        if closely and streaming and any(stop - start == 1 for start, stop in spans):
+            predicted = self.factor * plan.forecast.predicted / self.mean
+            self._lateness.add(now - max(before, planned - PAUSE) - predicted)
         seconds = self._predictor.segments(spans) if spans else 0.0
         if seconds and result.seconds:
             prompts = plan.num_tokens > len(spans)

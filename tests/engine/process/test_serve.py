@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import types
 from collections import deque
@@ -12,7 +13,7 @@ import pytest
 from holdfast.engine.link import one_line
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
 from holdfast.engine.process.build import Engine
-from holdfast.engine.process.serve import Loading, make_context, run, serve
+from holdfast.engine.process.serve import MESSAGE_SECONDS, Loading, for_a_while, make_context, run, serve
 from holdfast.engine.ranks.ranks import NO_RANKS
 from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
@@ -253,3 +254,10 @@ def test_a_machine_without_a_driver_makes_no_context(monkeypatch, tmp_path):
 
     monkeypatch.setattr("ctypes.CDLL", missing)
     make_context()
+
+
+def test_messages_that_take_long_leave_the_rest_until_after_the_next_step():
+    clock = itertools.count(step=MESSAGE_SECONDS / 2).__next__
+    arrived = iter([Abort("a"), Abort("b"), Abort("c"), Abort("d")])
+    assert [each.request_id for each in for_a_while(arrived, clock)] == ["a", "b"]
+    assert [each.request_id for each in for_a_while(arrived, clock)] == ["c", "d"]

@@ -1,6 +1,7 @@
 """ContractPart: acceptance, refusal, protection, outcomes, and plans without contracts that are as without the part."""
 
 import random
+from itertools import pairwise
 from math import inf, isinf
 
 import pytest
@@ -239,3 +240,20 @@ def test_300_hostile_contracts_harm_nobody(terms):
     alone, beside = serve(0), serve(300)
     assert len(beside.refusals) == 300
     assert beside.deliveries["own"] == alone.deliveries["own"]
+
+
+def test_steps_leave_room_for_tokens_as_late_as_those_before():
+    longest = []
+    for lateness in (0.0, 0.01):
+        world = World(budget=2048)
+        world.add("stream", 10, 60, Contract(tbt=0.03))
+        for _ in range(20):
+            world.step()
+        world.clock.now += lateness  # what the process does between two steps, such as taking arrivals
+        for _ in range(10):
+            world.step()
+        before = len(world.deliveries["stream"])
+        assert world.add("long", 2000, 10, Contract(complete=100.0))
+        world.run()
+        longest.append(max(after - at for at, after in pairwise(world.deliveries["stream"][before:])))
+    assert longest[1] < longest[0] - 0.008

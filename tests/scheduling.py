@@ -10,6 +10,7 @@ from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.memory.turn_queue import make_turns
 from holdfast.lm.parts.grammars.planner import GrammarPart
+from holdfast.lm.parts.pauses.observed import observed
 from holdfast.lm.parts.pauses.planner import AheadPart
 from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.parts.prompts.planner import PromptPart
@@ -72,7 +73,7 @@ def create_scheduler(
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     if pauses:
-        parts = [*parts, AheadPart(pool, block_bytes=1 << 20)]
+        parts = [*parts, AheadPart(pool, observed(eviction, pool.rule.turns, block_size), block_bytes=1 << 20)]
     return Scheduler(
         policy or StallFree(budget),
         kind,

@@ -171,15 +171,19 @@ async def test_a_wrong_header_is_refused_as_its_field(http: Http, header: tuple[
     assert response.status_code == 400 and response.json()["error"]["param"] == field
 
 
-async def test_an_answer_may_replace_earlier_ones_of_the_same_key_alone(http: Http, client: FakeClient) -> None:
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_an_answer_may_replace_earlier_ones_of_the_same_key_alone(
+    http: Http, client: FakeClient, path: str
+) -> None:
+    body = {**HELLO, "max_tokens": 9}
     async with http(api_key=("one", "two")) as api:
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
-        first = (await api.post(CHAT, json=HELLO, headers=one)).json()["id"]
-        await api.post(CHAT, json={**HELLO, "superseded": [first, "chatcmpl-unknown"]}, headers=two)
+        first = (await api.post(path, json=body, headers=one)).json()["id"]
+        await api.post(path, json={**body, "superseded": [first, "chatcmpl-unknown"]}, headers=two)
         assert not any(pause.superseded for _, pause in client.noted)
-        await api.post(CHAT, json={**HELLO, "superseded": [first, "chatcmpl-unknown"]}, headers=one)
+        await api.post(path, json={**body, "superseded": [first, "chatcmpl-unknown"]}, headers=one)
     replaced = [(name, pause.kind) for name, pause in client.noted if pause.superseded]
-    assert replaced == [(client.asked[0].request_id, "branch")]
+    assert replaced == [(client.asked[0].request_id, "person")]
 
 
 async def test_another_response_after_the_same_turn_replaces_the_first_unless_it_was_continued(

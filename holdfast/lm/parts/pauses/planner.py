@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from holdfast.core.pause import NO_PAUSE, Pause
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.parts.pauses.observed import Observed, observed
 from holdfast.lm.parts.pauses.options import PauseOptions
 from holdfast.lm.parts.pauses.values import Upcoming, Upcomings
-from holdfast.lm.parts.pauses.windows import Windows
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
@@ -52,8 +52,9 @@ class PausePart(Part):
 
     name = "pauses"
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: BlockPool, gaps: Observed) -> None:
+        """`gaps` is what is known of the gaps between turns."""
+        self._pool, self._gaps = pool, gaps
         self._now = 0.0
         self._most_blocks = 2 * (pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0))
         self._ended: OrderedDict[str, Ended] = OrderedDict()
@@ -62,11 +63,11 @@ class PausePart(Part):
         """Number of digests in `_ended`."""
         self.turns = Upcomings(self._most_blocks)
         """The conversations whose next turn is expected."""
-        self._windows = Windows()
         self._noted = 0
 
     def ended(self, entry: Entry) -> None:
         """Remember the blocks of a sequence, for the note that follows."""
+        self._gaps.ended(entry, self._now)
         digests = entry.cache.digests
         if not digests:
             return
@@ -83,7 +84,7 @@ class PausePart(Part):
     def note(self, request_id: str, pause: Pause, now: float) -> None:
         """Note what is known of the pause after a sequence that has ended. Unknown sequences are ignored."""
         self._now = max(self._now, now)
-        self._pool.rule.turns.note(request_id, pause, self._now)
+        self._gaps.note(request_id, pause, self._now)
         self._take(request_id, pause)
 
     def _take(self, request_id: str, pause: Pause) -> None:
@@ -104,7 +105,7 @@ class PausePart(Part):
 
     def _following(self, ended: Ended, pause: Pause) -> Upcoming:
         """The turn after a sequence that has ended. Copying its state takes time, and may have to wait for steps."""
-        window, at = self._windows.expect(ended.tenant, pause), ended.at
+        window, at = self._gaps.windows.expect(ended.tenant, pause), ended.at
         begin = expected = until = inf
         if window is not None:
             begin = at + window.soonest - self._lead(len(ended.digests))
@@ -135,12 +136,11 @@ class PausePart(Part):
         return inf
 
     def started(self, entry: Entry) -> None:
-        """Expect a turn no longer that has come, and learn how long the pause before it was."""
+        """Expect a turn no longer that has come."""
+        self._gaps.started(entry, self._now)
         if self.turns:
             for turn in self.turns.begun_by(entry.cache.digests):
                 self.turns.forget(turn.key)
-                if turn.pause != NO_PAUSE and turn.paused_at > -inf:
-                    self._windows.learn(turn.tenant, turn.pause, turn.paused_at, self._now)
 
     def stats(self) -> Mapping[str, int]:
         return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
@@ -155,9 +155,9 @@ class AheadPart(PausePart):
     fewer blocks than without this part. A request that needs the link waits at most for the copies of one step.
     """
 
-    def __init__(self, pool: BlockPool, *, block_bytes: int) -> None:
+    def __init__(self, pool: BlockPool, gaps: Observed, *, block_bytes: int) -> None:
         """`block_bytes` is the size of a block; 0: unknown."""
-        super().__init__(pool)
+        super().__init__(pool, gaps)
         self._block_bytes = block_bytes
         self._queues: PartQueues
         self._due: list[Upcoming] = []
@@ -262,6 +262,10 @@ EXPECTED = attrgetter("at")
 
 def make_parts(planning: Planning) -> tuple[PausePart, ...]:
     """The part of a scheduler over one pool of blocks. Without a host tier nothing can come back."""
-    if not planning.config.part(PauseOptions).swap_in_ahead or not planning.shape.num_host_blocks:
-        return tuple(PausePart(pool) for pool in planning.kind.block_pools)
-    return tuple(AheadPart(pool, block_bytes=planning.shape.block_bytes) for pool in planning.kind.block_pools)
+    config, shape, pools = planning.config, planning.shape, planning.kind.block_pools
+    ahead = config.part(PauseOptions).swap_in_ahead and shape.num_host_blocks > 0
+    return tuple(
+        AheadPart(pool, gaps, block_bytes=shape.block_bytes) if ahead else PausePart(pool, gaps)
+        for pool in pools
+        for gaps in (observed(config.eviction, pool.rule.turns, config.block_size),)
+    )

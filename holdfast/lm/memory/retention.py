@@ -112,6 +112,9 @@ class IdleOrder(Protocol):
 class Turns(Protocol):
     """The knowledge of ended sequences by which an eviction goes. `now` is in seconds and never decreases."""
 
+    by_age: bool
+    """Whether the worth of state is one over its age, whatever is known of its turn."""
+
     def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
         ...
@@ -145,6 +148,8 @@ class Turns(Protocol):
 
 class Untracked:
     """Nothing is known of turns but when their state was last used (`Turns`)."""
+
+    by_age = True
 
     def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
         """NEW: nothing is known of the sequence before."""

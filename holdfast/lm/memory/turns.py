@@ -262,6 +262,8 @@ class TurnTracker:
     It teaches the kinds of pauses how long gaps take: also of state that was evicted long before it was needed.
     """
 
+    by_age = False
+
     def __init__(self, appraise: Appraisal = by_pause) -> None:
         self._appraise = appraise
         self.kinds = Kinds()

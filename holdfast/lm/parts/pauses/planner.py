@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -23,6 +23,8 @@ from holdfast.lm.types import BlockCopy, PartPlan, StepPlan, StepResult
 
 WARM_SECONDS = 60.0
 """Seconds for which a turn is expected after a client has announced it."""
+MOST_BLOCKS = 1 << 19
+"""Largest number of digests of conversations whose next turn is expected, and of those that have ended."""
 ALONE_SECONDS = 1e-3
 """Most seconds of copies in a step that computes nothing. A request that arrives meanwhile waits for them."""
 
@@ -56,7 +58,8 @@ class PausePart(Part):
         """`gaps` is what is known of the gaps between turns."""
         self._pool, self._gaps = pool, gaps
         self._now = 0.0
-        self._most_blocks = 2 * (pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0))
+        tiers = pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0) + pool.below.num_blocks
+        self._most_blocks = min(2 * tiers, MOST_BLOCKS)
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         """The sequences that have ended, by request id, the oldest first."""
         self._ended_blocks = 0
@@ -162,6 +165,8 @@ class AheadPart(PausePart):
         self._queues: PartQueues
         self._due: list[Upcoming] = []
         """The turns whose state may come back now, the next turn first."""
+        self._others: dict[bytes, Iterator[bytes]] = {}
+        """Blocks that were not considered yet to give way on the host, by the key of the turn that is due."""
         self._can_swap_in = False
         """Whether an idle engine could bring something, as far as is known since the last result."""
         self.awake = False
@@ -174,14 +179,31 @@ class AheadPart(PausePart):
         due = self.turns.due(self._now)
         for turn in due:
             insort(self._due, turn, key=EXPECTED)
+            self._others[turn.key] = self.turns.latest(self._now)
         self.awake = bool(self._due)
-        if due:
+        if self._bring_from_below() or due:
             self._reconsider()
+
+    def _bring_from_below(self) -> bool:
+        """Have a read begun of blocks that the host lacks, if nobody needs the link. Returns whether any may be there.
+
+        Turns get their blocks one after the other, so the device gets those of a turn that have come to the host.
+        """
+        below, news = self._pool.below, False
+        for turn in self._due if not self._queues.num_waiting and self._pool.is_calm else ():
+            if below.is_reading:
+                break
+            before, turn.on_host = turn.on_host, turn.below
+            turn.below = below.bring_ahead(turn.digests, turn.below, self._others[turn.key], self._gives_way(turn))
+            if not below.is_reading:
+                turn.on_host = turn.below
+            news |= turn.on_host > before
+        return news
 
     def _reconsider(self) -> None:
         """See whether an idle engine could bring something."""
         self._can_swap_in = self._pool.is_calm and any(
-            self._pool.can_swap_in_ahead(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
+            self._pool.can_swap_in_ahead(turn.digests, range(turn.place, turn.on_host), self._gives_way(turn)) for turn in self._due
         )
 
     def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
@@ -211,6 +233,7 @@ class AheadPart(PausePart):
         for turn in [turn for turn in self._due if turn in self.turns and turn.until <= now]:
             self.turns.add(replace(turn, begin=inf, at=inf, until=inf))
         self._due = [turn for turn in self._due if turn in self.turns and turn.place < len(turn.digests)]
+        self._others = {turn.key: self._others[turn.key] for turn in self._due}
         self.awake = bool(self._due)
 
     def _may_swap_in(self, step: PartStep) -> bool:
@@ -224,7 +247,8 @@ class AheadPart(PausePart):
         """The copies of the first due turn that lacks any, as many as the step's time has room for."""
         most = self._most(step.predicted if step.planned else ALONE_SECONDS)
         for turn in self._due:
-            copies, turn.place = self._pool.swap_in_ahead(turn.digests, turn.place, most, self._gives_way(turn))
+            places = range(turn.place, turn.on_host)
+            copies, turn.place = self._pool.swap_in_ahead(turn.digests, places, most, self._gives_way(turn))
             if copies:
                 return copies
         return ()
@@ -238,8 +262,8 @@ class AheadPart(PausePart):
         return max(1, min(int(room / each), self._pool.max_copies))
 
     def _lead(self, blocks: int) -> float:
-        """Copying may have to wait for steps, so it counts twice."""
-        return 2 * self._copying(blocks)
+        """Copying and reading may have to wait for steps, so they count twice."""
+        return 2 * (self._copying(blocks) + self._pool.below.lead(blocks))
 
     def _copying(self, blocks: int) -> float:
         """Seconds that the link takes for this many blocks."""

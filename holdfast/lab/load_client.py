@@ -16,7 +16,6 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.workloads import Conversation, History, PromptTokens, Turn, Workload
 
 
-
 class Said(NamedTuple):
     """What the client says of pauses with a request."""
 

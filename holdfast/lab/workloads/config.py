@@ -54,7 +54,9 @@ class WorkloadConfig:
         "clients say how long the pause before the next turn lasts: the true time, times a lognormal factor with this "
         "standard deviation of its logarithm; default: only what the workload itself says",
     )
-    pause_liars: float = option(0.0, "share of conversations whose clients promise any pause instead, with --pause-noise")
+    pause_liars: float = option(
+        0.0, "share of conversations whose clients promise any pause instead, with --pause-noise"
+    )
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt_tokens", "output_tokens"):
@@ -70,7 +72,9 @@ class WorkloadConfig:
         contract_of(self.contract or NO_CONTRACTS)
         hint_pauses((), self.pause_noise or 0.0, self.pause_liars, 0)
         if self.pause_liars and self.pause_noise is None:
-            raise ValueError(f"pause_liars is {self.pause_liars:g}, and nobody says anything of pauses; set pause_noise")
+            raise ValueError(
+                f"pause_liars is {self.pause_liars:g}, and nobody says anything of pauses; set pause_noise"
+            )
 
     @property
     def title(self) -> str:

@@ -78,8 +78,8 @@ class FromBelow(Protocol):
     ) -> int:
         """Begin to read some blocks of a sequence that the device and the host lack. `start` is the first place.
 
-        They go to free room of the host, and then in place of blocks in `others` that give way and that the disk has,
-        too. They are the first to leave the host. Returns the place at which the next call goes on.
+        They go to free room of the host. If too little is free, blocks in `others` that give way and that the disk has,
+        too, leave the host. What is read is the first to leave the host. Returns the place at which the next call goes on.
         """
         ...
 

@@ -319,7 +319,7 @@ class BlockMap:
         )
 
     def _worth(self, conversation: _Conversation, now: float) -> float:
-        """The worth of a unit of cost of an idle conversation's state. It stays the same for some time, or is BY_AGE."""
+        """The worth of a unit of cost of an idle conversation's state: the same for some time, or BY_AGE."""
         turns = self._pool.rule.turns
         if turns.by_age or conversation.cache is not None or not conversation.digests:
             return BY_AGE

@@ -150,15 +150,17 @@ class HostPool:
         number = max(0, min(count, len(self._free) - kept_free))
         return [self._free.pop() for _ in range(number)]
 
-    def replace(self, digest: bytes) -> list[int]:
-        """Reserve the retained block with this digest, whose state is lost here. Empty if there is none."""
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that hold no state and are not reserved."""
+        return len(self._free)
+
+    def give_up(self, digest: bytes) -> None:
+        """Free the block with this digest if it is retained, as another tier has its state, too."""
         block = self.find(digest)
-        if block is None or block in self._held or block in self._duplicates:
-            return []
-        self._retained.take(block)
-        self._index.remove([block])
-        self.dropped += 1
-        return [block]
+        if block is not None and block not in self._held and block not in self._duplicates:
+            self.drop(digest)
+            self.dropped += 1
 
     def cache_first(self, blocks: Collection[tuple[int, bytes, int]], number: int) -> None:
         """`cache_all` for state that nobody has asked for: it is worth nothing until somebody uses it.

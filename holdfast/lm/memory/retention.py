@@ -14,6 +14,7 @@ from holdfast.core.config import CoreConfig
 from holdfast.core.pause import Pause
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.turns import NEW, Departure, Start
+from holdfast.lm.memory.wishes import NO_WISH, Wish
 
 Use = tuple[float, int]
 """When a block was last used: time in seconds, and the number of the call that used it, which orders equal times."""
@@ -141,6 +142,10 @@ class Turns(Protocol):
         """`worth` of state that ends with the block of this digest."""
         ...
 
+    def wish_at(self, digest: bytes) -> Wish:
+        """The client's wish for state that ends with the block of this digest, and whose it is."""
+        ...
+
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
         """An order of the idle blocks of a tier with `capacity` blocks."""
         ...
@@ -172,6 +177,10 @@ class Untracked:
     def worth_at(self, digest: bytes, last: float, now: float) -> float:
         """One over the time since the last use."""
         return self.worth(last, 0, now)
+
+    def wish_at(self, digest: bytes) -> Wish:
+        """No wish: nobody remembers it."""
+        return NO_WISH
 
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
         """The order by cost and last use."""

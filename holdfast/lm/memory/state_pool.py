@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_slots import HostSlots
-from holdfast.lm.memory.lowest_first import LowestFirst
+from holdfast.lm.memory.lowest_first import LowestFirst, Rank
 from holdfast.lm.memory.retention import RetentionRule, Use
 from holdfast.lm.memory.snapshots import NO_SLOT, NO_STATES_BELOW, NOTHING_KEPT, Snapshot, StateKey, StatesBelow
+from holdfast.lm.memory.wishes import granted
 from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, KeptInputs, StateCopy, StatePlan, StateShape
 
 
@@ -96,6 +98,8 @@ class StatePool:
         self._below = NO_STATES_BELOW
         self._flushing = False
         """Whether the next plan copies snapshots to the host however many slots are free: nobody needs the device."""
+        self._kept_for_clients: tuple[float, set[Snapshot]] = -inf, set()
+        """The snapshots kept for clients, with the time at which they were chosen."""
         self._uses = 0
         self.saved = 0
         """Number of snapshots made so far."""
@@ -614,14 +618,26 @@ class StatePool:
 
     # Ranks.
 
-    def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
+    def _rank(self, snapshot: Snapshot, now: float) -> Rank:
         """The snapshot of the lowest rank goes first.
 
         Snapshots of no use go before all others. Next come the ones that their conversations have gone on from, as
-        the next turn needs the latest.
+        the next turn needs the latest. Those that clients want kept go last.
         """
         value = self.value(snapshot, now)
-        return value > 0 and not snapshot.is_passed, value, snapshot.used
+        is_needed = value > 0 and not snapshot.is_passed
+        return is_needed + (is_needed and snapshot in self._granted(now)), value, snapshot.used
+
+    def _granted(self, now: float) -> set[Snapshot]:
+        """The snapshots that are kept because clients want it. Each tier is shared by itself."""
+        turns = self.rule.turns
+        if turns.by_age:
+            return self._kept_for_clients[1]
+        if self._kept_for_clients[0] != now:
+            wishes = [(each, turns.wish_at(each.key.parent), 1.0) for each in self.snapshots()]
+            on_device = granted((each for each in wishes if not each[0].is_on_host), now)
+            self._kept_for_clients = now, on_device | granted((each for each in wishes if each[0].is_on_host), now)
+        return self._kept_for_clients[1]
 
     def value(self, snapshot: Snapshot, now: float) -> float:
         """Cost of computing the state again from the snapshot before it, per second since its last use.

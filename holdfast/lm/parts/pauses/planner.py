@@ -203,12 +203,13 @@ class AheadPart(PausePart):
     def _reconsider(self) -> None:
         """See whether an idle engine could bring something."""
         self._can_swap_in = self._pool.is_calm and any(
-            self._pool.can_swap_in_ahead(turn.digests, range(turn.place, turn.on_host), self._gives_way(turn)) for turn in self._due
+            self._pool.can_swap_in_ahead(turn.digests, range(turn.place, turn.on_host), self._gives_way(turn))
+            for turn in self._due
         )
 
     def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
         """Whether a block is needed later than the state of a turn."""
-        return partial(self.turns.is_needed_after, turn.at, self._now)
+        return partial(self.turns.is_needed_after, turn.at, self._now, tenant=turn.tenant)
 
     @property
     def next_look(self) -> float:

@@ -119,10 +119,12 @@ class Upcomings:
         for turn in sorted(self._turns.values(), key=lambda turn: -turn.needed_at(now)):
             yield from reversed(turn.digests)
 
-    def is_needed_after(self, time: float, now: float, digest: bytes) -> bool:
+    def is_needed_after(self, time: float, now: float, digest: bytes, tenant: str = "") -> bool:
         """Whether a block's state is expected to be needed later than `time`, as far as is known `now`.
 
-        False if nobody has said anything of the block.
+        False if nobody has said anything of the block, and for the state of another tenant than `tenant`, unless that
+        is superseded: so a client's wrong hints cost only its own tenant.
         """
         turn = self._needed.get(digest)
-        return turn is not None and turn.needed_at(now) > time
+        is_own = turn is not None and (turn.tenant == tenant or turn.paused_at == -inf)
+        return turn is not None and is_own and turn.needed_at(now) > time

@@ -481,16 +481,17 @@ class LowerTiers:
     def _room_ahead(self, count: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]) -> list[int]:
         """Reserve up to `count` blocks of the host without state that anybody needs there.
 
-        Free blocks are left for two plans that copy to the host.
+        Free blocks are left for two plans that copy to the host. So no plan evicts other state while a read is under
+        way, whose blocks cannot be evicted.
         """
         pool, host = self._pool, self._host
-        blocks = host.reserve_spare(count, 2 * pool.max_copies)
-        for digest in others if len(blocks) < count else ():
+        kept_free = 2 * pool.max_copies
+        for digest in others if host.num_free < kept_free + count else ():
             if self.has_on_disk(digest) and gives_way(digest) and pool.find_all((digest,)) == [None]:
-                blocks += host.replace(digest)
-                if len(blocks) == count:
+                host.give_up(digest)
+                if host.num_free == kept_free + count:
                     break
-        return blocks
+        return host.reserve_spare(count, kept_free)
 
     def _read_ahead(self, tier: TierName, blocks: Sequence[TierBlock]) -> None:
         """Begin to read blocks that no sequence has asked for into reserved blocks of the host."""

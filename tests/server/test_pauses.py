@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +144,7 @@ async def test_headers_give_what_the_body_leaves_out(http: Http, client: FakeCli
     [
         ({"expected_pause_ms": -1}, "expected_pause_ms", ">= 0"),
         ({"expected_pause_ms": 86_400_001}, "expected_pause_ms", "<= 86400000"),
+        ({"expected_pause_ms": 1e18}, "expected_pause_ms", "<= 86400000"),
         ({"expected_pause_ms": "soon"}, "expected_pause_ms", "float"),
         ({"keep_until": 12}, "keep_until", "keep_until is 12"),
         ({"keep_until": 10**18}, "keep_until", "keep_until is 1e+18"),
@@ -230,3 +232,12 @@ async def test_a_turn_is_announced_with_the_conversations_tokens(http: Http, cli
     assert tokens[: len(prompt)] == prompt and adapter == "" and tenant == client.asked[0].tenant
     assert answer.json() == {"id": conversation, "object": "conversation.warmed", "tokens": len(tokens)}
     assert (missing.status_code, wrong.status_code) == (404, 404)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999", "1e999"])
+@pytest.mark.parametrize("field", ["expected_pause_ms", "keep_until"])
+async def test_numbers_that_json_lacks_are_refused(http: Http, field: str, number: str) -> None:
+    body = json.dumps({**HELLO, field: 0}).replace(": 0}", f": {number}}}")
+    async with http() as api:
+        response = await api.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400

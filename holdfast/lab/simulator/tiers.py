@@ -1,4 +1,4 @@
-"""SimulatedDisk: runs the jobs of a disk tier on a virtual clock, each for the time that its bytes take. NoDisk: none."""
+"""SimulatedDisk: runs a disk tier's jobs on a virtual clock, each for the time that its bytes take. NoDisk: none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ahead: the device blocks that were copied from the host before any sequence asked for them. FromBelow: who fills it."""
+"""Ahead: the device blocks copied from the host before any sequence asked for them. FromBelow: who fills the host."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class FromBelow(Protocol):
         """Begin to read some blocks of a sequence that the device and the host lack. `start` is the first place.
 
         They go to free room of the host. If too little is free, blocks in `others` that give way and that the disk has,
-        too, leave the host. What is read is the first to leave the host. Returns the place at which the next call goes on.
+        too, leave the host first. Blocks that were read are the first to leave the host.
+
+        Returns the place at which the next call goes on.
         """
         ...
 

@@ -542,8 +542,8 @@ class BlockPool:
     def cache_on_host(self, blocks: Iterable[tuple[int, bytes, int]], now: float, *, asked: bool = True) -> int:
         """Cache reserved host blocks whose state is complete, each with its digest and place in its sequence.
 
-        State that nobody has `asked` for is the first to leave the host. Returns the number of digests that the host did
-        not have yet. The blocks of the others are freed.
+        State that nobody has `asked` for is the first to leave the host. Returns the number of digests that the host
+        did not have yet. The blocks of the others are freed.
         """
         host, cached, owners = self.host, self._cached, self._owners
         assert host is not None

@@ -104,3 +104,33 @@ class NothingBelow:
 
 
 NOTHING_BELOW: FromBelow = NothingBelow()
+
+
+class StatesAhead(Protocol):
+    """Brings recurrent states from the host to the device before any request asks for them."""
+
+    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `bring` with these arguments would find a state to copy, and room for it."""
+        ...
+
+    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+        """Have the next plan copy the state that comes right after these full blocks of a sequence from the host.
+
+        It goes to a free slot, or to that of a state that the host has, too, and whose last full block `gives_way`. A
+        slot with a state that the host has is the first to be given up.
+        """
+        ...
+
+
+class NoStatesAhead:
+    """The memory has no states that are not in blocks (`StatesAhead`)."""
+
+    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """False: there is no state."""
+        return False
+
+    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+        """Do nothing: there is no state."""
+
+
+NO_STATES_AHEAD: StatesAhead = NoStatesAhead()

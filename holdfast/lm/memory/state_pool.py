@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from math import inf
 
 from holdfast.lm.memory.block_pool import BlockPool
@@ -95,6 +97,8 @@ class StatePool:
         """Whether the last plan may have left snapshots to copy to the host."""
         self._wanted: dict[Snapshot, None] = {}
         """Snapshots that others want to have on the host, in order."""
+        self._ahead: list[Snapshot] = []
+        """Snapshots of the host that the next plan copies to free slots, before any sequence asks for them."""
         self._below = NO_STATES_BELOW
         self._flushing = False
         """Whether the next plan copies snapshots to the host however many slots are free: nobody needs the device."""
@@ -329,6 +333,7 @@ class StatePool:
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
         copies = self._saves or self._starts or self._later or self._may_swap_out or self._flushing or self._wanted
+        copies = copies or self._ahead
         if not (copies or self._drafts or self._accepted):
             return ()
         leaving = self._leaving(now)
@@ -343,6 +348,8 @@ class StatePool:
             swap_in=tuple([StateCopy(each.host, row) for row, each in self._starts.items() if each.is_on_host]),
         )
         self.swapped_in += len(plan.swap_in)
+        if self._ahead:
+            plan = replace(plan, swap_in=(*plan.swap_in, *self._copy_ahead()))
         if plan.swap_out or plan.swap_in:
             self._host.begin([(each, each.host) for each in leaving])
         for snapshot in (*(snapshot for _, snapshot in self._saves), *self._starts.values()):
@@ -410,6 +417,39 @@ class StatePool:
                 if self._rank(victim, now) < self._rank(snapshot, now):
                     self._leave_host(victim)
         return bool(self._host.free)
+
+    # Ahead of need (`ahead.StatesAhead`).
+
+    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `bring` with these arguments would find a snapshot to copy, and room for it."""
+        return bool(self._to_bring(digests) and (self._free or any(True for _ in self._giving_way(gives_way))))
+
+    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+        """Have the next plan copy the snapshot that comes right after these full blocks from the host."""
+        self._ahead = self._to_bring(digests)
+        if self._ahead and not self._free:
+            for other in islice(self._giving_way(gives_way), 1):
+                self._leave_device(other)
+
+    def _to_bring(self, digests: Sequence[bytes]) -> list[Snapshot]:
+        """The longest snapshot right after these full blocks, if only the host has it."""
+        here = self._kept.get(digests[-1], ()) if digests else ()
+        longest = max(here, key=lambda each: each.length, default=NOTHING_KEPT)
+        return [longest] if longest.is_on_host else []
+
+    def _giving_way(self, gives_way: Callable[[bytes], bool]) -> Iterator[Snapshot]:
+        """The snapshots that both tiers have, and whose slots on the device nobody needs soon."""
+        for each in self.snapshots():
+            if NO_SLOT not in (each.slot, each.host) and not each.pins and gives_way(each.key.parent):
+                yield each
+
+    def _copy_ahead(self) -> Iterator[StateCopy]:
+        """The copies of snapshots that are brought ahead of need. Those without a free slot are left out."""
+        for each in self._ahead:
+            if self._free and each.is_on_host:
+                each.slot = self._free.pop()
+                yield StateCopy(each.host, each.slot)
+        self._ahead = []
 
     # Other engines.
 

@@ -9,15 +9,17 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from holdfast.core.pause import NO_PAUSE, Pause
+from holdfast.lm.memory.ahead import NO_STATES_AHEAD, StatesAhead
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.parts.pauses.observed import Observed, observed
 from holdfast.lm.parts.pauses.options import PauseOptions
 from holdfast.lm.parts.pauses.values import Upcoming, Upcomings
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.hybrid import HybridKind
 from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
 from holdfast.lm.types import BlockCopy, PartPlan, StepPlan, StepResult
 
@@ -158,10 +160,12 @@ class AheadPart(PausePart):
     fewer blocks than without this part. A request that needs the link waits at most for the copies of one step.
     """
 
-    def __init__(self, pool: BlockPool, gaps: Observed, *, block_bytes: int) -> None:
-        """`block_bytes` is the size of a block; 0: unknown."""
+    def __init__(
+        self, pool: BlockPool, gaps: Observed, *, block_bytes: int, states: StatesAhead = NO_STATES_AHEAD
+    ) -> None:
+        """`block_bytes` is the size of a block; 0: unknown. `states` are those that are not in blocks."""
         super().__init__(pool, gaps)
-        self._block_bytes = block_bytes
+        self._block_bytes, self._states = block_bytes, states
         self._queues: PartQueues
         self._due: list[Upcoming] = []
         """The turns whose state may come back now, the next turn first."""
@@ -202,9 +206,13 @@ class AheadPart(PausePart):
 
     def _reconsider(self) -> None:
         """See whether an idle engine could bring something."""
-        self._can_swap_in = self._pool.is_calm and any(
-            self._pool.can_swap_in_ahead(turn.digests, range(turn.place, turn.on_host), self._gives_way(turn))
-            for turn in self._due
+        self._can_swap_in = self._pool.is_calm and any(map(self._can_bring, self._due))
+
+    def _can_bring(self, turn: Upcoming) -> bool:
+        """Whether blocks or the state of a turn could come to the device now."""
+        places, gives_way = range(turn.place, turn.on_host), self._gives_way(turn)
+        return self._pool.can_swap_in_ahead(turn.digests, places, gives_way) or self._states.can_bring(
+            turn.digests, gives_way
         )
 
     def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
@@ -221,11 +229,14 @@ class AheadPart(PausePart):
     def finish(self, step: PartStep) -> PartPlan | None:
         """Bring blocks of the turns that are due back, as far as that delays nobody."""
         self._settle(step.now)
-        copies = self._swap_in_some(step) if self._may_swap_in(step) else ()
+        may_swap_in = self._may_swap_in(step)
+        copies = self._swap_in_some(step) if may_swap_in else ()
         if copies:
             step.swap_in_ahead(copies)
             if not step.planned:
                 step.keep()
+        elif may_swap_in and not step.planned:  # the segments of a plan wait for its copies of states
+            self._bring_state(step)
         self._can_swap_in = False
         return None
 
@@ -233,9 +244,13 @@ class AheadPart(PausePart):
         """Leave out the turns that have come, did not come, or have all their blocks."""
         for turn in [turn for turn in self._due if turn in self.turns and turn.until <= now]:
             self.turns.add(replace(turn, begin=inf, at=inf, until=inf))
-        self._due = [turn for turn in self._due if turn in self.turns and turn.place < len(turn.digests)]
+        self._due = [turn for turn in self._due if turn in self.turns and self._lacks(turn)]
         self._others = {turn.key: self._others[turn.key] for turn in self._due}
         self.awake = bool(self._due)
+
+    def _lacks(self, turn: Upcoming) -> bool:
+        """Whether the device may lack state of a turn."""
+        return turn.place < len(turn.digests) or self._states.can_bring(turn.digests, self._gives_way(turn))
 
     def _may_swap_in(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""
@@ -253,6 +268,15 @@ class AheadPart(PausePart):
             if copies:
                 return copies
         return ()
+
+    def _bring_state(self, step: PartStep) -> None:
+        """Bring the state of the first due turn that lacks it."""
+        for turn in self._due:
+            gives_way = self._gives_way(turn)
+            if self._states.can_bring(turn.digests, gives_way):
+                self._states.bring(turn.digests, gives_way)
+                step.keep()
+                return
 
     def _most(self, seconds: float) -> int:
         """Number of blocks that the link copies in this time, at least one; 0 s: the time is unknown."""
@@ -289,8 +313,9 @@ def make_parts(planning: Planning) -> tuple[PausePart, ...]:
     """The part of a scheduler over one pool of blocks. Without a host tier nothing can come back."""
     config, shape, pools = planning.config, planning.shape, planning.kind.block_pools
     ahead = config.part(PauseOptions).swap_in_ahead and shape.num_host_blocks > 0
+    states = cast(HybridKind, planning.kind).states if shape.states else NO_STATES_AHEAD
     return tuple(
-        AheadPart(pool, gaps, block_bytes=shape.block_bytes) if ahead else PausePart(pool, gaps)
+        AheadPart(pool, gaps, block_bytes=shape.block_bytes, states=states) if ahead else PausePart(pool, gaps)
         for pool in pools
         for gaps in (observed(config.eviction, pool.rule.turns, config.block_size),)
     )

@@ -67,5 +67,5 @@ def test_liars_teach_the_engine_nothing_of_others():
     ("field", "value"), [("expected", -1.0), ("expected", nan), ("expected", 1e18), ("keep_until", inf)]
 )
 def test_impossible_pauses_are_refused_with_their_value(field, value):
-    with pytest.raises(ValueError, match="it must (lie|be)"):
+    with pytest.raises(ValueError, match=r"it must (lie|be)"):
         Pause(**{field: value})

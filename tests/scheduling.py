@@ -4,12 +4,14 @@ from collections import deque
 from itertools import repeat
 
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
+from holdfast.lm.memory.ahead import NO_STATES_AHEAD
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.state_pool import StatePool
 from holdfast.lm.memory.turn_queue import make_turns
 from holdfast.lm.parts.grammars.planner import GrammarPart
+from holdfast.lm.parts.pauses.observed import observed
 from holdfast.lm.parts.pauses.planner import AheadPart
 from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.parts.prompts.planner import PromptPart
@@ -72,7 +74,8 @@ def create_scheduler(
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     if pauses:
-        parts = [*parts, AheadPart(pool, block_bytes=1 << 20)]
+        gaps, kept_states = observed(eviction, pool.rule.turns, block_size), states if snapshots else NO_STATES_AHEAD
+        parts = [*parts, AheadPart(pool, gaps, block_bytes=1 << 20, states=kept_states)]
     return Scheduler(
         policy or StallFree(budget),
         kind,

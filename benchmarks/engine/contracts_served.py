@@ -34,7 +34,7 @@ from benchmarks.lib.invocation import provenance
 from benchmarks.lib.vllm_server import vllm_served
 from holdfast.core.contract import Contract
 from holdfast.lab import workloads
-from holdfast.lab.load_client import LoadClient, ask_server
+from holdfast.lab.load_client import LoadClient, Said, ask_server
 from holdfast.lab.metrics import Record, contract_figures, percentile
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import PromptTokens, Workload, fixed
@@ -174,11 +174,13 @@ async def send(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
 
-        async def ask(prompt: tuple[int, ...], output: int, record: Record) -> None:
+        async def ask(prompt: tuple[int, ...], output: int, record: Record, said: Said) -> str:
             more = fields(output, allowed, vocabulary, record.contract, system, random.Random(f"{salt}/{prompt[-12:]}"))
-            await ask_server(http, model, prompt, output, record, tells=system == "contracts", more=more)
+            tells = system == "contracts"
+            id = await ask_server(http, model, prompt, output, record, said, tells=tells, tells_pauses=tells, more=more)
             if not record.error and not record.refused and not record.token_times:
                 record.error = "no token came"
+            return id
 
         client = LoadClient(ask, Salted(vocabulary, salt, part), lambda ended: None)
         try:

@@ -76,6 +76,11 @@ class BenchConfig:
     tell_contracts: bool = option(
         True, "ask for the contracts of --contract or of the workload; if not, only measure which ones are kept"
     )
+    tell_pauses: bool = option(
+        True,
+        "say when the next turn is expected, as the workload or --pause-noise has it, and which answers are replaced; "
+        "if not, the server learns pauses by itself",
+    )
     slo_ttft: float | None = option(None, "goodput counts requests with at most this TTFT", unit="ms")
     slo_tpot: float | None = option(None, "goodput counts requests with at most this time per output token", unit="ms")
     slo_e2el: float | None = option(None, "goodput counts requests with at most this end-to-end latency", unit="ms")
@@ -249,7 +254,9 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
     if config.simulate is not None:
         return nullcontext(simulation(config, config.simulate, engine, console))
     if config.url is None:
-        return local_engine(engine, console, config.concurrency, tells=config.tell_contracts)
+        return local_engine(
+            engine, console, config.concurrency, tells=config.tell_contracts, tells_pauses=config.tell_pauses
+        )
     return server(
         config.url,
         api_key=config.api_key,
@@ -258,6 +265,7 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
         concurrency=config.concurrency,
         seed=engine.seed,
         tells=config.tell_contracts,
+        tells_pauses=config.tell_pauses,
     )
 
 
@@ -285,7 +293,8 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
     if not config.tell_contracts:
         engine = replace(engine, contracts="off")
     disk_rate = DISK_RATE if config.disk_gbs is None else config.disk_gbs * 1e9
-    return simulated_engine(engine, profile, pipeline, config.host_us / 1e6, config.concurrency, disk_rate)
+    host_seconds, told = config.host_us / 1e6, config.tell_pauses
+    return simulated_engine(engine, profile, pipeline, host_seconds, config.concurrency, disk_rate, tells_pauses=told)
 
 
 def describe_capacity(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rich.console import Console
 from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.cli.talkers import server_client
 from holdfast.core.contract import NO_CONTRACT, ContractRefused
+from holdfast.core.pause import Pause
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import QueueFull
@@ -25,7 +27,7 @@ from holdfast.engine.messages import Steps
 from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.trace import Trace, about_engine
 from holdfast.engine.profiles import CostProfile
-from holdfast.lab.load_client import Ask, LoadClient, ask_server
+from holdfast.lab.load_client import NOTHING_SAID, Ask, LoadClient, Said, ask_server
 from holdfast.lab.metrics import Record, StageTimes
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import VirtualClock
@@ -101,16 +103,17 @@ def server(
     concurrency: int | None,
     seed: int,
     tells: bool = True,
+    tells_pauses: bool = True,
 ) -> Iterator[Target]:
     """Yield a server with OpenAI's API. `model` is by default its first. Raises OSError if it lists none.
 
-    With `tells`, requests ask for their contracts.
+    With `tells`, requests ask for their contracts; with `tells_pauses`, they say what clients know of pauses.
     """
     http = server_client(url, api_key, httpx.Timeout(30, read=None))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
             asked = model or loop.run(first_model(http))
-            ask = partial(ask_server, http, asked, tells=tells)
+            ask = partial(ask_server, http, asked, tells=tells, tells_pauses=tells_pauses)
             yield Target(url, asked, None, sender(loop, ask, vocab_size, concurrency, seed))
         finally:
             loop.run(http.aclose())
@@ -131,11 +134,16 @@ async def first_model(http: httpx.AsyncClient) -> str:
 
 @contextmanager
 def local_engine(
-    config: EngineConfig, console: Console, concurrency: int | None, *, tells: bool = True
+    config: EngineConfig,
+    console: Console,
+    concurrency: int | None,
+    *,
+    tells: bool = True,
+    tells_pauses: bool = True,
 ) -> Iterator[Target]:
     """Start an engine process for the benchmark, without HTTP. With `tells`, requests ask for their contracts.
 
-    Raises EngineStartError.
+    With `tells_pauses`, the engine hears what clients know of pauses. Raises EngineStartError.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         client = loop.run(EngineClient.start(config, on_progress=stage_printer(console)))
@@ -143,7 +151,7 @@ def local_engine(
             info = client.info
             name = f"{info.model} on {info.memory.device}, {info.precision}"
             timed = EngineTimes(client).take
-            ask = partial(ask_engine, client, tells=tells)
+            ask = partial(ask_engine, client, tells=tells, tells_pauses=tells_pauses)
             run = sender(loop, ask, info.vocab_size, concurrency, config.seed, timed)
             yield Target(name, info.model, info.max_model_len, run)
         finally:
@@ -169,22 +177,34 @@ class EngineTimes:
 
 
 async def ask_engine(
-    client: EngineClient, prompt: tuple[int, ...], output: int, record: Record, *, tells: bool = True
-) -> None:
-    """Send a request to an engine process, as `lab.load_client.ask_server` does to a server."""
+    client: EngineClient,
+    prompt: tuple[int, ...],
+    output: int,
+    record: Record,
+    said: Said = NOTHING_SAID,
+    *,
+    tells: bool = True,
+    tells_pauses: bool = True,
+) -> str:
+    """Send a request to an engine process, as `lab.load_client.ask_server` does to a server. Returns its id."""
+    id, contract = uuid.uuid4().hex, record.contract if tells else NO_CONTRACT
+    for replaced in said.superseded if tells_pauses else ():
+        client.note_pause(replaced, Pause(said.kind, superseded=True))
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     try:
-        async for delta in client.stream(prompt, params, contract=record.contract if tells else NO_CONTRACT):
+        async for delta in client.stream(prompt, params, request_id=id, contract=contract):
             if delta.tokens:
                 record.token_times.append(time.monotonic())
             if delta.usage is not None and delta.timings is not None:
                 record.output_tokens = delta.usage.completion_tokens
                 record.cached_tokens = delta.usage.cached_tokens
                 record.scheduled = delta.timings.scheduled
+                client.note_pause(id, Pause(said.kind, said.expected_pause if tells_pauses else None))
     except ContractRefused as refused:
         record.refused = str(refused)
     except (RequestRefused, QueueFull) as error:
         record.error = str(error)
+    return id
 
 
 def simulated_engine(
@@ -194,8 +214,13 @@ def simulated_engine(
     host_seconds: float,
     concurrency: int | None,
     disk_rate: float = DISK_RATE,
+    *,
+    tells_pauses: bool = True,
 ) -> Target:
-    """Return a simulated engine: the real loop, scheduler and memory on a virtual clock."""
+    """Return a simulated engine: the real loop, scheduler and memory on a virtual clock.
+
+    With `tells_pauses`, it hears what clients know of pauses.
+    """
 
     def run(workload: Workload, title: str) -> Ran:
         logs = list[StepLog]()
@@ -219,6 +244,7 @@ def simulated_engine(
                 watch=watch,
                 on_progress=on_progress,
                 disk_rate=disk_rate,
+                tells_pauses=tells_pauses,
             ).records
         times = StageTimes()
         for log in logs:

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -16,11 +16,27 @@ from holdfast.core.contract import TERMS, Contract
 from holdfast.lab.metrics import Record
 from holdfast.lab.workloads import Conversation, History, PromptTokens, Turn, Workload
 
-Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
+
+class Said(NamedTuple):
+    """What the client says of pauses with a request."""
+
+    kind: str = ""
+    """Kind of the pause after the answer; empty: unknown."""
+    expected_pause: float | None = None
+    """Seconds that the pause after the answer is expected to last; None: unknown."""
+    superseded: tuple[str, ...] = ()
+    """Ids of earlier answers that this one replaces."""
+
+
+NOTHING_SAID = Said()
+
+Ask = Callable[[tuple[int, ...], int, Record, Said], Awaitable[str]]
 """Function that sends a prompt, asks for the record's contract, and times the answer of this many tokens.
 
-It writes the answer, its failure or its refusal into the record."""
+It writes the answer, its failure or its refusal into the record. Returns the answer's id; empty if there is none."""
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+MOST_SUPERSEDED = 16
+"""Number of answers that a request may replace."""
 REFUSED = "contract_refused"
 """Code of the error with which a server refuses a contract."""
 
@@ -68,13 +84,16 @@ class LoadClient:
 
     async def _turns(self, name: str, turns: Sequence[Turn], history: History, left: list[asyncio.Task[None]]) -> None:
         """Send turns until one fails or is refused. Forks that no turn waits for are added to `left`."""
+        answers = list[str]()  # ids of those that are part of the history
         for index, turn in enumerate(turns):
             if index:
                 await asyncio.sleep(turn.think)
             prompt = history.ask(turn, self._tokens.prompt(name, index, turn))
             record = Record(time.monotonic(), len(prompt), contract=turn.contract)
             self.records.append(record)
-            await self._ask(prompt, turn.output, record)
+            replaced = [answers.pop() for _ in range(turn.replaces)]
+            said = Said(turn.pause, turn.expected_pause, tuple(filter(None, replaced)))
+            answers.append(await self._ask(prompt, turn.output, record, said))
             self._ended += 1
             self._on_progress(self._ended)
             if record.error or record.refused:
@@ -100,14 +119,18 @@ async def ask_server(
     prompt: tuple[int, ...],
     output: int,
     record: Record,
+    said: Said = NOTHING_SAID,
     *,
     tells: bool = True,
+    tells_pauses: bool = True,
     more: Mapping[str, Any] = NO_FIELDS,
-) -> None:
+) -> str:
     """Send a request to a server with OpenAI's completions API. The base URL of `http` ends with /v1/.
 
-    With `tells`, the request asks for the record's contract. `more` has fields of the body that replace the usual ones.
+    With `tells`, the request asks for the record's contract, and with `tells_pauses` it says what `said` does. `more`
+    has fields of the body that replace the usual ones. Returns the answer's id; empty if it failed.
     """
+    id = ""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -117,18 +140,26 @@ async def ask_server(
         "stream": True,
         "stream_options": {"include_usage": True},
         **(contract_fields(record.contract) if tells else {}),
+        **(pause_fields(said) if tells_pauses else {}),
         **more,
     }
     try:
         async with http.stream("POST", "completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
                 _read_failure(response.status_code, await response.aread(), record)
-                return
+                return id
             async for line in response.aiter_lines():
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                    _read_chunk(json.loads(data), record)
+                    id = _read_chunk(json.loads(data), record) or id
     except (httpx.HTTPError, ValueError) as error:
         record.error = f"{type(error).__name__}: {error}"
+    return id
+
+
+def pause_fields(said: Said) -> dict[str, Any]:
+    """The fields of a body that say what is known of pauses; empty if nothing is."""
+    expected = {} if said.expected_pause is None else {"expected_pause_ms": said.expected_pause * 1e3}
+    return expected | ({"superseded": [*said.superseded[:MOST_SUPERSEDED]]} if said.superseded else {})
 
 
 def contract_fields(contract: Contract) -> dict[str, float]:
@@ -151,14 +182,15 @@ def _read_failure(status: int, body: bytes, record: Record) -> None:
         record.error = f"status {status}: {text[:200]}"
 
 
-def _read_chunk(chunk: dict[str, Any], record: Record) -> None:
-    """Write one chunk of a stream into its record."""
+def _read_chunk(chunk: dict[str, Any], record: Record) -> str:
+    """Write one chunk of a stream into its record. Returns the answer's id; empty if the chunk does not say it."""
     if "error" in chunk:
         record.error = str(chunk["error"])[:200]
-        return
+        return ""
     if chunk.get("choices"):
         record.token_times.append(time.monotonic())
     usage = chunk.get("usage")
     if usage:
         record.output_tokens = int(usage["completion_tokens"])
         record.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    return str(chunk.get("id") or "")

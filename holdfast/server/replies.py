@@ -122,7 +122,7 @@ class Shape:
 
     def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
         """`text` converts tokens to strings for log probabilities. `reading` parses the answers."""
-        id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
         if wanted.service_tier is not None:
             self.head["service_tier"] = wanted.tier
@@ -212,7 +212,7 @@ def _choice(index: int, content: Reply, reason: str | None, logprobs: Reply | No
 class ChatShape(Shape):
     """Chat completions. Each choice's stream begins with its role, and ends with its finish reason alone."""
 
-    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, wanted: ChatRequest, text: Text, reading: Reading) -> None:
         super().__init__(wanted, text, reading)
@@ -285,7 +285,7 @@ class ChatShape(Shape):
 class TextShape(Shape):
     """Completions. A chunk has the same form as the whole answer."""
 
-    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
         super().__init__(wanted, text, reading)

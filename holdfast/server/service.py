@@ -37,7 +37,7 @@ from holdfast.server.endings import Answered, Ending
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
-from holdfast.server.pauses import BATCH, BRANCH
+from holdfast.server.pauses import BATCH, BRANCH, PERSON
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, invalid
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
 from holdfast.server.tools import chat_toolset
@@ -539,10 +539,13 @@ class Answer:
         return Ending(self.reading, expected, wanted.kept_for, kind)
 
     def supersede(self, answers: Sequence[str]) -> None:
-        """Let the engine know that no turn will follow these earlier answers. Ids that are not known are ignored."""
+        """Let the engine know that no turn will follow these earlier answers. Ids that are not known are ignored.
+
+        The kind is not that of a branch: what came before the answer is still needed.
+        """
         for answer in answers:
             for request_id in self.service.answered.find(self.tenant, answer):
-                self.service.client.note_pause(request_id, Pause(BRANCH, superseded=True))
+                self.service.client.note_pause(request_id, Pause(PERSON, superseded=True))
 
     def _request_id(self) -> str | None:
         """Return the next request id for the engine; None if the answer has no name."""

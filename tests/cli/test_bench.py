@@ -427,3 +427,13 @@ def test_a_wrong_call_gives_a_one_line_message(profile, capsys, arguments, messa
 def test_an_unreachable_server_gives_a_message_with_the_address_of_its_api(capsys, path):
     assert bench("--url", f"http://127.0.0.1:9{path}") == 1
     assert "http://127.0.0.1:9/v1/models does not list a model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_clients_may_say_their_pauses_and_lie_about_them(profile, tmp_path, capsys):
+    given = ("--workload", "multi-turn", "--requests", "30", "--rates", "5", "--think", "2")
+    quiet = figures_of(profile, tmp_path, *given)
+    told = figures_of(profile, tmp_path, *given, "--pause-noise", "0.2", "--pause-liars", "0.3")
+    assert told["completed"] == quiet["completed"] > 30
+    assert figures_of(profile, tmp_path, *given, "--pause-noise", "0.2", "--no-tell-pauses")["completed"] > 30
+    assert bench("--simulate", profile, *given, "--pause-liars", "0.3") == 2
+    assert "set pause_noise" in capsys.readouterr().err

@@ -33,7 +33,8 @@ class Server:
             return httpx.Response(429, json={"error": {"message": "no room in 2 s", "code": "contract_refused"}})
         if len(self.bodies) in self.fails:
             return httpx.Response(503, json={"error": "full"})
-        tokens = [{"choices": [{"index": 0, "text": "x"}]}] * (body["max_tokens"] - 1)
+        chunk = {"id": f"cmpl-{len(self.bodies)}", "choices": [{"index": 0, "text": "x"}]}
+        tokens = [chunk] * (body["max_tokens"] - 1)
         usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 3}}
         return httpx.Response(200, text=sse(*tokens, {"choices": [], "usage": usage}))
 
@@ -102,6 +103,24 @@ async def test_a_contract_is_sent_in_milliseconds():
     assert (first["ttft_ms"], first["complete_ms"]) == (500.0, 20_000.0)
     assert "tbt_ms" not in first and not [name for name in second if name.endswith("_ms")]
     assert [record.contract for record in records] == [contract, NO_CONTRACT]
+
+
+async def test_the_expected_pause_is_sent_in_milliseconds_and_a_replaced_answer_by_its_id():
+    server = Server()
+    turns = (Turn(10, 4, pause="person", expected_pause=2.5), Turn(5, 2), Turn(5, 2, replaces=1))
+    await load(server, [Conversation(0.0, turns)])
+    first, second, third = server.bodies
+    assert first["expected_pause_ms"] == 2500.0 and "superseded" not in first
+    assert "expected_pause_ms" not in second and third["superseded"] == ["cmpl-2"]
+
+
+async def test_untold_pauses_are_not_sent():
+    server = Server()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(server), base_url="http://server/v1/") as http:
+        ask = partial(ask_server, http, "m", tells_pauses=False)
+        turns = (Turn(10, 4, expected_pause=2.5), Turn(5, 2, replaces=1))
+        await LoadClient(ask, PromptTokens(256), [].append).run([Conversation(0.0, turns)])
+    assert not any({"expected_pause_ms", "superseded"} & body.keys() for body in server.bodies)
 
 
 async def test_a_refused_contract_is_no_failure_and_ends_its_conversation():

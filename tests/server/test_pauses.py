@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +144,7 @@ async def test_headers_give_what_the_body_leaves_out(http: Http, client: FakeCli
     [
         ({"expected_pause_ms": -1}, "expected_pause_ms", ">= 0"),
         ({"expected_pause_ms": 86_400_001}, "expected_pause_ms", "<= 86400000"),
+        ({"expected_pause_ms": 1e18}, "expected_pause_ms", "<= 86400000"),
         ({"expected_pause_ms": "soon"}, "expected_pause_ms", "float"),
         ({"keep_until": 12}, "keep_until", "keep_until is 12"),
         ({"keep_until": 10**18}, "keep_until", "keep_until is 1e+18"),
@@ -171,15 +173,19 @@ async def test_a_wrong_header_is_refused_as_its_field(http: Http, header: tuple[
     assert response.status_code == 400 and response.json()["error"]["param"] == field
 
 
-async def test_an_answer_may_replace_earlier_ones_of_the_same_key_alone(http: Http, client: FakeClient) -> None:
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_an_answer_may_replace_earlier_ones_of_the_same_key_alone(
+    http: Http, client: FakeClient, path: str
+) -> None:
+    body = {**HELLO, "max_tokens": 9}
     async with http(api_key=("one", "two")) as api:
         one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
-        first = (await api.post(CHAT, json=HELLO, headers=one)).json()["id"]
-        await api.post(CHAT, json={**HELLO, "superseded": [first, "chatcmpl-unknown"]}, headers=two)
+        first = (await api.post(path, json=body, headers=one)).json()["id"]
+        await api.post(path, json={**body, "superseded": [first, "chatcmpl-unknown"]}, headers=two)
         assert not any(pause.superseded for _, pause in client.noted)
-        await api.post(CHAT, json={**HELLO, "superseded": [first, "chatcmpl-unknown"]}, headers=one)
+        await api.post(path, json={**body, "superseded": [first, "chatcmpl-unknown"]}, headers=one)
     replaced = [(name, pause.kind) for name, pause in client.noted if pause.superseded]
-    assert replaced == [(client.asked[0].request_id, "branch")]
+    assert replaced == [(client.asked[0].request_id, "person")]
 
 
 async def test_another_response_after_the_same_turn_replaces_the_first_unless_it_was_continued(
@@ -226,3 +232,12 @@ async def test_a_turn_is_announced_with_the_conversations_tokens(http: Http, cli
     assert tokens[: len(prompt)] == prompt and adapter == "" and tenant == client.asked[0].tenant
     assert answer.json() == {"id": conversation, "object": "conversation.warmed", "tokens": len(tokens)}
     assert (missing.status_code, wrong.status_code) == (404, 404)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999", "1e999"])
+@pytest.mark.parametrize("field", ["expected_pause_ms", "keep_until"])
+async def test_numbers_that_json_lacks_are_refused(http: Http, field: str, number: str) -> None:
+    body = json.dumps({**HELLO, field: 0}).replace(": 0}", f": {number}}}")
+    async with http() as api:
+        response = await api.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Protocol
@@ -17,7 +17,7 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import END, SimulatedDrafter, SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
-from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
+from holdfast.lab.simulator.tiers import DISK_RATE, NoDisk, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import History, PromptTokens, Turn, Workload
 from holdfast.lm.choice import capacity_of, compose_scheduler, make_planning, steps_in_flight
@@ -105,6 +105,7 @@ def simulate(
     tuning: Tuning | None = None,
     acceptance: float | None = None,
     disk_rate: float = DISK_RATE,
+    tells_pauses: bool = True,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -126,6 +127,9 @@ def simulate(
     If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
     There is no remote tier.
 
+    With `tells_pauses`, clients say how long they expect pauses to last and which answers they replace. The engine
+    knows the kinds of pauses in any case, as a server reads them from the answers.
+
     Clients ask an engine that takes contracts for what each turn wants, and a refused turn ends its conversation. Other
     engines are not asked, so the records show which contracts they would have kept.
 
@@ -133,7 +137,7 @@ def simulate(
     serve, and for a host tier if the profile has no cache size or copy rate.
     """
     clock = VirtualClock()
-    loop, executor, trainer, wait, takes_contracts = make_loop(
+    loop, executor, trainer, disk, takes_contracts = make_loop(
         config,
         profile,
         clock,
@@ -153,10 +157,12 @@ def simulate(
         clock,
         vocab_size=VOCAB_SIZE,
         concurrency=concurrency,
-        wait=wait,
+        wait=disk.wait,
         ends=executor.ends,
         tells=takes_contracts,
-        next_look=partial(next_look, loop),
+        tells_pauses=tells_pauses,
+        next_look=lambda: min(next_look(loop), disk.next_end),
+        supersede=partial(supersede, loop, clock) if tells_pauses else forget,
     )
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
@@ -181,11 +187,10 @@ def make_loop(
     make_policy: Callable[[EngineShape], Policy] | None = None,
     tuning: Tuning | None = None,
     acceptance: float | None = None,
-) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None], bool]:
-    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, a function, and a flag.
+) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, SimulatedDisk | NoDisk, bool]:
+    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, its disk, and a flag.
 
-    Call the function when no step can run while a disk tier still works: it lets the awaited job end. The flag says
-    whether the engine takes contracts. See `simulate`.
+    Call the disk's `wait` when no step can run. The flag says whether the engine takes contracts. See `simulate`.
     """
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
@@ -217,11 +222,12 @@ def make_loop(
     )
     scheduler = compose_scheduler(planning, policy, [*parts, *standard_parts(planning)])
     lower = shape.lower
-    disk = SimulatedDisk(scheduler.part(TierPart), clock, lower.block_bytes, disk_rate) if lower is not None else None
-    refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
+    disk: SimulatedDisk | NoDisk = NoDisk()
+    if lower is not None:
+        disk = SimulatedDisk(scheduler.part(TierPart), clock, lower.block_bytes, disk_rate)
     observers = watch(scheduler, shape, clock)
-    loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, refresh, observers=observers)
-    return loop, executor, trainer, wait, not why_not(planning)
+    loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, disk.exchange, observers=observers)
+    return loop, executor, trainer, disk, not why_not(planning)
 
 
 def next_look(loop: LanguageLoop) -> float:
@@ -229,6 +235,19 @@ def next_look(loop: LanguageLoop) -> float:
     planner = loop.planner
     assert isinstance(planner, Scheduler)
     return min((part.next_look for part in planner.parts if isinstance(part, PausePart)), default=inf)
+
+
+def supersede(loop: LanguageLoop, clock: VirtualClock, request: str) -> None:
+    """Let the loop know that no turn will follow a request that has ended."""
+    planner = loop.planner
+    assert isinstance(planner, Scheduler)
+    for part in planner.parts:
+        if isinstance(part, PausePart):
+            part.note(request, REPLACED, clock.now)
+
+
+def forget(request: str) -> None:
+    """Do nothing: nobody hears of it."""
 
 
 def _begin_tuning(planning: Planning, profile: CostProfile, tuning: Tuning) -> tuple[TuningPart, SimulatedTrainer]:
@@ -298,10 +317,6 @@ def _cache(config: EngineConfig, profile: CostProfile) -> tuple[int, StateShape 
         slot_bytes=profile.state_bytes,
     )
     return max(1, int((memory - snapshots * profile.state_bytes) / profile.token_bytes)), states
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 def _disk_tier(config: EngineConfig, shape: EngineShape) -> LowerShape:
@@ -403,6 +418,8 @@ class _Talk:
     """Number of the next turn."""
     awaited: int = 0
     """Number of forks that the next turn waits for."""
+    alive: list[str] = field(default_factory=list)
+    """Names of the requests that are part of its history."""
 
     @property
     def name(self) -> str:
@@ -423,6 +440,10 @@ class _OpenRequest:
     """Whether another turn or a fork follows."""
 
 
+REPLACED = Pause(superseded=True)
+"""The pause after an answer that another one replaces."""
+
+
 class Conversations:
     """The clients of a workload: sends each turn when it is due, and records the answers.
 
@@ -438,19 +459,23 @@ class Conversations:
         concurrency: int | None,
         ends: dict[str, int] | None = None,
         tells: bool = False,
+        tells_pauses: bool = True,
+        supersede: Callable[[str], None] = forget,
     ) -> None:
         """`add` takes each request. With `concurrency`, arrival times are ignored: see `simulate`.
 
         `ends` is the `SimulatedExecutor.ends` of what answers: clients then allow answers of a turn's `longest` tokens,
         which end earlier, with END. Without it each answer is as long as it may be, `Turn.output`. With `tells`,
-        requests carry their contracts, and `add` raises ContractRefused where it refuses one.
+        requests carry their contracts, and `add` raises ContractRefused where it refuses one. With `tells_pauses`, they
+        carry the pauses that clients expect. `supersede` gets the name of each request that another one replaces.
         """
         self.records: list[Record] = []
         self.ended = 0
         self._workload = workload
         self._add = add
         self._ends = ends
-        self._tells = tells
+        self._tells, self._tells_pauses = tells, tells_pauses
+        self._supersede = supersede
         self._tokens = PromptTokens(vocab_size)
         self._open: dict[str, _OpenRequest] = {}
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
@@ -500,6 +525,9 @@ class Conversations:
         turn, number, name = talk.turns[talk.number], talk.number, f"{talk.name}.{talk.number}"
         prompt = talk.history.ask(turn, self._tokens.prompt(talk.name, number, turn))
         talk.number += 1
+        for _ in range(turn.replaces):
+            self._supersede(talk.alive.pop())
+        talk.alive.append(name)
         params = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True)
         if self._ends is not None and turn.longest > turn.output:
             params = replace(params, max_tokens=turn.longest, stop_token_ids=(END,))
@@ -513,7 +541,7 @@ class Conversations:
             name, prompt, params, turn.priority, arrival=arrival, deadline=turn.deadline, contract=contract
         )
         try:
-            self._add(replace(request, pause=Pause(turn.pause, turn.expected_pause)))
+            self._add(replace(request, pause=Pause(turn.pause, turn.expected_pause if self._tells_pauses else None)))
         except ContractRefused as refused:
             record.refused = str(refused)
             del self._open[name]
@@ -566,6 +594,8 @@ class Clients(Conversations):
         wait: Callable[[], None] = lambda: None,
         ends: dict[str, int] | None = None,
         tells: bool = False,
+        tells_pauses: bool = True,
+        supersede: Callable[[str], None] = forget,
         next_look: Callable[[], float] = lambda: inf,
     ) -> None:
         """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`.
@@ -573,7 +603,16 @@ class Clients(Conversations):
         `wait` is called when requests are open and no step can run: it lets the event that they wait for happen.
         `next_look` gives the time at which the loop has to be run even if it has no work.
         """
-        super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency, ends=ends, tells=tells)
+        super().__init__(
+            workload,
+            loop.add,
+            vocab_size=vocab_size,
+            concurrency=concurrency,
+            ends=ends,
+            tells=tells,
+            tells_pauses=tells_pauses,
+            supersede=supersede,
+        )
         self.steps = 0
         self._loop = loop
         self._clock = clock

@@ -1,8 +1,9 @@
-"""SimulatedDisk: runs the jobs of a disk tier on a virtual clock, each for the time that its bytes take."""
+"""SimulatedDisk: runs a disk tier's jobs on a virtual clock, each for the time that its bytes take. NoDisk: none."""
 
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 from holdfast.lab.simulator.executor import VirtualClock
 from holdfast.lm.parts.tiers.planner import TierPart
@@ -47,6 +48,11 @@ class SimulatedDisk:
         if self._running is not None and self._part.awaited:
             self._clock.advance_to(self._running[0])
 
+    @property
+    def next_end(self) -> float:
+        """Time at which the read in progress ends; infinity if there is none. An idle engine may go on then."""
+        return self._running[0] if self._running is not None and self._running[1].kind == "read" else inf
+
     def _queue(self, now: float) -> None:
         for job in self._part.jobs(now):
             self._queues[job.kind == "write"].append(job)
@@ -62,3 +68,15 @@ class SimulatedDisk:
 
     def _seconds(self, job: TierJob) -> float:
         return DISK_LATENCY + len(job.blocks) * self._block_seconds
+
+
+class NoDisk:
+    """An engine without a disk tier."""
+
+    next_end = inf
+
+    def exchange(self) -> None:
+        """Do nothing: there are no jobs."""
+
+    def wait(self) -> None:
+        """Do nothing: no request waits for a job."""

@@ -14,7 +14,7 @@ from holdfast.lab.workloads.chats import chats_json
 from holdfast.lab.workloads.fields import estimate_tokens
 from holdfast.lab.workloads.generated import DATASETS, fixed, multi_turn, sample_dataset
 from holdfast.lab.workloads.mooncake import mooncake_jsonl
-from holdfast.lab.workloads.values import Workload, promise
+from holdfast.lab.workloads.values import Workload, hint_pauses, promise
 from holdfast.server.default_contracts import parse_contract
 
 DEFAULT_REQUESTS = 100
@@ -49,6 +49,14 @@ class WorkloadConfig:
         "contract that each request asks for: ttft=500ms,tbt=50ms,complete=20s, or some of them; or none; default: "
         "the workload's own",
     )
+    pause_noise: float | None = option(
+        None,
+        "clients say how long the pause before the next turn lasts: the true time, times a lognormal factor with this "
+        "standard deviation of its logarithm; default: only what the workload itself says",
+    )
+    pause_liars: float = option(
+        0.0, "share of conversations whose clients promise any pause instead, with --pause-noise"
+    )
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt_tokens", "output_tokens"):
@@ -62,6 +70,11 @@ class WorkloadConfig:
                 f"variation is {self.variation}; it must lie between {MIN_VARIATION} and {MAX_VARIATION:g}"
             )
         contract_of(self.contract or NO_CONTRACTS)
+        hint_pauses((), self.pause_noise or 0.0, self.pause_liars, 0)
+        if self.pause_liars and self.pause_noise is None:
+            raise ValueError(
+                f"pause_liars is {self.pause_liars:g}, and nobody says anything of pauses; set pause_noise"
+            )
 
     @property
     def title(self) -> str:
@@ -76,6 +89,8 @@ class WorkloadConfig:
     def read(self, seed: int) -> Workload:
         """Read or generate the conversations. Raises ValueError, naming the file if there is one."""
         workload = self._conversations(seed)
+        if self.pause_noise is not None:
+            workload = hint_pauses(workload, self.pause_noise, self.pause_liars, seed)
         if self.contract is None:
             return workload
         contract = contract_of(self.contract)

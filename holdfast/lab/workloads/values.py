@@ -9,6 +9,7 @@ from math import exp, log
 from typing import Literal, NamedTuple
 
 from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.pause import MAX_PAUSE
 
 HASH_BLOCK = 512
 """Number of tokens that each hash id of a Mooncake trace stands for."""
@@ -200,6 +201,41 @@ def promise(workload: Workload, contract: Callable[[Turn, int], Contract]) -> li
         return replace(turn, contract=contract(turn, history))
 
     return [conversation.changed(change) for conversation in workload]
+
+
+SHORTEST_LIE = 0.05
+"""Shortest pause in seconds that a client who lies may promise."""
+
+
+def hint_pauses(workload: Workload, noise: float, liars: float, seed: int) -> list[Conversation]:
+    """These conversations, whose clients say after each turn how long the pause until the next one lasts.
+
+    They say the true pause times a lognormal factor, whose logarithm has the standard deviation `noise`. Nothing is
+    said before a turn that waits for forks, nor after the last turn. In a share of `liars` of the conversations each
+    turn is followed by a promise that has nothing to do with the pause: any time from SHORTEST_LIE to a day, as likely
+    in each doubling. So liars promise a turn after their last one, too.
+
+    Raises ValueError for a negative noise, and for a share that does not lie between 0 and 1.
+    """
+    if not 0 <= noise < float("inf"):
+        raise ValueError(f"pause_noise is {noise:g}; it must be at least 0 and finite")
+    if not 0 <= liars <= 1:
+        raise ValueError(f"pause_liars is {liars:g}; it must lie between 0 and 1")
+    choose = random.Random(f"pauses/{seed}")
+    return [_hinted(each, noise, choose.random() < liars, choose) for each in workload]
+
+
+def _hinted(conversation: Conversation, noise: float, lies: bool, choose: random.Random) -> Conversation:
+    turns = []
+    for turn, after in zip(conversation.turns, (*conversation.turns[1:], None), strict=True):
+        forks = tuple(_hinted(fork, noise, lies, choose) for fork in turn.forks)
+        expected = None
+        if lies:
+            expected = exp(choose.uniform(log(SHORTEST_LIE), log(MAX_PAUSE)))
+        elif after is not None and not any(fork.joins for fork in forks):
+            expected = min(after.think * choose.lognormvariate(0.0, noise), MAX_PAUSE)
+        turns.append(replace(turn, forks=forks, expected_pause=expected))
+    return replace(conversation, turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)

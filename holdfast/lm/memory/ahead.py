@@ -1,8 +1,9 @@
-"""Ahead: the device blocks that were copied from the host before any sequence asked for them."""
+"""Ahead: the device blocks copied from the host before any sequence asked for them. FromBelow: who fills the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 
 class Ahead:
@@ -55,3 +56,81 @@ class Ahead:
         left = self._blocks.intersection(blocks)
         self._blocks -= left
         return len(left)
+
+
+class FromBelow(Protocol):
+    """Brings blocks from the tiers below the host before any request asks for them."""
+
+    num_blocks: int
+    """Number of blocks that the tiers below have room for, as far as this engine bounds it."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether any block is on its way to the host, or waits for room there."""
+        ...
+
+    def lead(self, blocks: int) -> float:
+        """Seconds that it takes to have this many blocks on the host."""
+        ...
+
+    def bring_ahead(
+        self, digests: Sequence[bytes], start: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]
+    ) -> int:
+        """Begin to read some blocks of a sequence that the device and the host lack. `start` is the first place.
+
+        They go to free room of the host. If too little is free, blocks in `others` that give way and that the disk has,
+        too, leave the host first. Blocks that were read are the first to leave the host.
+
+        Returns the place at which the next call goes on.
+        """
+        ...
+
+
+class NothingBelow:
+    """There is no tier below the host (`FromBelow`)."""
+
+    num_blocks = 0
+    is_reading = False
+
+    def lead(self, blocks: int) -> float:
+        """0: nothing is brought."""
+        return 0.0
+
+    def bring_ahead(
+        self, digests: Sequence[bytes], start: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]
+    ) -> int:
+        """The end of the sequence: nothing can be brought."""
+        return len(digests)
+
+
+NOTHING_BELOW: FromBelow = NothingBelow()
+
+
+class StatesAhead(Protocol):
+    """Brings recurrent states from the host to the device before any request asks for them."""
+
+    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `bring` with these arguments would find a state to copy, and room for it."""
+        ...
+
+    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+        """Have the next plan copy the state that comes right after these full blocks of a sequence from the host.
+
+        It goes to a free slot, or to that of a state that the host has, too, and whose last full block `gives_way`. A
+        slot with a state that the host has is the first to be given up.
+        """
+        ...
+
+
+class NoStatesAhead:
+    """The memory has no states that are not in blocks (`StatesAhead`)."""
+
+    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """False: there is no state."""
+        return False
+
+    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+        """Do nothing: there is no state."""
+
+
+NO_STATES_AHEAD: StatesAhead = NoStatesAhead()

@@ -21,6 +21,8 @@ MOST_CONVERSATIONS = 4096
 """Largest number of conversations followed at a time."""
 KEPT_SECONDS = 60.0
 """Seconds that a conversation is still reported after all of its state is gone."""
+BY_AGE = -1.0
+"""Stands for a worth that changes with the age alone."""
 UNKNOWN = b""
 """Stands for the digest of a block that was not seen: it was dropped, or is shared with another conversation."""
 
@@ -50,10 +52,13 @@ class ConversationBlocks(NamedTuple):
     last: float
     """When the conversation was last active, in seconds. It gives the age of idle chunks."""
     cost: float
-    """Cost of computing its first kept idle chunk again: retention value = cost / age. 0 if no idle chunk is kept."""
+    """Cost of computing its first kept idle chunk again: value = cost × worth. 0 if no idle chunk is kept."""
     runs: tuple[tuple[str, int], ...]
     """From its first block on: a letter and how many blocks in a row have it. The letters are those of
     `block_pool.TIERS` and `TIERS_BELOW`, and ? for unknown."""
+    worth: float = BY_AGE
+    """Worth of a unit of cost by the eviction in force, per second, at the time of the row; BY_AGE: one over the age,
+    so that the value is the retention value."""
 
 
 class _Conversation:
@@ -69,8 +74,8 @@ class _Conversation:
         """The digest by which its next request is known."""
         self.partly = False
         """Whether some of its digests are unknown."""
-        self.seen: tuple[str, tuple[str, int]] | None = None
-        """Where its blocks were, and what its last request held, when they were last read."""
+        self.seen: tuple[str, tuple[str, int], float] | None = None
+        """Where its blocks were, what its last request held, and its worth, when they were last read."""
         self.told: ConversationBlocks | None = None
         self.empty_since: float | None = None
 
@@ -167,7 +172,8 @@ class BlockMap:
                 self._order.pop()
                 letters = "".join(self._letters)
                 self._letters, self._at = [], 0
-                seen_now = letters, self._held(conversation, open_requests, now)
+                held = self._held(conversation, open_requests, now)
+                seen_now = letters, held, self._worth(conversation, now)
                 if seen_now != conversation.seen:
                     conversation.seen = seen_now
                     row = self._row(conversation, letters, now)
@@ -307,7 +313,17 @@ class BlockMap:
             conversation.empty_since = now
         runs = tuple([(letter, len(list(group))) for letter, group in groupby(letters)])
         cost = self._cost(kept) if kept >= 0 else 0.0
-        return ConversationBlocks(conversation.number, conversation.request, state, conversation.last, cost, runs)
+        worth = self._worth(conversation, now)
+        return ConversationBlocks(
+            conversation.number, conversation.request, state, conversation.last, cost, runs, worth
+        )
+
+    def _worth(self, conversation: _Conversation, now: float) -> float:
+        """The worth of a unit of cost of an idle conversation's state: the same for some time, or BY_AGE."""
+        turns = self._pool.rule.turns
+        if turns.by_age or conversation.cache is not None or not conversation.digests:
+            return BY_AGE
+        return float(f"{turns.worth_at(conversation.digests[-1], conversation.last, now):.3g}")
 
     def _cost(self, index: int) -> float:
         """The cost of the chunk that holds block `index` of its conversation."""

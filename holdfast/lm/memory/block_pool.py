@@ -7,7 +7,7 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from holdfast.lm.memory.ahead import Ahead
+from holdfast.lm.memory.ahead import NOTHING_BELOW, Ahead, FromBelow
 from holdfast.lm.memory.allocator import Allocator
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.digests import DigestCache
@@ -112,6 +112,8 @@ class BlockPool:
         self.can_lend = True
         self.kept_below: Callable[[bytes], bool] | None = None
         """Whether a tier below the host has the block of this digest. None: there is no lower tier."""
+        self.below = NOTHING_BELOW
+        """Brings blocks from the tiers below the host ahead of need."""
         self.prices = prices
         """Decides whether a block of the host is worth its copy. None: every block is."""
         self.host_link = Link(latency=0.0, rate=FASTEST)
@@ -119,9 +121,12 @@ class BlockPool:
         self._flushing = False
         """Whether the next plan copies idle blocks to the host however many are free: nobody needs the device."""
 
-    def serve_below(self, has: Callable[[bytes], bool]) -> None:
-        """There are tiers below the host from now on: `has` says whether they have the block of a digest."""
-        self.kept_below = has
+    def serve_below(self, has: Callable[[bytes], bool], below: FromBelow = NOTHING_BELOW) -> None:
+        """There are tiers below the host from now on: `has` says whether they have the block of a digest.
+
+        `below` brings blocks from them ahead of need.
+        """
+        self.kept_below, self.below = has, below
 
     def is_below(self, digest: bytes) -> bool:
         """Whether a tier below the host has the block of this digest."""
@@ -430,35 +435,36 @@ class BlockPool:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nobody waits for a block, and no state is on its way to the host or asked for there."""
-        return not (self._demand or self.copies.swapping_out or self.copies.wanted)
+        """Whether nobody waits for a block, and no state is on its way to the host, asked for there, or flushed."""
+        flushes = self._flushing and self._idle.retained.blocks
+        return not (self._demand or self.copies.swapping_out or self.copies.wanted or flushes)
 
     @property
     def makes_room(self) -> bool:
         """Whether the next plan copies idle state to the host ahead of need."""
         return self._short() > 0 and bool(self._idle.retained.blocks)
 
-    def can_swap_in_ahead(self, digests: Sequence[bytes], start: int, gives_way: Callable[[bytes], bool]) -> bool:
+    def can_swap_in_ahead(self, digests: Sequence[bytes], places: range, gives_way: Callable[[bytes], bool]) -> bool:
         """Whether `swap_in_ahead` with these arguments would find a block to copy, and room for it."""
-        missing = (digests[place] for place in range(start, len(digests)) if digests[place] not in self._cached)
+        missing = (digests[place] for place in places if digests[place] not in self._cached)
         if not any(self.find_on_host(digest) is not None for digest in missing):
             return False
         return bool(self._free) or any(self._may_replace(block, gives_way) for block in self._first_to_go(1))
 
     def swap_in_ahead(
-        self, digests: Sequence[bytes], start: int, most: int, gives_way: Callable[[bytes], bool]
+        self, digests: Sequence[bytes], places: range, most: int, gives_way: Callable[[bytes], bool]
     ) -> tuple[tuple[BlockCopy, ...], int]:
         """Begin to copy up to `most` blocks of a sequence from the host, which no request has asked for.
 
-        `digests` are those of the whole sequence, and `start` is the first place to look at. Blocks that the device
-        has, or that the host lacks, are left out. The copies go to free blocks, then to reclaimable ones with a copy on
+        `digests` are those of the whole sequence, and `places` are those to look at. Blocks that the device has, or
+        that the host lacks, are left out. The copies go to free blocks, then to reclaimable ones with a copy on
         the host whose digest `gives_way`. The blocks get no owner, and are the first to be allocated: `available` and
         `allocatable` stay as they are.
 
         Returns the copies to do, and the place at which the next call goes on.
         """
-        copies, room, stop = list[BlockCopy](), self._room_ahead(most, gives_way), len(digests)
-        for place in range(start, stop):
+        copies, room, stop = list[BlockCopy](), self._room_ahead(most, gives_way), places.stop
+        for place in places:
             digest = digests[place]
             source = None if digest in self._cached else self.find_on_host(digest)
             if source is None:
@@ -533,10 +539,11 @@ class BlockPool:
         self.evicted_from_host(lost)
         return block
 
-    def cache_on_host(self, blocks: Iterable[tuple[int, bytes, int]], now: float) -> int:
+    def cache_on_host(self, blocks: Iterable[tuple[int, bytes, int]], now: float, *, asked: bool = True) -> int:
         """Cache reserved host blocks whose state is complete, each with its digest and place in its sequence.
 
-        Returns the number of digests that the host did not have yet. The blocks of the others are freed.
+        State that nobody has `asked` for is the first to leave the host. Returns the number of digests that the host
+        did not have yet. The blocks of the others are freed.
         """
         host, cached, owners = self.host, self._cached, self._owners
         assert host is not None
@@ -551,7 +558,10 @@ class BlockPool:
             else:
                 idle.append(each)
         host.cache_all(used, None)
-        host.cache_all(idle, (now, self.uses))
+        if asked:
+            host.cache_all(idle, (now, self.uses))
+        else:
+            host.cache_first(idle, self.uses)
         return len(used) + len(idle)
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:

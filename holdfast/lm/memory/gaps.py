@@ -27,6 +27,8 @@ EDGES = (
 )
 """Where each bin begins, in seconds. The last bin has no end."""
 BINS = len(EDGES)
+NONE_OPEN = (0.0,) * BINS
+"""Weight of open gaps in each bin where none count."""
 WIDTHS = (*(end - start for start, end in pairwise(EDGES)), EDGES[-1])
 """Width of each bin in seconds. The last one counts as wide as all before it."""
 PRIOR_WEIGHT = 0.5
@@ -133,6 +135,11 @@ class Learner(Protocol):
         """The rates as known now."""
         ...
 
+    @property
+    def ended(self) -> Rates:
+        """The rates of the gaps that have ended."""
+        ...
+
     def begin(self, time: float) -> None:
         """A gap begins at `time`. It is open."""
         ...
@@ -154,7 +161,7 @@ class Fixed:
     """Rates that are given, not learned."""
 
     def __init__(self, rates: Rates) -> None:
-        self.rates = rates
+        self.rates = self.ended = rates
 
     def begin(self, time: float) -> None:
         """Do nothing: nothing is learned."""
@@ -211,6 +218,9 @@ class GapHistogram:
         self._changed = math.inf
         """Weight of what has changed since the rates were computed."""
         self._rates = parent.rates
+        self._ended_changed = math.inf
+        """Weight of the gaps that have ended since `ended` was computed."""
+        self._ended_rates = parent.ended
 
     def _weight(self, time: float) -> float:
         return float(2.0 ** ((time - self._base) / HALF_LIFE))
@@ -224,6 +234,7 @@ class GapHistogram:
             self._ended = [count / weight for count in self._ended]
             self._open = [count / weight for count in self._open]
             self._changed /= weight
+            self._ended_changed /= weight
             self._total /= weight
             weight = 1.0
         self._open[0] += weight
@@ -245,6 +256,7 @@ class GapHistogram:
         self._open[at] -= weight
         self._ended[to] += weight
         self._changed += weight
+        self._ended_changed += weight
         self._parent.end(time, at, to)
 
     def withdraw(self, time: float, at: int) -> None:
@@ -263,16 +275,31 @@ class GapHistogram:
             self._changed = 0.0
         return self._rates
 
+    @property
+    def ended(self) -> Rates:
+        """The rates of the gaps that have ended, a twentieth of which may be newer. O(1) amortised.
+
+        By these a turn that never comes makes those that come no later.
+        """
+        if self._ended_changed > REFRESHED * sum(self._ended):
+            self._ended_rates = self._chances(NONE_OPEN, self._parent.ended)
+            self._ended_changed = 0.0
+        return self._ended_rates
+
     def worth(self, at: int) -> float:
         """The worth of holding a state whose age is in bin `at` (`Rates.worth`)."""
         return self.rates.worth[at]
 
     def _compute(self) -> Rates:
+        """The rates of all gaps, with the open ones."""
+        return self._chances(self._open, self._parent.rates)
+
+    def _chances(self, open_gaps: Sequence[float], parent: Rates) -> Rates:
         """The chance of each bin: those that ended in it, of those that reached it; half of the open ones count."""
         prior = PRIOR_WEIGHT * self._weight(self._latest)
         reached, chances = 0.0, []
         for ended, still, given in zip(
-            reversed(self._ended), reversed(self._open), reversed(self._parent.rates.chances), strict=True
+            reversed(self._ended), reversed(open_gaps), reversed(parent.chances), strict=True
         ):
             reached += ended + max(0.0, still)
             chance = (ended + prior * given) / (reached - max(0.0, still) / 2 + prior)

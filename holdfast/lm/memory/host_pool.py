@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
+from sys import float_info
 
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.retention import RetentionRule, Use, Victims
+
+ANY_VALUE = float_info.min
+"""State of a lower value is worth nothing: it was given up, or nobody has asked for it."""
 
 
 class HostPool:
@@ -101,14 +106,18 @@ class HostPool:
     def reserve(self, value: float, victims: Victims) -> tuple[int | None, list[bytes]]:
         """Reserve a block for state of this value. Returns the block, and the digests evicted for it.
 
-        Returns no block if everything here is worth at least as much. Duplicates are evicted before anything else. A
+        Returns no block if everything here is worth at least as much. State that is worth nothing goes first, then
+        duplicates. A
         block that the current plan copies to the device may be reserved at once: a step reads the host before it writes
         there. Any other writer must first see a result whose `swapped_in` is at least the number of the last plan that
         was made before the call.
         """
         evicted: list[int] = []
         if not self._free:
-            if self._duplicates:
+            if (chunk := victims.pop(below=ANY_VALUE)) is not None:
+                evicted = chunk.blocks
+                self.dropped += len(evicted)
+            elif self._duplicates:
                 evicted = [self._duplicates.popitem(last=False)[0]]
             elif (chunk := victims.pop(below=value)) is not None:
                 evicted = chunk.blocks
@@ -135,6 +144,32 @@ class HostPool:
                 break
             blocks.append(block)
         return blocks, lost
+
+    def reserve_spare(self, count: int, kept_free: int) -> list[int]:
+        """Reserve up to `count` free blocks, and leave `kept_free` of them. Nothing is evicted."""
+        number = max(0, min(count, len(self._free) - kept_free))
+        return [self._free.pop() for _ in range(number)]
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that hold no state and are not reserved."""
+        return len(self._free)
+
+    def give_up(self, digest: bytes) -> None:
+        """Free the block with this digest if it is retained, as another tier has its state, too."""
+        block = self.find(digest)
+        if block is not None and block not in self._held and block not in self._duplicates:
+            self.drop(digest)
+            self.dropped += 1
+
+    def cache_first(self, blocks: Collection[tuple[int, bytes, int]], number: int) -> None:
+        """`cache_all` for state that nobody has asked for: it is worth nothing until somebody uses it.
+
+        `number` is that of the call. No use is noted for `take_uses`.
+        """
+        for block, digest, index in blocks:
+            self._index.add(block, digest, index)
+        self._settle([block for block, _, _ in blocks], (-inf, number))
 
     def cache_block(self, block: int, digest: bytes, index: int, last_use: Use | None) -> None:
         """Finish the copy to a reserved block, the `index`-th of its sequence.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.memory.turns import Departure, Start
+from holdfast.lm.memory.wishes import granted
 
 STRIDE = 16
 """A state that can be cut is found at prefixes whose length is a multiple of this many tokens."""
@@ -322,11 +323,18 @@ class KeptRows:
         """The slots of one tier that are not held, the state of the lowest value first.
 
         The value of a state is the cost of computing it again, per byte and per second since its last use (Pensieve
-        §4.3.1, with whole states in place of chunks), or times what the pauses of its kind make of it.
+        §4.3.1, with whole states in place of chunks), or times what the pauses of its kind make of it. States that
+        clients want kept go last.
         """
         held = self._held
         slots = [slot for slot, row in self._rows.items() if row.on_host == on_host and slot not in held]
-        return sorted(slots, key=lambda slot: (self.value(slot, now), self._rows[slot].used))
+        kept = self._granted(now, on_host=on_host)
+        return sorted(slots, key=lambda slot: (slot in kept, self.value(slot, now), self._rows[slot].used))
+
+    def _granted(self, now: float, *, on_host: bool) -> set[int]:
+        """The slots of one tier whose states are kept because clients want it."""
+        here, turns = [(slot, row) for slot, row in self._rows.items() if row.on_host == on_host], self._rule.turns
+        return granted([(slot, turns.wish_at(row.key.prefixes[-1]), row.size) for slot, row in here], now)
 
     def value(self, slot: int, now: float) -> float:
         """The value of a state (`victims`). Each byte costs the same if the rule does not go by cost."""

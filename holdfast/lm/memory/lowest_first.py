@@ -11,7 +11,7 @@ from holdfast.lm.memory.retention import Use
 SHARE = 16
 """For a tier with n slots, n // SHARE snapshots are chosen at a time."""
 
-Rank = tuple[bool, float, Use]
+Rank = tuple[int, float, Use]
 """The lowest goes first."""
 
 

@@ -14,6 +14,7 @@ from holdfast.core.config import CoreConfig
 from holdfast.core.pause import Pause
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.turns import NEW, Departure, Start
+from holdfast.lm.memory.wishes import NO_WISH, Wish
 
 Use = tuple[float, int]
 """When a block was last used: time in seconds, and the number of the call that used it, which orders equal times."""
@@ -112,6 +113,9 @@ class IdleOrder(Protocol):
 class Turns(Protocol):
     """The knowledge of ended sequences by which an eviction goes. `now` is in seconds and never decreases."""
 
+    by_age: bool
+    """Whether the worth of state is one over its age, whatever is known of its turn."""
+
     def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn."""
         ...
@@ -138,6 +142,10 @@ class Turns(Protocol):
         """`worth` of state that ends with the block of this digest."""
         ...
 
+    def wish_at(self, digest: bytes) -> Wish:
+        """The client's wish for state that ends with the block of this digest, and whose it is."""
+        ...
+
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
         """An order of the idle blocks of a tier with `capacity` blocks."""
         ...
@@ -145,6 +153,8 @@ class Turns(Protocol):
 
 class Untracked:
     """Nothing is known of turns but when their state was last used (`Turns`)."""
+
+    by_age = True
 
     def begin(self, digests: Sequence[bytes], found: int, now: float) -> Start:
         """NEW: nothing is known of the sequence before."""
@@ -167,6 +177,10 @@ class Untracked:
     def worth_at(self, digest: bytes, last: float, now: float) -> float:
         """One over the time since the last use."""
         return self.worth(last, 0, now)
+
+    def wish_at(self, digest: bytes) -> Wish:
+        """No wish: nobody remembers it."""
+        return NO_WISH
 
     def order(self, rule: RetentionRule, capacity: int) -> IdleOrder:
         """The order by cost and last use."""

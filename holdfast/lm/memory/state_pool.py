@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import inf
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_slots import HostSlots
-from holdfast.lm.memory.lowest_first import LowestFirst
+from holdfast.lm.memory.lowest_first import LowestFirst, Rank
 from holdfast.lm.memory.retention import RetentionRule, Use
 from holdfast.lm.memory.snapshots import NO_SLOT, NO_STATES_BELOW, NOTHING_KEPT, Snapshot, StateKey, StatesBelow
+from holdfast.lm.memory.wishes import granted
 from holdfast.lm.types import COPIES_AHEAD_BYTES, BlockMove, KeptInputs, StateCopy, StatePlan, StateShape
 
 
@@ -93,9 +97,13 @@ class StatePool:
         """Whether the last plan may have left snapshots to copy to the host."""
         self._wanted: dict[Snapshot, None] = {}
         """Snapshots that others want to have on the host, in order."""
+        self._ahead: list[Snapshot] = []
+        """Snapshots of the host that the next plan copies to free slots, before any sequence asks for them."""
         self._below = NO_STATES_BELOW
         self._flushing = False
         """Whether the next plan copies snapshots to the host however many slots are free: nobody needs the device."""
+        self._kept_for_clients: tuple[float, set[Snapshot]] = -inf, set()
+        """The snapshots kept for clients, with the time at which they were chosen."""
         self._uses = 0
         self.saved = 0
         """Number of snapshots made so far."""
@@ -325,6 +333,7 @@ class StatePool:
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
         copies = self._saves or self._starts or self._later or self._may_swap_out or self._flushing or self._wanted
+        copies = copies or self._ahead
         if not (copies or self._drafts or self._accepted):
             return ()
         leaving = self._leaving(now)
@@ -339,6 +348,8 @@ class StatePool:
             swap_in=tuple([StateCopy(each.host, row) for row, each in self._starts.items() if each.is_on_host]),
         )
         self.swapped_in += len(plan.swap_in)
+        if self._ahead:
+            plan = replace(plan, swap_in=(*plan.swap_in, *self._copy_ahead()))
         if plan.swap_out or plan.swap_in:
             self._host.begin([(each, each.host) for each in leaving])
         for snapshot in (*(snapshot for _, snapshot in self._saves), *self._starts.values()):
@@ -406,6 +417,39 @@ class StatePool:
                 if self._rank(victim, now) < self._rank(snapshot, now):
                     self._leave_host(victim)
         return bool(self._host.free)
+
+    # Ahead of need (`ahead.StatesAhead`).
+
+    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `bring` with these arguments would find a snapshot to copy, and room for it."""
+        return bool(self._to_bring(digests) and (self._free or any(True for _ in self._giving_way(gives_way))))
+
+    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+        """Have the next plan copy the snapshot that comes right after these full blocks from the host."""
+        self._ahead = self._to_bring(digests)
+        if self._ahead and not self._free:
+            for other in islice(self._giving_way(gives_way), 1):
+                self._leave_device(other)
+
+    def _to_bring(self, digests: Sequence[bytes]) -> list[Snapshot]:
+        """The longest snapshot right after these full blocks, if only the host has it."""
+        here = self._kept.get(digests[-1], ()) if digests else ()
+        longest = max(here, key=lambda each: each.length, default=NOTHING_KEPT)
+        return [longest] if longest.is_on_host else []
+
+    def _giving_way(self, gives_way: Callable[[bytes], bool]) -> Iterator[Snapshot]:
+        """The snapshots that both tiers have, and whose slots on the device nobody needs soon."""
+        for each in self.snapshots():
+            if NO_SLOT not in (each.slot, each.host) and not each.pins and gives_way(each.key.parent):
+                yield each
+
+    def _copy_ahead(self) -> Iterator[StateCopy]:
+        """The copies of snapshots that are brought ahead of need. Those without a free slot are left out."""
+        for each in self._ahead:
+            if self._free and each.is_on_host:
+                each.slot = self._free.pop()
+                yield StateCopy(each.host, each.slot)
+        self._ahead = []
 
     # Other engines.
 
@@ -614,14 +658,26 @@ class StatePool:
 
     # Ranks.
 
-    def _rank(self, snapshot: Snapshot, now: float) -> tuple[bool, float, Use]:
+    def _rank(self, snapshot: Snapshot, now: float) -> Rank:
         """The snapshot of the lowest rank goes first.
 
         Snapshots of no use go before all others. Next come the ones that their conversations have gone on from, as
-        the next turn needs the latest.
+        the next turn needs the latest. Those that clients want kept go last.
         """
         value = self.value(snapshot, now)
-        return value > 0 and not snapshot.is_passed, value, snapshot.used
+        is_needed = value > 0 and not snapshot.is_passed
+        return is_needed + (is_needed and snapshot in self._granted(now)), value, snapshot.used
+
+    def _granted(self, now: float) -> set[Snapshot]:
+        """The snapshots that are kept because clients want it. Each tier is shared by itself."""
+        turns = self.rule.turns
+        if turns.by_age:
+            return self._kept_for_clients[1]
+        if self._kept_for_clients[0] != now:
+            wishes = [(each, turns.wish_at(each.key.parent), 1.0) for each in self.snapshots()]
+            on_device = granted((each for each in wishes if not each[0].is_on_host), now)
+            self._kept_for_clients = now, on_device | granted((each for each in wishes if each[0].is_on_host), now)
+        return self._kept_for_clients[1]
 
     def value(self, snapshot: Snapshot, now: float) -> float:
         """Cost of computing the state again from the snapshot before it, per second since its last use.

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.core.pause import NO_PAUSE, Pause
 from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, SHORTEST, GapHistogram, Kind, Kinds, bin_of
+from holdfast.lm.memory.wishes import Wish
 
 MOST_OPEN = 1 << 16
 """Largest number of ended sequences that are remembered until they are continued."""
@@ -262,6 +263,8 @@ class TurnTracker:
     It teaches the kinds of pauses how long gaps take: also of state that was evicted long before it was needed.
     """
 
+    by_age = False
+
     def __init__(self, appraise: Appraisal = by_pause) -> None:
         self._appraise = appraise
         self.kinds = Kinds()
@@ -425,6 +428,12 @@ class TurnTracker:
     def worth_at(self, digest: bytes, last: float, now: float) -> float:
         """`worth` of state that ends with the block of this digest."""
         return self.forecast(self._open.get(digest, self._unknown)).worth(now - last)
+
+    def wish_at(self, digest: bytes) -> Wish:
+        """The client's wish for state that ends with the block of this digest, and whose it is."""
+        turn = self._open.get(digest, self._unknown)
+        until = turn.pause.keep_until
+        return Wish(turn.tenant, -inf if until is None else until)
 
     def advance(self, now: float) -> None:
         """Note how long the open gaps have lasted."""

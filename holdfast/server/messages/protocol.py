@@ -111,6 +111,10 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     """Milliseconds from the end of the answer until the client expects to send the conversation's next turn."""
     keep_until: float | Annotated[str, Meta(max_length=32)] | None = None
     """Time in Unix seconds, or duration such as 5m, for which the conversation's state is worth keeping."""
+    superseded: Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=16)] = field(
+        default_factory=list
+    )
+    """Ids of earlier answers that no turn will follow, because this one replaces them."""
     cache_control: dict[str, Any] | None = None
     """A mark like those of content blocks. The longest `ttl` of all marks counts as `keep_until`, unless that is
     given."""
@@ -128,6 +132,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
             top_k=self.top_k,
             expected_pause_ms=self.expected_pause_ms,
             keep_until=self._cache_ttl() if self.keep_until is None else self.keep_until,
+            superseded=self.superseded,
             ttft_ms=self.ttft_ms,
             tbt_ms=self.tbt_ms,
             complete_ms=self.complete_ms,

@@ -25,7 +25,7 @@ UNSIGNED = "unsigned"
 class MessageShape(Shape):
     """Wire format of one message."""
 
-    id_prefix, whole_object, chunk_object = "msg", "message", "message"
+    id_prefix, whole_object, chunk_object = "msg_", "message", "message"
 
     def __init__(self, wanted: MessagesChat, text: Text, reading: Reading, most_tokens: int) -> None:
         """`most_tokens` is the limit that the client gave, which may exceed the context."""
@@ -103,7 +103,7 @@ class MessageShape(Shape):
 
     def _message(self, content: list[Reply], usage: RequestUsage) -> Reply:
         return {
-            "id": f"msg_{uuid.uuid4().hex}",
+            "id": self.head["id"],
             "type": "message",
             "role": "assistant",
             "model": self.head["model"],

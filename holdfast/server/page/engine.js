@@ -2,7 +2,7 @@
 // Data is in engine_data.js, the lanes of steps in engine_lanes.js, the block map in engine_map.js.
 
 import { el, toast } from './dom.js';
-import { REASONS, Recording, TIERS, firstFrom, readTrace, traceOf } from './engine_data.js';
+import { REASONS, Recording, TIERS, firstFrom, readTrace, traceOf, valueOf } from './engine_data.js';
 import { Lanes, Span } from './engine_lanes.js';
 import { BlockMap } from './engine_map.js';
 import { bytes, duration, number, plural, sentence, shortId, table, whereabouts } from './engine_words.js';
@@ -248,7 +248,7 @@ class Panel {
       ...BlockMap.sorted(this.recording).slice(0, LISTED).map((row) => {
         const idle = row.state === 'idle' && row.last > 0;
         const age = Math.max(now - row.last, 1e-3);
-        const value = idle && row.cost ? (row.cost / age).toPrecision(2) : '–';
+        const value = idle && row.cost ? valueOf(row, row.cost, age).toPrecision(2) : '–';
         return el('tr', {}, ...[row.number, row.state, idle ? duration(age) : '–', value, whereabouts(row)].map((text) => el('td', {}, String(text))));
       }),
     );

@@ -49,10 +49,15 @@ export function firstFrom(list, at) {
 }
 
 /** One row of the block map: a conversation, with runs of [letter, blocks]. */
-function rowOf([number, request, state, last, cost, runs]) {
+function rowOf([number, request, state, last, cost, runs, worth = -1]) {
   let blocks = 0;
   for (const [, count] of runs) blocks += count;
-  return { number, request, state, last, cost, runs, blocks };
+  return { number, request, state, last, cost, runs, worth, blocks };
+}
+
+/** The value of idle state that costs so much to compute again, by the eviction in force: lower goes first. */
+export function valueOf(row, cost, age) {
+  return cost * (row.worth < 0 ? 1 / age : row.worth);
 }
 
 export class Recording {
@@ -274,7 +279,7 @@ export function* traceOf(recording) {
   }
   const rows = recording.live ? [...recording.rows.values()].map((row) => ({ at: recording.end, row })) : recording.changes;
   for (const { at, row } of rows) {
-    yield mark('blocks', at, { rows: [[row.number, row.request, row.state, row.last, row.cost, row.runs]] });
+    yield mark('blocks', at, { rows: [[row.number, row.request, row.state, row.last, row.cost, row.runs, row.worth]] });
   }
   yield '\n]\n';
 }

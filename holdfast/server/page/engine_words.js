@@ -1,6 +1,6 @@
 // Says in words what a step did, how long things took, and where a conversation lies.
 
-import { TIERS } from './engine_data.js';
+import { TIERS, valueOf } from './engine_data.js';
 
 const count = new Intl.NumberFormat('en');
 
@@ -93,7 +93,8 @@ export function blockWords(row, index, letter, recording, now) {
     const age = Math.max(now - row.last, 1e-3);
     text += ` Idle for ${row.last ? duration(age) : 'an unknown time'}`;
     const cost = recording.costAt(index);
-    if (cost && row.last) text += `, retention value ${(cost / age).toPrecision(2)} (cost ${cost.toPrecision(2)} / age)`;
+    const rest = row.worth < 0 ? '/ age' : `× worth ${row.worth.toPrecision(2)} a second`;
+    if (cost && row.last) text += `, retention value ${valueOf(row, cost, age).toPrecision(2)} (cost ${cost.toPrecision(2)} ${rest})`;
     text += '.';
   }
   return text;

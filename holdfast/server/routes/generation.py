@@ -133,6 +133,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         answer.at_most = wanted.max_tokens
         request.state.usage = answer.usage
         shape = MessageShape(chat, service.client.text, answer.reading, wanted.max_tokens)
+        answer.id = shape.head["id"]
         if not wanted.stream:
             return JSON(await while_connected(request.receive, answer.whole(shape)))
         return await start_stream(

@@ -1,9 +1,14 @@
 """Turns and conversations: histories, replaced branches, forks, and how they are cut to a context."""
 
+from math import log
+from statistics import stdev
+
 import pytest
 
 from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.pause import MAX_PAUSE
 from holdfast.lab.workloads import Common, Conversation, History, PromptTokens, Turn, fit_context, num_requests, promise
+from holdfast.lab.workloads.values import SHORTEST_LIE, hint_pauses
 
 
 def forked(fork, *, prompt=10, output=5):
@@ -87,3 +92,39 @@ def test_prompts_share_what_they_have_in_common_and_nothing_else():
     assert first[40:] != second[40:]
     assert tokens.prompt(0, 0, Turn(60, 1, common=Common("other", 40)))[:40] != first[:40]
     assert len(tokens.prompt(0, 0, Turn(5, 1, common=Common("system", 40)))) == 5
+
+
+def paused(count=200, think=10.0):
+    return [Conversation(0.0, (Turn(10, 4), Turn(5, 2, think=think), Turn(5, 2, think=think))) for _ in range(count)]
+
+
+def test_hints_without_noise_are_the_true_pauses_and_nothing_is_said_after_the_last_turn():
+    hinted = hint_pauses(paused(3), 0.0, 0.0, seed=1)
+    assert [[turn.expected_pause for turn in each.turns] for each in hinted] == [[10.0, 10.0, None]] * 3
+
+
+def test_noise_spreads_hints_about_the_true_pause_and_the_seed_decides():
+    hinted = hint_pauses(paused(), 0.5, 0.0, seed=1)
+    said = sorted(log(turn.expected_pause / 10.0) for each in hinted for turn in each.turns[:2])
+    assert abs(said[len(said) // 2]) < 0.1 and 0.4 < stdev(said) < 0.6
+    assert hinted == hint_pauses(paused(), 0.5, 0.0, seed=1) != hint_pauses(paused(), 0.5, 0.0, seed=2)
+
+
+def test_liars_promise_a_turn_after_their_last_one_too():
+    hinted = hint_pauses(paused(), 0.0, 0.25, seed=1)
+    liars = [each for each in hinted if each.turns[-1].expected_pause is not None]
+    assert 30 < len(liars) < 70
+    assert all(SHORTEST_LIE <= turn.expected_pause <= MAX_PAUSE for each in liars for turn in each.turns)
+
+
+def test_nothing_is_said_before_a_turn_that_waits_for_forks():
+    fork = Conversation(0.0, (Turn(5, 2), Turn(5, 2, think=3.0)))
+    talk = Conversation(0.0, (Turn(10, 4, forks=(fork,)), Turn(5, 2, think=10.0)))
+    (hinted,) = hint_pauses([talk], 0.0, 0.0, seed=1)
+    assert [turn.expected_pause for turn in hinted.requests()] == [None, 3.0, None, None]
+
+
+@pytest.mark.parametrize(("noise", "liars"), [(-1.0, 0.0), (float("nan"), 0.0), (0.1, 1.5), (0.1, -0.1)])
+def test_hints_out_of_range_are_refused_with_the_value(noise, liars):
+    with pytest.raises(ValueError, match=r"pause_(noise|liars) is (-1|nan|1\.5|-0\.1); it must"):
+        hint_pauses([], noise, liars, seed=1)

@@ -2,8 +2,10 @@
 
 import random
 
+import pytest
+
 from holdfast.lm.memory import block_map
-from holdfast.lm.memory.block_map import BlockMap
+from holdfast.lm.memory.block_map import BY_AGE, BlockMap
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
@@ -286,3 +288,15 @@ def test_the_id_of_an_earlier_request_of_a_conversation_may_come_again():
     other = watched.run("a", tuple(range(500, 520)), 3.0)
     assert (other.number, letters(other)) == (2, "ddddd")
     assert sorted((row.number, row.request) for row in watched.rows.values()) == [(1, "b"), (2, "a")]
+
+
+@pytest.mark.parametrize("eviction", ["pauses", "retention"])
+def test_an_idle_conversation_has_the_worth_of_the_eviction_in_force(eviction):
+    watched = Watched(blocks=32, eviction=eviction)
+    watched.run("a", tuple(range(20)), 1.0)
+    (early,) = watched.look(1.5).values()
+    (late,) = watched.look(500.0).values()
+    if eviction == "retention":
+        assert early.worth == late.worth == BY_AGE
+    else:
+        assert early.worth > 10 * late.worth > 0.0, "the row is reported again when its worth has changed"

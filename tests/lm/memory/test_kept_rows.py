@@ -6,9 +6,12 @@ import random
 
 import pytest
 
+from holdfast.core.pause import Pause
 from holdfast.core.types import Identity
 from holdfast.lm.memory.kept_rows import STRIDE, FoundRow, KeptRows, RowKey
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.memory.turn_queue import make_turns
+from holdfast.lm.memory.turns import NEW, Departure
 from holdfast.lm.types import RowBytes
 
 ROOT, OTHER = Identity("m").root(), Identity("m", tenant="other").root()
@@ -16,7 +19,8 @@ GROWING, RECURRENT = RowBytes(growing=((8, None),)), RowBytes(fixed=1000)
 
 
 def kept_rows(*, croppable=True, sizes=GROWING, eviction="retention", cost=lambda position: 1.0):
-    return KeptRows(sizes.of, RetentionRule(EVICTIONS[eviction], cost=cost), croppable=croppable)
+    rule = RetentionRule(EVICTIONS[eviction], cost=cost, turns=make_turns(eviction))
+    return KeptRows(sizes.of, rule, croppable=croppable)
 
 
 def numbers(count, start=0):
@@ -235,3 +239,22 @@ def test_long_histories_find_the_state_that_a_search_through_all_kept_states_fin
     for slot in list(held):
         kept.forget(slot)
     assert not kept._ends and not kept._passing and kept.device_bytes == kept.host_bytes == 0
+
+
+def leave(kept, slot, tokens, tenant, until, now):
+    """Keep the state of a turn that has ended, whose client wants it kept until some time."""
+    kept.left(ROOT, tokens, Departure(f"{slot}", tenant, Pause("person", keep_until=until)), NEW, now)
+    kept.add(slot, ROOT, tokens, now)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_rows_that_clients_want_kept_go_last_up_to_their_tenants_share(on_host):
+    kept = kept_rows(eviction="pauses")
+    for slot in range(3):
+        leave(kept, slot, numbers(32, 100 * (slot + 1)), "greedy", 1000.0 + slot, float(slot))
+    leave(kept, 3, numbers(32, 900), "honest", None, 3.0)
+    for slot in range(4 if on_host else 0):
+        kept.offload(slot)
+    assert kept.victims(9.0, on_host=on_host)[-2:] == [0, 1], "two of four: half"
+    assert kept.victims(2000.0, on_host=on_host)[-1] == 3
+    assert kept.victims(9.0, on_host=not on_host) == []

@@ -2,12 +2,15 @@
 
 import pytest
 
+from holdfast.core.pause import Pause
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.snapshots import NO_SLOT, NOTHING_KEPT, Snapshot, StateKey
 from holdfast.lm.memory.state_pool import StatePool
+from holdfast.lm.memory.turn_queue import make_turns
+from holdfast.lm.memory.turns import NEW, Departure
 from holdfast.lm.types import COPIES_AHEAD_BYTES, StateCopy, StateShape
 from tests.hybrid import check_states
 
@@ -24,7 +27,8 @@ class States:
     """States whose KV blocks are all kept, unless a test drops them."""
 
     def __init__(self, snapshots=3, host=0, slot_bytes=1, eviction="retention", low_water=0.25):
-        rule = RetentionRule(EVICTIONS[eviction], cost=cost, chunk_blocks=1, block_size=SIZE)
+        turns = make_turns(eviction)
+        rule = RetentionRule(EVICTIONS[eviction], cost=cost, chunk_blocks=1, block_size=SIZE, turns=turns)
         self.blocks = BlockPool(64, SIZE, rule=rule.from_the_end())
         shape = StateShape(snapshots=snapshots, host_snapshots=host, slot_bytes=slot_bytes)
         self.pool = StatePool(shape, ROWS, self.blocks, rule, low_water=low_water)
@@ -559,3 +563,33 @@ def test_a_key_follows_the_block_before_its_tail_alone():
         assert not key._replace(length=key.length + SIZE).follows(1, SIZE)
     assert not states.key([*ONE, 5])._replace(tail_digest=bytes(32)).follows(1, SIZE)
     assert not states.key(ONE)._replace(tail_digest=bytes(32)).follows(1, SIZE)
+
+
+def left(states, tokens, tenant, until, number):
+    """Save the state of a turn that has ended, whose client wants it kept."""
+    snapshot = states.save(tokens)
+    departure = Departure(f"{number}", tenant, Pause("person", keep_until=until))
+    states.blocks.rule.turns.left([snapshot.key.parent], departure, NEW, 2 * number, states.now)
+    return snapshot
+
+
+@pytest.mark.parametrize("eviction", ["pauses", "retention"])
+def test_a_snapshot_that_a_client_wants_kept_outlasts_newer_ones_until_its_time(eviction):
+    states = States(snapshots=2, eviction=eviction)
+    wanted = left(states, TURN, "one", 100.0, 1)
+    other = left(states, OTHER, "two", None, 2)
+    states.now = 50.0
+    third = left(states, THIRD, "two", None, 3)
+    assert wanted.is_kept is (eviction == "pauses") and other.is_kept is not wanted.is_kept
+    states.now = 200.0
+    left(states, FOURTH, "two", None, 4)
+    assert not wanted.is_kept and third.is_kept
+
+
+def test_a_tenant_keeps_no_more_snapshots_than_its_share():
+    states = States(snapshots=4, eviction="pauses")
+    greedy = [left(states, [number] * 4, "greedy", 1e6 + number, number) for number in (1, 2, 3)]
+    honest = left(states, OTHER, "honest", None, 9)
+    states.now = 20.0
+    states.save(THIRD)
+    assert honest.is_kept and states.kept(*greedy) == [True, True, False]

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from holdfast.core.pause import NO_PAUSE, Pause
+from holdfast.lm.memory.ahead import NO_STATES_AHEAD, StatesAhead
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.parts.pauses.observed import Observed, observed
 from holdfast.lm.parts.pauses.options import PauseOptions
 from holdfast.lm.parts.pauses.values import Upcoming, Upcomings
-from holdfast.lm.parts.pauses.windows import Windows
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.hybrid import HybridKind
 from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
 from holdfast.lm.types import BlockCopy, PartPlan, StepPlan, StepResult
 
 WARM_SECONDS = 60.0
 """Seconds for which a turn is expected after a client has announced it."""
+MOST_BLOCKS = 1 << 19
+"""Largest number of digests of conversations whose next turn is expected, and of those that have ended."""
 ALONE_SECONDS = 1e-3
 """Most seconds of copies in a step that computes nothing. A request that arrives meanwhile waits for them."""
 
@@ -52,21 +56,23 @@ class PausePart(Part):
 
     name = "pauses"
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: BlockPool, gaps: Observed) -> None:
+        """`gaps` is what is known of the gaps between turns."""
+        self._pool, self._gaps = pool, gaps
         self._now = 0.0
-        self._most_blocks = 2 * (pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0))
+        tiers = pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0) + pool.below.num_blocks
+        self._most_blocks = min(2 * tiers, MOST_BLOCKS)
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         """The sequences that have ended, by request id, the oldest first."""
         self._ended_blocks = 0
         """Number of digests in `_ended`."""
         self.turns = Upcomings(self._most_blocks)
         """The conversations whose next turn is expected."""
-        self._windows = Windows()
         self._noted = 0
 
     def ended(self, entry: Entry) -> None:
         """Remember the blocks of a sequence, for the note that follows."""
+        self._gaps.ended(entry, self._now)
         digests = entry.cache.digests
         if not digests:
             return
@@ -83,7 +89,7 @@ class PausePart(Part):
     def note(self, request_id: str, pause: Pause, now: float) -> None:
         """Note what is known of the pause after a sequence that has ended. Unknown sequences are ignored."""
         self._now = max(self._now, now)
-        self._pool.rule.turns.note(request_id, pause, self._now)
+        self._gaps.note(request_id, pause, self._now)
         self._take(request_id, pause)
 
     def _take(self, request_id: str, pause: Pause) -> None:
@@ -104,7 +110,7 @@ class PausePart(Part):
 
     def _following(self, ended: Ended, pause: Pause) -> Upcoming:
         """The turn after a sequence that has ended. Copying its state takes time, and may have to wait for steps."""
-        window, at = self._windows.expect(ended.tenant, pause), ended.at
+        window, at = self._gaps.windows.expect(ended.tenant, pause), ended.at
         begin = expected = until = inf
         if window is not None:
             begin = at + window.soonest - self._lead(len(ended.digests))
@@ -135,12 +141,11 @@ class PausePart(Part):
         return inf
 
     def started(self, entry: Entry) -> None:
-        """Expect a turn no longer that has come, and learn how long the pause before it was."""
+        """Expect a turn no longer that has come."""
+        self._gaps.started(entry, self._now)
         if self.turns:
             for turn in self.turns.begun_by(entry.cache.digests):
                 self.turns.forget(turn.key)
-                if turn.pause != NO_PAUSE and turn.paused_at > -inf:
-                    self._windows.learn(turn.tenant, turn.pause, turn.paused_at, self._now)
 
     def stats(self) -> Mapping[str, int]:
         return {"pauses_noted": self._noted, "turns_expected": len(self.turns)}
@@ -155,13 +160,17 @@ class AheadPart(PausePart):
     fewer blocks than without this part. A request that needs the link waits at most for the copies of one step.
     """
 
-    def __init__(self, pool: BlockPool, *, block_bytes: int) -> None:
-        """`block_bytes` is the size of a block; 0: unknown."""
-        super().__init__(pool)
-        self._block_bytes = block_bytes
+    def __init__(
+        self, pool: BlockPool, gaps: Observed, *, block_bytes: int, states: StatesAhead = NO_STATES_AHEAD
+    ) -> None:
+        """`block_bytes` is the size of a block; 0: unknown. `states` are those that are not in blocks."""
+        super().__init__(pool, gaps)
+        self._block_bytes, self._states = block_bytes, states
         self._queues: PartQueues
         self._due: list[Upcoming] = []
         """The turns whose state may come back now, the next turn first."""
+        self._others: dict[bytes, Iterator[bytes]] = {}
+        """Blocks that were not considered yet to give way on the host, by the key of the turn that is due."""
         self._can_swap_in = False
         """Whether an idle engine could bring something, as far as is known since the last result."""
         self.awake = False
@@ -174,19 +183,41 @@ class AheadPart(PausePart):
         due = self.turns.due(self._now)
         for turn in due:
             insort(self._due, turn, key=EXPECTED)
+            self._others[turn.key] = self.turns.latest(self._now)
         self.awake = bool(self._due)
-        if due:
+        if self._bring_from_below() or due:
             self._reconsider()
+
+    def _bring_from_below(self) -> bool:
+        """Have a read begun of blocks that the host lacks, if nobody needs the link. Returns whether any may be there.
+
+        Turns get their blocks one after the other, so the device gets those of a turn that have come to the host.
+        """
+        below, news = self._pool.below, False
+        for turn in self._due if not self._queues.num_waiting and self._pool.is_calm else ():
+            if below.is_reading:
+                break
+            before, turn.on_host = turn.on_host, turn.below
+            turn.below = below.bring_ahead(turn.digests, turn.below, self._others[turn.key], self._gives_way(turn))
+            if not below.is_reading:
+                turn.on_host = turn.below
+            news |= turn.on_host > before
+        return news
 
     def _reconsider(self) -> None:
         """See whether an idle engine could bring something."""
-        self._can_swap_in = self._pool.is_calm and any(
-            self._pool.can_swap_in_ahead(turn.digests, turn.place, self._gives_way(turn)) for turn in self._due
+        self._can_swap_in = self._pool.is_calm and any(map(self._can_bring, self._due))
+
+    def _can_bring(self, turn: Upcoming) -> bool:
+        """Whether blocks or the state of a turn could come to the device now."""
+        places, gives_way = range(turn.place, turn.on_host), self._gives_way(turn)
+        return self._pool.can_swap_in_ahead(turn.digests, places, gives_way) or self._states.can_bring(
+            turn.digests, gives_way
         )
 
     def _gives_way(self, turn: Upcoming) -> Callable[[bytes], bool]:
         """Whether a block is needed later than the state of a turn."""
-        return partial(self.turns.is_needed_after, turn.at, self._now)
+        return partial(self.turns.is_needed_after, turn.at, self._now, tenant=turn.tenant)
 
     @property
     def next_look(self) -> float:
@@ -198,11 +229,14 @@ class AheadPart(PausePart):
     def finish(self, step: PartStep) -> PartPlan | None:
         """Bring blocks of the turns that are due back, as far as that delays nobody."""
         self._settle(step.now)
-        copies = self._swap_in_some(step) if self._may_swap_in(step) else ()
+        may_swap_in = self._may_swap_in(step)
+        copies = self._swap_in_some(step) if may_swap_in else ()
         if copies:
             step.swap_in_ahead(copies)
             if not step.planned:
                 step.keep()
+        elif may_swap_in and not step.planned:  # the segments of a plan wait for its copies of states
+            self._bring_state(step)
         self._can_swap_in = False
         return None
 
@@ -210,8 +244,13 @@ class AheadPart(PausePart):
         """Leave out the turns that have come, did not come, or have all their blocks."""
         for turn in [turn for turn in self._due if turn in self.turns and turn.until <= now]:
             self.turns.add(replace(turn, begin=inf, at=inf, until=inf))
-        self._due = [turn for turn in self._due if turn in self.turns and turn.place < len(turn.digests)]
+        self._due = [turn for turn in self._due if turn in self.turns and self._lacks(turn)]
+        self._others = {turn.key: self._others[turn.key] for turn in self._due}
         self.awake = bool(self._due)
+
+    def _lacks(self, turn: Upcoming) -> bool:
+        """Whether the device may lack state of a turn."""
+        return turn.place < len(turn.digests) or self._states.can_bring(turn.digests, self._gives_way(turn))
 
     def _may_swap_in(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""
@@ -224,10 +263,20 @@ class AheadPart(PausePart):
         """The copies of the first due turn that lacks any, as many as the step's time has room for."""
         most = self._most(step.predicted if step.planned else ALONE_SECONDS)
         for turn in self._due:
-            copies, turn.place = self._pool.swap_in_ahead(turn.digests, turn.place, most, self._gives_way(turn))
+            places = range(turn.place, turn.on_host)
+            copies, turn.place = self._pool.swap_in_ahead(turn.digests, places, most, self._gives_way(turn))
             if copies:
                 return copies
         return ()
+
+    def _bring_state(self, step: PartStep) -> None:
+        """Bring the state of the first due turn that lacks it."""
+        for turn in self._due:
+            gives_way = self._gives_way(turn)
+            if self._states.can_bring(turn.digests, gives_way):
+                self._states.bring(turn.digests, gives_way)
+                step.keep()
+                return
 
     def _most(self, seconds: float) -> int:
         """Number of blocks that the link copies in this time, at least one; 0 s: the time is unknown."""
@@ -238,8 +287,8 @@ class AheadPart(PausePart):
         return max(1, min(int(room / each), self._pool.max_copies))
 
     def _lead(self, blocks: int) -> float:
-        """Copying may have to wait for steps, so it counts twice."""
-        return 2 * self._copying(blocks)
+        """Copying and reading may have to wait for steps, so they count twice."""
+        return 2 * (self._copying(blocks) + self._pool.below.lead(blocks))
 
     def _copying(self, blocks: int) -> float:
         """Seconds that the link takes for this many blocks."""
@@ -262,6 +311,11 @@ EXPECTED = attrgetter("at")
 
 def make_parts(planning: Planning) -> tuple[PausePart, ...]:
     """The part of a scheduler over one pool of blocks. Without a host tier nothing can come back."""
-    if not planning.config.part(PauseOptions).swap_in_ahead or not planning.shape.num_host_blocks:
-        return tuple(PausePart(pool) for pool in planning.kind.block_pools)
-    return tuple(AheadPart(pool, block_bytes=planning.shape.block_bytes) for pool in planning.kind.block_pools)
+    config, shape, pools = planning.config, planning.shape, planning.kind.block_pools
+    ahead = config.part(PauseOptions).swap_in_ahead and shape.num_host_blocks > 0
+    states = cast(HybridKind, planning.kind).states if shape.states else NO_STATES_AHEAD
+    return tuple(
+        AheadPart(pool, gaps, block_bytes=shape.block_bytes, states=states) if ahead else PausePart(pool, gaps)
+        for pool in pools
+        for gaps in (observed(config.eviction, pool.rule.turns, config.block_size),)
+    )

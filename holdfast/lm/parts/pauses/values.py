@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -35,6 +35,10 @@ class Upcoming:
     """Time from which the turn is not expected any longer."""
     place: int = 0
     """Number of leading blocks that were brought back, or need not be."""
+    below: int = 0
+    """Number of leading blocks that were asked of the tiers below the host, or need not be."""
+    on_host: int = 0
+    """Number of these that have come to the host, or will not."""
 
     def needed_at(self, now: float) -> float:
         """Time at which its state is expected to be needed, as far as is known `now`.
@@ -110,10 +114,17 @@ class Upcomings:
             heappop(self._begins)
         return self._begins[0][0] if self._begins else inf
 
-    def is_needed_after(self, time: float, now: float, digest: bytes) -> bool:
+    def latest(self, now: float) -> Iterator[bytes]:
+        """The blocks of these conversations, those expected to be needed last first, and of each from its end on."""
+        for turn in sorted(self._turns.values(), key=lambda turn: -turn.needed_at(now)):
+            yield from reversed(turn.digests)
+
+    def is_needed_after(self, time: float, now: float, digest: bytes, tenant: str = "") -> bool:
         """Whether a block's state is expected to be needed later than `time`, as far as is known `now`.
 
-        False if nobody has said anything of the block.
+        False if nobody has said anything of the block, and for the state of another tenant than `tenant`, unless that
+        is superseded: so a client's wrong hints cost only its own tenant.
         """
         turn = self._needed.get(digest)
-        return turn is not None and turn.needed_at(now) > time
+        is_own = turn is not None and (turn.tenant == tenant or turn.paused_at == -inf)
+        return turn is not None and is_own and turn.needed_at(now) > time

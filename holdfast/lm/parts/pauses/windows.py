@@ -1,19 +1,17 @@
-"""Windows: when a conversation's next turn is expected, learned by kind of pause."""
+"""Windows: when a conversation's next turn is expected, by what is known of its kind of pause."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from holdfast.core.pause import Pause
-from holdfast.lm.memory.gaps import BINS, EDGES, Kind, Kinds, Rates, bin_of
+from holdfast.lm.memory.gaps import EDGES, Kinds, Rates, bin_of
+from holdfast.lm.memory.turns import LEAST_EXPECTED
 
 EARLY, LATE = 0.25, 0.9
 """Shares of all gaps that have ended when a turn may come, and when it is late."""
 SPREAD = 8.0
 """Largest ratio of the third quartile of gaps to the first for which the time of a turn counts as known."""
-LEAST_EXPECTED = 0.05
-"""Least pause in seconds that a hint counts as. Nothing is expected after shorter ones: they leave no time to copy, and
-before anything is seen of a kind, a quarter of its gaps count as shorter."""
 
 
 class Window(NamedTuple):
@@ -26,34 +24,27 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """The gaps of all kinds of pauses so far, and what clients' hints were worth, for each tenant of its own.
+    """The windows of turns by the gaps of all kinds of pauses, and by what clients' hints were worth.
 
     Only gaps that have ended count: a turn that never comes does not make those that come any later.
     """
 
-    def __init__(self) -> None:
-        self._kinds = Kinds()
+    def __init__(self, kinds: Kinds) -> None:
+        """`kinds` are those of a tracker of turns, which teaches them."""
+        self._kinds = kinds
 
     def expect(self, tenant: str, pause: Pause) -> Window | None:
-        """When the turn after a pause is expected. None: gaps of this kind differ too much, or were never seen."""
+        """When the turn after a pause is expected. None: gaps of this kind differ too much, or were never seen.
+
+        Nothing is expected after pauses below `LEAST_EXPECTED`: they leave no time to copy, and before anything is seen
+        of a kind, a quarter of its gaps count as shorter.
+        """
         kind = self._kinds.find(tenant, pause.kind)
         if pause.expected is not None and kind.believes_hints:
-            return window_of(kind.ratios.rates, max(pause.expected, LEAST_EXPECTED))
-        rates = kind.gaps.rates
+            return window_of(kind.ratios.ended, max(pause.expected, LEAST_EXPECTED))
+        rates = kind.gaps.ended
         first, third = rates.quantile(0.25), rates.quantile(0.75)
         return window_of(rates) if first >= LEAST_EXPECTED and third <= SPREAD * first else None
-
-    def learn(self, tenant: str, pause: Pause, began: float, now: float) -> None:
-        """The turn after a pause that began at `began` has come `now`. Times are in seconds."""
-        kind: Kind = self._kinds.find(tenant, pause.kind)
-        gap = max(now - began, EDGES[1] / 2)
-        if pause.expected is not None:
-            scale = max(pause.expected, LEAST_EXPECTED)
-            kind.judge(gap, scale)
-            kind.ratios.begin(began)
-            kind.ratios.end(began, 0, min(bin_of(gap / scale), BINS - 1))
-        kind.gaps.begin(began)
-        kind.gaps.end(began, 0, min(bin_of(gap), BINS - 1))
 
 
 def window_of(rates: Rates, scale: float = 1.0) -> Window:

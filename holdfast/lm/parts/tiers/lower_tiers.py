@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from math import inf
 from operator import attrgetter
 
@@ -69,6 +70,10 @@ class Fetch:
         return not (self.pending or self.probing or self.queued)
 
 
+NOBODY = Fetch(0.0, 0.0, open=False, over=True)
+"""Stands for the sequence of blocks that are brought ahead of need."""
+
+
 @dataclass(eq=False, slots=True)
 class Arrival:
     """Blocks on their way to the host that were asked for together."""
@@ -76,7 +81,12 @@ class Arrival:
     hosts: dict[bytes, int]
     """By digest, the block of the host that is filled."""
     fetches: list[Fetch]
-    """Fetches that wait for some of them."""
+    """Fetches that wait for some of them. The first is NOBODY if they were not asked for."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a sequence has asked for some of them."""
+        return self.fetches != [NOBODY]
 
 
 @dataclass(slots=True)
@@ -137,6 +147,12 @@ class LowerTiers:
                 self._writing[tier] = set()
         self.disk = HostPool(shape.disk_blocks, pool.rule) if shape.disk_blocks else None
         self._arriving: dict[bytes, Arrival] = {}
+        self._unasked = 0
+        """Number of blocks on their way to the host that are brought ahead of need."""
+        self._reads = 0
+        """Number of reads that have not ended."""
+        self._has_begun = False
+        """Whether a read ahead of need was begun that `jobs` has not given."""
         self._renewed: set[bytes] = set()
         """Blocks of the disk that were used since its files last said so."""
         self._held = 0
@@ -153,7 +169,9 @@ class LowerTiers:
         self._written: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._read: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._corrupt = self._failures = self._given_up = 0
-        pool.serve_below(self.has)
+        self.num_blocks = shape.disk_blocks
+        """Number of blocks that the disk has room for."""
+        pool.serve_below(self.has, self)
         self._load(shape, now)
 
     def _load(self, shape: LowerShape, now: float) -> None:
@@ -192,7 +210,7 @@ class LowerTiers:
     @property
     def has_news(self) -> bool:
         """Whether `jobs` may have new ones, because blocks of the host were filled or used."""
-        return self._host.unread_uses > 0
+        return self._host.unread_uses > 0 or self._has_begun
 
     @property
     def wants_step(self) -> bool:
@@ -233,6 +251,7 @@ class LowerTiers:
     def jobs(self, now: float) -> list[TierJob]:
         """The jobs to begin now."""
         self._note()
+        self._has_begun = False
         while self._queue and (self._room(self._queue[0][2]) or self._queue[0][0].over):
             fetch, tier, there = self._queue.popleft()
             fetch.queued -= 1
@@ -384,7 +403,7 @@ class LowerTiers:
         If half of the host has no room for them all, the last ones are read: they cost most to compute.
         """
         host, disk, size = self._host, self.disk, self.prices.block_bytes
-        ahead = size * (len(self._arriving) + sum([len(blocks) for _, _, blocks in self._queue]))
+        ahead = size * (self._num_asked + sum([len(blocks) for _, _, blocks in self._queue]))
         chosen = self.prices.worth([*there], self.links[tier], ahead)
         if not self._room(chosen):
             fetch.queued += 1
@@ -412,7 +431,78 @@ class LowerTiers:
     def _room(self, blocks: Collection[int]) -> bool:
         """Whether the host has room for these blocks, or for the most blocks that it may have for one sequence."""
         most = self._host.ready // 2
-        return min(len(blocks), most) <= most - self._held - len(self._arriving)
+        return min(len(blocks), most) <= most - self._held - self._num_asked
+
+    @property
+    def _num_asked(self) -> int:
+        """Number of blocks on their way to the host that were asked for. The others are of one read at most."""
+        return len(self._arriving) - self._unasked
+
+    # Ahead of need.
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether any block is on its way to the host, or waits for room there."""
+        return bool(self._reads or self._queue)
+
+    def lead(self, blocks: int) -> float:
+        """Seconds that it takes to have this many blocks on the host."""
+        return self.links[self._tiers[0]].seconds(blocks * self.prices.block_bytes)
+
+    def bring_ahead(
+        self, digests: Sequence[bytes], start: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]
+    ) -> int:
+        """Begin one read of blocks that no sequence has asked for, unless another read is under way (`FromBelow`).
+
+        So a sequence that asks meanwhile waits for one read at most, and finds as much room as without it.
+        """
+        if self.is_reading:
+            return start
+        missing = (place for place in range(start, len(digests)) if self._is_missing(digests[place]))
+        places = [*islice(missing, self._read_batch)]
+        if not places:
+            return len(digests)
+        tier = self._tier_of(digests[places[0]])
+        alike = [*takewhile(lambda place: self._tier_of(digests[place]) == tier, places)]
+        targets = self._room_ahead(len(alike), others, gives_way)
+        self._read_ahead(tier, [TierBlock(digests[at], at, host) for at, host in zip(alike, targets, strict=False)])
+        return (*alike, alike[-1] + 1)[len(targets)]
+
+    def _is_missing(self, digest: bytes) -> bool:
+        """Whether only a tier below the host has a block, and it is not on its way."""
+        pool = self._pool
+        here = pool.find_all((digest,)) != [None] or self._host.find(digest) is not None
+        return not here and digest not in self._arriving and self.has(digest)
+
+    def _tier_of(self, digest: bytes) -> TierName:
+        """The tier to read a block from that is below the host."""
+        return "disk" if self.has_on_disk(digest) else "remote"
+
+    def _room_ahead(self, count: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]) -> list[int]:
+        """Reserve up to `count` blocks of the host without state that anybody needs there.
+
+        Free blocks are left for two plans that copy to the host. So no plan evicts other state while a read is under
+        way, whose blocks cannot be evicted.
+        """
+        pool, host = self._pool, self._host
+        kept_free = 2 * pool.max_copies
+        for digest in others if host.num_free < kept_free + count else ():
+            if self.has_on_disk(digest) and gives_way(digest) and pool.find_all((digest,)) == [None]:
+                host.give_up(digest)
+                if host.num_free == kept_free + count:
+                    break
+        return host.reserve_spare(count, kept_free)
+
+    def _read_ahead(self, tier: TierName, blocks: Sequence[TierBlock]) -> None:
+        """Begin to read blocks that no sequence has asked for into reserved blocks of the host."""
+        disk = self.disk
+        if tier == "disk" and disk is not None:
+            blocks = [block._replace(slot=slot) for block in blocks if (slot := disk.hold(block.digest)) is not None]
+        hosts = {block.digest: block.host for block in blocks}
+        self._arriving.update(dict.fromkeys(hosts, Arrival(hosts, [NOBODY])))
+        self._unasked += len(hosts)
+        self._has_begun = bool(hosts)
+        self._begin(tier, "read", blocks)
 
     def close(self, fetch: Fetch) -> None:
         """Note that the sequence of a fetch has started or ended: nothing is held for it from now on."""
@@ -434,6 +524,7 @@ class LowerTiers:
         """Take note of jobs that have ended."""
         for each in ended:
             book = self._books.pop(each.number)
+            self._reads -= book.job.kind == "read"
             match book.job.kind:
                 case "write":
                     self._finish_write(book.job, each)
@@ -486,6 +577,8 @@ class LowerTiers:
         arrival = self._arriving[digests[0]]
         for digest in digests:
             del self._arriving[digest]
+        if arrival.fetches[0] is NOBODY:
+            self._unasked -= len(digests)
         came = list[tuple[int, bytes, int]]()
         for (digest, place, host, *_), outcome in zip(job.blocks, ended.outcomes, strict=True):
             done = outcome == "done"
@@ -501,7 +594,7 @@ class LowerTiers:
                 disk.drop(digest)
                 self._renewed.discard(digest)
         self._read[tier] += len(came)
-        self._pool.cache_on_host(came, now)
+        self._pool.cache_on_host(came, now, asked=arrival.is_asked)
         for fetch in arrival.fetches:
             self._arrive(fetch, tier, digests, (now, self._pool.uses))
 
@@ -558,6 +651,7 @@ class LowerTiers:
         for start in range(0, 1 if kind == "check" else len(blocks), step):
             job = TierJob(self._numbers, tier, kind, tuple(blocks[start : start + step]))
             self._books[self._numbers] = JobBook(job, fetch)
+            self._reads += kind == "read"
             self._numbers += 1
 
     def stats(self) -> dict[str, int]:

@@ -172,6 +172,8 @@ class TierPart(Part):
         if fetch is None:
             self._asked.add(entry)
             missing = entry.cache.lacking(sequence.tokens)
+            if missing:  # what the host has already must not leave it for what is read
+                entry.cache.touch(sequence.tokens, now)
             fetch = self.lower.fetch(missing, now) if missing else None
         if fetch is None:
             return False

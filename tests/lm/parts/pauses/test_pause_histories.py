@@ -81,5 +81,5 @@ def test_every_request_gets_the_tokens_it_gets_alone_whatever_is_noted(seed, sta
 
 
 def test_blocks_come_back_ahead_and_are_used_or_wasted():
-    seen = sum((play(seed) for seed in range(60)), Counter())
+    seen = sum((play(seed) for seed in range(80)), Counter())
     assert min(seen["brought"], seen["used"], seen["wasted"]) > 10, seen

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from math import inf
-from types import SimpleNamespace
 
 import pytest
 
 from holdfast.core.pause import Pause
 from holdfast.lm.choice import make_scheduler
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.pauses.observed import observed
 from holdfast.lm.parts.pauses.planner import AheadPart, PausePart
 from tests.invariants import check_scheduler
 from tests.lm.test_choice import SHAPE
@@ -215,7 +215,7 @@ def test_a_note_of_an_unknown_request_changes_nothing():
 
 def test_switched_off_it_notes_pauses_and_brings_nothing():
     pool = create_scheduler(host_blocks=16).pool
-    part = PausePart(pool)
+    part = PausePart(pool, observed("retention", pool.rule.turns, 4))
     part.warm([b"x"], 1.0)
     part.look(2.0)
     assert part.next_look == inf and not part.has_work and len(part.turns) == 1
@@ -241,13 +241,14 @@ def test_the_time_of_a_tool_is_learned_from_the_turns_after_it():
     assert now - 6.0 < engine.part.next_look < now
 
 
-def test_the_eviction_gets_to_know_of_every_pause():
-    engine = Engine()
-    noted = []
-    turns = SimpleNamespace(note=lambda *told: noted.append(told))
-    engine.pool.rule = SimpleNamespace(turns=turns)
-    engine.part.note("gone", Pause("person"), 3.0)
-    assert noted == [("gone", Pause("person"), 3.0)]
+@pytest.mark.parametrize("eviction", ["pauses", "retention"])
+def test_the_eviction_gets_to_know_of_every_pause(eviction):
+    engine = Engine(eviction=eviction)
+    (own,) = create_requests(16, max_tokens=9)
+    engine.run(own)
+    engine.part.note(own.id, Pause("tool:x", superseded=True), 3.0)
+    use = engine.pool._idle.retained.last_use(engine.pool._cached[engine.part._ended[own.id].digests[-1]])
+    assert (engine.pool.rule.turns.worth(*use, 4.0) == 0.0) is (eviction == "pauses")
 
 
 @pytest.mark.parametrize(("ahead", "host_blocks", "comes"), [(True, 8, True), (False, 8, False), (True, 0, False)])

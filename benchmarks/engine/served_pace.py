@@ -62,6 +62,8 @@ def give_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told))
 
 
 @contextmanager

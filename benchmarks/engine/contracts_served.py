@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["contracts"])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.5, 2.0, 3.0], help="multiples of it")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of arrivals in a run")
+    parser.add_argument("--least", type=int, default=60, help="least conversations in a run, which then takes longer")
     parser.add_argument("--after", type=float, default=22.0, help="seconds from the last arrival to the run's end")
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--device", default="h200", help="device whose costs give long prompts more time")
@@ -83,12 +84,14 @@ def main() -> None:
         with server(system, model, args) as (url, name), ProcessPoolExecutor(CLIENTS, SPAWN) as clients:
             send = partial(load, clients, url, name, vocabulary, system, args)
             for tokens in (16, 4096):  # opens the clients' modules and connections, and each kind of step
-                send(fixed(4 * CLIENTS, tokens, 32), f"warm/{tokens}")
+                send(fixed(4 * CLIENTS, tokens, 32), f"warm/{tokens}", args.after)
             for of, study in studies.items():
                 for multiple in args.loads:
                     rate = multiple * capacities[of]
                     row = {"workload": of, "load": multiple, "system": system, "rate": rate}
-                    row |= send(changed(arriving(study.base, rate, args.seconds), system), f"{of}/{multiple}/{system}")
+                    seconds = max(args.seconds, args.least / rate)
+                    arrive = changed(arriving(study.base, rate, seconds), system)
+                    row |= send(arrive, f"{of}/{multiple}/{system}", seconds + args.after)
                     print(line(row), flush=True)
                     rows.append(row)
                     if args.json:  # after each run, as a study may be cut short
@@ -131,9 +134,10 @@ def load(
     args: argparse.Namespace,
     workload: Workload,
     salt: str,
+    lasts: float,
 ) -> dict[str, Any]:
-    """The figures of one load, sent by all clients."""
-    asks = partial(send, url, model, vocabulary, system, args.allowed, args.seconds + args.after)
+    """The figures of one load, sent by all clients. It is cut off after `lasts` seconds."""
+    asks = partial(send, url, model, vocabulary, system, args.allowed, lasts)
     parts = [clients.submit(run, asks, workload[part::CLIENTS], salt, part) for part in range(CLIENTS)]
     records = [record for part in parts for record in part.result()]
     answered = [record for record in records if record.token_times]

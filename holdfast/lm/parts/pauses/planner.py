@@ -198,7 +198,7 @@ class AheadPart(PausePart):
             if below.is_reading:
                 break
             before, turn.on_host = turn.on_host, turn.below
-            turn.below = below.bring_ahead(turn.digests, turn.below, self._others[turn.key], self._gives_way(turn))
+            turn.below = below.read_ahead(turn.digests, turn.below, self._others[turn.key], self._gives_way(turn))
             if not below.is_reading:
                 turn.on_host = turn.below
             news |= turn.on_host > before
@@ -211,7 +211,7 @@ class AheadPart(PausePart):
     def _can_bring(self, turn: Upcoming) -> bool:
         """Whether blocks or the state of a turn could come to the device now."""
         places, gives_way = range(turn.place, turn.on_host), self._gives_way(turn)
-        return self._pool.can_swap_in_ahead(turn.digests, places, gives_way) or self._states.can_bring(
+        return self._pool.can_swap_in_ahead(turn.digests, places, gives_way) or self._states.can_swap_in_ahead(
             turn.digests, gives_way
         )
 
@@ -250,7 +250,7 @@ class AheadPart(PausePart):
 
     def _lacks(self, turn: Upcoming) -> bool:
         """Whether the device may lack state of a turn."""
-        return turn.place < len(turn.digests) or self._states.can_bring(turn.digests, self._gives_way(turn))
+        return turn.place < len(turn.digests) or self._states.can_swap_in_ahead(turn.digests, self._gives_way(turn))
 
     def _may_swap_in(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""
@@ -273,8 +273,8 @@ class AheadPart(PausePart):
         """Bring the state of the first due turn that lacks it."""
         for turn in self._due:
             gives_way = self._gives_way(turn)
-            if self._states.can_bring(turn.digests, gives_way):
-                self._states.bring(turn.digests, gives_way)
+            if self._states.can_swap_in_ahead(turn.digests, gives_way):
+                self._states.swap_in_ahead(turn.digests, gives_way)
                 step.keep()
                 return
 

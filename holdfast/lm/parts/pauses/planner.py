@@ -311,11 +311,12 @@ EXPECTED = attrgetter("at")
 
 def make_parts(planning: Planning) -> tuple[PausePart, ...]:
     """The part of a scheduler over one pool of blocks. Without a host tier nothing can come back."""
-    config, shape, pools = planning.config, planning.shape, planning.kind.block_pools
+    config, shape = planning.config, planning.shape
     ahead = config.part(PauseOptions).swap_in_ahead and shape.num_host_blocks > 0
-    states = cast(HybridKind, planning.kind).states if shape.states else NO_STATES_AHEAD
-    return tuple(
-        AheadPart(pool, gaps, block_bytes=shape.block_bytes, states=states) if ahead else PausePart(pool, gaps)
-        for pool in pools
-        for gaps in (observed(config.eviction, pool.rule.turns, config.block_size),)
-    )
+    states: StatesAhead = cast(HybridKind, planning.kind).states if shape.states else NO_STATES_AHEAD
+
+    def make_part(pool: BlockPool) -> PausePart:
+        gaps = observed(config.eviction, pool.rule.turns, config.block_size)
+        return AheadPart(pool, gaps, block_bytes=shape.block_bytes, states=states) if ahead else PausePart(pool, gaps)
+
+    return tuple(map(make_part, planning.kind.block_pools))

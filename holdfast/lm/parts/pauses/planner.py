@@ -152,7 +152,9 @@ class PausePart(Part):
 
 
 class AheadPart(PausePart):
-    """Brings blocks of the host tier back before the turn that needs them, where that costs nobody anything.
+    """Brings state of the tiers below the device back before the turn that needs it, where that costs nobody anything.
+
+    Blocks that only the disk or the remote tier has are read to the host first (`FromBelow`).
 
     A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
     leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
@@ -297,6 +299,7 @@ class AheadPart(PausePart):
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         self._now = max(self._now, now)
         if self._due:
+            self._bring_from_below()
             self._reconsider()
         return ()
 

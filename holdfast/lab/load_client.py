@@ -18,7 +18,7 @@ from holdfast.lab.workloads import Conversation, History, PromptTokens, Turn, Wo
 
 
 class Said(NamedTuple):
-    """What the client says of pauses with a request."""
+    """The words of a client about pauses, with a request."""
 
     kind: str = ""
     """Kind of the pause after the answer; empty: unknown."""

@@ -154,7 +154,7 @@ def test_prompts_of_a_server_and_of_a_model_here_are_drawn_from_the_seed():
     def prompts(seed):
         sent = []
 
-        async def ask(prompt, output, record):
+        async def ask(prompt, output, record, said):
             sent.append(prompt)
 
         with asyncio.Runner() as loop:
@@ -168,7 +168,7 @@ def test_each_run_of_a_target_sends_other_prompts():
     """Equal prompts would come from the previous run's cache, and make it look faster."""
     sent = []
 
-    async def ask(prompt, output, record):
+    async def ask(prompt, output, record, said):
         sent.append(tuple(prompt))
 
     with asyncio.Runner() as loop:

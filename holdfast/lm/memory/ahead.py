@@ -73,7 +73,7 @@ class FromBelow(Protocol):
         """Seconds that it takes to have this many blocks on the host."""
         ...
 
-    def bring_ahead(
+    def read_ahead(
         self, digests: Sequence[bytes], start: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]
     ) -> int:
         """Begin to read some blocks of a sequence that the device and the host lack. `start` is the first place.
@@ -96,7 +96,7 @@ class NothingBelow:
         """0: nothing is brought."""
         return 0.0
 
-    def bring_ahead(
+    def read_ahead(
         self, digests: Sequence[bytes], start: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]
     ) -> int:
         """The end of the sequence: nothing can be brought."""
@@ -109,11 +109,11 @@ NOTHING_BELOW: FromBelow = NothingBelow()
 class StatesAhead(Protocol):
     """Brings recurrent states from the host to the device before any request asks for them."""
 
-    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
-        """Whether `bring` with these arguments would find a state to copy, and room for it."""
+    def can_swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `swap_in_ahead` with these arguments would find a state to copy, and room for it."""
         ...
 
-    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+    def swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
         """Have the next plan copy the state that comes right after these full blocks of a sequence from the host.
 
         It goes to a free slot, or to that of a state that the host has, too, and whose last full block `gives_way`. A
@@ -125,11 +125,11 @@ class StatesAhead(Protocol):
 class NoStatesAhead:
     """The memory has no states that are not in blocks (`StatesAhead`)."""
 
-    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+    def can_swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
         """False: there is no state."""
         return False
 
-    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+    def swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
         """Do nothing: there is no state."""
 
 

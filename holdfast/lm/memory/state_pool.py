@@ -420,11 +420,11 @@ class StatePool:
 
     # Ahead of need (`ahead.StatesAhead`).
 
-    def can_bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
-        """Whether `bring` with these arguments would find a snapshot to copy, and room for it."""
+    def can_swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
+        """Whether `swap_in_ahead` with these arguments would find a snapshot to copy, and room for it."""
         return bool(self._to_bring(digests) and (self._free or any(True for _ in self._giving_way(gives_way))))
 
-    def bring(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
+    def swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> None:
         """Have the next plan copy the snapshot that comes right after these full blocks from the host."""
         self._ahead = self._to_bring(digests)
         if self._ahead and not self._free:
@@ -444,7 +444,7 @@ class StatePool:
                 yield each
 
     def _copy_ahead(self) -> Iterator[StateCopy]:
-        """The copies of snapshots that are brought ahead of need. Those without a free slot are left out."""
+        """The copies of snapshots that are brought ahead of need. A snapshot without a free slot is left out."""
         for each in self._ahead:
             if self._free and each.is_on_host:
                 each.slot = self._free.pop()
@@ -662,7 +662,7 @@ class StatePool:
         """The snapshot of the lowest rank goes first.
 
         Snapshots of no use go before all others. Next come the ones that their conversations have gone on from, as
-        the next turn needs the latest. Those that clients want kept go last.
+        the next turn needs the latest. The snapshots that clients want kept go last.
         """
         value = self.value(snapshot, now)
         is_needed = value > 0 and not snapshot.is_passed

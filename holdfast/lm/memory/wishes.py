@@ -23,8 +23,8 @@ NO_WISH = Wish()
 def granted(states: Iterable[tuple[StateT, Wish, float]], now: float) -> set[StateT]:
     """The states of one tier that are kept at `now` because clients want it. Each comes with its wish and its size.
 
-    A tenant keeps no more than an equal share of all of them among the tenants that have state there. Of what exceeds
-    it, the states to be kept for longest are left out.
+    A tenant keeps no more than an equal share of all of them among the tenants that have state there. Beyond that
+    share, the states to be kept for longest are left out.
     """
     wished, total, tenants = dict[str, list[tuple[float, float, StateT]]](), 0.0, set[str]()
     for state, wish, size in states:

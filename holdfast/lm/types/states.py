@@ -44,7 +44,7 @@ class StatePlan(PartPlan):
     saves: tuple[StateCopy, ...] = ()
     """Copies from rows to snapshots: states as the plans before this one leave them."""
     swap_in: tuple[StateCopy, ...] = ()
-    """Copies from slots on the host to rows, for sequences that begin with this plan, and to snapshots ahead of need."""
+    """Copies from slots on the host: to rows of sequences that begin with this plan, and to snapshots ahead of need."""
     starts: tuple[StateCopy, ...] = ()
     """Copies from snapshots to the rows of other sequences that begin with this plan."""
     tails: tuple[BlockMove, ...] = ()

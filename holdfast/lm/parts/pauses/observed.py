@@ -1,4 +1,4 @@
-"""Observed: what the part learns of gaps between turns. A tracker learns them once, for the memory and for the part."""
+"""Observed: the gaps between turns, as a tracker learns them once for the memory and for the part."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Observed(Protocol):
 
 
 class OfMemory:
-    """What the memory's own tracker learns, by which it chooses what to evict (`Observed`)."""
+    """The knowledge of the memory's own tracker, by which the memory chooses its victims (`Observed`)."""
 
     def __init__(self, tracker: TurnTracker) -> None:
         self._tracker = tracker
         self.windows = Windows(tracker.kinds)
 
     def started(self, entry: Entry, now: float) -> None:
-        """Do nothing: the sequence's cache has told the tracker."""
+        """Do nothing: the sequence's cache reports it to the tracker."""
 
     def ended(self, entry: Entry, now: float) -> None:
-        """Do nothing: the sequence's cache has told the tracker."""
+        """Do nothing: the sequence's cache reports it to the tracker."""
 
     def note(self, request_id: str, pause: Pause, now: float) -> None:
         """Note the pause where the memory goes by it, too."""
@@ -49,7 +49,7 @@ class OfMemory:
 
 
 class OfPart:
-    """What a tracker of the part learns, where the memory evicts by last use alone (`Observed`)."""
+    """The knowledge of a tracker of the part, where the memory evicts by last use alone (`Observed`)."""
 
     def __init__(self, block_size: int) -> None:
         """`block_size` is the number of tokens in a block."""

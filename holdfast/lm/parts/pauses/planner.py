@@ -152,7 +152,9 @@ class PausePart(Part):
 
 
 class AheadPart(PausePart):
-    """Brings blocks of the host tier back before the turn that needs them, where that costs nobody anything.
+    """Brings state of the tiers below the device back before the turn that needs it, where that costs nobody anything.
+
+    Blocks that only the disk or the remote tier has are read to the host first (`FromBelow`).
 
     A step brings blocks only if no copy from the host is under way or begins in it, no request waits, and no idle state
     leaves the device to make room. It brings as many as the link copies while its segments run, at least one. The
@@ -198,7 +200,7 @@ class AheadPart(PausePart):
             if below.is_reading:
                 break
             before, turn.on_host = turn.on_host, turn.below
-            turn.below = below.bring_ahead(turn.digests, turn.below, self._others[turn.key], self._gives_way(turn))
+            turn.below = below.read_ahead(turn.digests, turn.below, self._others[turn.key], self._gives_way(turn))
             if not below.is_reading:
                 turn.on_host = turn.below
             news |= turn.on_host > before
@@ -211,7 +213,7 @@ class AheadPart(PausePart):
     def _can_bring(self, turn: Upcoming) -> bool:
         """Whether blocks or the state of a turn could come to the device now."""
         places, gives_way = range(turn.place, turn.on_host), self._gives_way(turn)
-        return self._pool.can_swap_in_ahead(turn.digests, places, gives_way) or self._states.can_bring(
+        return self._pool.can_swap_in_ahead(turn.digests, places, gives_way) or self._states.can_swap_in_ahead(
             turn.digests, gives_way
         )
 
@@ -250,7 +252,7 @@ class AheadPart(PausePart):
 
     def _lacks(self, turn: Upcoming) -> bool:
         """Whether the device may lack state of a turn."""
-        return turn.place < len(turn.digests) or self._states.can_bring(turn.digests, self._gives_way(turn))
+        return turn.place < len(turn.digests) or self._states.can_swap_in_ahead(turn.digests, self._gives_way(turn))
 
     def _may_swap_in(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""
@@ -273,8 +275,8 @@ class AheadPart(PausePart):
         """Bring the state of the first due turn that lacks it."""
         for turn in self._due:
             gives_way = self._gives_way(turn)
-            if self._states.can_bring(turn.digests, gives_way):
-                self._states.bring(turn.digests, gives_way)
+            if self._states.can_swap_in_ahead(turn.digests, gives_way):
+                self._states.swap_in_ahead(turn.digests, gives_way)
                 step.keep()
                 return
 
@@ -297,6 +299,7 @@ class AheadPart(PausePart):
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
         self._now = max(self._now, now)
         if self._due:
+            self._bring_from_below()
             self._reconsider()
         return ()
 
@@ -311,11 +314,12 @@ EXPECTED = attrgetter("at")
 
 def make_parts(planning: Planning) -> tuple[PausePart, ...]:
     """The part of a scheduler over one pool of blocks. Without a host tier nothing can come back."""
-    config, shape, pools = planning.config, planning.shape, planning.kind.block_pools
+    config, shape = planning.config, planning.shape
     ahead = config.part(PauseOptions).swap_in_ahead and shape.num_host_blocks > 0
-    states = cast(HybridKind, planning.kind).states if shape.states else NO_STATES_AHEAD
-    return tuple(
-        AheadPart(pool, gaps, block_bytes=shape.block_bytes, states=states) if ahead else PausePart(pool, gaps)
-        for pool in pools
-        for gaps in (observed(config.eviction, pool.rule.turns, config.block_size),)
-    )
+    states: StatesAhead = cast(HybridKind, planning.kind).states if shape.states else NO_STATES_AHEAD
+
+    def make_part(pool: BlockPool) -> PausePart:
+        gaps = observed(config.eviction, pool.rule.turns, config.block_size)
+        return AheadPart(pool, gaps, block_bytes=shape.block_bytes, states=states) if ahead else PausePart(pool, gaps)
+
+    return tuple(map(make_part, planning.kind.block_pools))

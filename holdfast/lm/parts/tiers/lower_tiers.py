@@ -449,7 +449,7 @@ class LowerTiers:
         """Seconds that it takes to have this many blocks on the host."""
         return self.links[self._tiers[0]].seconds(blocks * self.prices.block_bytes)
 
-    def bring_ahead(
+    def read_ahead(
         self, digests: Sequence[bytes], start: int, others: Iterator[bytes], gives_way: Callable[[bytes], bool]
     ) -> int:
         """Begin one read of blocks that no sequence has asked for, unless another read is under way (`FromBelow`).
@@ -465,7 +465,7 @@ class LowerTiers:
         tier = self._tier_of(digests[places[0]])
         alike = [*takewhile(lambda place: self._tier_of(digests[place]) == tier, places)]
         targets = self._room_ahead(len(alike), others, gives_way)
-        self._read_ahead(tier, [TierBlock(digests[at], at, host) for at, host in zip(alike, targets, strict=False)])
+        self._begin_reading(tier, [TierBlock(digests[at], at, host) for at, host in zip(alike, targets, strict=False)])
         return (*alike, alike[-1] + 1)[len(targets)]
 
     def _is_missing(self, digest: bytes) -> bool:
@@ -493,7 +493,7 @@ class LowerTiers:
                     break
         return host.reserve_spare(count, kept_free)
 
-    def _read_ahead(self, tier: TierName, blocks: Sequence[TierBlock]) -> None:
+    def _begin_reading(self, tier: TierName, blocks: Sequence[TierBlock]) -> None:
         """Begin to read blocks that no sequence has asked for into reserved blocks of the host."""
         disk = self.disk
         if tier == "disk" and disk is not None:

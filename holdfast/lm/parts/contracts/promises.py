@@ -146,7 +146,9 @@ class Promises:
         if not self._open:
             self.bound, self.is_loose = inf, False
         if term := promise.broken_by(now):
-            self.outcomes.broken[term] += 1
+            # An answer that began on another engine has its first token: the one that was due here is the next one.
+            resumed = term == "ttft" and entry.sequence.request.answered > 0
+            self.outcomes.broken["tbt" if resumed else term] += 1
         elif promise.first < inf:
             self.outcomes.kept += 1
 

@@ -19,7 +19,7 @@ from holdfast.core.types import FinishReason, SequenceOutput
 from holdfast.engine.client.client import Delta, Stream
 from holdfast.engine.client.connection import EngineDead, QueueFull
 from holdfast.lm.types import SchedulerStats
-from tests.cluster.test_replicas import FOUR, Scripted, Scripts, read, started, stats, until
+from tests.cluster.test_replicas import Scripted, Scripts, read, started, stats, until
 
 __all__ = ["started"]
 
@@ -102,7 +102,7 @@ async def test_a_contract_that_all_refuse_is_refused_with_the_least_time_to_come
     replicas = await started(scripts, 3)
     for engine, wait in zip(scripts.engines, seconds, strict=True):
         engine.refusal = refusal(wait, ttft=wait if wait < inf else None)
-    with pytest.raises(ContractRefused, match="busy for 1.5 s") as refused:
+    with pytest.raises(ContractRefused, match=r"busy for 1\.5 s") as refused:
         await read(replicas, contract=LOOSE)
     assert refused.value.refusal == refusal(1.5, ttft=1.5)
     assert [len(engine.asked) for engine in scripts.engines] == [1, 1, 1]

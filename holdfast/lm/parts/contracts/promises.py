@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from holdfast.core.contract import TERMS, Contract, Term
 from holdfast.lm.memory.protocol import AnyMemory
@@ -13,6 +14,8 @@ from holdfast.lm.scheduler.entries import Entry
 
 RESERVE = 0.05
 """Share of each promised time that is left over: tokens take time to reach their stream."""
+JOINING = 2
+"""Most steps in flight in which a sequence whose copies from the host are complete is not planned."""
 
 
 @dataclass(slots=True)
@@ -164,8 +167,16 @@ class Promises:
 
 def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
     """A sequence that lacks a part of its prompt, as a forecast sees it."""
+    need = needed(entry, pool)
     return Prompt(
-        lacking(entry, pool), entry.sequence.length, promise.tokens_left(entry), promise.due, promise.complete_by
+        need.positions,
+        entry.sequence.length,
+        promise.tokens_left(entry),
+        promise.due,
+        promise.complete_by,
+        copying=need.seconds,
+        pauses=entry.cache.most_cuts(entry.sequence.length),
+        joining=JOINING if need.copies else 0,
     )
 
 
@@ -174,14 +185,34 @@ def answered(entry: Entry) -> int:
     return entry.sequence.length - entry.sequence.request.answer_start
 
 
-def lacking(entry: Entry, pool: AnyMemory) -> int:
-    """Number of positions of a sequence that no plan computes yet.
+class Need(NamedTuple):
+    """What a sequence needs before its first token."""
 
-    State that only the host has counts as lacking: it takes time to come, though mostly less than computing it.
-    """
+    positions: int
+    """Number of positions that no plan computes yet."""
+    seconds: float = 0.0
+    """Predicted seconds in which its state is copied from the host."""
+    copies: bool = False
+    """Whether any state is copied."""
+
+
+def needed(entry: Entry, pool: AnyMemory) -> Need:
+    """What a sequence needs before its first token. State on the host is copied where the memory would copy it."""
     sequence, cache = entry.sequence, entry.cache
     if cache.capacity:
-        return sum(stop - start for start, stop in cache.missing(sequence.length))
+        return Need(unplanned(entry), copying(len(pool.copies.swapping_in), pool), entry.swap_in_step >= 0)
     found = cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
-    here: int = found.positions(pool.block_size) - len(found.host) * pool.block_size
-    return sequence.length - max(0, here)
+    kept: int = found.positions(pool.block_size)
+    return Need(sequence.length - kept, copying(len(found.host), pool), len(found.host) > 0)
+
+
+def unplanned(entry: Entry) -> int:
+    """Number of positions of a sequence with blocks that no plan computes yet."""
+    missing = entry.cache.missing(entry.sequence.length)
+    beyond = entry.sequence.length - missing[-1][1] if missing else 0  # a state is kept where the last range ends
+    return beyond + sum(stop - start for start, stop in missing)
+
+
+def copying(blocks: int, pool: AnyMemory) -> float:
+    """Predicted seconds to copy this many blocks from the host, at the rate by which the memory decides on copies."""
+    return pool.copy_seconds(blocks) if blocks else 0.0

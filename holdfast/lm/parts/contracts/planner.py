@@ -43,10 +43,11 @@ class ContractPart(Part):
         share: float = ContractOptions.contract_share,
         stages: int = 1,
     ) -> None:
-        """`cost` is that of a step through all `stages` of a pipeline. Steps have at most `ceiling` tokens and, while anybody streams, take at most `target` seconds.
+        """`cost` is that of a step through all `stages` of a pipeline.
 
-        At most `max_sequences` run. `confidence` is that of `AnswerLengths`. One tenant's contracts hold a `share` of
-        rows and blocks, once there are several.
+        Steps have at most `ceiling` tokens and, while anybody streams, take at most `target` seconds. At most
+        `max_sequences` run. `confidence` is that of `AnswerLengths`. One tenant's contracts hold a `share` of rows and
+        blocks, once there are several.
         """
         self._promises = Promises()
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)

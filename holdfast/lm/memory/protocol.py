@@ -269,8 +269,8 @@ class SequenceMemory(Protocol[FoundT]):
         """Take note of the copies between the tiers that are complete."""
         ...
 
-    def copy_seconds(self, blocks: int) -> float:
-        """Predicted seconds to copy this many blocks from the host; 0 if the rate is not known."""
+    def copy_seconds(self, blocks: int) -> float | None:
+        """Predicted seconds to copy this many blocks from the host; None if the rate is not known."""
         ...
 
     def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:

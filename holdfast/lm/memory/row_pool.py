@@ -624,9 +624,8 @@ class RowPool:
         lengths = [*(state.capacity for state in self.members if state.place == "batch"), *self.ended.values()]
         self._settled = not newcomers and self.shape.settles(len(lengths), max(lengths, default=0))
 
-    def copy_seconds(self, blocks: int) -> float:
-        """0: the rate of copies of rows is not measured."""
-        return 0.0
+    def copy_seconds(self, blocks: int) -> None:
+        """None: the rate of copies of rows is not measured."""
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """Assign the stores recorded so far to plan `step`. Returns no block copies."""

@@ -39,12 +39,12 @@ class Prompt(NamedTuple):
     joining: int = 0
     """Most further steps that do so before it joins others, because they were planned before its copies ended."""
 
-    def waits(self, elapsed: float, bound: float, *, alone: bool) -> int:
+    def waits(self, elapsed: float, bound: float) -> int:
         """Number of steps that may compute none of it, if each takes `bound` seconds.
 
-        `elapsed` is the time since the start of the forecast. A sequence that runs `alone` joins no others.
+        `elapsed` is the time since the start of the forecast.
         """
-        return self.pauses + (0 if alone else self.joining) + max(0, ceil((self.copying - elapsed) / bound))
+        return self.pauses + self.joining + max(0, ceil((self.copying - elapsed) / bound))
 
 
 class Prices:
@@ -236,9 +236,10 @@ class Forecast:
         rows, attention = 0, 0.0
         while index < len(prompts):
             if index > begun:
-                alone = not index and not decodes.steps
-                begun, waits = index, prompts[index].waits(at - start, bound, alone=alone)
-                at, step = at + waits * bound, step + waits
+                begun, first = index, prompts[index]
+                alone = not index and not decodes.steps  # then a step waits for its copies alone
+                waits = first.pauses if alone else first.waits(at - start, bound)
+                at, step = at + waits * bound + (first.copying if alone else 0.0), step + waits
             if step >= edge:
                 edge = max(WINDOW, 4 * step)
                 rows, attention = self.load(prompts, decodes, ended, step, edge)
@@ -252,7 +253,7 @@ class Forecast:
                     break
                 index += 1
                 left = prompts[index].missing if index < len(prompts) else 0
-                if left and prompts[index].waits(at - start, bound, alone=False):
+                if left and prompts[index].waits(at - start, bound):
                     break
                 begun = index
             at += bound if index < len(prompts) else room.seconds * factor

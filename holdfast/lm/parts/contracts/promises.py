@@ -197,13 +197,23 @@ class Need(NamedTuple):
 
 
 def needed(entry: Entry, pool: AnyMemory) -> Need:
-    """What a sequence needs before its first token. State on the host is copied where the memory would copy it."""
+    """What a sequence needs before its first token. State on the host is copied where the memory would copy it.
+
+    Until the rate of copies is known, such state counts as computed.
+    """
     sequence, cache = entry.sequence, entry.cache
     if cache.capacity:
-        return Need(unplanned(entry), copying(len(pool.copies.swapping_in), pool), entry.swap_in_step >= 0)
+        seconds = pool.copy_seconds(len(pool.copies.swapping_in)) if entry.swap_in_step >= 0 else 0.0
+        return Need(unplanned(entry), seconds or 0.0, entry.swap_in_step >= 0)
     found = cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
-    kept: int = found.positions(pool.block_size)
-    return Need(sequence.length - kept, copying(len(found.host), pool), len(found.host) > 0)
+    lacking = sequence.length - found.positions(pool.block_size)
+    on_host = len(found.host)
+    if not on_host:
+        return Need(lacking)
+    seconds = pool.copy_seconds(on_host)
+    if seconds is None:
+        return Need(min(sequence.length, lacking + on_host * pool.block_size), copies=True)
+    return Need(lacking, seconds, copies=True)
 
 
 def unplanned(entry: Entry) -> int:
@@ -211,8 +221,3 @@ def unplanned(entry: Entry) -> int:
     missing = entry.cache.missing(entry.sequence.length)
     beyond = entry.sequence.length - missing[-1][1] if missing else 0  # a state is kept where the last range ends
     return beyond + sum(stop - start for start, stop in missing)
-
-
-def copying(blocks: int, pool: AnyMemory) -> float:
-    """Predicted seconds to copy this many blocks from the host, at the rate by which the memory decides on copies."""
-    return pool.copy_seconds(blocks) if blocks else 0.0

@@ -1,4 +1,4 @@
-"""Contracts on a live server: hostile ones beside a neighbour's stream, and two replicas of which one ends."""
+"""Contracts on a live server: hostile ones during a neighbour's stream, and two replicas of which one ends."""
 
 from __future__ import annotations
 

@@ -524,19 +524,19 @@ class Stream:
         """All tokens so far, including those that no reader has yet."""
         return self._answer
 
-    def resume(self, now: float | None = None) -> None:
+    def resume(self, now: float = 0.0) -> None:
         """Prepare the request to continue on another engine, after this one has ended.
 
         The tokens so far then begin its answer, and figures of the prompt are not given again. Draws depend only on the
         seed and the position, so a request that has a seed continues as if nothing had happened. The other engine is
-        asked to promise what is left of the contract at `now`, by default the present time. Nothing is left once a
-        token is late.
+        asked to promise what is left of the contract at `now`; 0 is the present. Nothing is left once a token is
+        late.
         """
         request, params = self.request, self.request.params
         if self._answer:
             params = replace(params, prompt_logprobs=None)  # all of them were given with the first token
         prompt = array("I", request.prompt[: request.answer_start]) + self._answer
-        since = (time.monotonic() if now is None else now) - request.arrival
+        since = (now or time.monotonic()) - request.arrival
         rest = self.contract.rest(self._last - request.arrival if self._count else None)
         contract = NO_CONTRACT if not request.contract or rest.expired(since) else rest
         self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer), contract=contract)
@@ -553,15 +553,13 @@ class Stream:
         if not (self._tokens or self._prompt_logprobs):
             self._changed.clear()
 
-    def broken(self, at: float | None = None) -> Term | None:
+    def broken(self, at: float = 0.0) -> Term | None:
         """The first term of the contract that the answer so far has broken; None if it has kept them all.
 
-        With `at`, as if the next token came then.
+        With `at`, a time after the latest token, as if the next token came then.
         """
-        first, gap, last = self._first, self._gap, self._last
-        if at is not None:
-            first, gap, last = (first, max(gap, at - last), at) if self._count else (at, gap, at)
-        arrival = self.request.arrival
+        last, arrival = max(at, self._last), self.request.arrival
+        first, gap = (self._first, max(self._gap, last - self._last)) if self._count else (last, 0.0)
         return self.contract.first_broken(first - arrival, gap, last - arrival)
 
     def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:

@@ -64,7 +64,7 @@ class Contract:
         return None
 
     def rest(self, last: float | None) -> Contract:
-        """What another engine must promise for an answer to go on there; times still count from arrival.
+        """The contract that another engine must keep for an answer to go on there. Times still count from arrival.
 
         `last` is the time of the latest token, in seconds from arrival. None: no token has come. Once one has, the next
         token is due within the pace, so that is the time to the first token there.

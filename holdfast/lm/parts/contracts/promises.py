@@ -186,7 +186,7 @@ def answered(entry: Entry) -> int:
 
 
 class Need(NamedTuple):
-    """What a sequence needs before its first token."""
+    """The work that a sequence needs before its first token."""
 
     positions: int
     """Number of positions that no plan computes yet."""
@@ -197,7 +197,7 @@ class Need(NamedTuple):
 
 
 def needed(entry: Entry, pool: AnyMemory) -> Need:
-    """What a sequence needs before its first token. State on the host is copied where the memory would copy it.
+    """The work that a sequence needs before its first token. State on the host is copied where the memory would copy it.
 
     Until the rate of copies is known, such state counts as computed.
     """

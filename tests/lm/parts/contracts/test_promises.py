@@ -1,4 +1,4 @@
-"""What an accepted sequence needs before its first token, and how answers that began elsewhere are counted."""
+"""The work that an accepted sequence needs before its first token, and the counting of answers that began elsewhere."""
 
 from unittest.mock import Mock
 

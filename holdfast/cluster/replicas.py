@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.contracts import ContractCounts, Refusals
 from holdfast.cluster.fleet import HANG_SECONDS, WATCH_SECONDS, Fleet, NoReplica
 from holdfast.cluster.moving import Mover
 from holdfast.cluster.replica import Replica, State
@@ -40,7 +41,7 @@ from holdfast.cluster.routing import (
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
 from holdfast.cluster.tuning import ReplicaTuning
-from holdfast.core.contract import NO_CONTRACT, Contract
+from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, MAX_SEED, AdapterInfo, SamplingParams, UserBatch
 from holdfast.engine import messages
@@ -109,6 +110,8 @@ class Replicas:
         self.on_steps: Callable[[messages.Steps], None] = lambda steps: None
         """Called with the numbers of tokens and the seconds of several steps of one engine."""
         self.counts = Counts()
+        self.contracts = ContractCounts()
+        """Contracts whose outcome no single engine knows."""
         self.router: Router
         self.fleet = Fleet(config, spawner, on_progress)
         """The replicas and their engines."""
@@ -201,6 +204,7 @@ class Replicas:
     async def _run(self, stream: Stream, key: str | None) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of a request, and continue it on other replicas as needed."""
         request_id, losses, ends, resumed = stream.request.id, 0, 0, False
+        refusals = Refusals()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
         self._streams[request_id] = time.monotonic()
@@ -210,7 +214,7 @@ class Replicas:
             found = await self._ask(turn)
             while True:
                 known, begun = len(stream.answer), False
-                replica, engine, choice = await self._choose(stream, turn, found, patient=resumed)
+                replica, engine, choice = await self._choose(stream, turn, found, refusals, patient=resumed)
                 on_trial = False
                 try:
                     if losses:
@@ -232,11 +236,16 @@ class Replicas:
                             yield delta
                     # An exponential mean over about the last 50 answers.
                     self._answer_tokens += 0.02 * (len(stream.answer) - self._answer_tokens)
+                    self.contracts.ended(stream)
                     return
+                except ContractRefused as error:
+                    refusals.add(engine, error.refusal)
+                    self._offer_again(stream, refusals, resumed=resumed)
                 except RequestRefused as error:
                     if not resumed:
                         raise
                     self.counts.lost += 1
+                    self.contracts.lost(stream)
                     raise ReplicaLost(f"the answer could not continue on another replica: {error}") from error
                 except QueueFull:
                     if not resumed:
@@ -249,12 +258,14 @@ class Replicas:
                         losses, ends = 1 if len(stream.answer) > known else losses + 1, ends + 1
                     if losses >= MOST_LOSSES or ends >= MOST_ENDS:
                         self.counts.lost += 1
+                        self.contracts.lost(stream)
                         raise ReplicaLost(
                             f"{ends} replicas ended while they had this request; it is not tried again, as it may be "
                             "the cause"
                         ) from error
                     log.info("request %s continues on another replica with %d tokens", request_id, len(stream.answer))
                     stream.resume()
+                    refusals.clear()
                     turn, resumed = self._turn(stream, key), True
                     self.counts.resumed += 1
                 finally:
@@ -264,6 +275,20 @@ class Replicas:
                     self.router.ended(request_id, time.monotonic(), self._chain(stream))
         finally:
             del self._streams[request_id]
+
+    def _offer_again(self, stream: Stream, refusals: Refusals, *, resumed: bool) -> None:
+        """Have a refused contract offered to the next replica. Raises ContractRefused if no other one can take it.
+
+        A request that an ended engine had accepted goes on without a contract then.
+        """
+        if refusals.without(self.serving):
+            stream.offer_again(stream.request.contract)
+        elif resumed:
+            stream.offer_again(NO_CONTRACT)
+            refusals.clear()
+        else:
+            self.contracts.refused += 1
+            raise refusals.error
 
     async def _ask(self, turn: Turn) -> FoundAt | None:
         """Ask the engines how much they have of a prompt that the router does not know; None if that is useless.
@@ -283,11 +308,12 @@ class Replicas:
         return dict(zip(engines, await asyncio.gather(*map(ask, engines.values())), strict=True)).get
 
     async def _choose(
-        self, stream: Stream, turn: Turn, found: FoundAt | None, *, patient: bool
+        self, stream: Stream, turn: Turn, found: FoundAt | None, refusals: Refusals, *, patient: bool
     ) -> tuple[Replica, EngineClient, Choice]:
         """Choose a replica for a request, and record the request there. Waits while no replica serves.
 
-        Raises NoReplica if no replica serves for a long time, and QueueFull if all queues are full and not `patient`.
+        A replica that refused the contract is not asked again while another one was not asked. Raises NoReplica if no
+        replica serves for a long time, and QueueFull if the queues of all these are full and not `patient`.
         """
         until = time.monotonic() + RESCUE_SECONDS
         while not (serving := self.serving):
@@ -297,6 +323,7 @@ class Replicas:
                 await asyncio.wait_for(self.fleet.changed.wait(), until - time.monotonic())
             except TimeoutError:
                 raise NoReplica(f"no replica has served for {RESCUE_SECONDS:g} s; try again later") from None
+        serving = refusals.without(serving) or serving  # the others may have ended since
         able = [replica for replica in serving if replica.engine is not None and not replica.engine.full]
         if not able and not patient:
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
@@ -417,7 +444,7 @@ class Replicas:
         Raises NoReplica if no replica is alive, and TimeoutError if none answers.
         """
         self.fleet.check_alive()
-        return await self.fleet.health(timeout)
+        return self.contracts.added_to(await self.fleet.health(timeout))
 
     async def close(self) -> None:
         """Stop all engines. Running streams raise EngineDead. May be called more than once."""

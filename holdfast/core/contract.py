@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -47,14 +47,36 @@ class Contract:
 
         `deliveries` has the times at which tokens came, in seconds from arrival, in order. It must not be empty.
         """
-        if self.ttft is not None and deliveries[0] > self.ttft:
-            return "ttft"
         gaps = (later - earlier for earlier, later in pairwise(deliveries))
-        if self.tbt is not None and max(gaps, default=0.0) > self.tbt:
-            return "tbt"
-        if self.complete is not None and deliveries[-1] > self.complete:
-            return "complete"
+        return self.first_broken(deliveries[0], max(gaps, default=0.0), deliveries[-1])
+
+    def first_broken(self, first: float, gap: float, last: float) -> Term | None:
+        """The first term that an answer broke, or None.
+
+        `first` and `last` are the times of its first and last token, in seconds from arrival, and `gap` is the longest
+        time between two deliveries.
+        """
+        taken: dict[Term, float] = {"ttft": first, "tbt": gap, "complete": last}
+        for term in TERMS:
+            promised: float | None = getattr(self, term)
+            if promised is not None and taken[term] > promised:
+                return term
         return None
+
+    def rest(self, last: float | None) -> Contract:
+        """The contract that another engine must keep for an answer to go on there. Times still count from arrival.
+
+        `last` is the time of the latest token, in seconds from arrival. None: no token has come. Once one has, the next
+        token is due within the pace, so that is the time to the first token there.
+        """
+        if last is None:
+            return self
+        due = None if self.tbt is None else min(MAX_CONTRACT, last + self.tbt)
+        return replace(self, ttft=due)
+
+    def expired(self, now: float) -> bool:
+        """Whether `now`, in seconds from arrival, is after a time at which a token was due that has not come."""
+        return any(term is not None and now > term for term in (self.ttft, self.complete))
 
 
 NO_CONTRACT = Contract()

@@ -62,7 +62,9 @@ class ServerConfig:
     contract: tuple[str, ...] = option(
         (),
         "contract of requests that ask for none, as ttft=500ms,tbt=50ms,complete=20s; with a priority class before it, "
-        "as 5:ttft=10s, for that class alone; repeat it for several; it turns --contracts on",
+        "as 5:ttft=10s, for that class alone; as tenant:NAME:ttft=10s for the API keys of one tenant, which is "
+        "named by the digest that docs/pace.md shows unless its key has a name; repeat it for several; it turns "
+        "--contracts on",
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
@@ -138,7 +140,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
-        DefaultContracts.of(self.contract)
+        DefaultContracts.read(self.contract)
         check_names(self.tool_call_parser, self.reasoning_parser)
         if self.web_search is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.web_search):
             raise ValueError(f"web_search is {self.web_search}; it must look like http://localhost:8888")

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from holdfast.core.contract import NO_CONTRACT, TERMS, Contract
 from holdfast.core.types import BATCH_CLASS
 from holdfast.core.units import seconds_of
 
+TENANT = "tenant:"
+"""Beginning of an option for one tenant."""
+
 
 @dataclass(frozen=True, slots=True)
 class DefaultContracts:
-    """The contracts of requests that ask for none, by priority class."""
+    """The contracts of requests that ask for none, by tenant and by priority class."""
 
     everyone: Contract = NO_CONTRACT
-    by_class: Mapping[int, Contract] | None = None
+    by_class: Mapping[int, Contract] = field(default_factory=dict)
+    by_tenant: Mapping[str, Contract] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: tuple[str, ...]) -> DefaultContracts:
+    def read(cls, options: tuple[str, ...]) -> DefaultContracts:
         """Read `--contract` options. Raises ValueError that names the value."""
-        everyone, by_class = NO_CONTRACT, dict[int, Contract]()
+        everyone, by_class, by_tenant = NO_CONTRACT, dict[int, Contract](), dict[str, Contract]()
         for option in options:
-            number, colon, terms = option.rpartition(":")
+            whose, colon, terms = option.rpartition(":")
             contract = parse_contract(option, terms)
+            tenant = whose.removeprefix(TENANT)
             if not colon:
                 everyone = contract
-            elif number.removeprefix("-").isdecimal():
-                by_class[int(number)] = contract
+            elif whose.startswith(TENANT) and tenant:
+                by_tenant[tenant] = contract
+            elif re.fullmatch(r"-?[0-9]{1,9}", whose):
+                by_class[int(whose)] = contract
             else:
-                raise ValueError(f"contract is {option!r}; before the colon stands a priority class, a whole number")
-        return cls(everyone, by_class)
+                raise ValueError(
+                    f"contract is {option!r}; before the last colon stands a priority class, a whole number of at most "
+                    f"9 digits, or {TENANT} and the name of a tenant"
+                )
+        return cls(everyone, by_class, by_tenant)
 
-    def of_class(self, priority: int) -> Contract:
-        """The contract of a request of this class. Requests of batches' classes have none unless one is given."""
-        given = (self.by_class or {}).get(priority)
-        return given or (self.everyone if priority < BATCH_CLASS else NO_CONTRACT)
+    def of(self, tenant: str, priority: int) -> Contract:
+        """The contract of a request of a tenant and a class: the tenant's, or else that of its class.
+
+        Requests of batches' classes have none unless their class is given one.
+        """
+        own = self.by_class.get(priority)
+        if priority >= BATCH_CLASS:
+            return own or NO_CONTRACT
+        return self.by_tenant.get(tenant) or own or self.everyone
 
 
 def parse_contract(option: str, terms: str) -> Contract:

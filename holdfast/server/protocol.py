@@ -47,8 +47,8 @@ MAX_STOP_CHARACTERS = 1024
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-ContractTime = Annotated[float, Meta(gt=0, le=MAX_CONTRACT * 1000)]
-"""A time of a contract in ms."""
+ContractTime = Annotated[float, Meta(gt=1e-9, le=MAX_CONTRACT * 1000)]
+"""A time of a contract in ms. A smaller one may be 0 in seconds."""
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]

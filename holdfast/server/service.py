@@ -157,7 +157,7 @@ class Service:
 
         The engine refuses more than this number, even when it is idle.
         """
-        self.contracts = DefaultContracts.of(config.contract)
+        self.contracts = DefaultContracts.read(config.contract)
         """The contracts of requests that ask for none."""
         self.lane = Lane(self.admission, [self.unstarted])
         """Lane of requests that arrive over HTTP."""
@@ -339,7 +339,7 @@ class Answer:
         """The batch that its choices are sent in: that of the batch job as its lines come, or of this request alone."""
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
-        default = NO_CONTRACT if lane is not None else service.contracts.of_class(wanted.priority_class)
+        default = NO_CONTRACT if lane is not None else service.contracts.of(tenant, wanted.priority_class)
         self.contract = contract_of(wanted, default)
         """The times that each choice asks to be promised. Only requests over HTTP have the server's defaults."""
         self.at_most: int | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.process.build import PARTS, build_engine
@@ -36,6 +37,7 @@ class Asked:
     """Whether it asks for the adapter."""
     tenant: str = ""
     priority: int = 0
+    contract: Contract = NO_CONTRACT
 
 
 class Log(Handler, Observer[StepPlan, StepResult]):
@@ -115,7 +117,8 @@ class Bench:
         self.asked[name], self.tokens[name] = asked, ()
         arrival = time.monotonic()
         request = Request(
-            name, asked.prompt, asked.params, identity=identity, priority=asked.priority, arrival=arrival
+            name, asked.prompt, asked.params, identity=identity, priority=asked.priority, arrival=arrival,
+            contract=asked.contract,
         )  # fmt: skip
         self.say(messages.Submit(request))
 

@@ -179,6 +179,15 @@ def check_target(seen: Seen) -> None:
     assert longest <= (BOUNDED_ROWS if on_rows(seen.features) else BOUNDED)
 
 
+@effect("contracts")
+def check_contracts(seen: Seen) -> None:
+    """The answers of the accepted ones are those of a plain engine; the refused one has none."""
+    accepted = len(seen.requests["contracts"])
+    assert seen.grown("contracts", "contracts_accepted") == seen.grown("contracts", "contracts_kept") == accepted
+    assert seen.grown("contracts", "contracts_refused") == 1
+    check_tokens(seen, ("contracts",))
+
+
 @effect("priorities")
 def check_priorities(seen: Seen) -> None:
     assert seen.grown("priorities", "preemptions") >= 1

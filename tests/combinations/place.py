@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 from redis import Redis
 
+from holdfast.core.contract import NO_CONTRACT
 from holdfast.engine.process import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.config import EngineConfig
@@ -170,7 +171,7 @@ class Place:
             found.pop("adapter", None)
         if not on_rows(features):
             found["speculation"] = "off"
-        for name in features & {"paged", "padded", "tp", "pp", "moves", "drafts", "tenants"}:
+        for name in features & {"paged", "padded", "tp", "pp", "moves", "drafts", "tenants", "contracts"}:
             found |= FEATURES[name].options
         if features & TIERS:
             found |= self._sizes(features)
@@ -237,7 +238,7 @@ class Plain:
 
     def answers(self, asked: dict[str, Asked]) -> dict[str, tuple[int, ...]]:
         """By name, the tokens of each request, whoever asks and how urgently."""
-        plain = {name: replace(each, tenant="", priority=0) for name, each in asked.items()}
+        plain = {name: replace(each, tenant="", priority=0, contract=NO_CONTRACT) for name, each in asked.items()}
         new = [each for each in dict.fromkeys(plain.values()) if each not in self._given]
         missing = {str(number): each for number, each in enumerate(new, len(self._given))}
         self._bench.run(missing)

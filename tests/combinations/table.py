@@ -108,10 +108,15 @@ FEATURES = {
         "limit of tenants", "tenants", "`--max-tenant-sequences`",
         "a key's further requests wait, and another key's pass them", {"max_tenant_sequences": 2},
     ),
+    "contracts": Feature(
+        "contracts", "contr.", "`--contracts`, a request's `ttft_ms`, `tbt_ms`, `complete_ms`",
+        "contracts are accepted and kept, and one that no engine could keep is refused", {"contracts": "on"},
+    ),
 }  # fmt: skip
 
 T5 = "T5ForConditionalGeneration is an encoder-decoder; only causal decoders are served"
 ON_ROWS = "which is for the paged executor, and executor is padded; drop one"
+NO_CONTRACTS = "contracts is on, and the model runs on padded rows"
 NO_MOVES = "The engine starts, and moves nothing."
 
 
@@ -176,6 +181,8 @@ REFUSALS = (
         "the TBT target does not bind prompts, which the model cannot compute in chunks",
         starts="The engine starts, and the target bounds the number of prompts in a step, not their length.",
     ),
+    Refusal(("padded", "contracts"), NO_CONTRACTS),
+    Refusal(("encoder-decoder", "contracts"), NO_CONTRACTS),
     Refusal(
         ("fp8-weights", "4-bit"),
         "float32, fp8 weights",

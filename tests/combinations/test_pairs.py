@@ -14,7 +14,7 @@ from tests.combinations.workload import Seen, serve
 LAYOUTS = {"tp", "pp"}
 WITH_RANKS = (
     "paged", "host", "disk", "moves", "grammars", "drafts", "adapters", "fp8-weights", "fp8-cache", "priorities",
-    "tenants", "target",
+    "tenants", "target", "contracts",
 )  # fmt: skip
 SHARED = (
     ("tp", "pp", "remote", "tuning", "4-bit"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from holdfast.core.types import BATCH_CLASS, Grammar, Identity, SamplingParams
+from holdfast.core.contract import Contract
+from holdfast.core.types import BATCH_CLASS, Grammar, Identity, Request, SamplingParams
 from holdfast.engine.client.tuning import EXAMPLES_FILE, write_examples
+from holdfast.engine.messages import ContractRefusal, Submit
 from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
@@ -24,6 +27,8 @@ from tests.combinations.place import BLOCK, HOST, LITTLE_DISK, SMALL, TIERS, Pla
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPEATED = replace(GREEDY, max_tokens=40, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
 """Answers of three tokens, which repeat themselves, so that guesses come true."""
+LOOSE = Contract(ttft=3600.0, tbt=600.0, complete=36_000.0)
+HASTY = Contract(ttft=1e-6)
 STREAMS = 5
 """Most streams in which a long prompt comes."""
 RULE = r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){2}'
@@ -80,6 +85,7 @@ class Work:
             "priorities": self.displace,
             "tenants": self.wait_in_turn,
             "target": self.stream,
+            "contracts": self.promise,
         }
         self._measured("talk", self.talk)
         for name, work in kinds.items():
@@ -185,6 +191,18 @@ class Work:
         self.bench.run(
             {name: self.asked(500 + at, 12, params, tenant=names[name]) for at, name in enumerate(names)}
         )  # fmt: skip
+
+    def promise(self) -> None:
+        """Requests with contracts that any engine keeps, in all ways of sampling, then one that none could keep."""
+        bench, params = self.bench, replace(GREEDY, max_tokens=8)
+        ways = [params, *[RULED] * ("grammars" in self.features), *[REPEATED] * ("drafts" in self.features)]
+        asked = [self.asked(800 + number, 40, ways[number % len(ways)], contract=LOOSE) for number in range(4)]
+        for two in (0, 2):  # the share of one of several tenants
+            bench.run({f"promised-{number}": asked[number] for number in (two, two + 1)})
+        hasty = Request("hasty", tokens(self._seed, 40), params, arrival=time.monotonic(), contract=HASTY)
+        bench.say(Submit(hasty))
+        (refusal,) = [message for message in bench.sent if isinstance(message, ContractRefusal)]
+        assert "even an idle engine is slower" in refusal.refusal.reason
 
     def stream(self) -> None:
         """A long prompt comes while an answer is streamed.

@@ -35,3 +35,17 @@ def test_a_contract_that_promises_nothing_is_false_and_never_broken() -> None:
 )
 def test_the_first_term_that_an_answer_broke_is_named(deliveries: list[float], broken: Term | None) -> None:
     assert Contract(ttft=0.5, tbt=0.5, complete=2.0).broken(deliveries) == broken
+
+
+def test_the_rest_of_a_contract_is_due_from_the_latest_token_on() -> None:
+    contract = Contract(ttft=0.5, tbt=0.25, complete=2.0)
+    assert contract.rest(None) == contract
+    assert contract.rest(0.75) == Contract(ttft=1.0, tbt=0.25, complete=2.0)
+    assert Contract(ttft=0.5).rest(0.75) == NO_CONTRACT
+    assert Contract(tbt=MAX_CONTRACT).rest(5.0).ttft == MAX_CONTRACT
+
+
+def test_a_contract_has_expired_once_a_token_is_late() -> None:
+    assert not Contract(ttft=0.5, complete=2.0).expired(0.5)
+    assert Contract(ttft=0.5).expired(0.51) and Contract(complete=0.5).expired(0.51)
+    assert not Contract(tbt=0.1).expired(1e9)

@@ -1,5 +1,7 @@
 """Contracts over HTTP: fields, headers, defaults, and the answer to a refused one."""
 
+import hashlib
+
 import pytest
 
 from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused, Refusal
@@ -28,7 +30,7 @@ async def test_fields_and_headers_ask_for_a_contract(http, client, path):
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("value", [0, -5, 1e18, 86_400_001, "500", "soon", [1], True])
+@pytest.mark.parametrize("value", [0, -5, 5e-324, 1e18, 86_400_001, "500", "soon", [1], True])
 async def test_a_time_out_of_range_is_refused_by_name(http, client, path, value):
     async with http() as api:
         answer = await api.post(path, json={**BODIES[path], "tbt_ms": value})
@@ -92,8 +94,39 @@ async def test_requests_get_the_contract_of_their_class_by_default(http, client)
     assert [asked.contract for asked in client.asked] == expected
 
 
+async def test_a_tenant_has_its_own_contract_by_default(http, client):
+    digest = hashlib.sha256(b"holdfast tenant\0theirs").hexdigest()
+    options = ("ttft=2s", "5:complete=20s", f"tenant:{digest}:tbt=60ms")
+    async with http(contract=options, api_key=("theirs", "ours")) as api:
+        for key in ("theirs", "ours"):
+            for fields in ({}, {"priority": 5}, {"ttft_ms": 100}, {"priority": 100}):
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await api.post(CHAT, json={**BODIES[CHAT], **fields}, headers=headers)
+                assert answer.status_code == 200, answer.text
+    own = Contract(tbt=0.06)
+    theirs = [own, own, Contract(0.1, 0.06), NO_CONTRACT]
+    ours = [Contract(2.0), Contract(complete=20.0), Contract(0.1), NO_CONTRACT]
+    assert [asked.contract for asked in client.asked] == theirs + ours
+
+
 @pytest.mark.parametrize(
-    "option", ["", "ttft", "ttft=soon", "tbt=0", "tbt=-1ms", "ttft=2d", "x:ttft=1", "speed=5", "tbt=nan"]
+    "option",
+    [
+        "",
+        "ttft",
+        "tenant::ttft=1",
+        "key:a:ttft=1",
+        "tenant:a:",
+        "9999999999:ttft=1",
+        "\u0665:ttft=1",
+        "ttft=soon",
+        "tbt=0",
+        "tbt=-1ms",
+        "ttft=2d",
+        "x:ttft=1",
+        "speed=5",
+        "tbt=nan",
+    ],
 )
 def test_a_default_that_is_no_contract_is_refused(option):
     with pytest.raises(ValueError, match="contract is"):
@@ -102,4 +135,4 @@ def test_a_default_that_is_no_contract_is_refused(option):
 
 def test_times_are_read_in_milliseconds_and_seconds():
     assert [seconds_of(text) for text in ("50", "50ms", "0.05s", " 2S")] == [0.05, 0.05, 0.05, 2.0]
-    assert DefaultContracts.of(()).of_class(0) == NO_CONTRACT
+    assert DefaultContracts.read(()).of("", 0) == NO_CONTRACT

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
+from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused, Term
 from holdfast.core.pause import Pause
 from holdfast.core.types import (
     ALONE,
@@ -496,6 +496,8 @@ class Stream:
 
     def __init__(self, request: Request, text: TextStream) -> None:
         self.request = request
+        self.contract = request.contract
+        """The contract that the client asked for. An engine after the first one may promise less (`resume`)."""
         self.finish_reason: FinishReason | None = None
         self.given = False
         """Whether the reader has received the last Delta."""
@@ -509,6 +511,8 @@ class Stream:
         self._cached = 0
         self._by_tier = 0, 0, 0
         self._scheduled = self._first = self._last = 0.0
+        self._gap = 0.0
+        """Longest time between two outputs, in seconds."""
         self._errors: list[Exception] = []
         """The error that ends the stream, if there is one."""
         self._changed = asyncio.Event()
@@ -520,22 +524,43 @@ class Stream:
         """All tokens so far, including those that no reader has yet."""
         return self._answer
 
-    def resume(self) -> None:
+    def resume(self, now: float = 0.0) -> None:
         """Prepare the request to continue on another engine, after this one has ended.
 
         The tokens so far then begin its answer, and figures of the prompt are not given again. Draws depend only on the
-        seed and the position, so a request that has a seed continues as if nothing had happened.
+        seed and the position, so a request that has a seed continues as if nothing had happened. The other engine is
+        asked to promise what is left of the contract at `now`; 0 is the present. Nothing is left once a token is
+        late.
         """
         request, params = self.request, self.request.params
         if self._answer:
             params = replace(params, prompt_logprobs=None)  # all of them were given with the first token
         prompt = array("I", request.prompt[: request.answer_start]) + self._answer
-        # Another engine has promised nothing, and must not refuse an answer that has begun.
-        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer), contract=NO_CONTRACT)
+        since = (now or time.monotonic()) - request.arrival
+        rest = self.contract.rest(self._last - request.arrival if self._count else None)
+        contract = NO_CONTRACT if not request.contract or rest.expired(since) else rest
+        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer), contract=contract)
         self._told_again = self._told
+        self._forget_error()
+
+    def offer_again(self, contract: Contract) -> None:
+        """Prepare the request to be sent to an engine with this contract, after one has refused its contract."""
+        self.request = replace(self.request, contract=contract)
+        self._forget_error()
+
+    def _forget_error(self) -> None:
         self._errors.clear()
         if not (self._tokens or self._prompt_logprobs):
             self._changed.clear()
+
+    def broken(self, at: float = 0.0) -> Term | None:
+        """The first term of the contract that the answer so far has broken; None if it has kept them all.
+
+        With `at`, a time after the latest token, as if the next token came then.
+        """
+        last, arrival = max(at, self._last), self.request.arrival
+        first, gap = (self._first, max(self._gap, last - self._last)) if self._count else (last, 0.0)
+        return self.contract.first_broken(first - arrival, gap, last - arrival)
 
     def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
         """Add the output of one step.
@@ -550,6 +575,8 @@ class Stream:
             self._scheduled = min(max(scheduled, self.request.arrival), now)
             self._first, self._cached = now, output.cached_tokens
             self._by_tier = output.cached_by_tier
+        elif self.contract:
+            self._gap = max(self._gap, now - self._last)
         self._vector = output.vector or self._vector
         self._last = now
         # The token that stopped the sequence is not part of its text.

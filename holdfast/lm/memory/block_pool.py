@@ -564,6 +564,17 @@ class BlockPool:
             host.cache_first(idle, self.uses)
         return len(used) + len(idle)
 
+    def copy_seconds(self, blocks: int) -> float | None:
+        """Predicted seconds to copy this many blocks from the host, by the slower of the mean and the latest copy.
+
+        None if none was measured.
+        """
+        link = self.host_link
+        if self.prices is None or link.measured is None:
+            return None
+        size = blocks * self.prices.block_bytes
+        return max(link.seconds(size), link.latency + size * link.measured)
+
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """Begin to swap out chunks in plan `step`, the lowest value first, as many as needed. Returns the copies to do.
 

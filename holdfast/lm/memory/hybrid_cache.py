@@ -132,6 +132,17 @@ class HybridCache:
         stop = min([length, *(fork.length for fork in self._forks if fork.length > self.planned)])
         return ((self.planned, stop),) if self.planned < stop else ()
 
+    def most_cuts(self, length: int) -> int:
+        """Most steps that end early in a prompt of this length. A waiting sequence may also wait for another's state.
+
+        See `protocol.SequenceState.most_cuts`.
+        """
+        if self._root is None or not self._cuts:
+            return 0
+        if self._row == NO_ROW:
+            return 3 if length >= LONG else 2
+        return sum(fork.length > self.planned for fork in self._forks)
+
     def plan(self, start: int, stop: int) -> None:
         """Record that a plan computes [start, stop). The state at a fork is saved by the plan after it."""
         self._cache.plan(start, stop)

@@ -21,6 +21,8 @@ class Link:
         """`latency` in seconds and `rate` in bytes per second are assumed until something is measured."""
         self.latency = latency
         self.seconds_per_byte = 1 / rate
+        self.measured: float | None = None
+        """Seconds per byte of the latest large transfer; None before the first."""
 
     def seconds(self, size: int) -> float:
         """Predicted seconds to move `size` bytes."""
@@ -29,7 +31,7 @@ class Link:
     def observe(self, size: int, seconds: float) -> None:
         """Learn from a transfer of `size` bytes that took `seconds`."""
         if size >= LARGE:
-            measured = max(0.0, seconds - self.latency) / size
+            measured = self.measured = max(0.0, seconds - self.latency) / size
             self.seconds_per_byte += PART * (measured - self.seconds_per_byte)
         elif size:
             measured = max(0.0, seconds - size * self.seconds_per_byte)

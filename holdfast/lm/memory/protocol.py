@@ -92,6 +92,10 @@ class SequenceState(Protocol[FoundT]):
         """
         ...
 
+    def most_cuts(self, length: int) -> int:
+        """Most steps that could compute more of the first `length` positions and do not, as a state is saved there."""
+        ...
+
     def plan(self, start: int, stop: int) -> None:
         """Record that a plan computes [start, stop), the beginning of the first missing range."""
         ...
@@ -263,6 +267,10 @@ class SequenceMemory(Protocol[FoundT]):
 
     def copied(self, copied: TierCopied) -> None:
         """Take note of the copies between the tiers that are complete."""
+        ...
+
+    def copy_seconds(self, blocks: int) -> float | None:
+        """Predicted seconds to copy this many blocks from the host; None if the rate is not known."""
         ...
 
     def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:

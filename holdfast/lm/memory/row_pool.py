@@ -159,6 +159,10 @@ class RowState:
         """The range of [0, length) that no plan computes yet."""
         return ((self.planned, length),) if self.planned < length else ()
 
+    def most_cuts(self, length: int) -> int:
+        """None: no state is saved within a prompt."""
+        return 0
+
     def plan(self, start: int, stop: int) -> None:
         """Record that a plan computes [start, stop). A state that is nowhere begins apart."""
         assert start == self.planned
@@ -619,6 +623,9 @@ class RowPool:
         """
         lengths = [*(state.capacity for state in self.members if state.place == "batch"), *self.ended.values()]
         self._settled = not newcomers and self.shape.settles(len(lengths), max(lengths, default=0))
+
+    def copy_seconds(self, blocks: int) -> None:
+        """None: the rate of copies of rows is not measured."""
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """Assign the stores recorded so far to plan `step`. Returns no block copies."""

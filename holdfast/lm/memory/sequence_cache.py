@@ -118,6 +118,10 @@ class SequenceCache:
             ranges.append((at, length))
         return tuple(ranges)
 
+    def most_cuts(self, length: int) -> int:
+        """None: blocks are kept wherever a step ends."""
+        return 0
+
     def plan(self, start: int, stop: int) -> None:
         """Record that a plan computes [start, stop), the beginning of the first missing range."""
         assert start == self.planned and stop <= self.capacity

@@ -332,9 +332,9 @@ class StatePool:
 
     def plan(self, now: float) -> tuple[StatePlan, ...]:
         """The copies of the plan that is being made, none or one value. They count as done from now on."""
-        copies = self._saves or self._starts or self._later or self._may_swap_out or self._flushing or self._wanted
-        copies = copies or self._ahead
-        if not (copies or self._drafts or self._accepted):
+        waits = self._later or self._may_swap_out or self._flushing or self._wanted
+        copies = self._saves or self._starts or self._ahead
+        if not (copies or waits or self._drafts or self._accepted):
             return ()
         leaving = self._leaving(now)
         self.swapped_out += len(leaving)

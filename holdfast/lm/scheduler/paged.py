@@ -175,13 +175,13 @@ class PagedBuilder(StepBuilder):
             self._preemption.grow_to(entry, sequence.length)
             if cache.capacity == cache.planned:
                 return
-        entry.next_step = self.number + 1
         for start, end in cache.missing(sequence.length):
             stop = min(end, start + self.budget, cache.capacity)
             if self.pace is not None and (most := start + self.pace(start, stop)) < stop:
                 stop, self.budget = most, most - start
             if start == stop:
                 break
+            entry.next_step = self.number + 1
             last = stop == sequence.length
             self._ids.append(entry.id)
             self.planned.append(entry)

@@ -82,11 +82,44 @@ def test_a_rate_needs_two_tokens_and_some_time() -> None:
     assert Timings(0.0, 0.0, 1.0, 3.0, 5).tokens_per_second == 2.0
 
 
-def test_an_answer_that_goes_on_elsewhere_has_no_contract() -> None:
-    request = Request("r", (1, 2), SamplingParams(), contract=Contract(ttft=0.5))
-    stream = Stream(request, TextStream(Letters(), ()))  # type: ignore[arg-type]
-    stream.resume()
-    assert stream.request.contract == NO_CONTRACT
+CONTRACT = Contract(ttft=3.0, tbt=0.5, complete=8.0)
+
+
+def promised(contract: Contract = CONTRACT) -> Stream:
+    """A stream with a contract. It arrived at 100 s."""
+    request = Request("r", (1, 2), SamplingParams(), arrival=100.0, contract=contract)
+    return Stream(request, TextStream(Letters(), ()))  # type: ignore[arg-type]
+
+
+def test_a_contract_goes_on_elsewhere_with_the_time_that_is_left() -> None:
+    stream = promised()
+    stream.resume(102.9)
+    assert stream.request.contract == CONTRACT
+    stream.take(output("a"), 102.95, 102.0)
+    stream.resume(103.2)
+    rest = stream.request.contract
+    assert rest.ttft == pytest.approx(2.95 + 0.5) and (rest.tbt, rest.complete) == (0.5, 8.0)
+
+
+def test_a_contract_ends_with_its_engine_once_a_token_is_late() -> None:
+    stream = promised()
+    stream.resume(103.1)
+    assert stream.request.contract == NO_CONTRACT and stream.broken(at=103.1) == "ttft"
+    paced = promised()
+    paced.take(output("a"), 102.0, 102.0)
+    paced.resume(102.6)
+    assert paced.request.contract == NO_CONTRACT and paced.broken(at=102.6) == "tbt"
+    assert paced.broken() is None
+    paced.resume(102.3)
+    assert paced.request.contract == NO_CONTRACT, "what was given up is not asked for again"
+
+
+def test_the_longest_gap_between_outputs_breaks_a_pace() -> None:
+    stream = promised()
+    for place, now in enumerate((101.0, 101.6, 101.7)):
+        stream.take(output("ab"[: 1 + place % 2]), now, 101.0)
+    assert stream.broken() == "tbt"
+    assert promised(NO_CONTRACT).broken(at=1e9) is None
 
 
 @pytest.mark.parametrize(("there", "ours"), [(99.0, 100.0), (101.5, 101.5), (103.0, 102.0)])

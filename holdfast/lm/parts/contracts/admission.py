@@ -236,7 +236,8 @@ class ContractAdmission:
 
     def _predict(self, queue: Queue, promise: Promise, start: float, factor: float) -> Contract:
         """The times that the last prompt of a queue could be promised after the others."""
-        others = [self._longest_step(other) for _, other in self._promises] if len(queue.prompts) > 1 or queue.decodes.steps else []
+        beside = self._promises if len(queue.prompts) > 1 or queue.decodes.steps else ()
+        others = [self._longest_step(other) for _, other in beside]
         prompts = [prompt._replace(due=inf) for prompt in queue.prompts]
         bound = min(self._target, self._full_step(queue, factor), *others)
         outlook = self._forecast.follow(prompts, queue.decodes, start=start, bound=bound, factor=factor)

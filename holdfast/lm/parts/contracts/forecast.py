@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from holdfast.core.cost import Predictor
@@ -32,6 +32,19 @@ class Prompt(NamedTuple):
     """Time by which its first token must come."""
     complete: float = inf
     """Time by which its last token must come."""
+    copying: float = 0.0
+    """Predicted seconds in which its state is copied from the host. Nothing of it is computed before."""
+    pauses: int = 0
+    """Most steps that leave its tokens out although there is room for them."""
+    joining: int = 0
+    """Most further steps that do so before it joins others, because they were planned before its copies ended."""
+
+    def waits(self, elapsed: float, bound: float) -> int:
+        """Number of steps that may compute none of it, if each takes `bound` seconds.
+
+        `elapsed` is the time since the start of the forecast.
+        """
+        return self.pauses + self.joining + max(0, ceil((self.copying - elapsed) / bound))
 
 
 class Prices:
@@ -218,9 +231,15 @@ class Forecast:
         firsts: list[float] = []
         ended: list[int] = []
         index = step = edge = 0
+        begun = -1
         left = prompts[0].missing if prompts else 0
         rows, attention = 0, 0.0
         while index < len(prompts):
+            if index > begun:
+                begun, first = index, prompts[index]
+                alone = not index and not decodes.steps  # then a step waits for its copies alone
+                waits = first.pauses if alone else first.waits(at - start, bound)
+                at, step = at + waits * bound + (first.copying if alone else 0.0), step + waits
             if step >= edge:
                 edge = max(WINDOW, 4 * step)
                 rows, attention = self.load(prompts, decodes, ended, step, edge)
@@ -234,6 +253,9 @@ class Forecast:
                     break
                 index += 1
                 left = prompts[index].missing if index < len(prompts) else 0
+                if left and prompts[index].waits(at - start, bound):
+                    break
+                begun = index
             at += bound if index < len(prompts) else room.seconds * factor
             firsts += [at] * (index - before)
             ended += [step] * (index - before)

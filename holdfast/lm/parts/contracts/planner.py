@@ -42,11 +42,13 @@ class ContractPart(Part):
         target: float | None = None,
         confidence: float = ContractOptions.contract_confidence,
         share: float = ContractOptions.contract_share,
+        stages: int = 1,
     ) -> None:
-        """Steps have at most `ceiling` tokens and, while anybody streams, take at most `target` seconds.
+        """`cost` is that of a step through all `stages` of a pipeline.
 
-        At most `max_sequences` run. `confidence` is that of `AnswerLengths`. One tenant's contracts hold a `share` of
-        rows and blocks, once there are several.
+        Steps have at most `ceiling` tokens and, while anybody streams, take at most `target` seconds. At most
+        `max_sequences` run. `confidence` is that of `AnswerLengths`. One tenant's contracts hold a `share` of rows and
+        blocks, once there are several.
         """
         self._promises = Promises()
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
@@ -55,7 +57,7 @@ class ContractPart(Part):
         self._admission = ContractAdmission(
             Forecast(self._prices), self._promises, lateness, max_sequences=max_sequences, **limits
         )
-        self._progress = Progress(cost, lateness)
+        self._progress = Progress(cost, lateness, stages)
         self._lengths = AnswerLengths(confidence)
         self._share = share
         self._tenants: set[str] = set()
@@ -166,6 +168,7 @@ def make_parts(planning: Planning) -> Sequence[Part]:
             target=config.tbt_seconds,
             confidence=config.contract_confidence,
             share=config.contract_share,
+            stages=planning.stages,
         ),
     )
 
@@ -177,10 +180,6 @@ def why_not(planning: Planning) -> str:
         return "contracts is off"
     if planning.on_rows:
         return "the model runs on padded rows"
-    if planning.shape.states is not None:
-        return "the model has recurrent layers"
-    if planning.stages > 1:
-        return f"the model runs in a pipeline of {planning.stages} stages"
     if config.scheduler != "stall-free":
         return f"the scheduler is {config.scheduler}, not stall-free"
     if planning.cost is None:

@@ -25,9 +25,19 @@ WATCHED = 8
 class Progress:
     """When the steps in flight end, and how far measured times are from predicted ones."""
 
-    def __init__(self, cost: CostModel, lateness: Lateness) -> None:
-        """Notes the `lateness` of steps while contracts are open."""
+    def __init__(self, cost: CostModel, lateness: Lateness, stages: int = 1) -> None:
+        """Notes the `lateness` of steps while contracts are open.
+
+        `cost` is that of a step through all `stages` of a pipeline.
+        """
         self._predictor, self._lateness = cost.predictor(), lateness
+        self._passes = 1 + 2 * (stages - 1) * max(cost.shares(stages)) if stages > 1 else 1.0
+        """Longest time between two tokens of a stream, in times of a step through all stages.
+
+        A stream is in every step of as many as there are stages, or once in twice as many while others join and end.
+        The steps between leave the last stage one after the other, by the time of the slowest stage, and its own
+        passes all stages.
+        """
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
         """Corrections of steps of decodes alone (False) and of steps with prompts (True)."""
         self._in_flight: deque[tuple[StepPlan, float, bool]] = deque()
@@ -39,6 +49,11 @@ class Progress:
 
     @property
     def factor(self) -> float:
+        """Nearly all streams wait for their next token at most this many times the price of a step."""
+        return self._passes * self._step_factor
+
+    @property
+    def _step_factor(self) -> float:
         """Nearly all steps take at most this many times their price."""
         return max(correction.factor for correction in self._corrections.values())
 
@@ -74,7 +89,7 @@ class Progress:
         at = self._result_at
         for plan, planned, closely in self._in_flight:
             price = plan.forecast.predicted / self.mean if closely else self._predictor.segments(spans_of(plan))
-            at = max(at, planned) + self.factor * price
+            at = max(at, planned) + self._step_factor * price
         return max(now, at + apart)
 
 

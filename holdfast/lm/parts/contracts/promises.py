@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from holdfast.core.contract import TERMS, Contract, Term
 from holdfast.lm.memory.protocol import AnyMemory
@@ -13,6 +14,8 @@ from holdfast.lm.scheduler.entries import Entry
 
 RESERVE = 0.05
 """Share of each promised time that is left over: tokens take time to reach their stream."""
+JOINING = 2
+"""Most steps in flight in which a sequence whose copies from the host are complete is not planned."""
 
 
 @dataclass(slots=True)
@@ -146,7 +149,9 @@ class Promises:
         if not self._open:
             self.bound, self.is_loose = inf, False
         if term := promise.broken_by(now):
-            self.outcomes.broken[term] += 1
+            # An answer that began on another engine has its first token: the one that was due here is the next one.
+            resumed = term == "ttft" and entry.sequence.request.answered > 0
+            self.outcomes.broken["tbt" if resumed else term] += 1
         elif promise.first < inf:
             self.outcomes.kept += 1
 
@@ -162,8 +167,16 @@ class Promises:
 
 def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
     """A sequence that lacks a part of its prompt, as a forecast sees it."""
+    need = needed(entry, pool)
     return Prompt(
-        lacking(entry, pool), entry.sequence.length, promise.tokens_left(entry), promise.due, promise.complete_by
+        need.positions,
+        entry.sequence.length,
+        promise.tokens_left(entry),
+        promise.due,
+        promise.complete_by,
+        copying=need.seconds,
+        pauses=entry.cache.most_cuts(entry.sequence.length),
+        joining=JOINING if need.copies else 0,
     )
 
 
@@ -172,14 +185,39 @@ def answered(entry: Entry) -> int:
     return entry.sequence.length - entry.sequence.request.answer_start
 
 
-def lacking(entry: Entry, pool: AnyMemory) -> int:
-    """Number of positions of a sequence that no plan computes yet.
+class Need(NamedTuple):
+    """The work that a sequence needs before its first token."""
 
-    State that only the host has counts as lacking: it takes time to come, though mostly less than computing it.
+    positions: int
+    """Number of positions that no plan computes yet."""
+    seconds: float = 0.0
+    """Predicted seconds in which its state is copied from the host."""
+    copies: bool = False
+    """Whether any state is copied."""
+
+
+def needed(entry: Entry, pool: AnyMemory) -> Need:
+    """The work that a sequence needs before its first token. State on the host is copied where the memory would copy it.
+
+    Until the rate of copies is known, such state counts as computed.
     """
     sequence, cache = entry.sequence, entry.cache
     if cache.capacity:
-        return sum(stop - start for start, stop in cache.missing(sequence.length))
+        seconds = pool.copy_seconds(len(pool.copies.swapping_in)) if entry.swap_in_step >= 0 else 0.0
+        return Need(unplanned(entry), seconds or 0.0, entry.swap_in_step >= 0)
     found = cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
-    here: int = found.positions(pool.block_size) - len(found.host) * pool.block_size
-    return sequence.length - max(0, here)
+    lacking = sequence.length - found.positions(pool.block_size)
+    on_host = len(found.host)
+    if not on_host:
+        return Need(lacking)
+    seconds = pool.copy_seconds(on_host)
+    if seconds is None:
+        return Need(min(sequence.length, lacking + on_host * pool.block_size), copies=True)
+    return Need(lacking, seconds, copies=True)
+
+
+def unplanned(entry: Entry) -> int:
+    """Number of positions of a sequence with blocks that no plan computes yet."""
+    missing = entry.cache.missing(entry.sequence.length)
+    beyond = entry.sequence.length - missing[-1][1] if missing else 0  # a state is kept where the last range ends
+    return beyond + sum(stop - start for start, stop in missing)

@@ -33,8 +33,8 @@ def some_contract(choose):
     return Contract(*(time * STEP if choose.random() < 0.7 else None for time in times))
 
 
-def history(seed, requests=60, share=0.65):
-    """A world in which `requests` have come and ended, a `share` of them with contracts."""
+def history(seed, requests=60, share=0.65, **kind):
+    """A world in which `requests` have come and ended, a `share` of them with contracts. `kind` is of its engine."""
     choose = random.Random(seed)
     world = World(
         blocks=choose.choice((130, 200, 400)),
@@ -44,6 +44,7 @@ def history(seed, requests=60, share=0.65):
         order=choose.choice(("fcfs", "priority", "fair", "deadline")),
         prefix_sharing=choose.random() < 0.5,
         **({"tbt_target": 40} if choose.random() < 0.3 else {}),
+        **kind,
     )
     shared = [tuple(choose.randrange(900) for _ in range(900)) for _ in range(3)]
     gap, at, arrivals = choose.choice((0.5, 2, 5, 20)) * STEP, 0.0, []
@@ -67,6 +68,29 @@ def test_no_later_arrival_breaks_an_accepted_contract(seed):
     assert world.reasons.keys() == world.contracts.keys()
     check_scheduler(world.scheduler)
     assert world.scheduler.stats().blocks_used == 0
+
+
+KINDS = {
+    "recurrent layers": {"snapshots": 12},
+    "few states": {"snapshots": 2},
+    "two stages": {"stages": 2},
+    "four stages": {"stages": 4},
+    "stages and states": {"stages": 2, "snapshots": 6},
+    "a host tier": {"host_blocks": 200, "copy_seconds": STEP / 40},
+    "a slow host tier": {"host_blocks": 200, "copy_seconds": STEP / 4},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_memories_and_pipelines_break_no_accepted_contract(kind):
+    accepted = 0
+    for seed in range(12):
+        world = history(seed, **KINDS[kind])
+        assert world.broken == {}, seed
+        assert world.reasons.keys() == world.contracts.keys()
+        check_scheduler(world.scheduler)
+        accepted += sum(map(bool, world.contracts.values()))
+    assert accepted > 150
 
 
 def test_histories_accept_refuse_and_preempt():

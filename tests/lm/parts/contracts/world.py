@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from holdfast.core.contract import NO_CONTRACT, ContractRefused
 from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.lab.simulator.deployment import FREE, Pipeline
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lm.choice import make_scheduler
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import EngineShape
+from holdfast.lm.types.states import StateShape
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import COST
 
@@ -15,21 +17,39 @@ EXACT = replace(COST, deviation=0.0)
 """A cost model that says that steps take exactly as long as it predicts."""
 
 
+BLOCK_BYTES = 1 << 20
+
+
+def pipeline(stages):
+    """Stages that take equal shares of a step; None for one."""
+    stage = EXACT.slower(1 / stages, 1 / stages)
+    return Pipeline((stage,) * stages, FREE, token_bytes=1) if stages > 1 else None
+
+
 class World:
     """An engine, its clock, and the times at which each client gets tokens, in seconds from its arrival."""
 
-    def __init__(self, *, blocks=400, block_size=16, model_len=2048, steps_in_flight=2, budget=256, tile=32, **config):
+    def __init__(
+        self, *, blocks=400, block_size=16, model_len=2048, steps_in_flight=2, budget=256, tile=32, stages=1,
+        snapshots=None, host_blocks=0, copy_seconds=0.0, **config,
+    ):  # fmt: skip
+        """`snapshots` is the number of kept recurrent states, for a model that has any. A block is copied from the host
+        in `copy_seconds`.
+        """
         self.config = EngineConfig(
             model="m", block_size=block_size, steps_in_flight=steps_in_flight, **{"max_sequences": 16, **config}
         )
         shape = EngineShape(
             model="m", precision="bfloat16", num_blocks=blocks, token_budget=budget, max_step_tokens=budget,
-            max_model_len=model_len, vocab_size=1000, tile=tile,
+            max_model_len=model_len, vocab_size=1000, tile=tile, num_host_blocks=host_blocks,
+            block_bytes=BLOCK_BYTES if host_blocks else 0, copies_ahead=8, copies_for_others=8,
+            states=None if snapshots is None else StateShape(snapshots=snapshots, slot_bytes=1),
         )  # fmt: skip
         self.clock = VirtualClock()
-        self.scheduler = make_scheduler(self.config, shape, EXACT)
-        executor = SimulatedExecutor(StepTimes(EXACT), self.clock)
-        self.loop = Loop(self.scheduler, executor, steps_in_flight, self.clock)
+        self.scheduler = make_scheduler(self.config, shape, EXACT, stages=stages)
+        times = StepTimes(EXACT, pipeline(stages), copy_seconds, BLOCK_BYTES)
+        executor = SimulatedExecutor(times, self.clock)
+        self.loop = Loop(self.scheduler, executor, steps_in_flight + stages - 1, self.clock)
         self.arrivals, self.contracts = {}, {}
         self.deliveries, self.reasons = {}, {}
         self.refusals = {}

@@ -8,7 +8,7 @@ from math import inf
 
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
-from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prompt, Room
+from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Outlook, Prompt, Room
 from holdfast.lm.parts.contracts.promises import Promise, Promises, answered, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
@@ -43,8 +43,8 @@ class Queue:
     """The other sequences."""
     tbt: float
     """Shortest of all paces promised, in seconds."""
-    pace: float
-    """Most seconds of each step with which the sequences that decode complete in time."""
+    ends: Sequence[tuple[int, float]]
+    """Steps that the other sequences still take, and the time by which each must complete."""
 
 
 class ContractAdmission:
@@ -91,8 +91,8 @@ class ContractAdmission:
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
         decoding = [(promise.tokens_left(entry), entry.cache.planned) for entry, promise in everyone if entry.decoding]
-        paces = [
-            (promise.complete_by - start) / promise.tokens_left(entry)
+        ends = [
+            (promise.tokens_left(entry), promise.complete_by)
             for entry, promise in everyone
             if promise.complete_by < inf and entry.decoding and answered(entry) < promise.tokens
         ]
@@ -101,7 +101,7 @@ class ContractAdmission:
             [prompt_of(entry, promise, pool) for entry, promise in lacking],
             Decodes(decoding),
             min((promise.tbt for _, promise in everyone), default=inf),
-            min(paces, default=inf),
+            ends,
         )
 
     def find_bound(self, queue: Queue, *, start: float, factor: float) -> float | None:
@@ -115,9 +115,31 @@ class ContractAdmission:
                 return found
         return None
 
+    def slack(self, sampling: Sequence[Entry], seconds: float, *, start: float, factor: float) -> float:
+        """Most seconds that a step of accepted sequences may be predicted to take, with others added to it.
+
+        The step begins at `start`, gives tokens to the sequences in `sampling`, is predicted to take `seconds`, and no
+        accepted sequence lacks a part of its prompt after it. No sequence gets less time for this step than for its
+        later ones.
+        """
+        promises, until = self._promises, start + factor * seconds
+        now = {entry for entry in sampling if promises.get(entry) is not None}
+        open_ = [(entry, promise, promise.tokens - answered(entry)) for entry, promise in promises]
+        decodes = Decodes([(left, entry.cache.planned) for entry, _, left in open_ if left > 0])
+        outlook = self._forecast.follow((), decodes, start=until, bound=promises.bound, factor=factor)
+        if not outlook.decodes:
+            return seconds
+        latest = promises.latest(now)
+        for entry, promise, left in open_:
+            if promise.complete_by < inf and (left > 0 or entry in now):
+                own = promise.complete_by - outlook.timeline.after(max(0, left))
+                pace = (promise.complete_by - start) / (1 + max(0, left))
+                latest = min(latest, until + own, start + pace)
+        return (latest - start) / factor
+
     def _widest(self, queue: Queue, factor: float) -> float:
         """The largest bound that paces and the largest step allow, in seconds."""
-        return min(self._target, self._full_step(queue, factor), queue.tbt, queue.pace) * SLACK
+        return min(self._target, self._full_step(queue, factor), queue.tbt) * SLACK
 
     def _full_step(self, queue: Queue, factor: float) -> float:
         """Predicted seconds of the largest step, with as many decodes as there may be soon."""
@@ -141,10 +163,12 @@ class ContractAdmission:
             pairs = list(zip(queue.prompts, firsts, strict=True))
             if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
                 return None
-            paces = [(prompt.complete - first) / max(1, prompt.remaining - 1) for prompt, first in pairs]
-            if min(paces, default=inf) >= bound:
+            late = [end for end in ends_of(queue, outlook) if outlook.timeline.after(end[0]) > end[1]]
+            if not late:
                 return bound if self._is_efficient(queue, bound, factor, least) else None
-            bound = min(paces) * SLACK
+            if max(steps for steps, _ in late) > outlook.backlog:  # a shorter bound makes the backlog last longer
+                return None
+            bound = min((complete - start) / steps for steps, complete in late) * SLACK
             if not bound > 0:
                 return None
         return None
@@ -203,7 +227,7 @@ class ContractAdmission:
         """The refusal of a contract for want of time."""
         place = queue.entries.index(entry)
         own = queue.prompts[place]
-        alone = Queue([entry], [own], Decodes(), promise.tbt, inf)
+        alone = Queue([entry], [own], Decodes(), promise.tbt, ())
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
             predicted = self._predict(alone, promise, promise.arrival, factor)
@@ -230,6 +254,16 @@ class ContractAdmission:
             return NO_CONTRACT
         ttft = outlook.firsts[-1] - promise.arrival
         return promised(ttft, bound, ttft + max(0, promise.tokens - 1) * bound)
+
+
+def ends_of(queue: Queue, outlook: Outlook) -> list[tuple[int, float]]:
+    """Steps until each sequence of a queue ends, by its forecast, and the time by which it must, if it was promised."""
+    prompts = [
+        (ended + prompt.remaining, prompt.complete)
+        for prompt, ended in zip(queue.prompts, outlook.ended, strict=True)
+        if prompt.complete < inf
+    ]
+    return [*queue.ends, *prompts]
 
 
 def promised(ttft: float, tbt: float, complete: float) -> Contract:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -16,7 +16,7 @@ CONTEXT_GRAIN = 128
 MOST_PRICES = 1 << 16
 """Most prices of chunks that are remembered."""
 WINDOW = 4
-"""A forecast counts decodes anew after this many steps, then after four times as many, and so on."""
+"""A forecast counts decodes anew after this many steps, then after twice as many, and so on."""
 
 
 class Prompt(NamedTuple):
@@ -181,6 +181,39 @@ def sums_from(numbers: Sequence[int]) -> list[int]:
     return [*accumulate(reversed(numbers), initial=0)][::-1]
 
 
+class Timeline:
+    """The time at which each step ends, by the number of steps from now. It is linear between its points."""
+
+    def __init__(self, start: float) -> None:
+        """The first step begins at `start`."""
+        self._steps, self._times = [0], [start]
+
+    @property
+    def end(self) -> float:
+        """Time at which the last known step ends."""
+        return self._times[-1]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that are known."""
+        return self._steps[-1]
+
+    def extend(self, steps: int, seconds: float) -> None:
+        """Add this many steps, of `seconds` each."""
+        if steps:
+            self._steps.append(self._steps[-1] + steps)
+            self._times.append(self._times[-1] + steps * seconds)
+
+    def after(self, steps: int) -> float:
+        """Time at which this many steps have ended. They must be known."""
+        right = bisect_left(self._steps, steps)
+        if self._steps[right] == steps:
+            return self._times[right]
+        left = right - 1
+        share = (steps - self._steps[left]) / (self._steps[right] - self._steps[left])
+        return self._times[left] + share * (self._times[right] - self._times[left])
+
+
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """The result of a forecast."""
@@ -192,16 +225,22 @@ class Outlook:
     """
     decodes: bool
     """Whether every step has room for the decodes."""
+    ended: tuple[int, ...] = ()
+    """Number of steps before the one that gives the first token of each prompt."""
+    backlog: int = 0
+    """Number of steps until all prompts are computed."""
+    timeline: Timeline = field(default_factory=lambda: Timeline(0.0))
+    """When steps end, for as many steps as any sequence takes, if every step has room for the decodes."""
 
 
 class Forecast:
     """Follows the steps of accepted sequences alone, each as long as it may become.
 
     The prompts are computed in their order, as far as each step has room next to its decodes. A step that leaves a part
-    of a prompt is as long as the bound, whatever it holds. So the real steps are never later, as long as they hold no
-    other work while a prompt of an accepted sequence is left: at the end of each step at least as many prompt tokens
-    are computed. The number of decodes and their contexts are upper limits, too: they count from the first step in
-    which a sequence could decode.
+    of a prompt is as long as the bound, whatever it holds. Later steps have decodes alone, and are as long as these
+    take. So the real steps are never later, as long as they hold no other work while a prompt of an accepted sequence
+    is left: at the end of each step at least as many prompt tokens are computed. The number of decodes and their
+    contexts are upper limits, too: they count from the first step in which a sequence could decode.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -222,7 +261,7 @@ class Forecast:
         rows, attention = 0, 0.0
         while index < len(prompts):
             if step >= edge:
-                edge = max(WINDOW, 4 * step)
+                edge = next_edge(step)
                 rows, attention = self.load(prompts, decodes, ended, step, edge)
                 if self.prices.linear(rows, 0) + attention > limit:
                     return Outlook(tuple(firsts), False)
@@ -240,7 +279,12 @@ class Forecast:
             step += 1
             if index < len(prompts) and (at > prompts[index].due or not room.tokens):
                 return Outlook(tuple(firsts), True)
-        return Outlook(tuple(firsts), self._carries(prompts, decodes, ended, step, limit))
+        timeline = Timeline(start)
+        if step:
+            timeline.extend(step - 1, bound)
+            timeline.extend(1, at - timeline.end)
+        carried = self._carries(prompts, decodes, ended, timeline, limit, factor)
+        return Outlook(tuple(firsts), carried, tuple(ended), step, timeline)
 
     def load(
         self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, edge: int
@@ -258,14 +302,31 @@ class Forecast:
         return rows, self.prices.most_decodes(rows, positions) if rows else 0.0
 
     def _carries(
-        self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, limit: float
+        self,
+        prompts: Sequence[Prompt],
+        decodes: Decodes,
+        ended: Sequence[int],
+        timeline: Timeline,
+        limit: float,
+        factor: float,
     ) -> bool:
-        """Whether the decodes alone end within `limit` seconds in every step from `step` on."""
+        """Add the steps of decodes alone to a timeline. Returns whether each of them ends within `limit` seconds."""
         last = max((end + prompt.remaining for end, prompt in zip(ended, prompts, strict=True)), default=0)
-        while step < max(last, decodes.steps):
-            edge = max(WINDOW, 4 * step)
+        last = max(last, decodes.steps)
+        while timeline.steps < last:
+            step = timeline.steps
+            edge = next_edge(step)
             rows, attention = self.load(prompts, decodes, ended, step, edge)
-            if self.prices.linear(rows, 0) + attention > limit:
+            seconds = self.prices.linear(rows, 0) + attention
+            if seconds > limit:
                 return False
-            step = edge
+            timeline.extend(edge - step, seconds * factor)
         return True
+
+
+def next_edge(step: int) -> int:
+    """The first step after this one at which a forecast counts decodes anew."""
+    edge = WINDOW
+    while edge <= step:
+        edge *= 2
+    return edge

@@ -60,10 +60,6 @@ class Promise:
             self.longest_gap = max(self.longest_gap, now - self.last)
         self.last = now
 
-    def latest(self, entry: Entry, bound: float) -> float:
-        """Latest time of the first token, if each later one takes up to `bound` seconds."""
-        return min(self.due, self.complete_by - self.tokens_left(entry) * bound)
-
     def broken_by(self, now: float) -> Term | None:
         """The first term that the deliveries up to `now` have broken; None: they have kept them all."""
         first, last = (now, now) if self.first == inf else (self.first, self.last)
@@ -152,8 +148,8 @@ class Promises:
 
     def latest(self, entries: Iterable[Entry]) -> float:
         """The latest time at which the first tokens among the next ones of these sequences may come."""
-        first = [(entry, self._open[entry]) for entry in entries if entry in self._open]
-        return min((each.latest(entry, self.bound) for entry, each in first if each.first == inf), default=inf)
+        first = [self._open[entry] for entry in entries if entry in self._open]
+        return min((each.due for each in first if each.first == inf), default=inf)
 
     def outstanding(self, pool: AnyMemory) -> int:
         """Number of blocks that the accepted sequences have still to be given."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Outlook, Prompt, Room
+from holdfast.lm.parts.contracts.lengths import CERTAIN
+from holdfast.lm.parts.contracts.pool import Answer, Pool
 from holdfast.lm.parts.contracts.promises import Promise, Promises, answered, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
@@ -90,7 +92,6 @@ class ContractAdmission:
         """The accepted sequences, and `more`, before a step that begins at `start`."""
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
-        decoding = [(promise.tokens_left(entry), entry.cache.planned) for entry, promise in everyone if entry.decoding]
         ends = [
             (promise.tokens_left(entry), promise.complete_by)
             for entry, promise in everyone
@@ -99,7 +100,7 @@ class ContractAdmission:
         return Queue(
             [entry for entry, _ in lacking],
             [prompt_of(entry, promise, pool) for entry, promise in lacking],
-            Decodes(decoding),
+            decodes_of((entry, promise, 1) for entry, promise in everyone if entry.decoding),
             min((promise.tbt for _, promise in everyone), default=inf),
             ends,
         )
@@ -125,7 +126,7 @@ class ContractAdmission:
         promises, until = self._promises, start + factor * seconds
         now = {entry for entry in sampling if promises.get(entry) is not None}
         open_ = [(entry, promise, promise.tokens - answered(entry)) for entry, promise in promises]
-        decodes = Decodes([(left, entry.cache.planned) for entry, _, left in open_ if left > 0])
+        decodes = decodes_of((entry, promise, 0) for entry, promise in promises)
         outlook = self._forecast.follow((), decodes, start=until, bound=promises.bound, factor=factor)
         if not outlook.decodes:
             return seconds
@@ -187,8 +188,11 @@ class ContractAdmission:
     def _lacks_share(self, entry: Entry, promise: Promise, usable: int, share: float) -> Refusal | None:
         """A refusal if its tenant would hold more than its share of rows and blocks; None if it would not.
 
-        A tenant without an open contract may always have one.
+        A tenant without an open contract may always have one. Rows and blocks that are all one tenant's can be waited
+        for.
         """
+        if share == 1:
+            return None
         tenant = tenant_of(entry)
         own = [(each, other) for each, other in self._promises if tenant_of(each) == tenant]
         blocks = promise.blocks + sum(other.blocks for _, other in own)
@@ -198,26 +202,24 @@ class ContractAdmission:
         return Refusal("the contract cannot be kept now: the share of its API key is promised already", wait)
 
     def _lacks_place(self, promise: Promise, usable: int, now: float, start: float) -> Refusal | None:
-        """A refusal for want of rows or blocks, of which `usable` are for contracts; None if there are enough."""
+        """A refusal for want of blocks, of which `usable` are for contracts; None if there are enough."""
         held = sum(other.blocks for _, other in self._promises)
         if promise.blocks > usable:
             needed = f"it may need {promise.blocks} blocks of the KV cache, and contracts can have {usable}"
             return Refusal(f"the contract can never be kept: {needed}", inf)
-        rows = len(self._promises) + 1 - self._max_sequences
         blocks = held + promise.blocks - usable
-        if rows <= 0 and blocks <= 0:
+        if blocks <= 0:
             return None
-        wait = self._until_free(rows, blocks, start) - now
-        what = "all rows are" if rows > 0 else "the KV cache is"
-        return Refusal(f"the contract cannot be kept now: {what} promised to accepted requests", wait)
+        wait = self._until_free(blocks, start) - now
+        return Refusal("the contract cannot be kept now: the KV cache is promised to accepted requests", wait)
 
-    def _until_free(self, rows: int, blocks: int, start: float) -> float:
-        """Time by which accepted sequences have given up this many rows and blocks."""
+    def _until_free(self, blocks: int, start: float) -> float:
+        """Time by which accepted sequences have given up this many blocks."""
         step = self._promises.bound
         ends = sorted((promise.tokens_left(entry) * step, promise.blocks) for entry, promise in self._promises)
         for seconds, freed in ends:
-            rows, blocks = rows - 1, blocks - freed
-            if rows <= 0 and blocks <= 0:
+            blocks -= freed
+            if blocks <= 0:
                 return start + seconds
         return inf
 
@@ -237,7 +239,8 @@ class ContractAdmission:
         others = [prompt for index, prompt in enumerate(queue.prompts) if index != place]
         predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
         if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:
-            reason = "the accepted prompts before it take too long"
+            full = len(self._promises) >= self._max_sequences
+            reason = "all rows are promised to accepted requests" if full else "the accepted prompts before it take too long"
             wait = predicted.ttft - (promise.due - promise.arrival)
         else:
             reason = "accepted requests would be too slow beside it"
@@ -254,6 +257,19 @@ class ContractAdmission:
             return NO_CONTRACT
         ttft = outlook.firsts[-1] - promise.arrival
         return promised(ttft, bound, ttft + max(0, promise.tokens - 1) * bound)
+
+
+def decodes_of(sequences: Iterable[tuple[Entry, Promise, int]]) -> Decodes:
+    """Sequences that decode. Each is given with the number of steps that it takes at the least."""
+    pairs, answers = [], []
+    for entry, promise, least in sequences:
+        so_far = answered(entry)
+        if promise.survival is not CERTAIN:
+            if (left := max(least, promise.most - so_far)) > 0:
+                answers.append(Answer(promise.survival, so_far, left, entry.cache.planned))
+        elif (left := max(least, promise.tokens - so_far)) > 0:
+            pairs.append((left, entry.cache.planned))
+    return Decodes(pairs, Pool(answers))
 
 
 def ends_of(queue: Queue, outlook: Outlook) -> list[tuple[int, float]]:

@@ -6,17 +6,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from holdfast.core.cost import Predictor
+from holdfast.lm.parts.contracts.lengths import CERTAIN, GRID, Survival, bin_of, cell_of
+from holdfast.lm.parts.contracts.pool import Pool, Sums
 
 CONTEXT_GRAIN = 128
 """Contexts are priced as the next multiple of this number of positions, so that few prices have to be computed."""
 MOST_PRICES = 1 << 16
 """Most prices of chunks that are remembered."""
-WINDOW = 4
-"""A forecast counts decodes anew after this many steps, then after twice as many, and so on."""
+ROW_LAG = 2
+"""Number of steps after a sequence's last one until its row can be used: its result has to come first."""
 
 
 class Prompt(NamedTuple):
@@ -27,11 +29,24 @@ class Prompt(NamedTuple):
     context: int
     """Positions of the prompt."""
     remaining: int
-    """Tokens of the answer."""
+    """Tokens of the answer that are still expected at the most. They must come in time."""
     due: float = inf
     """Time by which its first token must come."""
     complete: float = inf
     """Time by which its last token must come."""
+    has_row: bool = True
+    """Whether it has a row already."""
+    survival: Survival = CERTAIN
+    """How likely its answer goes on."""
+    so_far: int = 0
+    """Tokens of the answer so far."""
+    allowed: int = 0
+    """Most tokens that the answer may still get, if that is more than `remaining`."""
+
+    @property
+    def most(self) -> int:
+        """Most steps in which it decodes."""
+        return max(self.remaining, self.allowed)
 
 
 class Prices:
@@ -155,8 +170,12 @@ class Room:
 class Decodes:
     """The accepted sequences that decode: how many are left at the most after a number of steps, and their contexts."""
 
-    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
-        """`pairs` has the number of tokens that each may still be given, and the positions that it has now."""
+    def __init__(self, pairs: Iterable[tuple[int, int]] = (), pool: Pool | None = None) -> None:
+        """`pairs` has the number of tokens that each may still be given, and the positions that it has now.
+
+        The sequences of `pool` are in no pair: their lengths are learned.
+        """
+        self.pool = pool or Pool()
         ordered = sorted(pairs)
         self._remaining = [remaining for remaining, _ in ordered]
         # Sums over all from the index on.
@@ -166,10 +185,20 @@ class Decodes:
     @property
     def steps(self) -> int:
         """Number of steps until the last of them has ended."""
-        return self._remaining[-1] if self._remaining else 0
+        return max(self._remaining[-1] if self._remaining else 0, self.pool.steps)
+
+    @property
+    def count(self) -> int:
+        """Number of the sequences."""
+        return len(self._remaining) + self.pool.count
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Number of steps of each that is in no pool, in ascending order."""
+        return self._remaining
 
     def load(self, step: int, edge: int) -> tuple[int, int]:
-        """Most decodes in steps [step, edge), and most positions of their contexts in all."""
+        """Most decodes in steps [step, edge) without the pool, and most positions of their contexts in all."""
         remaining = self._remaining
         first, longer = bisect_right(remaining, step), bisect_right(remaining, edge)
         ending = self._tokens[first] - self._tokens[longer]
@@ -243,8 +272,13 @@ class Forecast:
     contexts are upper limits, too: they count from the first step in which a sequence could decode.
     """
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, prices: Prices, *, max_sequences: int = 1 << 20, margin: float = 0.0) -> None:
+        """At most `max_sequences` run.
+
+        Sums over sequences of unknown lengths count as their mean and `margin` standard deviations.
+        """
         self.prices = prices
+        self._max_sequences, self._margin = max_sequences, margin
 
     def follow(
         self, prompts: Sequence[Prompt], decodes: Decodes, *, start: float, bound: float, factor: float
@@ -283,22 +317,79 @@ class Forecast:
         if step:
             timeline.extend(step - 1, bound)
             timeline.extend(1, at - timeline.end)
+        late = self._blocked(prompts, decodes)
+        if not self._wait_for_rows(prompts, decodes, ended, late):
+            return Outlook(tuple(firsts[: min(late)]), True)
         carried = self._carries(prompts, decodes, ended, timeline, limit, factor)
+        if carried:
+            for index in late:
+                firsts[index] = timeline.after(ended[index] + 1)
         return Outlook(tuple(firsts), carried, tuple(ended), step, timeline)
+
+    def _blocked(self, prompts: Sequence[Prompt], decodes: Decodes) -> Sequence[int]:
+        """Indices of the prompts that have to wait until another sequence gives up its row."""
+        waiting = [index for index, prompt in enumerate(prompts) if not prompt.has_row]
+        held = decodes.count + len(prompts) - len(waiting)
+        return waiting[max(0, self._max_sequences - held) :]
+
+    def _wait_for_rows(
+        self, prompts: Sequence[Prompt], decodes: Decodes, ended: list[int], late: Sequence[int]
+    ) -> bool:
+        """Let the prompts `late` end as many steps later as rows are free for them; False if there are none in time.
+
+        A timeline holds the work of all prompts before that, so no step ends later because they are computed later.
+        """
+        if not late:
+            return True
+        apart = set(late)
+        others = [(prompt, ended[index]) for index, prompt in enumerate(prompts) if index not in apart]
+        ends = sorted([*decodes.ends, *(end + prompt.most for prompt, end in others if prompt.survival is CERTAIN)])
+        unsure = [(prompt, end) for prompt, end in others if prompt.survival is not CERTAIN]
+        for number, index in enumerate(late, 1):
+            step = self._free_after(ends, decodes.pool, unsure, self._max_sequences - number)
+            if step is None:
+                return False
+            ended[index] += step + ROW_LAG
+        return True
+
+    def _free_after(
+        self, ends: Sequence[int], pool: Pool, prompts: Sequence[tuple[Prompt, int]], most: int
+    ) -> int | None:
+        """First step at which `most` sequences or fewer go on; None: never. `ends`: steps of those that are certain."""
+        for first in GRID:
+            sums = pool.at(first)
+            if prompts:
+                sums = sums.plus(going_on(prompts, first))
+            known = most - ceil(sums.upper(self._margin, 0)[0])
+            if known >= 0:
+                step = ends[-known - 1] if known < len(ends) else 0
+                if step < next_edge(first):
+                    return max(first, step)
+        return None
 
     def load(
         self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, edge: int
     ) -> tuple[int, float]:
         """Most decodes in steps [step, edge), and seconds of their attention. `ended`: steps that end the prompts."""
         rows, positions = decodes.load(step, edge)
+        unsure: list[tuple[Prompt, int]] = []
         reach, total = self.prices.ceiling * edge, 0
         for index, prompt in enumerate(prompts):
             total += prompt.missing
             if total > reach:
                 break
-            if index >= len(ended) or ended[index] + prompt.remaining > step:
+            end = ended[index] if index < len(ended) else step
+            if prompt.survival is not CERTAIN:
+                unsure.append((prompt, end))
+            elif end + prompt.most > step:
                 rows += 1
-                positions += prompt.context + min(prompt.remaining, edge)
+                positions += prompt.context + min(prompt.most, edge)
+        sums, most = decodes.pool.at(step), decodes.pool.count + len(unsure)
+        if most:
+            sums = sums.plus(going_on(unsure, step)) if unsure else sums
+            more, wider = sums.upper(self._margin, edge)
+            rows, positions = rows + min(most, ceil(more)), positions + ceil(wider)
+        rows = min(rows, self._max_sequences)
         return rows, self.prices.most_decodes(rows, positions) if rows else 0.0
 
     def _carries(
@@ -311,7 +402,7 @@ class Forecast:
         factor: float,
     ) -> bool:
         """Add the steps of decodes alone to a timeline. Returns whether each of them ends within `limit` seconds."""
-        last = max((end + prompt.remaining for end, prompt in zip(ended, prompts, strict=True)), default=0)
+        last = max((end + prompt.most for end, prompt in zip(ended, prompts, strict=True)), default=0)
         last = max(last, decodes.steps)
         while timeline.steps < last:
             step = timeline.steps
@@ -326,7 +417,15 @@ class Forecast:
 
 def next_edge(step: int) -> int:
     """The first step after this one at which a forecast counts decodes anew."""
-    edge = WINDOW
-    while edge <= step:
-        edge *= 2
-    return edge
+    return 4 << cell_of(step)
+
+
+def going_on(prompts: Iterable[tuple[Prompt, int]], step: int) -> Sums:
+    """The sums over sequences in a step, each given with the step that ends its prompt."""
+    sums = Sums()
+    for prompt, ended in prompts:
+        if ended + prompt.most > step:
+            chance = prompt.survival.chance(prompt.so_far, max(0, step - ended))
+            weight = prompt.survival.weight_above(bin_of(prompt.so_far + 1))
+            sums.add(chance, weight, 1, prompt.context, prompt.context**2)
+    return sums

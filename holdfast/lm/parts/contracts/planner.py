@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
 
 from holdfast.core.contract import TERMS, ContractRefused, Refusal
 from holdfast.core.cost import CostModel
@@ -10,7 +11,7 @@ from holdfast.core.types import FinishReason, Request
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.parts.contracts.admission import ContractAdmission, tenant_of
 from holdfast.lm.parts.contracts.forecast import Forecast, Prices
-from holdfast.lm.parts.contracts.lengths import AnswerLengths
+from holdfast.lm.parts.contracts.lengths import CERTAIN, AnswerLengths, Survival
 from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.contracts.order import ContractOrder
 from holdfast.lm.parts.contracts.policy import ContractPolicy, Progress
@@ -21,6 +22,10 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Part, PartQueues
 from holdfast.lm.types import StepPlan, StepResult
+
+
+NEWS = 16
+"""Most answers that end until open ones are forecast by what is known by then."""
 
 
 class ContractPart(Part):
@@ -51,10 +56,14 @@ class ContractPart(Part):
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
         limits = {} if target is None else {"target": target}
         self._admission = ContractAdmission(
-            Forecast(self._prices), self._promises, max_sequences=max_sequences, **limits
+            Forecast(self._prices, max_sequences=max_sequences, margin=deviations(confidence)), self._promises, max_sequences=max_sequences, **limits
         )
         self._progress = Progress(cost)
         self._lengths = AnswerLengths(confidence)
+        self._ended = 0
+        """Number of answers that have ended."""
+        self._next_news = 1
+        """Number of ended answers with which open ones are forecast by what is known then."""
         self._share = share
         self._tenants: set[str] = set()
         """Tenants that have sent requests, up to two of them."""
@@ -80,7 +89,8 @@ class ContractPart(Part):
         now = self._now = max(self._now, entry.sequence.request.arrival)
         tokens = self._longest(entry)
         blocks = queues.pool.blocks_for(entry.sequence.request.answer_start + tokens)
-        promise = Promise(contract, entry.sequence.request.arrival, tokens, blocks)
+        most, survival = entry.limit - entry.sequence.request.answer_start, self._survival(entry)
+        promise = Promise(contract, entry.sequence.request.arrival, tokens, blocks, most, survival)
         decision = self._admission.decide(
             entry,
             promise,
@@ -103,6 +113,7 @@ class ContractPart(Part):
         if length > 0:
             cut = sequence.finish_reason is not FinishReason.STOP
             self._lengths.add(request.identity.tenant, request.answer_start, length, cut=cut)
+            self._learn()
 
     def advance(self, now: float) -> None:
         self._now = now
@@ -123,6 +134,27 @@ class ContractPart(Part):
         for entry, promise in self._promises.given(entries, self._now):
             tokens = self._longest(entry)
             promise.expect(tokens, self._queues.pool.blocks_for(entry.sequence.request.answer_start + tokens))
+
+    def _learn(self) -> None:
+        """Note that an answer has ended: from time to time, forecast the open ones by what is known now."""
+        self._ended += 1
+        if self._ended < self._next_news:
+            return
+        self._next_news += min(NEWS, 1 + self._ended // 4)
+        requests = [(entry.sequence.request, answered(entry)) for entry in self._queues.running]
+        self._lengths.see(
+            (each.identity.tenant, each.answer_start, length)
+            for each, length in requests
+            if not each.params.ignore_eos and length > 0
+        )
+        for entry, promise in self._promises:
+            promise.learn(self._survival(entry))
+
+    def _survival(self, entry: Entry) -> Survival:
+        """How long answers like that of a sequence are."""
+        request = entry.sequence.request
+        certain = request.params.ignore_eos
+        return CERTAIN if certain else self._lengths.survival(request.identity.tenant, request.answer_start)
 
     def _longest(self, entry: Entry) -> int:
         """Most tokens that the answer of a sequence is expected to have."""
@@ -146,6 +178,11 @@ class NoContracts(Part):
         if request.contract:
             reason = f"this engine takes no contracts: {self._reason}; leave out ttft_ms, tbt_ms and complete_ms"
             raise RequestRefused(reason, next(f"{term}_ms" for term in TERMS if getattr(request.contract, term)))
+
+
+def deviations(confidence: float) -> float:
+    """Number of standard deviations that a normal sum exceeds its mean by with no more than 1 - `confidence`."""
+    return NormalDist().inv_cdf(confidence) if confidence < 1 else 0.0  # with 1, nothing is left to chance
 
 
 def make_parts(planning: Planning) -> Sequence[Part]:

@@ -9,6 +9,7 @@ from math import inf
 from holdfast.core.contract import TERMS, Contract, Term
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.contracts.forecast import Prompt
+from holdfast.lm.parts.contracts.lengths import CERTAIN, Survival
 from holdfast.lm.scheduler.entries import Entry
 
 RESERVE = 0.05
@@ -25,6 +26,10 @@ class Promise:
     """Most tokens that its answer is expected to have."""
     blocks: int
     """Number of blocks that its sequence is expected to need in all."""
+    most: int = 0
+    """Most tokens that its answer may have."""
+    survival: Survival = CERTAIN
+    """How long answers like its own are."""
     first: float = inf
     """Time of the first token; infinite: none has come."""
     last: float = 0.0
@@ -43,6 +48,10 @@ class Promise:
         self.due = inf if contract.ttft is None else self.arrival + share * contract.ttft
         self.tbt = inf if contract.tbt is None else share * contract.tbt
         self.complete_by = inf if contract.complete is None else self.arrival + share * contract.complete
+
+    def learn(self, survival: Survival) -> None:
+        """Note how long answers like its own are by now."""
+        self.survival = survival
 
     def expect(self, tokens: int, blocks: int) -> None:
         """Expect an answer of up to `tokens` tokens, with which the sequence needs `blocks` blocks."""
@@ -158,8 +167,17 @@ class Promises:
 
 def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
     """A sequence that lacks a part of its prompt, as a forecast sees it."""
+    so_far = answered(entry)
     return Prompt(
-        lacking(entry, pool), entry.sequence.length, promise.tokens_left(entry), promise.due, promise.complete_by
+        lacking(entry, pool),
+        entry.sequence.length,
+        promise.tokens_left(entry),
+        promise.due,
+        promise.complete_by,
+        has_row=entry.cache.capacity > 0,
+        survival=promise.survival,
+        so_far=so_far,
+        allowed=promise.most - so_far,
     )
 
 

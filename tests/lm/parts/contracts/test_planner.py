@@ -110,11 +110,17 @@ def test_one_of_several_tenants_gets_its_share_of_rows_and_blocks():
         assert world.add("own again", prompt, 10, loose)
 
 
-def test_more_contracts_than_rows_are_refused():
-    world = World(max_sequences=2)
-    accepted = [world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(3)]
-    assert accepted == [True, True, False]
-    assert "rows" in world.refusals["2"].reason
+def test_a_contract_waits_for_a_row_if_one_is_free_in_time():
+    world, step = World(max_sequences=2), EXACT.step([(1, 20), (1, 20)])
+    assert all(world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(2))
+    world.step()
+    assert not world.add("early", 10, 10, Contract(ttft=10 * step))
+    assert "rows" in world.refusals["early"].reason
+    assert world.refusals["early"].predicted.ttft > 10 * step
+    assert world.add("late", 10, 10, Contract(ttft=18 * step))
+    assert not world.add("behind it", 10, 10, Contract(ttft=19 * step, complete=22 * step))
+    world.run()
+    assert world.broken == {} and world.deliveries["late"][0] > 10 * step
 
 
 def test_a_prompt_behind_accepted_ones_is_refused_with_the_time_at_which_it_is_accepted():

@@ -110,7 +110,7 @@ class ContractPart(Part):
         self._promises.ended(entry, self._now)
         sequence, request = entry.sequence, entry.sequence.request
         length = len(sequence.tokens) - request.answer_start
-        if length > 0:
+        if length > 0 and not has_known_length(request):
             cut = sequence.finish_reason is not FinishReason.STOP
             self._lengths.add(request.identity.tenant, request.answer_start, length, cut=cut)
             self._learn()
@@ -145,7 +145,7 @@ class ContractPart(Part):
         self._lengths.see(
             (each.identity.tenant, each.answer_start, length)
             for each, length in requests
-            if not each.params.ignore_eos and length > 0
+            if length > 0 and not has_known_length(each)
         )
         for entry, promise in self._promises:
             promise.learn(self._survival(entry))
@@ -153,14 +153,13 @@ class ContractPart(Part):
     def _survival(self, entry: Entry) -> Survival:
         """How long answers like that of a sequence are."""
         request = entry.sequence.request
-        certain = request.params.ignore_eos
-        return CERTAIN if certain else self._lengths.survival(request.identity.tenant, request.answer_start)
+        return CERTAIN if has_known_length(request) else self._lengths.survival(request.identity.tenant, request.answer_start)
 
     def _longest(self, entry: Entry) -> int:
         """Most tokens that the answer of a sequence is expected to have."""
         request = entry.sequence.request
         most = entry.limit - request.answer_start
-        if request.params.ignore_eos:
+        if has_known_length(request):
             return most
         return self._lengths.longest(request.identity.tenant, request.answer_start, most, above=answered(entry))
 
@@ -178,6 +177,11 @@ class NoContracts(Part):
         if request.contract:
             reason = f"this engine takes no contracts: {self._reason}; leave out ttft_ms, tbt_ms and complete_ms"
             raise RequestRefused(reason, next(f"{term}_ms" for term in TERMS if getattr(request.contract, term)))
+
+
+def has_known_length(request: Request) -> bool:
+    """Whether only its maximum ends an answer."""
+    return request.params.ignore_eos and not request.params.stop_token_ids
 
 
 def deviations(confidence: float) -> float:

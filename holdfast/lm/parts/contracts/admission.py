@@ -92,15 +92,17 @@ class ContractAdmission:
         """The accepted sequences, and `more`, before a step that begins at `start`."""
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
+        decoding = [pair for pair in everyone if pair[0].decoding]
         ends = [
-            (promise.tokens_left(entry), promise.complete_by)
-            for entry, promise in everyone
-            if promise.complete_by < inf and entry.decoding and answered(entry) < promise.tokens
+            (left, promise.complete_by)
+            for entry, promise in decoding
+            if promise.complete_by < inf
+            and (left := promise.tokens + promise.answer_start - entry.sequence.length) > 0
         ]
         return Queue(
             [entry for entry, _ in lacking],
             [prompt_of(entry, promise, pool) for entry, promise in lacking],
-            decodes_of((entry, promise, 1) for entry, promise in everyone if entry.decoding),
+            decodes_of(decoding, least=1),
             min((promise.tbt for _, promise in everyone), default=inf),
             ends,
         )
@@ -126,7 +128,7 @@ class ContractAdmission:
         promises, until = self._promises, start + factor * seconds
         now = {entry for entry in sampling if promises.get(entry) is not None}
         open_ = [(entry, promise, promise.tokens - answered(entry)) for entry, promise in promises]
-        decodes = decodes_of((entry, promise, 0) for entry, promise in promises)
+        decodes = decodes_of(promises, least=0)
         outlook = self._forecast.follow((), decodes, start=until, bound=promises.bound, factor=factor)
         if not outlook.decodes:
             return seconds
@@ -259,16 +261,19 @@ class ContractAdmission:
         return promised(ttft, bound, ttft + max(0, promise.tokens - 1) * bound)
 
 
-def decodes_of(sequences: Iterable[tuple[Entry, Promise, int]]) -> Decodes:
-    """Sequences that decode. Each is given with the number of steps that it takes at the least."""
+def decodes_of(sequences: Iterable[tuple[Entry, Promise]], *, least: int) -> Decodes:
+    """Sequences that decode, each of which takes at least this many steps."""
     pairs, answers = [], []
-    for entry, promise, least in sequences:
-        so_far = answered(entry)
-        if promise.survival is not CERTAIN:
-            if (left := max(least, promise.most - so_far)) > 0:
-                answers.append(Answer(promise.survival, so_far, left, entry.cache.planned))
-        elif (left := max(least, promise.tokens - so_far)) > 0:
-            pairs.append((left, entry.cache.planned))
+    for entry, promise in sequences:
+        length = entry.sequence.length
+        so_far = length - promise.answer_start
+        left = max(least, promise.most - so_far)
+        if left <= 0:
+            continue
+        if promise.survival is CERTAIN:
+            pairs.append((left, length))
+        else:
+            answers.append(Answer(promise.survival, so_far, left, length))
     return Decodes(pairs, Pool(answers))
 
 

@@ -6,12 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import ceil, inf
+from math import inf
 from typing import NamedTuple
 
 from holdfast.core.cost import Predictor
-from holdfast.lm.parts.contracts.lengths import CERTAIN, GRID, Survival, bin_of, cell_of
-from holdfast.lm.parts.contracts.pool import Pool, Sums
+from holdfast.lm.parts.contracts.lengths import CERTAIN, GRID, Survival, cell_of
+from holdfast.lm.parts.contracts.pool import EMPTY, Answer, Pool, Sums
 
 CONTEXT_GRAIN = 128
 """Contexts are priced as the next multiple of this number of positions, so that few prices have to be computed."""
@@ -170,12 +170,12 @@ class Room:
 class Decodes:
     """The accepted sequences that decode: how many are left at the most after a number of steps, and their contexts."""
 
-    def __init__(self, pairs: Iterable[tuple[int, int]] = (), pool: Pool | None = None) -> None:
+    def __init__(self, pairs: Iterable[tuple[int, int]] = (), pool: Pool = EMPTY) -> None:
         """`pairs` has the number of tokens that each may still be given, and the positions that it has now.
 
         The sequences of `pool` are in no pair: their lengths are learned.
         """
-        self.pool = pool or Pool()
+        self.pool = pool
         ordered = sorted(pairs)
         self._remaining = [remaining for remaining, _ in ordered]
         # Sums over all from the index on.
@@ -241,6 +241,40 @@ class Timeline:
         left = right - 1
         share = (steps - self._steps[left]) / (self._steps[right] - self._steps[left])
         return self._times[left] + share * (self._times[right] - self._times[left])
+
+
+class Later:
+    """The accepted sequences once all prompts are computed: those that decode now, and those that will."""
+
+    def __init__(self, decodes: Decodes, prompts: Iterable[tuple[Prompt, int]]) -> None:
+        """Each of the `prompts` is given with the step that ends it."""
+        pairs, answers, shift = [], [], 0
+        for prompt, end in prompts:
+            if prompt.survival is CERTAIN:
+                pairs.append((end + prompt.most, prompt.context))
+            else:
+                answers.append(Answer(prompt.survival, prompt.so_far, prompt.most, prompt.context))
+                shift = max(shift, end)
+        self._now, self._shift = decodes, shift
+        self._new = Decodes(pairs, Pool(answers, others=decodes.pool.count))
+        self.steps = max(decodes.steps, self._new.ends[-1] if pairs else 0, self._new.pool.steps + shift)
+        """Number of steps until the last of them has ended."""
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Number of steps of each whose length is certain, in ascending order."""
+        return sorted([*self._now.ends, *self._new.ends])
+
+    def sums(self, step: int) -> Sums:
+        """The sums over those whose lengths are learned. All prompts count as if they ended in the last one's step."""
+        return self._now.pool.at(step).plus(self._new.pool.at(max(0, step - self._shift)))
+
+    def load(self, step: int, edge: int, margin: float) -> tuple[int, int]:
+        """Most decodes in steps [step, edge), and most positions of their contexts in all."""
+        rows, positions = self._now.load(step, edge)
+        more, further = self._new.load(step, edge)
+        unsure, wide = self.sums(step).upper(margin, edge)
+        return rows + more + min(unsure, self._now.pool.count + self._new.pool.count), positions + further + wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +352,10 @@ class Forecast:
             timeline.extend(step - 1, bound)
             timeline.extend(1, at - timeline.end)
         late = self._blocked(prompts, decodes)
-        if not self._wait_for_rows(prompts, decodes, ended, late):
-            return Outlook(tuple(firsts[: min(late)]), True)
-        carried = self._carries(prompts, decodes, ended, timeline, limit, factor)
+        if late and not self._wait_for_rows(prompts, decodes, ended, late):
+            return Outlook(tuple(firsts[: late[0]]), True)
+        later = Later(decodes, zip(prompts, ended, strict=True))
+        carried = self._carries(later, timeline, limit, factor)
         if carried:
             for index in late:
                 firsts[index] = timeline.after(ended[index] + 1)
@@ -339,75 +374,60 @@ class Forecast:
 
         A timeline holds the work of all prompts before that, so no step ends later because they are computed later.
         """
-        if not late:
-            return True
         apart = set(late)
         others = [(prompt, ended[index]) for index, prompt in enumerate(prompts) if index not in apart]
-        ends = sorted([*decodes.ends, *(end + prompt.most for prompt, end in others if prompt.survival is CERTAIN)])
-        unsure = [(prompt, end) for prompt, end in others if prompt.survival is not CERTAIN]
+        later, cell = Later(decodes, others), 0
+        ends = later.ends
         for number, index in enumerate(late, 1):
-            step = self._free_after(ends, decodes.pool, unsure, self._max_sequences - number)
+            step = None
+            while step is None and cell < len(GRID):
+                unsure, _ = later.sums(GRID[cell]).upper(self._margin, 0)
+                step = self._free_within(cell, ends, self._max_sequences - number - unsure)
+                cell += step is None
             if step is None:
                 return False
             ended[index] += step + ROW_LAG
         return True
 
-    def _free_after(
-        self, ends: Sequence[int], pool: Pool, prompts: Sequence[tuple[Prompt, int]], most: int
-    ) -> int | None:
-        """First step at which `most` sequences or fewer go on; None: never. `ends`: steps of those that are certain."""
-        for first in GRID:
-            sums = pool.at(first)
-            if prompts:
-                sums = sums.plus(going_on(prompts, first))
-            known = most - ceil(sums.upper(self._margin, 0)[0])
-            if known >= 0:
-                step = ends[-known - 1] if known < len(ends) else 0
-                if step < next_edge(first):
-                    return max(first, step)
-        return None
+    def _free_within(self, cell: int, ends: Sequence[int], most: int) -> int | None:
+        """First step of a cell of GRID in which `most` sequences or fewer go on; None: not in this one.
+
+        `ends` has the numbers of steps that they take.
+        """
+        if most < 0:
+            return None
+        step = ends[-most - 1] if most < len(ends) else 0
+        return max(GRID[cell], step) if step < next_edge(GRID[cell]) else None
 
     def load(
         self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, edge: int
     ) -> tuple[int, float]:
         """Most decodes in steps [step, edge), and seconds of their attention. `ended`: steps that end the prompts."""
         rows, positions = decodes.load(step, edge)
-        unsure: list[tuple[Prompt, int]] = []
         reach, total = self.prices.ceiling * edge, 0
         for index, prompt in enumerate(prompts):
             total += prompt.missing
             if total > reach:
                 break
-            end = ended[index] if index < len(ended) else step
-            if prompt.survival is not CERTAIN:
-                unsure.append((prompt, end))
-            elif end + prompt.most > step:
+            if index >= len(ended) or ended[index] + prompt.most > step:
                 rows += 1
                 positions += prompt.context + min(prompt.most, edge)
-        sums, most = decodes.pool.at(step), decodes.pool.count + len(unsure)
-        if most:
-            sums = sums.plus(going_on(unsure, step)) if unsure else sums
-            more, wider = sums.upper(self._margin, edge)
-            rows, positions = rows + min(most, ceil(more)), positions + ceil(wider)
+        if decodes.pool.count:
+            unsure, wide = decodes.pool.at(step).upper(self._margin, edge)
+            rows, positions = rows + min(unsure, decodes.pool.count), positions + wide
+        return self._price(rows, positions)
+
+    def _price(self, rows: int, positions: int) -> tuple[int, float]:
+        """The rows that there are for this many decodes, and seconds of the attention of decodes in them."""
         rows = min(rows, self._max_sequences)
         return rows, self.prices.most_decodes(rows, positions) if rows else 0.0
 
-    def _carries(
-        self,
-        prompts: Sequence[Prompt],
-        decodes: Decodes,
-        ended: Sequence[int],
-        timeline: Timeline,
-        limit: float,
-        factor: float,
-    ) -> bool:
+    def _carries(self, later: Later, timeline: Timeline, limit: float, factor: float) -> bool:
         """Add the steps of decodes alone to a timeline. Returns whether each of them ends within `limit` seconds."""
-        last = max((end + prompt.most for end, prompt in zip(ended, prompts, strict=True)), default=0)
-        last = max(last, decodes.steps)
-        while timeline.steps < last:
+        while timeline.steps < later.steps:
             step = timeline.steps
             edge = next_edge(step)
-            rows, attention = self.load(prompts, decodes, ended, step, edge)
+            rows, attention = self._price(*later.load(step, edge, self._margin))
             seconds = self.prices.linear(rows, 0) + attention
             if seconds > limit:
                 return False
@@ -418,14 +438,3 @@ class Forecast:
 def next_edge(step: int) -> int:
     """The first step after this one at which a forecast counts decodes anew."""
     return 4 << cell_of(step)
-
-
-def going_on(prompts: Iterable[tuple[Prompt, int]], step: int) -> Sums:
-    """The sums over sequences in a step, each given with the step that ends its prompt."""
-    sums = Sums()
-    for prompt, ended in prompts:
-        if ended + prompt.most > step:
-            chance = prompt.survival.chance(prompt.so_far, max(0, step - ended))
-            weight = prompt.survival.weight_above(bin_of(prompt.so_far + 1))
-            sums.add(chance, weight, 1, prompt.context, prompt.context**2)
-    return sums

@@ -57,19 +57,23 @@ class Survival:
     def __init__(self, shares: Sequence[float], weights: Sequence[float]) -> None:
         """For each bin, the share of all answers that reach it, and the weight of those that this is known from."""
         self._shares, self._weights = shares, weights
-        self._chances: dict[int, tuple[float, ...]] = {}
+        self._chances: dict[int, tuple[tuple[float, float], ...]] = {}
 
     def chance(self, so_far: int, steps: int) -> float:
         """Probability that an answer of more than `so_far` tokens has more than `so_far + steps`."""
         return self._shares[bin_of(so_far + steps + 1)] / self._shares[bin_of(so_far + 1)]
 
-    def chances(self, first: int) -> tuple[float, ...]:
-        """For each cell of GRID, the probability that an answer that has reached bin `first` goes on so many steps."""
-        chances = self._chances.get(first)
-        if chances is None:
+    def chances(self, first: int) -> tuple[tuple[float, float], ...]:
+        """For each cell of GRID, the probability p that an answer that has reached bin `first` goes on so many steps.
+
+        Each is given with p (1 - p).
+        """
+        known = self._chances.get(first)
+        if known is None:
             so_far = EDGES[first - 1] if first else 0
-            chances = self._chances[first] = tuple([self.chance(so_far, steps) for steps in GRID])
-        return chances
+            chances = [self.chance(so_far, steps) for steps in GRID]
+            known = self._chances[first] = tuple([(chance, chance * (1 - chance)) for chance in chances])
+        return known
 
     def weight_above(self, first: int) -> float:
         """Weight of the known answers that reached bin `first`."""

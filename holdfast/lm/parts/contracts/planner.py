@@ -89,8 +89,9 @@ class ContractPart(Part):
         now = self._now = max(self._now, entry.sequence.request.arrival)
         tokens = self._longest(entry)
         blocks = queues.pool.blocks_for(entry.sequence.request.answer_start + tokens)
-        most, survival = entry.limit - entry.sequence.request.answer_start, self._survival(entry)
-        promise = Promise(contract, entry.sequence.request.arrival, tokens, blocks, most, survival)
+        start, survival = entry.sequence.request.answer_start, self._survival(entry)
+        arrival, most = entry.sequence.request.arrival, entry.limit - start
+        promise = Promise(contract, arrival, tokens, blocks, most, start, survival)
         decision = self._admission.decide(
             entry,
             promise,

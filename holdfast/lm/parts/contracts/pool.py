@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
-from math import sqrt
+from collections.abc import Iterable, Sequence
+from math import ceil, sqrt
 from typing import NamedTuple
 
 from holdfast.lm.parts.contracts.lengths import Survival, bin_of, cell_of
@@ -19,47 +17,20 @@ class Answer(NamedTuple):
     so_far: int
     """Tokens of the answer so far."""
     left: int
-    """Most tokens that it may still be given."""
+    """Most tokens that it may still be given; at least 1."""
     positions: int
     """Positions of its context."""
 
 
-@dataclass(slots=True)
-class Sums:
-    """Expected number of sequences that go on, the sum of their positions, and the variances of both.
-
-    Each sequence goes on or not by a chance of its own. The chance itself is an estimate, whose error is common to
-    all (Greenwood's variance of the Kaplan-Meier estimate), so its deviations are added up and not its variances.
-    """
+class Sums(NamedTuple):
+    """Expected number of sequences that go on, the sum of their positions, and the variances of both."""
 
     rows: float = 0.0
     positions: float = 0.0
     variance: float = 0.0
-    """Variance of the rows, by chance."""
-    cross: float = 0.0
-    """Covariance of rows and positions, by chance."""
+    """Variance of the rows."""
     spread: float = 0.0
-    """Variance of the positions, by chance."""
-    error: float = 0.0
-    """Deviation of the rows, by the error of the estimate."""
-    offset: float = 0.0
-    """Deviation of the positions, by the error of the estimate."""
-
-    def add(self, chance: float, weight: float, count: int, positions: int, squares: int) -> None:
-        """Add `count` sequences of `positions` in all that go on with this chance, estimated from `weight` answers.
-
-        `squares` is the sum of the squares of their positions.
-        """
-        doubt = chance * (1 - chance)
-        self.rows += chance * count
-        self.positions += chance * positions
-        if doubt > 0:
-            self.variance += doubt * count
-            self.cross += doubt * positions
-            self.spread += doubt * squares
-            deviation = sqrt(doubt / weight)
-            self.error += deviation * count
-            self.offset += deviation * positions
+    """Variance of the positions."""
 
     def plus(self, other: Sums) -> Sums:
         """The sums over both."""
@@ -67,47 +38,71 @@ class Sums:
             self.rows + other.rows,
             self.positions + other.positions,
             self.variance + other.variance,
-            self.cross + other.cross,
             self.spread + other.spread,
-            self.error + other.error,
-            self.offset + other.offset,
         )
 
-    def upper(self, margin: float, grown: int) -> tuple[float, float]:
-        """Rows, and positions once each has grown by `grown`, that are exceeded by no more than `margin` deviations."""
-        rows = self.rows + margin * sqrt(self.variance + self.error**2)
-        spread = self.spread + grown * (2 * self.cross + grown * self.variance)
-        offset = self.offset + grown * self.error
-        return rows, self.positions + grown * self.rows + margin * sqrt(spread + offset**2)
+    def upper(self, margin: float, grown: int) -> tuple[int, int]:
+        """Rows, and positions once each has grown by `grown`: the means and `margin` standard deviations."""
+        deviation = sqrt(self.variance)
+        positions = self.positions + grown * self.rows + margin * (sqrt(self.spread) + grown * deviation)
+        return ceil(self.rows + margin * deviation), ceil(positions)
 
 
 class Pool:
-    """The accepted sequences that decode and whose lengths are learned, by the step: a sum is surer than each."""
+    """Accepted sequences whose lengths are learned. Far less is unsure of all of them together than of each.
 
-    def __init__(self, answers: Iterable[Answer] = ()) -> None:
-        groups: defaultdict[tuple[Survival, int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    Each goes on or ends by a chance of its own. The chance is an estimate, whose error is common to all: n sequences
+    whose chance was learned from answers of weight w have 1 + n/w times the variance that they had if it were known
+    (Greenwood's variance of the Kaplan-Meier estimate, and Cauchy's inequality for the sum of deviations).
+    """
+
+    def __init__(self, answers: Iterable[Answer] = (), *, others: int = 0) -> None:
+        """`others` is the number of sequences in other pools that are added to this one."""
+        groups: dict[tuple[Survival, int, int], list[int]] = {}
         self.count = 0
         """Number of the sequences."""
         self.steps = 0
         """Most steps that any of them takes."""
         for survival, so_far, left, positions in answers:
-            group = groups[survival, bin_of(so_far + 1), cell_of(left - 1)]
-            group[0] += 1
-            group[1] += positions
-            group[2] += positions * positions
-            self.steps = max(self.steps, left)
+            key = survival, bin_of(so_far + 1), cell_of(left - 1)
+            group = groups.get(key)
+            if group is None:
+                groups[key] = [1, positions, positions * positions]
+            else:
+                group[0] += 1
+                group[1] += positions
+                group[2] += positions * positions
             self.count += 1
-        self._sums = tuple([Sums() for _ in range(cell_of(self.steps - 1) + 1)]) if self.steps else ()
-        """Sums at the first step of each cell of GRID."""
-        for (survival, first, last), (count, positions, squares) in groups.items():
-            chances, weight = survival.chances(first), survival.weight_above(first)
-            for sums, chance in zip(self._sums[: last + 1], chances, strict=False):
-                sums.add(chance, weight, count, positions, squares)
+            if left > self.steps:
+                self.steps = left
+        self._sums = summed(groups, cell_of(self.steps - 1) + 1 if self.steps else 0, self.count + others)
 
     def at(self, step: int) -> Sums:
-        """The sums in all steps from the start of this step's cell of GRID on. They only fall."""
+        """The sums in this step and all later ones at the most."""
         return self._sums[cell_of(step)] if step < self.steps else NOBODY
+
+
+def summed(groups: dict[tuple[Survival, int, int], list[int]], cells: int, among: int) -> Sequence[Sums]:
+    """The sums at the first step of each of `cells` cells, with the error that is common to `among` sequences.
+
+    `groups` has the number of the sequences, the sum of their positions and that of the squares, by survival, bin of
+    the tokens so far and last cell.
+    """
+    rows, positions, variance, spread = ([0.0] * cells for _ in range(4))
+    for (survival, first, last), (count, total, squares) in groups.items():
+        doubt = 1 + among / survival.weight_above(first)
+        unsure, wide = count * doubt, squares * doubt
+        for cell, (chance, product) in enumerate(survival.chances(first)):
+            if cell > last:
+                break
+            rows[cell] += chance * count
+            positions[cell] += chance * total
+            variance[cell] += product * unsure
+            spread[cell] += product * wide
+    return [*map(Sums, rows, positions, variance, spread)]
 
 
 NOBODY = Sums()
 """The sums over no sequence."""
+EMPTY = Pool()
+"""No sequence."""

@@ -28,6 +28,8 @@ class Promise:
     """Number of blocks that its sequence is expected to need in all."""
     most: int = 0
     """Most tokens that its answer may have."""
+    answer_start: int = 0
+    """Position of the first token of its answer."""
     survival: Survival = CERTAIN
     """How long answers like its own are."""
     first: float = inf

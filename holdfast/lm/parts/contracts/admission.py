@@ -60,6 +60,9 @@ class ContractAdmission:
         """At most `max_sequences` run; steps with streams take at most `target` seconds."""
         self._forecast, self._promises = forecast, promises
         self._max_sequences, self._target = max_sequences, target
+        self._known: tuple[Decodes, Sequence[tuple[int, float]]] = Decodes(), ()
+        self._known_at = -1
+        """Stamp of the promises that `_known` is made of."""
 
     def decide(
         self,
@@ -92,20 +95,28 @@ class ContractAdmission:
         """The accepted sequences, and `more`, before a step that begins at `start`."""
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
-        decoding = [pair for pair in everyone if pair[0].decoding]
-        ends = [
-            (left, promise.complete_by)
-            for entry, promise in decoding
-            if promise.complete_by < inf
-            and (left := promise.tokens + promise.answer_start - entry.sequence.length) > 0
-        ]
+        decodes, ends = self._decoding()
         return Queue(
             [entry for entry, _ in lacking],
             [prompt_of(entry, promise, pool) for entry, promise in lacking],
-            decodes_of(decoding, least=1),
-            min((promise.tbt for _, promise in everyone), default=inf),
+            decodes,
+            min([promise.tbt for _, promise in everyone], default=inf),
             ends,
         )
+
+    def _decoding(self) -> tuple[Decodes, Sequence[tuple[int, float]]]:
+        """The accepted sequences that decode, and the ends of those that must complete in time, made once per step."""
+        promises = self._promises
+        if self._known_at != promises.stamp:
+            decoding = [pair for pair in promises if pair[0].decoding]
+            ends = [
+                (left, promise.complete_by)
+                for entry, promise in decoding
+                if promise.complete_by < inf
+                and (left := promise.tokens + promise.answer_start - entry.sequence.length) > 0
+            ]
+            self._known, self._known_at = (decodes_of(decoding, least=1), ends), promises.stamp
+        return self._known
 
     def find_bound(self, queue: Queue, *, start: float, factor: float) -> float | None:
         """The largest bound of steps with which all contracts of a queue are kept; None if there is none."""

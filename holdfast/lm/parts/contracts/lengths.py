@@ -48,7 +48,7 @@ def cell_of(step: int) -> int:
 
 
 GRID = tuple(4 << cell >> 1 if cell else 0 for cell in range(20))
-"""First step of each cell."""
+"""First step of each cell; the last one begins after a million steps."""
 
 
 class Survival:
@@ -70,8 +70,8 @@ class Survival:
         """
         known = self._chances.get(first)
         if known is None:
-            so_far = EDGES[first - 1] if first else 0
-            chances = [self.chance(so_far, steps) for steps in GRID]
+            shares, after = self._shares, EDGES[first - 1] + 1 if first else 1
+            chances = [shares[bin_of(after + steps)] / shares[first] for steps in GRID]
             known = self._chances[first] = tuple([(chance, chance * (1 - chance)) for chance in chances])
         return known
 

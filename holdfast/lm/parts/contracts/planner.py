@@ -120,6 +120,7 @@ class ContractPart(Part):
         self._now = now
 
     def planned(self, plan: StepPlan) -> None:
+        self._promises.changed()
         self._progress.planned(plan, self._now, closely=len(self._promises) > 0)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
@@ -150,6 +151,7 @@ class ContractPart(Part):
         )
         for entry, promise in self._promises:
             promise.learn(self._survival(entry))
+        self._promises.changed()
 
     def _survival(self, entry: Entry) -> Survival:
         """How long answers like that of a sequence are."""

@@ -9,6 +9,10 @@ from typing import NamedTuple
 from holdfast.lm.parts.contracts.lengths import Survival, bin_of, cell_of
 
 
+COARSE = 2
+"""Number of bins of the tokens so far that are taken together. Each counts as the first of them."""
+
+
 class Answer(NamedTuple):
     """A sequence that decodes, whose answer may end at any token."""
 
@@ -64,7 +68,7 @@ class Pool:
         self.steps = 0
         """Most steps that any of them takes."""
         for survival, so_far, left, positions in answers:
-            key = survival, bin_of(so_far + 1), cell_of(left - 1)
+            key = survival, bin_of(so_far + 1) // COARSE * COARSE, cell_of(left - 1)
             group = groups.get(key)
             if group is None:
                 groups[key] = [1, positions, positions * positions]

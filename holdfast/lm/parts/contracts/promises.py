@@ -109,6 +109,8 @@ class Promises:
         """Most seconds that a step may take; infinite: no contract is open."""
         self.is_loose = False
         """Whether a contract has ended, so that a larger bound may do."""
+        self.stamp = 0
+        """Changes with the sequences that decode, with what is left to do for them, and with their lengths."""
         self._open: dict[Entry, Promise] = {}
 
     def __len__(self) -> int:
@@ -135,6 +137,10 @@ class Promises:
             promise.delivered(now)
         return [(entry, promise) for entry, promise in promised if answered(entry) > promise.tokens]
 
+    def changed(self) -> None:
+        """Note that sequences have gone on, or that their lengths are forecast anew."""
+        self.stamp += 1
+
     def loosen(self, bound: float | None) -> None:
         """Let steps take up to `bound` seconds, if that is more; None: no bound is known that would do."""
         self.is_loose = False
@@ -150,6 +156,7 @@ class Promises:
         if promise is None:
             return
         self.is_loose = True
+        self.changed()
         if not self._open:
             self.bound, self.is_loose = inf, False
         if term := promise.broken_by(now):

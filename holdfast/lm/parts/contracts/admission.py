@@ -98,7 +98,7 @@ class ContractAdmission:
         decodes, ends = self._decoding()
         return Queue(
             [entry for entry, _ in lacking],
-            [prompt_of(entry, promise, pool) for entry, promise in lacking],
+            [prompt_of(entry, promise, pool, start) for entry, promise in lacking],
             decodes,
             min([promise.tbt for _, promise in everyone], default=inf),
             ends,
@@ -113,6 +113,7 @@ class ContractAdmission:
                 (left, promise.complete_by)
                 for entry, promise in decoding
                 if promise.complete_by < inf
+                and not promise.outgrown
                 and (left := promise.tokens + promise.answer_start - entry.sequence.length) > 0
             ]
             self._known, self._known_at = (decodes_of(decoding, least=1), ends), promises.stamp
@@ -147,6 +148,8 @@ class ContractAdmission:
         for entry, promise, left in open_:
             if promise.complete_by < inf and (left > 0 or entry in now):
                 own = promise.complete_by - outlook.timeline.after(max(0, left))
+                if own < 0 and (promise.outgrown or promise.complete_by <= start):
+                    continue  # nobody has to wait for what is late anyway
                 pace = (promise.complete_by - start) / (1 + max(0, left))
                 latest = min(latest, until + own, start + pace)
         return (latest - start) / factor
@@ -177,7 +180,7 @@ class ContractAdmission:
             pairs = list(zip(queue.prompts, firsts, strict=True))
             if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
                 return None
-            late = [end for end in ends_of(queue, outlook) if outlook.timeline.after(end[0]) > end[1]]
+            late = [end for end in ends_of(queue, outlook) if outlook.timeline.after(end[0]) > end[1] > start]
             if not late:
                 return bound if self._is_efficient(queue, bound, factor, least) else None
             if max(steps for steps, _ in late) > outlook.backlog:  # a shorter bound makes the backlog last longer
@@ -253,7 +256,7 @@ class ContractAdmission:
         predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
         if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:
             full = len(self._promises) >= self._max_sequences
-            reason = "all rows are promised to accepted requests" if full else "the accepted prompts before it take too long"
+            reason = "all rows are promised to accepted requests" if full else "accepted prompts before it take too long"
             wait = predicted.ttft - (promise.due - promise.arrival)
         else:
             reason = "accepted requests would be too slow beside it"

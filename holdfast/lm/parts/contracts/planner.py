@@ -135,7 +135,7 @@ class ContractPart(Part):
         """Note that a step gave these sequences tokens. An answer that is longer than expected is expected to go on."""
         for entry, promise in self._promises.given(entries, self._now):
             tokens = self._longest(entry)
-            promise.expect(tokens, self._queues.pool.blocks_for(entry.sequence.request.answer_start + tokens))
+            promise.outgrow(tokens, self._queues.pool.blocks_for(entry.sequence.request.answer_start + tokens))
 
     def _learn(self) -> None:
         """Note that an answer has ended: from time to time, forecast the open ones by what is known now."""

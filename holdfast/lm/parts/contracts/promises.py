@@ -32,6 +32,8 @@ class Promise:
     """Position of the first token of its answer."""
     survival: Survival = CERTAIN
     """How long answers like its own are."""
+    outgrown: bool = False
+    """Whether its answer has become longer than expected. No later contract is refused for its completion then."""
     first: float = inf
     """Time of the first token; infinite: none has come."""
     last: float = 0.0
@@ -55,9 +57,9 @@ class Promise:
         """Note how long answers like its own are by now."""
         self.survival = survival
 
-    def expect(self, tokens: int, blocks: int) -> None:
-        """Expect an answer of up to `tokens` tokens, with which the sequence needs `blocks` blocks."""
-        self.tokens, self.blocks = tokens, blocks
+    def outgrow(self, tokens: int, blocks: int) -> None:
+        """Expect a longer answer, of up to `tokens` tokens, with which the sequence needs `blocks` blocks."""
+        self.tokens, self.blocks, self.outgrown = tokens, blocks, True
 
     def tokens_left(self, entry: Entry) -> int:
         """Number of steps that the sequence still takes at the most, if its prompt takes one."""
@@ -174,15 +176,15 @@ class Promises:
         return sum(max(0, promise.blocks - len(entry.cache.blocks)) for entry, promise in self)
 
 
-def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
-    """A sequence that lacks a part of its prompt, as a forecast sees it."""
+def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory, start: float) -> Prompt:
+    """A sequence that lacks a part of its prompt, as a forecast sees it. Times that are over by `start` are left out."""
     so_far = answered(entry)
     return Prompt(
         lacking(entry, pool),
         entry.sequence.length,
         promise.tokens_left(entry),
-        promise.due,
-        promise.complete_by,
+        promise.due if promise.due > start else inf,
+        promise.complete_by if promise.complete_by > start and not promise.outgrown else inf,
         has_row=entry.cache.capacity > 0,
         survival=promise.survival,
         so_far=so_far,

@@ -54,6 +54,8 @@ TARGET = 0.9
 """TBT target of engines that see no contracts, as a share of the promised pace."""
 PROMPTS = 4.0
 """Multiple of a prompt's time on an idle device that `ttft` and `complete` allow on top."""
+BURST = 1.0
+"""Seconds of arrivals below which conversations are one burst, however high their rate."""
 FIGURES = (
     "contracts_refused_share",
     "contracts", "contracts_kept", "contracts_refused", "contracts_broken", "contracts_broken_ttft",
@@ -130,10 +132,19 @@ class Study:
             "never_asked": never, "took": round(time.monotonic() - began, 1), "seconds": lasted,
         }  # fmt: skip
 
+    def is_kept(self, rate: float) -> bool:
+        """Whether the engine keeps the contracts at this rate. Ends the script if there is no rate that it does not."""
+        if rate > len(self.base) / BURST:
+            raise SystemExit(
+                f"{self.name}: {len(self.base)} conversations are no overload even if all arrive within {BURST:g} s; "
+                "give more --requests, or a --capacity"
+            )
+        return keeps_contracts(self.run("contracts", rate))
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """All runs, printed as they end."""
         args = self.args
-        capacity = args.capacity or search_rate(lambda rate: keeps_contracts(self.run("contracts", rate)), start=4.0)
+        capacity = args.capacity or search_rate(self.is_kept, start=4.0)
         print(f"{self.name}: capacity {capacity:.3g} conversations a second, {len(self.base)} of them", flush=True)
         print("| load | system | asked | kept | refused | broken: ttft, tbt, complete | kept of accepted | kept/s |")
         print("|---" * 8 + "|", flush=True)

@@ -5,8 +5,8 @@ Run: python -m benchmarks.engine.scheduler_step [steps] [--schedulers stall-free
      python -m benchmarks.engine.scheduler_step contracts [--running 270]
 
 Wall time includes other work of the machine; the thread's CPU time does not. `latency-target` is stall-free with a
-target. `evictions` times each eviction order over idle conversations. `contracts` times the decision on a contract at its
-arrival, next to accepted ones that decode and some whose prompts wait.
+target. `evictions` times each eviction order over idle conversations. `contracts` times the decision on a contract at
+its arrival, next to accepted ones that decode and some whose prompts wait.
 """
 
 import argparse

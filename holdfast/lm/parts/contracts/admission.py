@@ -95,10 +95,11 @@ class ContractAdmission:
         """The accepted sequences, and `more`, before a step that begins at `start`."""
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
+        asking = {entry for entry, _ in more}  # a contract that is asked for must be kept whole
         decodes, ends = self._decoding()
         return Queue(
             [entry for entry, _ in lacking],
-            [prompt_of(entry, promise, pool, start) for entry, promise in lacking],
+            [prompt_of(entry, promise, pool, -inf if entry in asking else start) for entry, promise in lacking],
             decodes,
             min([promise.tbt for _, promise in everyone], default=inf),
             ends,
@@ -256,7 +257,8 @@ class ContractAdmission:
         predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
         if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:
             full = len(self._promises) >= self._max_sequences
-            reason = "all rows are promised to accepted requests" if full else "accepted prompts before it take too long"
+            rows, prompts = "all rows are promised to accepted requests", "the accepted prompts before it take too long"
+            reason = rows if full else prompts
             wait = predicted.ttft - (promise.due - promise.arrival)
         else:
             reason = "accepted requests would be too slow beside it"

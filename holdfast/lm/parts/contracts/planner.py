@@ -23,7 +23,6 @@ from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Part, PartQueues
 from holdfast.lm.types import StepPlan, StepResult
 
-
 NEWS = 16
 """Most answers that end until open ones are forecast by what is known by then."""
 
@@ -56,7 +55,10 @@ class ContractPart(Part):
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
         limits = {} if target is None else {"target": target}
         self._admission = ContractAdmission(
-            Forecast(self._prices, max_sequences=max_sequences, margin=deviations(confidence)), self._promises, max_sequences=max_sequences, **limits
+            Forecast(self._prices, max_sequences=max_sequences, margin=deviations(confidence)),
+            self._promises,
+            max_sequences=max_sequences,
+            **limits,
         )
         self._progress = Progress(cost)
         self._lengths = AnswerLengths(confidence)
@@ -156,7 +158,9 @@ class ContractPart(Part):
     def _survival(self, entry: Entry) -> Survival:
         """How long answers like that of a sequence are."""
         request = entry.sequence.request
-        return CERTAIN if has_known_length(request) else self._lengths.survival(request.identity.tenant, request.answer_start)
+        if has_known_length(request):
+            return CERTAIN
+        return self._lengths.survival(request.identity.tenant, request.answer_start)
 
     def _longest(self, entry: Entry) -> int:
         """Most tokens that the answer of a sequence is expected to have."""

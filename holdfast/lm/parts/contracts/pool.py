@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from holdfast.lm.parts.contracts.lengths import Survival, bin_of, cell_of
 
-
 COARSE = 2
 """Number of bins of the tokens so far that are taken together. Each counts as the first of them."""
 

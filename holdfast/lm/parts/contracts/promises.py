@@ -177,7 +177,7 @@ class Promises:
 
 
 def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory, start: float) -> Prompt:
-    """A sequence that lacks a part of its prompt, as a forecast sees it. Times that are over by `start` are left out."""
+    """A sequence that lacks a part of its prompt, as a forecast sees it, less the times that are over by `start`."""
     so_far = answered(entry)
     return Prompt(
         lacking(entry, pool),

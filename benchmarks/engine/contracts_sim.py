@@ -15,6 +15,11 @@ client allows answers of up to `--allowed` tokens, so an engine does not know th
 - bound: no scheduler keeps more, even with hindsight (`holdfast.lab.bounds`). It is for traces of single requests.
 
 The capacity is the highest rate at which `contracts` refuses at most 1% and keeps 99% of what it accepts.
+
+A run has to be long. What comes beyond the capacity can wait for the longest term, 20 s, so only then is anything lost:
+at a load of m, arrivals must last more than 20 s / (m - 1). The table says how long they lasted and marks shorter ones.
+Sessions of agents have some 80 requests each over many minutes. They are cut to their first `--turns` turns, so that
+there are enough of them for an overload.
 """
 
 from __future__ import annotations
@@ -49,6 +54,8 @@ TARGET = 0.9
 """TBT target of engines that see no contracts, as a share of the promised pace."""
 PROMPTS = 4.0
 """Multiple of a prompt's time on an idle device that `ttft` and `complete` allow on top."""
+BURST = 1.0
+"""Seconds of arrivals below which conversations are one burst, however high their rate."""
 FIGURES = (
     "contracts_refused_share",
     "contracts", "contracts_kept", "contracts_refused", "contracts_broken", "contracts_broken_ttft",
@@ -64,7 +71,8 @@ def main() -> None:
     parser.add_argument("--device", default="h200")
     parser.add_argument("--max-len", type=int, default=32_768, help="max_model_len")
     parser.add_argument("--host-gb", type=float, default=0.0, help="size of the host tier")
-    parser.add_argument("--requests", type=int, default=600, help="conversations in a run")
+    parser.add_argument("--requests", type=int, default=1000, help="requests in a run, at least")
+    parser.add_argument("--turns", type=int, default=4, help="most turns of a session")
     parser.add_argument(
         "--loads", type=float, nargs="+", default=[0.8, 1.5, 2.0, 3.0], help="multiples of the capacity"
     )
@@ -94,7 +102,8 @@ class Study:
     def conversations(self) -> Workload:
         args = self.args
         if self.name not in FILES:
-            drawn: Workload = workloads.sessions(self.name, args.requests, args.seed)
+            whole = workloads.sessions(self.name, args.requests, args.seed)
+            drawn: Workload = first_requests(whole, args.turns, args.requests)
             drawn = workloads.gamma_arrivals(drawn, 1.0, args.seed)
         else:
             if args.traces is None:
@@ -120,19 +129,33 @@ class Study:
         found = contract_figures(records, lasted)
         never = workloads.num_requests(workload) - len(records)
         return {name: found[name] for name in FIGURES} | {
-            "never_asked": never, "took": time.monotonic() - began, "seconds": lasted,
+            "never_asked": never, "took": round(time.monotonic() - began, 1), "seconds": lasted,
         }  # fmt: skip
+
+    def is_kept(self, rate: float) -> bool:
+        """Whether the engine keeps the contracts at this rate. Ends the script if there is no rate that it does not."""
+        if rate > len(self.base) / BURST:
+            raise SystemExit(
+                f"{self.name}: {len(self.base)} conversations are no overload even if all arrive within {BURST:g} s; "
+                "give more --requests, or a --capacity"
+            )
+        return keeps_contracts(self.run("contracts", rate))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All runs, printed as they end."""
         args = self.args
-        capacity = args.capacity or search_rate(lambda rate: keeps_contracts(self.run("contracts", rate)), start=4.0)
+        capacity = args.capacity or search_rate(self.is_kept, start=4.0)
         print(f"{self.name}: capacity {capacity:.3g} conversations a second, {len(self.base)} of them", flush=True)
         print("| load | system | asked | kept | refused | broken: ttft, tbt, complete | kept of accepted | kept/s |")
         print("|---" * 8 + "|", flush=True)
         for load in args.loads:
+            at = self.at(load * capacity)
+            arrivals, needed = at[-1].arrival - at[0].arrival, TERMS["complete"] / (load - 1) if load > 1 else 0.0
+            short = ", too short for an overload" if arrivals < needed else ""
+            print(f"| {load:g} | arrivals for {arrivals:.0f} s{short} | | | | | | |", flush=True)
             for system in args.systems:
                 row = {"workload": self.name, "load": load, "rate": load * capacity, "system": system}
+                row |= {"arrivals": arrivals, "short": arrivals < needed}
                 row |= self.run(system, load * capacity)
                 print(line(row), flush=True)
                 yield row
@@ -152,6 +175,17 @@ class Study:
             prompt, answer = times.prompt(start, turn.prompt), times.answer(turn.prompt, turn.output - 1)
             asked.append(Asked(conversation.arrival, turn.contract, prompt, answer, turn.output))
         return most_kept(asked)
+
+
+def first_requests(sessions: Workload, turns: int, most: int) -> Workload:
+    """The first turns of as many sessions as have `most` requests in all."""
+    cut, count = [], 0
+    for session in sessions:
+        if count >= most:
+            break
+        cut.append(replace(session, turns=session.turns[:turns]))
+        count += workloads.num_requests(cut[-1:])
+    return cut
 
 
 def line(row: dict[str, Any]) -> str:

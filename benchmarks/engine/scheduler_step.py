@@ -2,9 +2,11 @@
 
 Run: python -m benchmarks.engine.scheduler_step [steps] [--schedulers stall-free latency-target ...]
      python -m benchmarks.engine.scheduler_step evictions [--conversations 100000]
+     python -m benchmarks.engine.scheduler_step contracts [--running 270]
 
 Wall time includes other work of the machine; the thread's CPU time does not. `latency-target` is stall-free with a
-target. `evictions` times each eviction order over idle conversations.
+target. `evictions` times each eviction order over idle conversations. `contracts` times the decision on a contract at
+its arrival, next to accepted ones that decode and some whose prompts wait.
 """
 
 import argparse
@@ -12,12 +14,16 @@ import gc
 import random
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 
 from holdfast.core.config import PACKED_SCHEDULERS
+from holdfast.core.contract import Contract, ContractRefused
 from holdfast.core.cost import CostModel
-from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.choice import capacity_of, make_policy
+from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
+from holdfast.lm.choice import capacity_of, make_policy, make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
 from holdfast.lm.parts.grammars.planner import GrammarPart
@@ -28,7 +34,8 @@ from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import StepPlan, StepResult
+from holdfast.lm.types import EngineShape, StepPlan, StepResult
+from holdfast.loop.loop import Loop
 
 COST = CostModel(
     model="invented",
@@ -45,7 +52,7 @@ POLICIES = (*PACKED_SCHEDULERS, "latency-target")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("steps", "evictions"), default="steps")
+    parser.add_argument("what", nargs="?", choices=("steps", "evictions", "contracts"), default="steps")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--block-size", type=int, default=16)
@@ -53,11 +60,16 @@ def main() -> None:
     parser.add_argument("--steps-in-flight", type=int, default=2)
     parser.add_argument("--schedulers", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
+    parser.add_argument("--arrivals", type=int, default=300, help="of contracts: decisions that are timed")
     parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
     parser.add_argument("--choices", type=int, default=100, help="of evictions")
     options = parser.parse_args()
     if options.what == "evictions":
         evictions(options)
+        return
+    if options.what == "contracts":
+        for known in (True, False):
+            contracts(options, known=known)
         return
     for name in options.schedulers:
         measure(name, options)
@@ -153,6 +165,60 @@ def evictions(options: argparse.Namespace) -> None:
         del retention
         gc.enable()
         gc.collect()
+
+
+def contracts(options: argparse.Namespace, *, known: bool) -> None:
+    """Time decisions on contracts, by whether lengths of answers are `known` ahead or learned."""
+    clock, draw = VirtualClock(), random.Random(0)
+    config = EngineConfig(model="invented", max_sequences=options.running + 32)
+    shape = EngineShape(
+        model="invented", precision="bfloat16", num_blocks=1 << 16, token_budget=2048, max_step_tokens=2048,
+        max_model_len=8192, vocab_size=1 << 20, tile=128,
+    )  # fmt: skip
+    scheduler = make_scheduler(config, shape, replace(COST, deviation=0.0))
+    loop = Loop(scheduler, SimulatedExecutor(StepTimes(COST), clock), config.steps_in_flight, clock)
+    stop = () if known else (options.running,)
+    identity = Identity("invented", dtype="bfloat16")
+    count = 0
+
+    def ask(contract: Contract, most: int) -> bool:
+        nonlocal count
+        count += 1
+        prompt = tuple((97 * count + place) % 9973 for place in range(draw.randrange(64, 1024)))
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, stop_token_ids=stop)
+        try:
+            loop.add(Request(str(count), prompt, params, arrival=clock.now, identity=identity, contract=contract))
+        except ContractRefused:
+            return False
+        return True
+
+    def fill() -> None:
+        while scheduler.stats().running < options.running:
+            if scheduler.stats().waiting < 8:
+                ask(Contract(complete=3600.0), draw.randrange(200, 2000))
+            loop.step()
+
+    # Answers that were cut are learned from, too.
+    for _ in range(64):
+        ask(Contract(complete=3600.0), draw.randrange(50, 500))
+    while loop.has_work():
+        loop.step()
+    fill()
+    taken, accepted = [], 0
+    for number in range(options.arrivals):
+        contract = Contract(ttft=60.0, tbt=1.0) if number % 2 else Contract(complete=600.0)
+        before = time.thread_time()
+        accepted += ask(contract, draw.randrange(200, 2000))
+        taken.append((time.thread_time() - before) * 1e3)
+        loop.step()
+        while scheduler.stats().running > options.running:
+            loop.step()
+        fill()
+    median, p99 = statistics.median(taken), statistics.quantiles(taken, n=100)[98]
+    print(
+        f"{scheduler.stats().running} running, lengths {'known' if known else 'learned'}, {accepted} of "
+        f"{options.arrivals} accepted: best {min(taken):.2f} ms, median {median:.2f} ms, p99 {p99:.2f} ms a decision"
+    )
 
 
 if __name__ == "__main__":

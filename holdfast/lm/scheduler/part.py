@@ -36,6 +36,11 @@ class PartQueues(Protocol):
         """Predicted seconds of the parts' own work in the steps in flight."""
         ...
 
+    @property
+    def running(self) -> RankedQueue:
+        """The running sequences."""
+        ...
+
     def hold(self, entry: Entry, part: Part) -> None:
         """Let a part hold an entry of the waiting queue."""
         ...

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
-from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prompt, Room
+from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Outlook, Prompt, Room
 from holdfast.lm.parts.contracts.lateness import Lateness
+from holdfast.lm.parts.contracts.lengths import CERTAIN
+from holdfast.lm.parts.contracts.pool import Answer, Pool
 from holdfast.lm.parts.contracts.promises import Promise, Promises, answered, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
@@ -46,8 +48,8 @@ class Queue:
     """The other sequences."""
     tbt: float
     """Shortest of all paces promised, in seconds."""
-    pace: float
-    """Most seconds of each step with which the sequences that decode complete in time."""
+    ends: Sequence[tuple[int, float]]
+    """Steps that the other sequences still take, and the time by which each must complete."""
 
 
 class ContractAdmission:
@@ -72,6 +74,9 @@ class ContractAdmission:
         """
         self._forecast, self._promises, self._lateness = forecast, promises, lateness
         self._max_sequences, self._target = max_sequences, target
+        self._known: tuple[Decodes, Sequence[tuple[int, float]]] = Decodes(), ()
+        self._known_at = -1
+        """Stamp of the promises that `_known` is made of."""
 
     def decide(
         self,
@@ -104,19 +109,30 @@ class ContractAdmission:
         """The accepted sequences, and `more`, before a step that begins at `start`."""
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
-        decoding = [(promise.tokens_left(entry), entry.cache.planned) for entry, promise in everyone if entry.decoding]
-        paces = [
-            (promise.complete_by - start) / promise.tokens_left(entry)
-            for entry, promise in everyone
-            if promise.complete_by < inf and entry.decoding and answered(entry) < promise.tokens
-        ]
+        asking = {entry for entry, _ in more}  # a contract that is asked for must be kept whole
+        decodes, ends = self._decoding()
         return Queue(
             [entry for entry, _ in lacking],
-            [prompt_of(entry, promise, pool) for entry, promise in lacking],
-            Decodes(decoding),
-            min((self._longest_step(promise) for _, promise in everyone), default=inf),
-            min(paces, default=inf),
+            [prompt_of(entry, promise, pool, -inf if entry in asking else start) for entry, promise in lacking],
+            decodes,
+            min([self._longest_step(promise) for _, promise in everyone], default=inf),
+            ends,
         )
+
+    def _decoding(self) -> tuple[Decodes, Sequence[tuple[int, float]]]:
+        """The accepted sequences that decode, and the ends of those that must complete in time, made once per step."""
+        promises = self._promises
+        if self._known_at != promises.stamp:
+            decoding = [pair for pair in promises if pair[0].decoding]
+            ends = [
+                (left, promise.complete_by)
+                for entry, promise in decoding
+                if promise.complete_by < inf
+                and not promise.outgrown
+                and (left := promise.tokens + promise.answer_start - entry.sequence.length) > 0
+            ]
+            self._known, self._known_at = (decodes_of(decoding, least=1), ends), promises.stamp
+        return self._known
 
     def find_bound(self, queue: Queue, *, start: float, factor: float) -> float | None:
         """The largest bound of steps with which all contracts of a queue are kept; None if there is none."""
@@ -129,9 +145,33 @@ class ContractAdmission:
                 return found
         return None
 
+    def slack(self, sampling: Sequence[Entry], seconds: float, *, start: float, factor: float) -> float:
+        """Most seconds that a step of accepted sequences may be predicted to take, with others added to it.
+
+        The step begins at `start`, gives tokens to the sequences in `sampling`, is predicted to take `seconds`, and no
+        accepted sequence lacks a part of its prompt after it. No sequence gets less time for this step than for its
+        later ones.
+        """
+        promises, until = self._promises, start + factor * seconds
+        now = {entry for entry in sampling if promises.get(entry) is not None}
+        open_ = [(entry, promise, promise.tokens - answered(entry)) for entry, promise in promises]
+        decodes = decodes_of(promises, least=0)
+        outlook = self._forecast.follow((), decodes, start=until, bound=promises.bound, factor=factor)
+        if not outlook.decodes:
+            return seconds
+        latest = promises.latest(now)
+        for entry, promise, left in open_:
+            if promise.complete_by < inf and (left > 0 or entry in now):
+                own = promise.complete_by - outlook.timeline.after(max(0, left))
+                if own < 0 and (promise.outgrown or promise.complete_by <= start):
+                    continue  # nobody has to wait for what is late anyway
+                pace = (promise.complete_by - start) / (1 + max(0, left))
+                latest = min(latest, until + own, start + pace)
+        return (latest - start) / factor
+
     def _widest(self, queue: Queue, factor: float) -> float:
         """The largest bound that paces and the largest step allow, in seconds."""
-        return min(self._target, self._full_step(queue, factor), queue.tbt, queue.pace) * SLACK
+        return min(self._target, self._full_step(queue, factor), queue.tbt) * SLACK
 
     def _full_step(self, queue: Queue, factor: float) -> float:
         """Predicted seconds of the largest step, with as many decodes as there may be soon."""
@@ -155,10 +195,12 @@ class ContractAdmission:
             pairs = list(zip(queue.prompts, firsts, strict=True))
             if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
                 return None
-            paces = [(prompt.complete - first) / max(1, prompt.remaining - 1) for prompt, first in pairs]
-            if min(paces, default=inf) >= bound:
+            late = [end for end in ends_of(queue, outlook) if outlook.timeline.after(end[0]) > end[1] > start]
+            if not late:
                 return bound if self._is_efficient(queue, bound, factor, least) else None
-            bound = min(paces) * SLACK
+            if max(steps for steps, _ in late) > outlook.backlog:  # a shorter bound makes the backlog last longer
+                return None
+            bound = min((complete - start) / steps for steps, complete in late) * SLACK
             if not bound > 0:
                 return None
         return None
@@ -177,8 +219,11 @@ class ContractAdmission:
     def _lacks_share(self, entry: Entry, promise: Promise, usable: int, share: float) -> Refusal | None:
         """A refusal if its tenant would hold more than its share of rows and blocks; None if it would not.
 
-        A tenant without an open contract may always have one.
+        A tenant without an open contract may always have one. Rows and blocks that are all one tenant's can be waited
+        for.
         """
+        if share == 1:
+            return None
         tenant = tenant_of(entry)
         own = [(each, other) for each, other in self._promises if tenant_of(each) == tenant]
         blocks = promise.blocks + sum(other.blocks for _, other in own)
@@ -188,26 +233,24 @@ class ContractAdmission:
         return Refusal("the contract cannot be kept now: the share of its API key is promised already", wait)
 
     def _lacks_place(self, promise: Promise, usable: int, now: float, start: float) -> Refusal | None:
-        """A refusal for want of rows or blocks, of which `usable` are for contracts; None if there are enough."""
+        """A refusal for want of blocks, of which `usable` are for contracts; None if there are enough."""
         held = sum(other.blocks for _, other in self._promises)
         if promise.blocks > usable:
             needed = f"it may need {promise.blocks} blocks of the KV cache, and contracts can have {usable}"
             return Refusal(f"the contract can never be kept: {needed}", inf)
-        rows = len(self._promises) + 1 - self._max_sequences
         blocks = held + promise.blocks - usable
-        if rows <= 0 and blocks <= 0:
+        if blocks <= 0:
             return None
-        wait = self._until_free(rows, blocks, start) - now
-        what = "all rows are" if rows > 0 else "the KV cache is"
-        return Refusal(f"the contract cannot be kept now: {what} promised to accepted requests", wait)
+        wait = self._until_free(blocks, start) - now
+        return Refusal("the contract cannot be kept now: the KV cache is promised to accepted requests", wait)
 
-    def _until_free(self, rows: int, blocks: int, start: float) -> float:
-        """Time by which accepted sequences have given up this many rows and blocks."""
+    def _until_free(self, blocks: int, start: float) -> float:
+        """Time by which accepted sequences have given up this many blocks."""
         step = self._promises.bound
         ends = sorted((promise.tokens_left(entry) * step, promise.blocks) for entry, promise in self._promises)
         for seconds, freed in ends:
-            rows, blocks = rows - 1, blocks - freed
-            if rows <= 0 and blocks <= 0:
+            blocks -= freed
+            if blocks <= 0:
                 return start + seconds
         return inf
 
@@ -217,7 +260,7 @@ class ContractAdmission:
         """The refusal of a contract for want of time."""
         place = queue.entries.index(entry)
         own = queue.prompts[place]
-        alone = Queue([entry], [own], Decodes(), self._longest_step(promise), inf)
+        alone = Queue([entry], [own], Decodes(), self._longest_step(promise), ())
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
             predicted = self._predict(alone, promise, promise.arrival, factor)
@@ -227,7 +270,9 @@ class ContractAdmission:
         others = [prompt for index, prompt in enumerate(queue.prompts) if index != place]
         predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
         if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:
-            reason = "the accepted prompts before it take too long"
+            full = len(self._promises) >= self._max_sequences
+            rows, prompts = "all rows are promised to accepted requests", "the accepted prompts before it take too long"
+            reason = rows if full else prompts
             wait = predicted.ttft - (promise.due - promise.arrival)
         else:
             reason = "accepted requests would be too slow beside it"
@@ -249,6 +294,32 @@ class ContractAdmission:
     def _longest_step(self, promise: Promise) -> float:
         """Most seconds of a step with which the pace of a promise is kept, though a token may be late."""
         return max(promise.tbt - self._lateness.largest, LEAST_STEP * promise.tbt)
+
+
+def decodes_of(sequences: Iterable[tuple[Entry, Promise]], *, least: int) -> Decodes:
+    """Sequences that decode, each of which takes at least this many steps."""
+    pairs, answers = [], []
+    for entry, promise in sequences:
+        length = entry.sequence.length
+        so_far = length - promise.answer_start
+        left = max(least, promise.most - so_far)
+        if left <= 0:
+            continue
+        if promise.survival is CERTAIN:
+            pairs.append((left, length))
+        else:
+            answers.append(Answer(promise.survival, so_far, left, length))
+    return Decodes(pairs, Pool(answers))
+
+
+def ends_of(queue: Queue, outlook: Outlook) -> list[tuple[int, float]]:
+    """Steps until each sequence of a queue ends, by its forecast, and the time by which it must, if it was promised."""
+    prompts = [
+        (ended + prompt.remaining, prompt.complete)
+        for prompt, ended in zip(queue.prompts, outlook.ended, strict=True)
+        if prompt.complete < inf
+    ]
+    return [*queue.ends, *prompts]
 
 
 def promised(ttft: float, tbt: float, complete: float) -> Contract:

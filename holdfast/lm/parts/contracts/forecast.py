@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
 
 from holdfast.core.cost import Predictor
+from holdfast.lm.parts.contracts.lengths import CERTAIN, GRID, Survival, cell_of
+from holdfast.lm.parts.contracts.pool import EMPTY, Answer, Pool, Sums
 
 CONTEXT_GRAIN = 128
 """Contexts are priced as the next multiple of this number of positions, so that few prices have to be computed."""
 MOST_PRICES = 1 << 16
 """Most prices of chunks that are remembered."""
-WINDOW = 4
-"""A forecast counts decodes anew after this many steps, then after four times as many, and so on."""
+ROW_LAG = 2
+"""Number of steps after a sequence's last one until its row can be used: its result has to come first."""
 
 
 class Prompt(NamedTuple):
@@ -27,7 +29,7 @@ class Prompt(NamedTuple):
     context: int
     """Positions of the prompt."""
     remaining: int
-    """Tokens of the answer."""
+    """Tokens of the answer that are still expected at the most. They must come in time."""
     due: float = inf
     """Time by which its first token must come."""
     complete: float = inf
@@ -38,6 +40,19 @@ class Prompt(NamedTuple):
     """Most steps that leave its tokens out although there is room for them."""
     joining: int = 0
     """Most further steps that do so before it joins others, because they were planned before its copies ended."""
+    has_row: bool = True
+    """Whether it has a row already."""
+    survival: Survival = CERTAIN
+    """How likely its answer goes on."""
+    so_far: int = 0
+    """Tokens of the answer so far."""
+    allowed: int = 0
+    """Most tokens that the answer may still get, if that is more than `remaining`."""
+
+    @property
+    def most(self) -> int:
+        """Most steps in which it decodes."""
+        return max(self.remaining, self.allowed)
 
     def waits(self, elapsed: float, bound: float) -> int:
         """Number of steps that may compute none of it, if each takes `bound` seconds.
@@ -168,8 +183,12 @@ class Room:
 class Decodes:
     """The accepted sequences that decode: how many are left at the most after a number of steps, and their contexts."""
 
-    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
-        """`pairs` has the number of tokens that each may still be given, and the positions that it has now."""
+    def __init__(self, pairs: Iterable[tuple[int, int]] = (), pool: Pool = EMPTY) -> None:
+        """`pairs` has the number of tokens that each may still be given, and the positions that it has now.
+
+        The sequences of `pool` are in no pair: their lengths are learned.
+        """
+        self.pool = pool
         ordered = sorted(pairs)
         self._remaining = [remaining for remaining, _ in ordered]
         # Sums over all from the index on.
@@ -179,10 +198,20 @@ class Decodes:
     @property
     def steps(self) -> int:
         """Number of steps until the last of them has ended."""
-        return self._remaining[-1] if self._remaining else 0
+        return max(self._remaining[-1] if self._remaining else 0, self.pool.steps)
+
+    @property
+    def count(self) -> int:
+        """Number of the sequences."""
+        return len(self._remaining) + self.pool.count
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Number of steps of each that is in no pool, in ascending order."""
+        return self._remaining
 
     def load(self, step: int, edge: int) -> tuple[int, int]:
-        """Most decodes in steps [step, edge), and most positions of their contexts in all."""
+        """Most decodes in steps [step, edge) without the pool, and most positions of their contexts in all."""
         remaining = self._remaining
         first, longer = bisect_right(remaining, step), bisect_right(remaining, edge)
         ending = self._tokens[first] - self._tokens[longer]
@@ -192,6 +221,73 @@ class Decodes:
 def sums_from(numbers: Sequence[int]) -> list[int]:
     """For each index, and the one after the last, the sum of the numbers from there on."""
     return [*accumulate(reversed(numbers), initial=0)][::-1]
+
+
+class Timeline:
+    """The time at which each step ends, by the number of steps from now. It is linear between its points."""
+
+    def __init__(self, start: float) -> None:
+        """The first step begins at `start`."""
+        self._steps, self._times = [0], [start]
+
+    @property
+    def end(self) -> float:
+        """Time at which the last known step ends."""
+        return self._times[-1]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that are known."""
+        return self._steps[-1]
+
+    def extend(self, steps: int, seconds: float) -> None:
+        """Add this many steps, of `seconds` each."""
+        if steps:
+            self._steps.append(self._steps[-1] + steps)
+            self._times.append(self._times[-1] + steps * seconds)
+
+    def after(self, steps: int) -> float:
+        """Time at which this many steps have ended. They must be known."""
+        right = bisect_left(self._steps, steps)
+        if self._steps[right] == steps:
+            return self._times[right]
+        left = right - 1
+        share = (steps - self._steps[left]) / (self._steps[right] - self._steps[left])
+        return self._times[left] + share * (self._times[right] - self._times[left])
+
+
+class Later:
+    """The accepted sequences once all prompts are computed: those that decode now, and those that will."""
+
+    def __init__(self, decodes: Decodes, prompts: Iterable[tuple[Prompt, int]]) -> None:
+        """Each of the `prompts` is given with the step that ends it."""
+        pairs, answers, shift = [], [], 0
+        for prompt, end in prompts:
+            if prompt.survival is CERTAIN:
+                pairs.append((end + prompt.most, prompt.context))
+            else:
+                answers.append(Answer(prompt.survival, prompt.so_far, prompt.most, prompt.context))
+                shift = max(shift, end)
+        self._now, self._shift = decodes, shift
+        self._new = Decodes(pairs, Pool(answers, others=decodes.pool.count))
+        self.steps = max(decodes.steps, self._new.ends[-1] if pairs else 0, self._new.pool.steps + shift)
+        """Number of steps until the last of them has ended."""
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Number of steps of each whose length is certain, in ascending order."""
+        return sorted([*self._now.ends, *self._new.ends])
+
+    def sums(self, step: int) -> Sums:
+        """The sums over those whose lengths are learned. All prompts count as if they ended in the last one's step."""
+        return self._now.pool.at(step).plus(self._new.pool.at(max(0, step - self._shift)))
+
+    def load(self, step: int, edge: int, margin: float) -> tuple[int, int]:
+        """Most decodes in steps [step, edge), and most positions of their contexts in all."""
+        rows, positions = self._now.load(step, edge)
+        more, further = self._new.load(step, edge)
+        unsure, wide = self.sums(step).upper(margin, edge)
+        return rows + more + min(unsure, self._now.pool.count + self._new.pool.count), positions + further + wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,20 +301,31 @@ class Outlook:
     """
     decodes: bool
     """Whether every step has room for the decodes."""
+    ended: tuple[int, ...] = ()
+    """Number of steps before the one that gives the first token of each prompt."""
+    backlog: int = 0
+    """Number of steps until all prompts are computed."""
+    timeline: Timeline = field(default_factory=lambda: Timeline(0.0))
+    """When steps end, for as many steps as any sequence takes, if every step has room for the decodes."""
 
 
 class Forecast:
     """Follows the steps of accepted sequences alone, each as long as it may become.
 
     The prompts are computed in their order, as far as each step has room next to its decodes. A step that leaves a part
-    of a prompt is as long as the bound, whatever it holds. So the real steps are never later, as long as they hold no
-    other work while a prompt of an accepted sequence is left: at the end of each step at least as many prompt tokens
-    are computed. The number of decodes and their contexts are upper limits, too: they count from the first step in
-    which a sequence could decode.
+    of a prompt is as long as the bound, whatever it holds. Later steps have decodes alone, and are as long as these
+    take. So the real steps are never later, as long as they hold no other work while a prompt of an accepted sequence
+    is left: at the end of each step at least as many prompt tokens are computed. The number of decodes and their
+    contexts are upper limits, too: they count from the first step in which a sequence could decode.
     """
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, prices: Prices, *, max_sequences: int = 1 << 20, margin: float = 0.0) -> None:
+        """At most `max_sequences` run.
+
+        Sums over sequences of unknown lengths count as their mean and `margin` standard deviations.
+        """
         self.prices = prices
+        self._max_sequences, self._margin = max_sequences, margin
 
     def follow(
         self, prompts: Sequence[Prompt], decodes: Decodes, *, start: float, bound: float, factor: float
@@ -241,7 +348,7 @@ class Forecast:
                 waits = first.pauses if alone else first.waits(at - start, bound)
                 at, step = at + waits * bound + (first.copying if alone else 0.0), step + waits
             if step >= edge:
-                edge = max(WINDOW, 4 * step)
+                edge = next_edge(step)
                 rows, attention = self.load(prompts, decodes, ended, step, edge)
                 if self.prices.linear(rows, 0) + attention > limit:
                     return Outlook(tuple(firsts), False)
@@ -262,7 +369,57 @@ class Forecast:
             step += 1
             if index < len(prompts) and (at > prompts[index].due or not room.tokens):
                 return Outlook(tuple(firsts), True)
-        return Outlook(tuple(firsts), self._carries(prompts, decodes, ended, step, limit))
+        timeline = Timeline(start)
+        if step:
+            timeline.extend(step - 1, bound)
+            timeline.extend(1, at - timeline.end)
+        late = self._blocked(prompts, decodes)
+        if late and not self._wait_for_rows(prompts, decodes, ended, late):
+            return Outlook(tuple(firsts[: late[0]]), True)
+        later = Later(decodes, zip(prompts, ended, strict=True))
+        carried = self._carries(later, timeline, limit, factor)
+        if carried:
+            for index in late:
+                firsts[index] = timeline.after(ended[index] + 1)
+        return Outlook(tuple(firsts), carried, tuple(ended), step, timeline)
+
+    def _blocked(self, prompts: Sequence[Prompt], decodes: Decodes) -> Sequence[int]:
+        """Indices of the prompts that have to wait until another sequence gives up its row."""
+        waiting = [index for index, prompt in enumerate(prompts) if not prompt.has_row]
+        held = decodes.count + len(prompts) - len(waiting)
+        return waiting[max(0, self._max_sequences - held) :]
+
+    def _wait_for_rows(
+        self, prompts: Sequence[Prompt], decodes: Decodes, ended: list[int], late: Sequence[int]
+    ) -> bool:
+        """Let the prompts `late` end as many steps later as rows are free for them; False if there are none in time.
+
+        A timeline holds the work of all prompts before that, so no step ends later because they are computed later.
+        """
+        apart = set(late)
+        others = [(prompt, ended[index]) for index, prompt in enumerate(prompts) if index not in apart]
+        later, cell = Later(decodes, others), 0
+        ends = later.ends
+        for number, index in enumerate(late, 1):
+            step = None
+            while step is None and cell < len(GRID):
+                unsure, _ = later.sums(GRID[cell]).upper(self._margin, 0)
+                step = self._free_within(cell, ends, self._max_sequences - number - unsure)
+                cell += step is None
+            if step is None:
+                return False
+            ended[index] += step + ROW_LAG
+        return True
+
+    def _free_within(self, cell: int, ends: Sequence[int], most: int) -> int | None:
+        """First step of a cell of GRID in which `most` sequences or fewer go on; None: not in this one.
+
+        `ends` has the numbers of steps that they take.
+        """
+        if most < 0:
+            return None
+        step = ends[-most - 1] if most < len(ends) else 0
+        return max(GRID[cell], step) if step < next_edge(GRID[cell]) else None
 
     def load(
         self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, edge: int
@@ -274,20 +431,32 @@ class Forecast:
             total += prompt.missing
             if total > reach:
                 break
-            if index >= len(ended) or ended[index] + prompt.remaining > step:
+            if index >= len(ended) or ended[index] + prompt.most > step:
                 rows += 1
-                positions += prompt.context + min(prompt.remaining, edge)
+                positions += prompt.context + min(prompt.most, edge)
+        if decodes.pool.count:
+            unsure, wide = decodes.pool.at(step).upper(self._margin, edge)
+            rows, positions = rows + min(unsure, decodes.pool.count), positions + wide
+        return self._price(rows, positions)
+
+    def _price(self, rows: int, positions: int) -> tuple[int, float]:
+        """The rows that there are for this many decodes, and seconds of the attention of decodes in them."""
+        rows = min(rows, self._max_sequences)
         return rows, self.prices.most_decodes(rows, positions) if rows else 0.0
 
-    def _carries(
-        self, prompts: Sequence[Prompt], decodes: Decodes, ended: Sequence[int], step: int, limit: float
-    ) -> bool:
-        """Whether the decodes alone end within `limit` seconds in every step from `step` on."""
-        last = max((end + prompt.remaining for end, prompt in zip(ended, prompts, strict=True)), default=0)
-        while step < max(last, decodes.steps):
-            edge = max(WINDOW, 4 * step)
-            rows, attention = self.load(prompts, decodes, ended, step, edge)
-            if self.prices.linear(rows, 0) + attention > limit:
+    def _carries(self, later: Later, timeline: Timeline, limit: float, factor: float) -> bool:
+        """Add the steps of decodes alone to a timeline. Returns whether each of them ends within `limit` seconds."""
+        while timeline.steps < later.steps:
+            step = timeline.steps
+            edge = next_edge(step)
+            rows, attention = self._price(*later.load(step, edge, self._margin))
+            seconds = self.prices.linear(rows, 0) + attention
+            if seconds > limit:
                 return False
-            step = edge
+            timeline.extend(edge - step, seconds * factor)
         return True
+
+
+def next_edge(step: int) -> int:
+    """The first step after this one at which a forecast counts decodes anew."""
+    return 4 << cell_of(step)

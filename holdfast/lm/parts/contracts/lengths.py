@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from math import log2
 
 BINS_PER_OCTAVE = 8
@@ -16,6 +16,8 @@ LEAST = 32.0
 """Least weight of the answers that a quantile is read from. With fewer, those of a wider class are used."""
 LEAST_TAIL = 2.0
 """Least weight of the answers that are at least as long as a quantile."""
+LEAST_POOLED = 8.0
+"""Least weight of the answers that a survival function is estimated from. Its error counts in every sum."""
 MOST_CLASSES = 1024
 """Most classes that are remembered. The class used longest ago is forgotten first."""
 
@@ -25,10 +27,61 @@ EDGES = tuple(int(2 ** (index / BINS_PER_OCTAVE)) for index in range(NUM_BINS))
 
 def bin_of(length: int) -> int:
     """The first bin whose edge is at least this length."""
+    return BINS[length] if length < len(BINS) else find_bin(length)
+
+
+def find_bin(length: int) -> int:
+    """The first bin whose edge is at least this length, searched for."""
     guess = max(0, int(BINS_PER_OCTAVE * log2(max(1, length))) - 1)
     while guess < NUM_BINS - 1 and EDGES[guess] < length:
         guess += 1
     return guess
+
+
+BINS = tuple(map(find_bin, range(1 << 13)))
+"""The bins of all short lengths."""
+
+
+def cell_of(step: int) -> int:
+    """The cell of GRID that a step lies in: the first 4 steps, the next 4, the next 8, and so on."""
+    return max(0, step.bit_length() - 2)
+
+
+GRID = tuple(4 << cell >> 1 if cell else 0 for cell in range(20))
+"""First step of each cell; the last one begins after a million steps."""
+
+
+class Survival:
+    """How likely answers of a class go on, estimated at one time."""
+
+    def __init__(self, shares: Sequence[float], weights: Sequence[float]) -> None:
+        """For each bin, the share of all answers that reach it, and the weight of those that this is known from."""
+        self._shares, self._weights = shares, weights
+        self._chances: dict[int, tuple[tuple[float, float], ...]] = {}
+
+    def chance(self, so_far: int, steps: int) -> float:
+        """Probability that an answer of more than `so_far` tokens has more than `so_far + steps`."""
+        return self._shares[bin_of(so_far + steps + 1)] / self._shares[bin_of(so_far + 1)]
+
+    def chances(self, first: int) -> tuple[tuple[float, float], ...]:
+        """For each cell of GRID, the probability p that an answer that has reached bin `first` goes on so many steps.
+
+        Each is given with p (1 - p).
+        """
+        known = self._chances.get(first)
+        if known is None:
+            shares, after = self._shares, EDGES[first - 1] + 1 if first else 1
+            chances = [shares[bin_of(after + steps)] / shares[first] for steps in GRID]
+            known = self._chances[first] = tuple([(chance, chance * (1 - chance)) for chance in chances])
+        return known
+
+    def weight_above(self, first: int) -> float:
+        """Weight of the known answers that reached bin `first`."""
+        return self._weights[first]
+
+
+CERTAIN = Survival((1.0,) * NUM_BINS, (1.0,) * NUM_BINS)
+"""The survival of answers of which nothing is known: each is as long as it is allowed to be."""
 
 
 class Lengths:
@@ -46,6 +99,9 @@ class Lengths:
         self._newest = 1.0
         """Weight of the next answer. It grows, so that older ones count less."""
         self._total = 0.0
+        self._open = [0] * NUM_BINS
+        """Number of answers that go on, by the first bin that they may end in."""
+        self._survival = CERTAIN
 
     @property
     def weight(self) -> float:
@@ -62,15 +118,45 @@ class Lengths:
             self._cut = [weight / self._newest for weight in self._cut]
             self._total, self._newest = self._total / self._newest, 1.0
 
+    def see(self, lengths: Iterable[int]) -> None:
+        """Estimate the survival function by all that is known now. `lengths`: tokens so far of answers that go on.
+
+        An answer that goes on was at risk of ending at each of its tokens. Without it, the answers that end first would
+        make all look short.
+        """
+        self._open = [0] * NUM_BINS
+        for length in lengths:
+            self._open[bin_of(length + 1)] += 1
+        self._survival = self._estimate()
+
+    @property
+    def survival(self) -> Survival:
+        """The survival function of the latest estimate."""
+        return self._survival
+
+    def _estimate(self) -> Survival:
+        """The survival function. Beyond the longest answers that are known, it stays as it is."""
+        shares, weights, left, newest = [], [], 1.0, self._newest
+        at_risk = self._total + newest * sum(self._open)
+        for ended, cut, going in zip(self._ended, self._cut, self._open, strict=True):
+            at_risk -= newest * going
+            shares.append(left)
+            weights.append(max(1.0, at_risk / newest))
+            if at_risk >= LEAST_TAIL * newest:
+                left *= 1 - ended / (at_risk + newest)  # one more may be longer than all of them
+            at_risk -= ended + cut
+        return Survival(tuple(shares), tuple(weights))
+
     def quantile(self, share: float, above: int = 0) -> int | None:
         """A length that an answer of more than `above` tokens stays within, with this probability.
 
         None if too few answers were that long to say.
         """
         first = bin_of(above + 1)
-        at_risk = sum(self._ended[first:]) + sum(self._cut[first:])
+        at_risk = sum(self._ended[first:]) + sum(self._cut[first:]) + self._newest * sum(self._open[first:])
         left = 1.0
         for index in range(first, NUM_BINS - 1):
+            at_risk -= self._newest * self._open[index]
             if at_risk < LEAST_TAIL * self._newest:
                 return None
             left *= 1 - self._ended[index] / at_risk
@@ -87,7 +173,10 @@ class AnswerLengths:
     """
 
     def __init__(self, confidence: float) -> None:
-        """`confidence` is the probability with which an answer is at most as long as `longest` says."""
+        """`confidence` is the probability with which an answer is at most as long as `longest` says.
+
+        With 1, nothing is learned: every answer may be as long as it is allowed to be.
+        """
         self._confidence = confidence
         self._classes: OrderedDict[tuple[str, int], Lengths] = OrderedDict()
         self._all = Lengths()
@@ -105,11 +194,32 @@ class AnswerLengths:
 
     def longest(self, tenant: str, prompt: int, most: int, above: int = 0) -> int:
         """A length that an answer of more than `above` tokens stays within, with the confidence; at most `most`."""
-        known = [self._classes[name] for name in self._names(tenant, prompt) if name in self._classes]
-        for lengths in (*known, self._all):
-            if lengths.weight >= LEAST and (length := lengths.quantile(self._confidence, above)) is not None:
+        for lengths in self._known(tenant, prompt, LEAST):
+            if (length := lengths.quantile(self._confidence, above)) is not None:
                 return min(most, max(length, above + 1))
         return most
+
+    def survival(self, tenant: str, prompt: int) -> Survival:
+        """How likely such answers go on; CERTAIN if too few are known."""
+        return next((lengths.survival for lengths in self._known(tenant, prompt, LEAST_POOLED)), CERTAIN)
+
+    def see(self, going: Iterable[tuple[str, int, int]]) -> None:
+        """Estimate how likely answers go on. `going`: tenant, prompt and tokens so far of each that goes on now."""
+        everyone: list[int] = []
+        own = defaultdict[tuple[str, int], list[int]](list)
+        for tenant, prompt, length in going:
+            everyone.append(length)
+            for name in self._names(tenant, prompt):
+                own[name].append(length)
+        self._all.see(everyone)
+        for name, lengths in self._classes.items():
+            lengths.see(own[name])
+
+    def _known(self, tenant: str, prompt: int, least: float) -> Iterator[Lengths]:
+        """The classes of an answer that have answers of this weight, the narrowest first."""
+        own = [self._classes[name] for name in self._names(tenant, prompt) if name in self._classes]
+        if self._confidence < 1:
+            yield from (lengths for lengths in (*own, self._all) if lengths.weight >= least)
 
     @staticmethod
     def _names(tenant: str, prompt: int) -> Sequence[tuple[str, int]]:

@@ -19,8 +19,9 @@ class ContractOptions(CoreConfig):
     )
     contract_confidence: float = option(
         0.99,
-        "probability with which an answer is no longer than a contract allows for, by the answers so far",
-        between=(0.5, 0.9999),
+        "probability with which an answer is no longer than a contract allows for, by the answers so far; with 1, "
+        "every answer counts as long as it may be",
+        between=(0.5, 1),
     )
     contract_share: float = option(
         0.5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
 
 from holdfast.core.contract import TERMS, ContractRefused, Refusal
 from holdfast.core.cost import CostModel
@@ -11,7 +12,7 @@ from holdfast.lm.limits import RequestRefused
 from holdfast.lm.parts.contracts.admission import ContractAdmission, tenant_of
 from holdfast.lm.parts.contracts.forecast import Forecast, Prices
 from holdfast.lm.parts.contracts.lateness import Lateness
-from holdfast.lm.parts.contracts.lengths import AnswerLengths
+from holdfast.lm.parts.contracts.lengths import CERTAIN, AnswerLengths, Survival
 from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.contracts.order import ContractOrder
 from holdfast.lm.parts.contracts.policy import ContractPolicy, Progress
@@ -22,6 +23,9 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Part, PartQueues
 from holdfast.lm.types import StepPlan, StepResult
+
+NEWS = 16
+"""Most answers that end until open ones are forecast by what is known by then."""
 
 
 class ContractPart(Part):
@@ -55,10 +59,18 @@ class ContractPart(Part):
         limits = {} if target is None else {"target": target}
         lateness = Lateness()
         self._admission = ContractAdmission(
-            Forecast(self._prices), self._promises, lateness, max_sequences=max_sequences, **limits
+            Forecast(self._prices, max_sequences=max_sequences, margin=deviations(confidence)),
+            self._promises,
+            lateness,
+            max_sequences=max_sequences,
+            **limits,
         )
         self._progress = Progress(cost, lateness, stages)
         self._lengths = AnswerLengths(confidence)
+        self._ended = 0
+        """Number of answers that have ended."""
+        self._next_news = 1
+        """Number of ended answers with which open ones are forecast by what is known then."""
         self._share = share
         self._tenants: set[str] = set()
         """Tenants that have sent requests, up to two of them."""
@@ -84,7 +96,9 @@ class ContractPart(Part):
         now = self._now = max(self._now, entry.sequence.request.arrival)
         tokens = self._longest(entry)
         blocks = queues.pool.blocks_for(entry.sequence.request.answer_start + tokens)
-        promise = Promise(contract, entry.sequence.request.arrival, tokens, blocks)
+        start, survival = entry.sequence.request.answer_start, self._survival(entry)
+        arrival, most = entry.sequence.request.arrival, entry.limit - start
+        promise = Promise(contract, arrival, tokens, blocks, most, start, survival)
         decision = self._admission.decide(
             entry,
             promise,
@@ -104,14 +118,16 @@ class ContractPart(Part):
         self._promises.ended(entry, self._now)
         sequence, request = entry.sequence, entry.sequence.request
         length = len(sequence.tokens) - request.answer_start
-        if length > 0:
+        if length > 0 and not has_known_length(request):
             cut = sequence.finish_reason is not FinishReason.STOP
             self._lengths.add(request.identity.tenant, request.answer_start, length, cut=cut)
+            self._learn()
 
     def advance(self, now: float) -> None:
         self._now = now
 
     def planned(self, plan: StepPlan) -> None:
+        self._promises.changed()
         self._progress.planned(plan, self._now, closely=len(self._promises) > 0)
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
@@ -126,13 +142,36 @@ class ContractPart(Part):
         """Note that a step gave these sequences tokens. An answer that is longer than expected is expected to go on."""
         for entry, promise in self._promises.given(entries, self._now):
             tokens = self._longest(entry)
-            promise.expect(tokens, self._queues.pool.blocks_for(entry.sequence.request.answer_start + tokens))
+            promise.outgrow(tokens, self._queues.pool.blocks_for(entry.sequence.request.answer_start + tokens))
+
+    def _learn(self) -> None:
+        """Note that an answer has ended: from time to time, forecast the open ones by what is known now."""
+        self._ended += 1
+        if self._ended < self._next_news:
+            return
+        self._next_news += min(NEWS, 1 + self._ended // 4)
+        requests = [(entry.sequence.request, answered(entry)) for entry in self._queues.running]
+        self._lengths.see(
+            (each.identity.tenant, each.answer_start, length)
+            for each, length in requests
+            if length > 0 and not has_known_length(each)
+        )
+        for entry, promise in self._promises:
+            promise.learn(self._survival(entry))
+        self._promises.changed()
+
+    def _survival(self, entry: Entry) -> Survival:
+        """How long answers like that of a sequence are."""
+        request = entry.sequence.request
+        if has_known_length(request):
+            return CERTAIN
+        return self._lengths.survival(request.identity.tenant, request.answer_start)
 
     def _longest(self, entry: Entry) -> int:
         """Most tokens that the answer of a sequence is expected to have."""
         request = entry.sequence.request
         most = entry.limit - request.answer_start
-        if request.params.ignore_eos:
+        if has_known_length(request):
             return most
         return self._lengths.longest(request.identity.tenant, request.answer_start, most, above=answered(entry))
 
@@ -150,6 +189,16 @@ class NoContracts(Part):
         if request.contract:
             reason = f"this engine takes no contracts: {self._reason}; leave out ttft_ms, tbt_ms and complete_ms"
             raise RequestRefused(reason, next(f"{term}_ms" for term in TERMS if getattr(request.contract, term)))
+
+
+def has_known_length(request: Request) -> bool:
+    """Whether only its maximum ends an answer."""
+    return request.params.ignore_eos and not request.params.stop_token_ids
+
+
+def deviations(confidence: float) -> float:
+    """Number of standard deviations that a normal sum exceeds its mean by with no more than 1 - `confidence`."""
+    return NormalDist().inv_cdf(confidence) if confidence < 1 else 0.0  # with 1, nothing is left to chance
 
 
 def make_parts(planning: Planning) -> Sequence[Part]:

@@ -133,8 +133,8 @@ class ContractPolicy(Policy):
         self._make_room(step, len(waiting))
         room = self._decode(step)
         self._start(step, waiting)
-        if self._prefill(step, room, limit):
-            slack = (self._promises.latest(step.sampling) - start) / factor
+        if self._prefill(step, room, limit) and has_others(step):
+            slack = self._admission.slack(step.sampling, room.seconds, start=start, factor=factor)
             self._add_others(step, room, min(limit, slack))
         step.pace = None
         step.budget = 0
@@ -221,6 +221,12 @@ class ContractPolicy(Policy):
             else:
                 high = middle - 1
         return low
+
+
+def has_others(step: StepBuilder) -> bool:
+    """Whether a step could hold sequences without a contract. They come after all others in their queues."""
+    running = len(step.running) and not has_contract(step.running.last())
+    return running or any(not has_contract(entry) for entry in step.waiting)
 
 
 def compute_nothing(start: int, stop: int) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from holdfast.core.contract import TERMS, Contract, Term
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.contracts.forecast import Prompt
+from holdfast.lm.parts.contracts.lengths import CERTAIN, Survival
 from holdfast.lm.scheduler.entries import Entry
 
 RESERVE = 0.05
@@ -28,6 +29,14 @@ class Promise:
     """Most tokens that its answer is expected to have."""
     blocks: int
     """Number of blocks that its sequence is expected to need in all."""
+    most: int = 0
+    """Most tokens that its answer may have."""
+    answer_start: int = 0
+    """Position of the first token of its answer."""
+    survival: Survival = CERTAIN
+    """How long answers like its own are."""
+    outgrown: bool = False
+    """Whether its answer has become longer than expected. No later contract is refused for its completion then."""
     first: float = inf
     """Time of the first token; infinite: none has come."""
     last: float = 0.0
@@ -47,9 +56,13 @@ class Promise:
         self.tbt = inf if contract.tbt is None else share * contract.tbt
         self.complete_by = inf if contract.complete is None else self.arrival + share * contract.complete
 
-    def expect(self, tokens: int, blocks: int) -> None:
-        """Expect an answer of up to `tokens` tokens, with which the sequence needs `blocks` blocks."""
-        self.tokens, self.blocks = tokens, blocks
+    def learn(self, survival: Survival) -> None:
+        """Note how long answers like its own are by now."""
+        self.survival = survival
+
+    def outgrow(self, tokens: int, blocks: int) -> None:
+        """Expect a longer answer, of up to `tokens` tokens, with which the sequence needs `blocks` blocks."""
+        self.tokens, self.blocks, self.outgrown = tokens, blocks, True
 
     def tokens_left(self, entry: Entry) -> int:
         """Number of steps that the sequence still takes at the most, if its prompt takes one."""
@@ -62,10 +75,6 @@ class Promise:
         else:
             self.longest_gap = max(self.longest_gap, now - self.last)
         self.last = now
-
-    def latest(self, entry: Entry, bound: float) -> float:
-        """Latest time of the first token, if each later one takes up to `bound` seconds."""
-        return min(self.due, self.complete_by - self.tokens_left(entry) * bound)
 
     def broken_by(self, now: float) -> Term | None:
         """The first term that the deliveries up to `now` have broken; None: they have kept them all."""
@@ -105,6 +114,8 @@ class Promises:
         """Most seconds that a step may take; infinite: no contract is open."""
         self.is_loose = False
         """Whether a contract has ended, so that a larger bound may do."""
+        self.stamp = 0
+        """Changes with the sequences that decode, with what is left to do for them, and with their lengths."""
         self._open: dict[Entry, Promise] = {}
 
     def __len__(self) -> int:
@@ -131,6 +142,10 @@ class Promises:
             promise.delivered(now)
         return [(entry, promise) for entry, promise in promised if answered(entry) > promise.tokens]
 
+    def changed(self) -> None:
+        """Note that sequences have gone on, or that their lengths are forecast anew."""
+        self.stamp += 1
+
     def loosen(self, bound: float | None) -> None:
         """Let steps take up to `bound` seconds, if that is more; None: no bound is known that would do."""
         self.is_loose = False
@@ -146,6 +161,7 @@ class Promises:
         if promise is None:
             return
         self.is_loose = True
+        self.changed()
         if not self._open:
             self.bound, self.is_loose = inf, False
         if term := promise.broken_by(now):
@@ -157,26 +173,30 @@ class Promises:
 
     def latest(self, entries: Iterable[Entry]) -> float:
         """The latest time at which the first tokens among the next ones of these sequences may come."""
-        first = [(entry, self._open[entry]) for entry in entries if entry in self._open]
-        return min((each.latest(entry, self.bound) for entry, each in first if each.first == inf), default=inf)
+        first = [self._open[entry] for entry in entries if entry in self._open]
+        return min((each.due for each in first if each.first == inf), default=inf)
 
     def outstanding(self, pool: AnyMemory) -> int:
         """Number of blocks that the accepted sequences have still to be given."""
         return sum(max(0, promise.blocks - len(entry.cache.blocks)) for entry, promise in self)
 
 
-def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
-    """A sequence that lacks a part of its prompt, as a forecast sees it."""
-    need = needed(entry, pool)
+def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory, start: float) -> Prompt:
+    """A sequence that lacks a part of its prompt, as a forecast sees it, less the times that are over by `start`."""
+    so_far, need = answered(entry), needed(entry, pool)
     return Prompt(
         need.positions,
         entry.sequence.length,
         promise.tokens_left(entry),
-        promise.due,
-        promise.complete_by,
+        promise.due if promise.due > start else inf,
+        promise.complete_by if promise.complete_by > start and not promise.outgrown else inf,
         copying=need.seconds,
         pauses=entry.cache.most_cuts(entry.sequence.length),
         joining=JOINING if need.copies else 0,
+        has_row=entry.cache.capacity > 0,
+        survival=promise.survival,
+        so_far=so_far,
+        allowed=promise.most - so_far,
     )
 
 
@@ -197,7 +217,7 @@ class Need(NamedTuple):
 
 
 def needed(entry: Entry, pool: AnyMemory) -> Need:
-    """The work that a sequence needs before its first token. State on the host is copied where the memory would copy it.
+    """The work that a sequence needs before its first token. State on the host is copied where the memory would do so.
 
     Until the rate of copies is known, such state counts as computed.
     """

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from holdfast.lm.parts.contracts.lengths import EDGES, HALF_LIFE, MOST_CLASSES, AnswerLengths, Lengths, bin_of
+from holdfast.lm.parts.contracts.lengths import CERTAIN, EDGES, HALF_LIFE, MOST_CLASSES, AnswerLengths, Lengths, bin_of
 
 
 def test_each_length_lies_in_the_first_bin_that_reaches_it():
@@ -82,3 +82,23 @@ def test_classes_are_forgotten_beyond_a_number():
     for number in range(MOST_CLASSES):
         answers.add(f"tenant {number}", 100, 20, cut=False)
     assert len(answers._classes) == MOST_CLASSES
+
+
+def test_answers_that_go_on_count_as_longer():
+    answers = AnswerLengths(0.9)
+    for _ in range(40):
+        answers.add("", 100, 20, cut=False)
+    answers.see(())
+    short = answers.survival("", 100).chance(0, 30)
+    answers.see([("", 100, 200)] * 40)
+    assert short < 0.1 < 0.4 < answers.survival("", 100).chance(0, 30) < 0.6
+    assert answers.longest("", 100, 500) == 500  # half of all may be longer than any that has ended
+
+
+def test_nothing_is_learned_where_certainty_is_asked():
+    answers = AnswerLengths(1.0)
+    for _ in range(100):
+        answers.add("", 100, 20, cut=False)
+    answers.see(())
+    assert answers.longest("", 100, 500) == 500
+    assert answers.survival("", 100) is CERTAIN

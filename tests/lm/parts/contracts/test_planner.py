@@ -111,11 +111,17 @@ def test_one_of_several_tenants_gets_its_share_of_rows_and_blocks():
         assert world.add("own again", prompt, 10, loose)
 
 
-def test_more_contracts_than_rows_are_refused():
-    world = World(max_sequences=2)
-    accepted = [world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(3)]
-    assert accepted == [True, True, False]
-    assert "rows" in world.refusals["2"].reason
+def test_a_contract_waits_for_a_row_if_one_is_free_in_time():
+    world, step = World(max_sequences=2), EXACT.step([(1, 20), (1, 20)])
+    assert all(world.add(str(number), 10, 10, Contract(complete=100.0)) for number in range(2))
+    world.step()
+    assert not world.add("early", 10, 10, Contract(ttft=10 * step))
+    assert "rows" in world.refusals["early"].reason
+    assert world.refusals["early"].predicted.ttft > 10 * step
+    assert world.add("late", 10, 10, Contract(ttft=18 * step))
+    assert not world.add("behind it", 10, 10, Contract(ttft=19 * step, complete=22 * step))
+    world.run()
+    assert world.broken == {} and world.deliveries["late"][0] > 10 * step
 
 
 def test_a_prompt_behind_accepted_ones_is_refused_with_the_time_at_which_it_is_accepted():
@@ -213,6 +219,87 @@ def test_answers_are_expected_to_be_as_long_as_earlier_ones():
         world.add(f"earlier {number}", 10, 1500, **short)
     world.run()
     assert [world.add(f"own {number}", 10, 1500, loose, **short) for number in range(4)] == [True] * 4
+
+
+def test_lengths_are_learned_only_where_a_stop_token_can_end_an_answer():
+    """An ignored EOS does not make a length known: a stop token may end the answer."""
+    loose, stop = Contract(complete=100.0), {"stop_token_ids": (TOKEN,)}
+    for own, accepted in ((stop, True), ({}, False)):
+        world = World(blocks=128)
+        for number in range(64):
+            world.add(f"earlier {number}", 10, 1500, **stop)
+            world.run()
+        assert [world.add(f"own {number}", 10, 1500, loose, **own) for number in range(2)] == [True, accepted]
+
+
+def test_with_a_confidence_of_1_every_answer_counts_as_long_as_it_may_be():
+    stop = {"stop_token_ids": (TOKEN,), "ignore_eos": False}
+    world = World(blocks=128, contract_confidence=1.0)
+    for number in range(64):
+        world.add(f"earlier {number}", 10, 1500, **stop)
+        world.run()
+    loose = Contract(complete=100.0)
+    assert [world.add(f"own {number}", 10, 1500, loose, **stop) for number in range(2)] == [True, False]
+
+
+def outgrown_world():
+    """A world whose answers had one token each, and a contract whose answer goes on for longer than it can."""
+    world = World()
+    for number in range(64):
+        world.add(f"earlier {number}", 10, 1500, stop_token_ids=(TOKEN,))
+        world.run()
+    assert world.add("long", 10, 500, Contract(complete=30 * STEP), ignore_eos=False)
+    for _ in range(5):
+        world.step()
+    return world
+
+
+def test_an_answer_that_has_outgrown_what_was_expected_refuses_nobody():
+    world = outgrown_world()
+    assert world.add("next", 100, 20, Contract(ttft=20 * STEP, complete=60 * STEP))
+    world.run()
+    assert world.broken == {"long": "complete"}
+
+
+def test_a_contract_that_is_broken_already_refuses_nobody():
+    world = World()
+    assert world.add("stuck", 10, 100, Contract(ttft=1.0, complete=2.0))
+    world.clock.now += 3.0  # the engine stands still
+    assert world.add("next", 100, 20, Contract(ttft=20 * STEP, complete=60 * STEP))
+    world.run()
+    assert world.broken == {"stuck": "ttft"}
+
+
+def test_nobody_waits_for_a_contract_that_is_late_anyway():
+    world = outgrown_world()
+    for _ in range(40):
+        world.step()
+    world.add("plain", 100, 20)
+    for _ in range(60):
+        world.step()
+    assert len(world.deliveries["plain"]) == 20
+
+
+def test_a_late_end_leaves_steps_long_while_prompts_are_computed():
+    """An answer that must complete at 1.3 times the pace of decodes alone does not make the steps of prompts short."""
+    world = World(max_sequences=4, budget=256)
+    assert world.add("answer", 10, 100, Contract(complete=130 * STEP))
+    for _ in range(4):
+        world.step()
+    assert world.add("prompt", 700, 2, Contract(ttft=20 * STEP))
+    world.run()
+    gaps = [after - before for before, after in pairwise(world.deliveries["answer"])]
+    assert world.broken == {} and max(gaps) > 1.5 * STEP
+
+
+def test_requests_without_contracts_leave_a_late_end_its_time():
+    world = World(max_sequences=4, budget=256)
+    assert world.add("answer", 10, 100, Contract(complete=115 * STEP))
+    for number in range(12):
+        world.add(f"plain {number}", 500, 30)
+    world.run()
+    assert world.broken == {}
+    assert any(world.deliveries[f"plain {number}"][0] < 115 * STEP for number in range(12))
 
 
 def test_an_engine_without_contracts_refuses_them_and_says_how_to_get_them():

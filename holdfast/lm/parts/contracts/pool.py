@@ -1,0 +1,111 @@
+"""Pool: how many answers of unknown lengths still go on after a number of steps, and their contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil, sqrt
+from typing import NamedTuple
+
+from holdfast.lm.parts.contracts.lengths import Survival, bin_of, cell_of
+
+COARSE = 2
+"""Number of bins of the tokens so far that are taken together. Each counts as the first of them."""
+
+
+class Answer(NamedTuple):
+    """A sequence that decodes, whose answer may end at any token."""
+
+    survival: Survival
+    """How long answers like this one are."""
+    so_far: int
+    """Tokens of the answer so far."""
+    left: int
+    """Most tokens that it may still be given; at least 1."""
+    positions: int
+    """Positions of its context."""
+
+
+class Sums(NamedTuple):
+    """Expected number of sequences that go on, the sum of their positions, and the variances of both."""
+
+    rows: float = 0.0
+    positions: float = 0.0
+    variance: float = 0.0
+    """Variance of the rows."""
+    spread: float = 0.0
+    """Variance of the positions."""
+
+    def plus(self, other: Sums) -> Sums:
+        """The sums over both."""
+        return Sums(
+            self.rows + other.rows,
+            self.positions + other.positions,
+            self.variance + other.variance,
+            self.spread + other.spread,
+        )
+
+    def upper(self, margin: float, grown: int) -> tuple[int, int]:
+        """Rows, and positions once each has grown by `grown`: the means and `margin` standard deviations."""
+        deviation = sqrt(self.variance)
+        positions = self.positions + grown * self.rows + margin * (sqrt(self.spread) + grown * deviation)
+        return ceil(self.rows + margin * deviation), ceil(positions)
+
+
+class Pool:
+    """Accepted sequences whose lengths are learned. Far less is unsure of all of them together than of each.
+
+    Each goes on or ends by a chance of its own. The chance is an estimate, whose error is common to all: n sequences
+    whose chance was learned from answers of weight w have 1 + n/w times the variance that they had if it were known
+    (Greenwood's variance of the Kaplan-Meier estimate, and Cauchy's inequality for the sum of deviations).
+    """
+
+    def __init__(self, answers: Iterable[Answer] = (), *, others: int = 0) -> None:
+        """`others` is the number of sequences in other pools that are added to this one."""
+        groups: dict[tuple[Survival, int, int], list[int]] = {}
+        self.count = 0
+        """Number of the sequences."""
+        self.steps = 0
+        """Most steps that any of them takes."""
+        for survival, so_far, left, positions in answers:
+            key = survival, bin_of(so_far + 1) // COARSE * COARSE, cell_of(left - 1)
+            group = groups.get(key)
+            if group is None:
+                groups[key] = [1, positions, positions * positions]
+            else:
+                group[0] += 1
+                group[1] += positions
+                group[2] += positions * positions
+            self.count += 1
+            if left > self.steps:
+                self.steps = left
+        self._sums = summed(groups, cell_of(self.steps - 1) + 1 if self.steps else 0, self.count + others)
+
+    def at(self, step: int) -> Sums:
+        """The sums in this step and all later ones at the most."""
+        return self._sums[cell_of(step)] if step < self.steps else NOBODY
+
+
+def summed(groups: dict[tuple[Survival, int, int], list[int]], cells: int, among: int) -> Sequence[Sums]:
+    """The sums at the first step of each of `cells` cells, with the error that is common to `among` sequences.
+
+    `groups` has the number of the sequences, the sum of their positions and that of the squares, by survival, bin of
+    the tokens so far and last cell.
+    """
+    rows, positions, variance, spread = ([0.0] * cells for _ in range(4))
+    for (survival, first, last), (count, total, squares) in groups.items():
+        doubt = 1 + among / survival.weight_above(first)
+        unsure, wide = count * doubt, squares * doubt
+        for cell, (chance, product) in enumerate(survival.chances(first)):
+            if cell > last:
+                break
+            rows[cell] += chance * count
+            positions[cell] += chance * total
+            variance[cell] += product * unsure
+            spread[cell] += product * wide
+    return [*map(Sums, rows, positions, variance, spread)]
+
+
+NOBODY = Sums()
+"""The sums over no sequence."""
+EMPTY = Pool()
+"""No sequence."""

@@ -206,6 +206,18 @@ def gaps_of(load: Load, cost: Callable[[int], float], refused: Iterable[int]) ->
     return Gaps(begins, needed, costs, np.array([*groups.values()], float), of_law.astype(np.int64), laws), changes
 
 
+def seconds_between(edges: Floats, begins: Floats, ends: Floats, weights: Floats) -> Floats:
+    """Weighted seconds of intervals within each of the windows that have these edges."""
+    times = np.concatenate((begins, np.minimum(ends, edges[-1])))
+    order = np.argsort(times, kind="stable")
+    times, weights = times[order], np.concatenate((weights, -weights))[order]
+    here = np.cumsum(weights)
+    until = np.concatenate(([0.0], np.cumsum(here[:-1] * np.diff(times))))
+    at = np.searchsorted(times, edges, side="right") - 1
+    total = np.where(at >= 0, until[at] + here[at] * (edges - times[at]), 0.0)
+    return np.diff(total)
+
+
 HOLDS = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 96)))
 """Seconds after which a gap may be given up."""
 
@@ -229,10 +241,9 @@ class OnlineBound:
 
     def _free_seconds(self, changes: Sequence[tuple[float, int]], capacity: int) -> Floats:
         """Block seconds of idle places within each window."""
-        times = np.array([0.0, *(time for time, _ in changes), 1e18])
-        idle = capacity - np.cumsum([0, *(change for _, change in changes)])
-        cumulated = np.concatenate(([0.0], np.cumsum(np.diff(times) * idle)))
-        return np.diff(np.interp(self.edges, times, cumulated))
+        times, change = (np.array(column, float) for column in zip(*changes, strict=True))
+        running = seconds_between(self.edges, times, np.full_like(times, np.inf), change)
+        return capacity * np.diff(self.edges) - running
 
     def at(self, prices: Floats) -> tuple[float, Floats]:
         """The bound at these prices per block and second, and its gradient."""
@@ -247,11 +258,8 @@ class OnlineBound:
         missed = (self._needed < NEVER) & (hold < self._needed)
         price = np.interp(hold, self.edges, paid) - begun
         value = float(((gaps.cost * missed + price) * gaps.blocks).sum() - prices @ self._free)
-        held = [
-            float((np.clip(hold, low, high) - np.clip(gaps.begins, low, high)) @ gaps.blocks)
-            for low, high in zip(self.edges, self.edges[1:], strict=False)
-        ]
-        return value, np.array(held) - self._free
+        held = seconds_between(self.edges, gaps.begins, hold, gaps.blocks)
+        return value, held - self._free
 
     def _best_stop(self, paid: Floats) -> Floats:
         """When to give up each gap."""

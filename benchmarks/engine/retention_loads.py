@@ -333,7 +333,7 @@ VLLM = {
     "prompt_output": {"num_tokens": {"distribution": "uniform", "min": 80, "max": 120}},
 }
 """Settings of vLLM's multi-turn benchmark, as its documentation has them."""
-LAB_RATES = {"agents": 0.1, "agents-short": 0.5, "chat": 2.0, "mixed": 1.0, "multi-turn": 4.0, "vllm": 0.5}
+LAB_RATES = {"agents": 0.04, "agents-short": 0.1, "chat": 1.0, "mixed": 0.2, "multi-turn": 1.0, "vllm": 0.2}
 """Conversations per second of each load of the package."""
 VLLM_THINK = 20.0
 """Mean seconds of a person's pauses in vLLM's load, which has none of its own: its clients ask at once."""

@@ -23,6 +23,11 @@ KEPT = 1e9
 """Worth that `ttl` adds while a state is kept: more than that of any other."""
 BRANCH = "branch"
 """Kind of pause after which several sequences continue the same state: the branches, and then the trunk."""
+REPLACED = "replaced"
+"""Kind of the pause of state whose conversation went on from an earlier turn: an answer was given anew, or a branch ended
+and nobody said so."""
+MOST_ANSWERS = 8
+"""Largest number of sequences that go on from one turn. State that more begin with is taken for a prompt of many."""
 
 
 class Departure(NamedTuple):
@@ -125,7 +130,10 @@ class Turn:
     """A sequence that has ended, and the open gap until its state is needed again. Only `TurnTracker` changes it."""
 
     __slots__ = (
+        "answers",
         "at",
+        "call",
+        "follower",
         "gap_open",
         "kind",
         "length",
@@ -161,6 +169,12 @@ class Turn:
         self.prompt_end = prompt_end
         """Digest of the last of these, if no other prompt had it; empty otherwise."""
         self.start = start
+        self.call = 0
+        """Number of the call that freed its blocks; 0 until then."""
+        self.follower = b""
+        """Digest of the last block of the latest turn that continued this one and has ended; empty if none has."""
+        self.answers = 0
+        """Number of sequences that have continued it."""
         self.gap_open = False
         self.at = self.ratio_at = 0
         """The bins that its age has reached, in seconds and in units of the expected pause."""
@@ -174,6 +188,18 @@ class Turn:
     def scale(self) -> float:
         """Expected pause in seconds; 1 without a hint."""
         return 1.0 if self.pause.expected is None else max(self.pause.expected, LEAST_EXPECTED)
+
+    def freed_by(self, call: int) -> None:
+        """This call frees its blocks."""
+        self.call = call
+
+    def followed_by(self, last: bytes) -> None:
+        """The turn that continued it has ended with this block."""
+        self.follower = last
+
+    def count_answer(self) -> None:
+        """One more sequence continues it."""
+        self.answers += 1
 
     def begin(self) -> None:
         """Open the gap."""
@@ -277,6 +303,8 @@ class TurnTracker:
         """Digests of the last blocks of recent prompts."""
         self._calls: OrderedDict[int, Turn] = OrderedDict()
         """Turns by the number of the call that freed their blocks."""
+        self._passed: OrderedDict[bytes, Turn] = OrderedDict()
+        """Turns that were continued, by the digest of their last full block."""
         self._due: list[tuple[float, int, Turn]] = []
         self._numbers = count()
         self._watchers: list[Watcher] = []
@@ -293,13 +321,15 @@ class TurnTracker:
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn.
 
         It continues a turn if it has all of its blocks, or those of its prompt: a client may render an answer in other
-        tokens than the model gave.
+        tokens than the model gave. If another sequence has continued that turn before, this one goes on in its place.
         """
         self.advance(now)
         for at in range(len(digests) - 1, -1, -1):
             last = self._prompts.get(digests[at], digests[at])
             if last in self._open:
                 return self._continue(last, digests[at], at + 1, now)
+            if last in self._passed and self._passed[last].answers < MOST_ANSWERS:
+                return self._continue_again(last, at + 1)
         return Start(common=found)
 
     def _continue(self, last: bytes, digest: bytes, length: int, now: float) -> Start:
@@ -308,12 +338,44 @@ class TurnTracker:
         turn.end(now)
         start = replace(turn.start, hits=turn.start.hits + 1)
         if turn.pause.kind != BRANCH:
+            self._pass(last, turn)
             return Start(start.hits, start.common, start.fork, digest, length, turn.pause.kind)
         # Further branches begin here, and then the trunk goes on.
         departure = Departure(tenant=turn.tenant, pause=Pause(BRANCH))
         trunk = self._renewed(turn, departure, now, start)
         self._open_turn(last, trunk)
         return Start(start.hits, start.common, length, digest, length, BRANCH)
+
+    def _pass(self, last: bytes, turn: Turn) -> None:
+        """Remember a turn that is continued: others may go on from it, too."""
+        turn.count_answer()
+        self._passed[last] = turn
+        if len(self._passed) > MOST_OPEN:
+            self._passed.popitem(last=False)
+
+    def _continue_again(self, last: bytes, length: int) -> Start:
+        """A sequence goes on from a turn that another has continued. State that came after it is likely of no more use."""
+        turn = self._passed[last]
+        turn.count_answer()
+        self._replace_after(last)
+        start = turn.start
+        return Start(start.hits + 1, start.common, start.fork, last, length, turn.pause.kind)
+
+    def _replace_after(self, last: bytes) -> None:
+        """Count the open turn that leads on from a passed one as replaced. How often such state returns is learned."""
+        for _ in range(MOST_OPEN):
+            passed = self._passed.get(last)
+            if passed is None:
+                break
+            last = passed.follower
+        old = self._open.get(last)
+        if old is None or old.pause.superseded or old.pause.kind in (BRANCH, REPLACED):
+            return
+        self._forget(last)
+        departure = Departure(tenant=old.tenant, pause=replace(old.pause, kind=REPLACED, expected=None))
+        new = self._renewed(old, departure, old.time, old.start)
+        self._open_turn(last, new)
+        self._free_as(old.call, new)
 
     def left(
         self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
@@ -335,6 +397,8 @@ class TurnTracker:
         if len(self._requests) > MOST_OPEN:
             self._requests.popitem(last=False)
         if not departure.pause.superseded:
+            if start.digest in self._passed and start.digest != digests[-1]:
+                self._passed[start.digest].followed_by(digests[-1])
             self._open_turn(digests[-1], turn)
         return turn.shared
 
@@ -379,6 +443,7 @@ class TurnTracker:
         return self._turn(departure, start, time, length=turn.length, prompt=turn.prompt, prompt_end=turn.prompt_end)
 
     def _bind(self, call: int, turn: Turn) -> None:
+        turn.freed_by(call)
         self._calls[call] = turn
         if len(self._calls) > MOST_OPEN:
             self._calls.popitem(last=False)
@@ -404,10 +469,16 @@ class TurnTracker:
         else:
             self._open_turn(last, new)
         self.advance(now)
-        self._calls[call] = new
-        for watcher in self._watchers:
-            watcher.turn_changed(call)
+        self._free_as(call, new)
         return True
+
+    def _free_as(self, call: int, turn: Turn) -> None:
+        """The blocks that this call freed are those of `turn` now, of which more is known than before."""
+        turn.freed_by(call)
+        if call in self._calls:
+            self._calls[call] = turn
+            for watcher in self._watchers:
+                watcher.turn_changed(call)
 
     def turn(self, last: float, call: int) -> Turn:
         """The turn whose blocks were freed at `last` by this call, or one of which nothing is known."""

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.engine.retention_loads import NEVER, Law, Load, Turn
-from holdfast.lm.memory.gaps import ANYTHING, Fixed, Kind, Rates
+from holdfast.lm.memory.gaps import ANYTHING, Fixed, Kind, Pace, Rates
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.retention import Chunk, IdleOrder, RetentionRule, Untracked, Use
 from holdfast.lm.memory.turn_queue import RankedTurns
@@ -114,8 +114,16 @@ class TrueKind(Kind):
 
     def __init__(self, rates: Rates) -> None:
         super().__init__(ANYTHING)
-        self.gaps = TrueGaps(rates)  # type: ignore[assignment]
-        self.trust = -math.inf
+        self._true = TrueGaps(rates)
+        self.trust = self.pace_trust = -math.inf
+
+    def stage(self, turns: int) -> TrueGaps:  # type: ignore[override]
+        """The gaps: their law knows the number of turns."""
+        return self._true
+
+    def judge_pace(self, gap: float, pace: Pace, stage: object) -> Pace:
+        """Learn nothing."""
+        return pace
 
 
 @cache

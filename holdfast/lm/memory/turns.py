@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
 
 from holdfast.core.pause import NO_PAUSE, Pause
-from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, SHORTEST, GapHistogram, Kind, Kinds, bin_of
+from holdfast.lm.memory.gaps import (
+    BINS,
+    EDGES,
+    LONGEST,
+    NO_PACE,
+    SHORTEST,
+    GapHistogram,
+    Kind,
+    Kinds,
+    Pace,
+    bin_of,
+)
 
 MOST_OPEN = 1 << 16
 """Largest number of ended sequences that are remembered until they are continued."""
@@ -110,6 +121,8 @@ class Start:
     """Number of blocks that it has in common with that turn."""
     kind: str = ""
     """Kind of the pause after that turn."""
+    pace: Pace = field(default=NO_PACE, compare=False)
+    """Pace of its conversation by the gaps so far."""
 
     def shared(self, pause: Pause, prompt: int, length: int) -> int:
         """Number of the `length` blocks of a sequence that began so which are not its alone when it ends.
@@ -137,10 +150,12 @@ class Turn:
         "gap_open",
         "kind",
         "length",
+        "paced_at",
         "pause",
         "prompt",
         "prompt_end",
         "ratio_at",
+        "stage",
         "start",
         "tenant",
         "time",
@@ -162,6 +177,7 @@ class Turn:
         self.pause = departure.pause
         self.tenant = departure.tenant
         self.kind = kind
+        self.stage = kind.stage(start.hits)
         self.length = length
         """Number of its blocks."""
         self.prompt = prompt
@@ -176,8 +192,8 @@ class Turn:
         self.answers = 0
         """Number of sequences that have continued it."""
         self.gap_open = False
-        self.at = self.ratio_at = 0
-        """The bins that its age has reached, in seconds and in units of the expected pause."""
+        self.at = self.ratio_at = self.paced_at = 0
+        """The bins that its age has reached, in seconds, in units of the expected pause and in those of its pace."""
 
     @property
     def shared(self) -> int:
@@ -203,8 +219,9 @@ class Turn:
 
     def begin(self) -> None:
         """Open the gap."""
-        self.gap_open, self.at, self.ratio_at = True, 0, 0
-        self.kind.gaps.begin(self.time)
+        self.gap_open, self.at, self.ratio_at, self.paced_at = True, 0, 0, 0
+        self.stage.begin(self.time)
+        self.kind.paced.begin(self.time)
         if self.pause.expected is not None:
             self.kind.ratios.begin(self.time)
 
@@ -212,22 +229,29 @@ class Turn:
         """Note how long the gap has lasted. Returns the time after `now` at which to note it again; inf after a day."""
         age = now - self.time
         at, ratio_at = max(self.at, bin_of(age)), max(self.ratio_at, bin_of(age / self.scale))
+        paced_at = max(self.paced_at, bin_of(age / self.start.pace.factor))
         if at > self.at:
-            self.kind.gaps.last(self.time, self.at, at)
+            self.stage.last(self.time, self.at, at)
+        if paced_at > self.paced_at:
+            self.kind.paced.last(self.time, self.paced_at, paced_at)
         if self.pause.expected is not None and ratio_at > self.ratio_at:
             self.kind.ratios.last(self.time, self.ratio_at, ratio_at)
-        self.at, self.ratio_at = at, ratio_at
+        self.at, self.ratio_at, self.paced_at = at, ratio_at, paced_at
         # A rounded sum of a large time and a small edge may not lie after `now`.
         return inf if age >= LONGEST else max(self.time + EDGES[min(at + 1, BINS - 1)], now + SHORTEST)
 
-    def end(self, now: float) -> None:
-        """Close the gap: the state is needed now."""
+    def end(self, now: float) -> Pace:
+        """Close the gap: the state is needed now. Returns the pace of the conversation after it."""
         self.gap_open = False
         gap = max(now - self.time, EDGES[1] / 2)
         if self.pause.expected is not None:
             self.kind.judge(gap, self.scale)
             self.kind.ratios.end(self.time, self.ratio_at, bin_of(gap / self.scale))
-        self.kind.gaps.end(self.time, self.at, bin_of(gap))
+        pace = self.start.pace
+        after = self.kind.judge_pace(gap, pace, self.stage)
+        self.kind.paced.end(self.time, self.paced_at, bin_of(gap / pace.factor))
+        self.stage.end(self.time, self.at, bin_of(gap))
+        return after
 
     def abandon(self) -> None:
         """Watch the gap no longer. It counts as one that has lasted until now."""
@@ -236,7 +260,8 @@ class Turn:
     def withdraw(self) -> None:
         """Close the gap as if it had never begun."""
         self.gap_open = False
-        self.kind.gaps.withdraw(self.time, self.at)
+        self.stage.withdraw(self.time, self.at)
+        self.kind.paced.withdraw(self.time, self.paced_at)
         if self.pause.expected is not None:
             self.kind.ratios.withdraw(self.time, self.ratio_at)
 
@@ -250,7 +275,9 @@ def by_pause(turn: Turn) -> Forecast:
         return NOTHING
     if turn.pause.expected is not None and turn.kind.believes_hints:
         return Forecast(turn.kind.ratios, turn.scale)
-    return Forecast(turn.kind.gaps)
+    if turn.start.pace.count and turn.kind.believes_paces:
+        return Forecast(turn.kind.paced, turn.start.pace.factor)
+    return Forecast(turn.stage)
 
 
 def by_ttl(turn: Turn) -> Forecast:
@@ -335,16 +362,16 @@ class TurnTracker:
     def _continue(self, last: bytes, digest: bytes, length: int, now: float) -> Start:
         """A sequence continues the turn of this last block, of which it has the first blocks, `length` of them."""
         turn = self._forget(last)
-        turn.end(now)
-        start = replace(turn.start, hits=turn.start.hits + 1)
+        pace = turn.end(now)
+        start = replace(turn.start, hits=turn.start.hits + 1, pace=pace)
         if turn.pause.kind != BRANCH:
             self._pass(last, turn)
-            return Start(start.hits, start.common, start.fork, digest, length, turn.pause.kind)
+            return Start(start.hits, start.common, start.fork, digest, length, turn.pause.kind, pace)
         # Further branches begin here, and then the trunk goes on.
         departure = Departure(tenant=turn.tenant, pause=Pause(BRANCH))
         trunk = self._renewed(turn, departure, now, start)
         self._open_turn(last, trunk)
-        return Start(start.hits, start.common, length, digest, length, BRANCH)
+        return Start(start.hits, start.common, length, digest, length, BRANCH, pace)
 
     def _pass(self, last: bytes, turn: Turn) -> None:
         """Remember a turn that is continued: others may go on from it, too."""
@@ -359,7 +386,7 @@ class TurnTracker:
         turn.count_answer()
         self._replace_after(last)
         start = turn.start
-        return Start(start.hits + 1, start.common, start.fork, last, length, turn.pause.kind)
+        return Start(start.hits + 1, start.common, start.fork, last, length, turn.pause.kind, start.pace)
 
     def _replace_after(self, last: bytes) -> None:
         """Count the open turn that leads on from a passed one as replaced. How often such state returns is learned."""

@@ -2,7 +2,9 @@
 
 **Offline.** Between two uses a block is either held, which takes a place for that time, or computed again. Choosing the
 gaps to hold is packing intervals into a capacity that changes as running sequences come and go. Where all blocks cost
-the same, evicting the block whose next use is farthest away is optimal (Bélády 1966). Where costs differ it is not.
+the same, giving up the block whose next use is farthest away, one at a time and only for want of a place, is optimal
+(`optimum`; Bélády 1966). Where costs differ it is not. `Belady` is that order on the engine's pool, which evicts some
+blocks ahead, so it may have a little more computed again.
 
 **Online.** A policy knows the law of a gap, and that it has lasted until now, but not when it ends. Give each place a
 price per second, which may change with time but not with chance. A policy that holds at most the capacity pays, with
@@ -212,6 +214,34 @@ def gaps_of(load: Load, cost: Callable[[int], float], refused: Iterable[int]) ->
         groups[began, NEVER, each, of] += 1
     begins, needed, costs, of_law = (np.array(column) for column in zip(*groups, strict=True))
     return Gaps(begins, needed, costs, np.array([*groups.values()], float), of_law.astype(np.int64), laws), changes
+
+
+def optimum(gaps: Gaps, changes: Sequence[tuple[float, int]], capacity: int) -> float:
+    """The fewest blocks that anybody must have computed again, who knows all gaps."""
+    begun = sorted(range(len(gaps.begins)), key=lambda at: gaps.begins[at])
+    held, ending, idle = list[tuple[float, int]](), list[tuple[float, int]](), Counter[int]()
+    number, room, total, dropped = 0, float(capacity), 0.0, 0.0
+    for time, change in changes:
+        room -= change
+        while number < len(begun) and gaps.begins[begun[number]] <= time:
+            at = begun[number]
+            number += 1
+            idle[at] = int(gaps.blocks[at])
+            total += gaps.blocks[at]
+            heappush(held, (-gaps.needed[at], at))
+            heappush(ending, (gaps.needed[at], at))
+        while ending and ending[0][0] <= time:
+            total -= idle.pop(heappop(ending)[1], 0)
+        while total > room:
+            needed, at = held[0]
+            excess = min(idle[at], total - room)
+            idle[at] -= int(excess)
+            total -= excess
+            dropped += excess * (needed > -NEVER)
+            if not idle[at]:
+                heappop(held)
+                idle.pop(at, None)
+    return dropped
 
 
 def seconds_between(edges: Floats, begins: Floats, ends: Floats, weights: Floats) -> Floats:

@@ -28,7 +28,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks.engine.retention_bounds import Belady, Informed, OnlineBound, fit_prices, gaps_of
+from benchmarks.engine.retention_bounds import Belady, Gaps, Informed, OnlineBound, fit_prices, gaps_of, optimum
 from benchmarks.engine.retention_loads import Load, Turn, make_load
 from benchmarks.lib.invocation import provenance
 from holdfast.lm.memory.block_pool import BlockPool
@@ -40,6 +40,8 @@ POLICIES = ("belady", "informed", "pauses", "retention", "lru", "lru-conversatio
 BOUNDS = ("offline", "online")
 COSTS: dict[str, Callable[[int], float]] = {"position": cost_by_position, "flat": lambda position: 1.0}
 """Cost of computing a token again by its position, by the name of `--prices`."""
+FINE = 2000
+"""Windows of the offline bound where blocks differ in cost."""
 WINDOWS = 12
 """Windows of equal length in each of which the bound has one price."""
 
@@ -145,12 +147,18 @@ class Bounds:
         load = self._load
         gaps, changes = gaps_of(load, self._cost, refused)
         blocks = max(1, int(share * most_state(load.turns)))
-        known = OnlineBound(load, gaps.known(), changes, blocks, 20 * self._windows)
-        found = {"offline": known.at(fit_prices([known]))[0]}
+        found = {"offline": self._offline(gaps, changes, blocks)}
         if self._others:
             prices = fit_prices([self._online(each, share) for each in self._others])
             found["online"] = OnlineBound(load, gaps, changes, blocks, self._windows).at(prices)[0]
         return found
+
+    def _offline(self, gaps: Gaps, changes: Sequence[tuple[float, int]], blocks: int) -> float:
+        """The optimum where all blocks cost the same, and otherwise a bound below it."""
+        if self._cost is COSTS["flat"]:
+            return optimum(gaps, changes, blocks)
+        known = OnlineBound(self._load, gaps.known(), changes, blocks, FINE)
+        return known.at(fit_prices([known]))[0]
 
     def _online(self, load: Load, share: float) -> OnlineBound:
         blocks = max(1, int(share * most_state(load.turns)))

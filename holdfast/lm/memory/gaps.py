@@ -312,6 +312,8 @@ STAGE_PRIOR = 8.0
 """Number of observations in each bin for which a kind counts in the rates of one of its stages."""
 PACE_PRIOR = 1.0
 """Number of a conversation's gaps for which it counts that its pace is that of all others."""
+PACE_TRUST = 3.0
+"""Trust in conversations' paces, in nats, from which on they are used."""
 PACE_TRUST_KEPT = 0.98
 """Share of the trust in conversations' paces that stays at each outcome."""
 MOST_PACE = 3.0
@@ -410,7 +412,7 @@ class Kind:
     @property
     def believes_paces(self) -> bool:
         """Whether conversations' paces have predicted the gaps of this kind better than their stages did."""
-        return self.pace_trust > 0.0
+        return self.pace_trust > PACE_TRUST
 
     def judge_pace(self, gap: float, pace: Pace, stage: GapHistogram) -> Pace:
         """Compare how probable a gap was by its conversation's pace and without. Returns the pace after it."""

@@ -191,7 +191,7 @@ def gaps_of(load: Load, cost: Callable[[int], float], refused: Iterable[int]) ->
     out, turns = {*refused}, load.turns
     events = sorted((time, kind, at) for at, turn in enumerate(turns) if at not in out for time, kind in ((turn.end, 0), (turn.start, 1)))
     users, opened = Counter[bytes](), dict[bytes, tuple[float, int, float]]()
-    groups, changes = Counter[tuple[float, float, float, int]](), []
+    groups, changes = Counter[tuple[float, float, float, int]](), Counter[float]()
     numbers, laws = dict[Law, int](), list[Law]()
     for time, starts, at in events:
         turn, change = turns[at], 0
@@ -209,11 +209,11 @@ def gaps_of(load: Load, cost: Callable[[int], float], refused: Iterable[int]) ->
             elif not starts and not users[digest]:
                 change -= 1
                 opened[digest] = time, law if place >= turn.shared else -1, rounded(cost((place + 1) * load.block))
-        changes.append((time, change))
+        changes[time] += change
     for began, of, each in opened.values():
         groups[began, NEVER, each, of] += 1
     begins, needed, costs, of_law = (np.array(column) for column in zip(*groups, strict=True))
-    return Gaps(begins, needed, costs, np.array([*groups.values()], float), of_law.astype(np.int64), laws), changes
+    return Gaps(begins, needed, costs, np.array([*groups.values()], float), of_law.astype(np.int64), laws), [*changes.items()]
 
 
 def optimum(gaps: Gaps, changes: Sequence[tuple[float, int]], capacity: int) -> float:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -22,6 +23,7 @@ def small_load(seed, sessions=4, turns=4):
         for _ in range(draw.randint(1, turns)):
             path = [*path, *(f"{session} {at}".encode() for at in range(len(path), len(path) + draw.randint(1, 2)))]
             made.append(Turn(now, now + 0.1, path, "", Pause("tool:x"), Law(2.0)))
+            made += [replace(made[-1])] * draw.randint(0, 1)  # two that go on from one turn begin and end together
             now += 0.1 + draw.expovariate(0.5)
     return Load("small", sorted(made, key=lambda turn: turn.start), 1, 1e4)
 

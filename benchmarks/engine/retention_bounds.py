@@ -1,4 +1,4 @@
-"""Bounds for `retention_sim`: Bélády's order, the informed index, and a lower bound on what any online policy recomputes.
+"""Bounds for `retention_sim`: Bélády's order, the informed index, and the least that any policy recomputes.
 
 **Offline.** Between two uses a block is either held, which takes a place for that time, or computed again. Choosing the
 gaps to hold is packing intervals into a capacity that changes as running sequences come and go. Where all blocks cost
@@ -8,10 +8,10 @@ blocks ahead, so it may have a little more computed again.
 
 **Online.** A policy knows the law of a gap, and that it has lasted until now, but not when it ends. Give each place a
 price per second, which may change with time but not with chance. A policy that holds at most the capacity pays, with
-the prices, at most what it recomputes plus the value of the capacity. Without the capacity each gap is a problem of its own: hold it for
-the time h that minimises the expected sum of its price and of computing it again. So for any prices
+the prices, at most what it recomputes plus the value of the capacity. Without the capacity each gap is a problem of its
+own: hold it for the time h that minimises the expected sum of its price and of computing it again. For any prices
 
-    recomputed by any policy  >=  sum over gaps of min_h E[price held until min(G, h) + cost if G > h] - value of the capacity
+    recomputed  >=  sum over gaps of min_h E[price held until min(G, h) + cost if G > h] - value of the capacity
 
 in expectation (Lagrangian relaxation; Whittle 1988). Prices may be fitted to the load: `fit_prices` climbs the bound.
 Where a gap follows from other turns the bound lets the policy know it, which keeps the bound below.
@@ -187,9 +187,14 @@ def rounded(cost: float) -> float:
 
 
 def gaps_of(load: Load, cost: Callable[[int], float], refused: Iterable[int]) -> tuple[Gaps, list[tuple[float, int]]]:
-    """All gaps of a load in which these turns are refused, and by how much the number of running blocks changes when."""
+    """All gaps of a load in which these turns are refused, and the changes of the number of running blocks by time."""
     out, turns = {*refused}, load.turns
-    events = sorted((time, kind, at) for at, turn in enumerate(turns) if at not in out for time, kind in ((turn.end, 0), (turn.start, 1)))
+    events = sorted(
+        (time, kind, at)
+        for at, turn in enumerate(turns)
+        if at not in out
+        for time, kind in ((turn.end, 0), (turn.start, 1))
+    )
     users, opened = Counter[bytes](), dict[bytes, tuple[float, int, float]]()
     groups, changes = Counter[tuple[float, float, float, int]](), Counter[float]()
     numbers, laws = dict[Law, int](), list[Law]()
@@ -213,7 +218,9 @@ def gaps_of(load: Load, cost: Callable[[int], float], refused: Iterable[int]) ->
     for began, of, each in opened.values():
         groups[began, NEVER, each, of] += 1
     begins, needed, costs, of_law = (np.array(column) for column in zip(*groups, strict=True))
-    return Gaps(begins, needed, costs, np.array([*groups.values()], float), of_law.astype(np.int64), laws), [*changes.items()]
+    return Gaps(begins, needed, costs, np.array([*groups.values()], float), of_law.astype(np.int64), laws), [
+        *changes.items()
+    ]
 
 
 def optimum(gaps: Gaps, changes: Sequence[tuple[float, int]], capacity: int) -> float:
@@ -263,7 +270,9 @@ HOLDS = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 96)))
 class OnlineBound:
     """The lower bound by prices that are constant within each of `windows` equal windows of time."""
 
-    def __init__(self, load: Load, gaps: Gaps, changes: Sequence[tuple[float, int]], capacity: int, windows: int) -> None:
+    def __init__(
+        self, load: Load, gaps: Gaps, changes: Sequence[tuple[float, int]], capacity: int, windows: int
+    ) -> None:
         self._gaps, self._end = gaps, load.seconds
         self.edges = np.linspace(0.0, load.seconds, windows + 1)
         self._free = self._free_seconds(changes, capacity)

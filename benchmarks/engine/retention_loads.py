@@ -60,7 +60,10 @@ class Law:
         below = [self.below(edge) for edge in EDGES]
         ends = (*below[1:], self.below(2 * LONGEST))
         return Rates(
-            [min(max(0.0, (end - start) / max(1.0 - start, 1e-12)), 1 - 1e-9) for start, end in zip(below, ends, strict=True)]
+            [
+                min(max(0.0, (end - start) / max(1.0 - start, 1e-12)), 1 - 1e-9)
+                for start, end in zip(below, ends, strict=True)
+            ]
         )
 
     def ended(self, chance: float) -> Law:
@@ -286,7 +289,9 @@ class Unrolled:
             path.append((f"{common.name} {at}" if is_common else f"{self._name} {next(self._numbers)}").encode())
         return path
 
-    def play(self, talk: Conversation, now: float, path: Sequence[bytes] = (), history: int = 0, *, sub: bool = False) -> float:
+    def play(
+        self, talk: Conversation, now: float, path: Sequence[bytes] = (), history: int = 0, *, sub: bool = False
+    ) -> float:
         """Add the turns of a conversation that begins at `now` with these blocks. Returns when the last one ends."""
         here, end, shared = list(path), now, talk.turns[0].common.tokens // self._block
         for number, (turn, begins) in enumerate(zip(talk.turns, talk.histories(history), strict=True), start=1):
@@ -353,7 +358,13 @@ def lab_turns(name: str, seconds: float, seed: int) -> tuple[list[Turn], int]:
     elif name == "vllm":
         choose = random.Random(f"think/{seed}")
         talks = [
-            replace(talk, turns=tuple(replace(turn, think=choose.expovariate(1 / VLLM_THINK) * (at > 0)) for at, turn in enumerate(talk.turns)))
+            replace(
+                talk,
+                turns=tuple(
+                    replace(turn, think=choose.expovariate(1 / VLLM_THINK) * (at > 0))
+                    for at, turn in enumerate(talk.turns)
+                ),
+            )
             for talk in generated_chats("vllm", {**VLLM, "num_conversations": number}, seed)
         ]
         laws = [lambda turn, at: Law(VLLM_THINK * math.log(2), never=vllm_end(at))] * number

@@ -5,15 +5,15 @@ usage: python -m benchmarks.engine.retention_sim [LOAD ...] [--shares 0.25 0.45 
 
 A LOAD is `agents`, `mixed`, `people`, `forks`, `paced`; `lab:` and a load of `holdfast.lab.workloads` (`lab:agents`,
 `lab:agents-short`, `lab:chat`, `lab:mixed`, `lab:multi-turn`, `lab:vllm`); or one of those kept for checking, on which
-nothing was tuned: `office`, `night`, `lab:vllm` and a Mooncake trace (.jsonl). Memory is the engine's own `BlockPool` over one
-tier. Its size is a share of the most state that all open sessions have at once. Turns begin and end at times that do not
+nothing was tuned: `office`, `night` and a Mooncake trace (.jsonl). Memory is the engine's own `BlockPool` over one tier.
+Its size is a share of the most state that all open sessions have at once. Turns begin and end at times that do not
 depend on the policy, so that every bound is well defined. Nothing waits: time is that of the load, not of a device.
 
 `--prices flat` counts each token once, and has the orders do so; else blocks weigh their cost of computing again.
-`belady` evicts the block whose next use is farthest away, which is optimal with flat prices. `informed` is `pauses` with
-the true law of each gap in place of what it learns. `offline` and `online` are lower bounds (`retention_bounds`): on what
-is computed again by a policy that knows everything, and by one that knows the laws alone, on the mean over loads of this kind.
-Prices of `online` come from two other seeds, so that they know nothing of this load's chances.
+`belady` evicts the block whose next use is farthest away. `informed` is `pauses` with the true law of each gap in place
+of what it learns. `offline` and `online` are lower bounds (`retention_bounds`): on what is computed again by a policy
+that knows everything, and by one that knows the laws alone, on the mean over loads of this kind. The prices of `online`
+come from two other seeds, so that they know nothing of this load's chances.
 
 `--hints` has clients say how long they expect tools to take, wrong by a factor of about 1.3.
 """

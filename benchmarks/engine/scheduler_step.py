@@ -57,7 +57,9 @@ def main() -> None:
     parser.add_argument("--schedulers", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
     parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
-    parser.add_argument("--turns", type=int, default=5, help="of evictions: turns that begin and end before each choice")
+    parser.add_argument(
+        "--turns", type=int, default=5, help="of evictions: turns before each choice"
+    )
     parser.add_argument("--choices", type=int, default=100, help="of evictions")
     options = parser.parse_args()
     if options.what == "evictions":
@@ -182,7 +184,7 @@ def evictions(options: argparse.Namespace) -> None:
         each, p95 = (sum(taken) / options.choices, statistics.quantiles(taken, n=20)[18])
         print(
             f"{name:>17}: {idle.blocks[-1].stop:,} blocks, {each:.3f} ms a choice, p95 {p95:.3f} ms; "
-            f"{sum(turns) / options.choices / options.turns:.3f} ms a turn; {(sum(taken) + sum(turns)) / 1e3:.3f} s in all"
+            f"{sum(turns) / options.choices / options.turns:.3f} ms a turn"
         )
         del idle
         gc.enable()

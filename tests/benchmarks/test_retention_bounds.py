@@ -1,4 +1,4 @@
-"""Bounds of `retention_sim`: against a search through everything on small loads, and against the policies on larger ones."""
+"""Bounds of `retention_sim`: against a search through all choices on small loads, and against the policies."""
 
 import math
 import random
@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks.engine.retention_bounds import OnlineBound, fit_prices, gaps_of, optimum, seconds_between
+from benchmarks.engine.retention_bounds import Gaps, OnlineBound, fit_prices, gaps_of, optimum, seconds_between
 from benchmarks.engine.retention_loads import NEVER, Law, Load, Turn, make_load
 from benchmarks.engine.retention_sim import COSTS, Replay, most_state
 from holdfast.core.pause import Pause
@@ -47,8 +47,9 @@ def fewest(gaps, changes, capacity):
 
 def split(gaps):
     """The gaps of single blocks."""
-    return type(gaps)(*(np.repeat(each, gaps.blocks.astype(int)) for each in (gaps.begins, gaps.needed, gaps.cost)),
-                      np.ones(int(gaps.blocks.sum())), np.repeat(gaps.law, gaps.blocks.astype(int)), gaps.laws)  # fmt: skip
+    counts = gaps.blocks.astype(int)
+    begins, needed, cost, law = (np.repeat(each, counts) for each in (gaps.begins, gaps.needed, gaps.cost, gaps.law))
+    return Gaps(begins, needed, cost, np.ones(counts.sum()), law, gaps.laws)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -467,8 +467,8 @@ class IdleBlocks:
         """Remove `count` idle blocks, so that they can be allocated. At least that many must be idle.
 
         Blocks that were evicted before (reclaimable) go first. If they are too few, retained blocks are evicted: at
-        least `batch` of them, but no more than EVICTED_AHEAD tokens beyond those wanted. An evicted block that is not removed keeps its contents, and
-        can be shared again until it is allocated.
+        least `batch` of them, but no more than EVICTED_AHEAD tokens beyond those wanted. An evicted block that is not
+        removed keeps its contents, and can be shared again until it is allocated.
         """
         if count > len(self.reclaimable):
             wanted = max(count - len(self.reclaimable), min(batch, self._most_ahead))

@@ -35,8 +35,8 @@ KEPT = 1e9
 BRANCH = "branch"
 """Kind of pause after which several sequences continue the same state: the branches, and then the trunk."""
 REPLACED = "replaced"
-"""Kind of the pause of state whose conversation went on from an earlier turn: an answer was given anew, or a branch ended
-and nobody said so."""
+"""Kind of the pause of state whose conversation went on from an earlier turn: an answer was given anew, or a branch
+ended and nobody said so."""
 MOST_ANSWERS = 8
 """Largest number of sequences that go on from one turn. State that more begin with is taken for a prompt of many."""
 
@@ -381,7 +381,7 @@ class TurnTracker:
             self._passed.popitem(last=False)
 
     def _continue_again(self, last: bytes, length: int) -> Start:
-        """A sequence goes on from a turn that another has continued. State that came after it is likely of no more use."""
+        """A sequence goes on from a turn that another has continued. What came after it is likely of no more use."""
         turn = self._passed[last]
         turn.count_answer()
         self._replace_after(last)

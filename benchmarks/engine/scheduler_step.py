@@ -57,9 +57,7 @@ def main() -> None:
     parser.add_argument("--schedulers", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
     parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
-    parser.add_argument(
-        "--turns", type=int, default=5, help="of evictions: turns before each choice"
-    )
+    parser.add_argument("--turns", type=int, default=5, help="of evictions: turns before each choice")
     parser.add_argument("--choices", type=int, default=100, help="of evictions")
     options = parser.parse_args()
     if options.what == "evictions":

@@ -327,17 +327,17 @@ class Pace(NamedTuple):
 
     total: float = 0.0
     """Sum of the logarithms of its gaps, each over the typical one of its kind."""
-    count: int = 0
+    seen: int = 0
     """Number of its gaps."""
 
     @property
     def factor(self) -> float:
         """The factor, by gaps so far."""
-        return math.exp(self.total / (self.count + PACE_PRIOR))
+        return math.exp(self.total / (self.seen + PACE_PRIOR))
 
     def after(self, logarithm: float) -> Pace:
         """The pace after one more gap, `logarithm` of whose length over the typical one this is."""
-        return Pace(self.total + max(-MOST_PACE, min(MOST_PACE, logarithm)), self.count + 1)
+        return Pace(self.total + max(-MOST_PACE, min(MOST_PACE, logarithm)), self.seen + 1)
 
 
 NO_PACE = Pace()
@@ -418,7 +418,7 @@ class Kind:
         """Compare how probable a gap was by its conversation's pace and without. Returns the pace after it."""
         factor = pace.factor
         paced = max(self.paced.rates.density(gap / factor) / factor, 1e-300)
-        surprise = math.log(paced / max(stage.rates.density(gap), 1e-300)) if pace.count else 0.0
+        surprise = math.log(paced / max(stage.rates.density(gap), 1e-300)) if pace.seen else 0.0
         self.pace_trust = PACE_TRUST_KEPT * self.pace_trust + min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
         self._seen += 1
         logarithm = math.log(gap)

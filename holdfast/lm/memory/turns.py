@@ -275,7 +275,7 @@ def by_pause(turn: Turn) -> Forecast:
         return NOTHING
     if turn.pause.expected is not None and turn.kind.believes_hints:
         return Forecast(turn.kind.ratios, turn.scale)
-    if turn.start.pace.count and turn.kind.believes_paces:
+    if turn.start.pace.seen and turn.kind.believes_paces:
         return Forecast(turn.kind.paced, turn.start.pace.factor)
     return Forecast(turn.stage)
 

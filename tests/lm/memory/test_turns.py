@@ -292,7 +292,7 @@ def test_the_pace_of_a_conversation_goes_from_turn_to_turn():
         engine.run(tokens, now, kind="tool:x")
         tokens, now = [*tokens, turn + 2], now + 4.0
     pace = engine.start(tokens, now)._start.pace
-    assert pace.count == 3 and pace.factor > 1.5, "its calls take four times as long as those of others"
+    assert pace.seen == 3 and pace.factor > 1.5, "its calls take four times as long as those of others"
 
 
 def test_a_conversation_at_its_pace_outlasts_one_whose_call_is_overdue():

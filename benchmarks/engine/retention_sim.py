@@ -5,7 +5,7 @@ usage: python -m benchmarks.engine.retention_sim [LOAD ...] [--shares 0.25 0.45 
 
 A LOAD is `agents`, `mixed`, `people`, `forks`, `paced`; `lab:` and a load of `holdfast.lab.workloads` (`lab:agents`,
 `lab:agents-short`, `lab:chat`, `lab:mixed`, `lab:multi-turn`, `lab:vllm`); or one kept for checking, on which
-nothing was tuned: `office`, `night` and a Mooncake trace (.jsonl). Memory is the engine's own `BlockPool` over one tier.
+nothing was tuned: `office`, `night`, a Mooncake trace (.jsonl). Memory is the engine's own `BlockPool` over one tier.
 Its size is a share of the most state that all open sessions have at once. Turns begin and end at times that do not
 depend on the policy, so that every bound is well defined. Nothing waits: time is that of the load, not of a device.
 

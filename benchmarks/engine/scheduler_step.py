@@ -20,12 +20,15 @@ from functools import partial
 from holdfast.core.config import PACKED_SCHEDULERS
 from holdfast.core.contract import Contract, ContractRefused
 from holdfast.core.cost import CostModel
+from holdfast.core.pause import Pause
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lm.choice import capacity_of, make_policy, make_scheduler
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
+from holdfast.lm.memory.turn_queue import make_turns
+from holdfast.lm.memory.turns import NEW, Departure, Start
 from holdfast.lm.parts.grammars.planner import GrammarPart
 from holdfast.lm.parts.penalties.planner import PenaltyPart
 from holdfast.lm.parts.prompts.planner import PromptPart
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
     parser.add_argument("--arrivals", type=int, default=300, help="of contracts: decisions that are timed")
     parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
+    parser.add_argument("--turns", type=int, default=5, help="of evictions: turns before each choice")
     parser.add_argument("--choices", type=int, default=100, help="of evictions")
     options = parser.parse_args()
     if options.what == "evictions":
@@ -134,35 +138,65 @@ def measure(name: str, options: argparse.Namespace) -> None:
         )
 
 
-def fill(rule: RetentionRule, conversations: int, draw: random.Random) -> tuple[Retention, int]:
+class IdleConversations:
     """Idle conversations of 1 to 8 chunks (one in a hundred of up to 1,000), released one after the other."""
-    retention, block = Retention(rule), 0
-    for number in range(conversations):
-        chunks = draw.randint(200, 1000) if number % 100 == 0 else draw.randint(1, 8)
-        blocks = range(block, block + chunks * rule.chunk_blocks)
-        retention.add_all(blocks, range(len(blocks)), (number / 100, number))
-        block += len(blocks)
-    return retention, block
+
+    def __init__(self, rule: RetentionRule, conversations: int) -> None:
+        self.draw, self.rule = random.Random(0), rule
+        self.order, self.blocks = rule.order(1 << 24), list[range]()
+        self._calls = 0
+        for number in range(conversations):
+            chunks = self.draw.randint(200, 1000) if number % 100 == 0 else self.draw.randint(1, 8)
+            start = self.blocks[-1].stop if self.blocks else 0
+            self.blocks.append(range(start, start + chunks * rule.chunk_blocks))
+            self._leave(number, NEW, number / 100)
+
+    def _leave(self, number: int, start: Start, now: float) -> None:
+        self._calls += 2
+        kind = ("person", "tool:shell", "tool:read")[number % 3]
+        digests = [b"%d" % number] * len(self.blocks[number])
+        self.rule.turns.left(digests, Departure(pause=Pause(kind)), start, self._calls, now)
+        self.order.add_all(self.blocks[number], range(len(self.blocks[number])), (now, self._calls))
+
+    def turn(self, now: float) -> None:
+        """A conversation goes on, and ends again at once."""
+        number = self.draw.randrange(len(self.blocks))
+        digests = [b"%d" % number] * len(self.blocks[number])
+        start = self.rule.turns.begin(digests, len(digests), now)
+        self.order.remove(self.blocks[number])
+        self._leave(number, start, now)
+
+    def evict(self, chunks: int, now: float) -> None:
+        """Choose this many chunks."""
+        victims = self.order.victims(now)
+        for _ in range(chunks):
+            assert victims.pop() is not None
 
 
 def evictions(options: argparse.Namespace) -> None:
     """Time choices of chunks to evict, by order."""
     print(f"{options.conversations:,} idle conversations; {options.choices} choices of {options.chunks} chunks each")
     for name, eviction in EVICTIONS.items():
-        rule = RetentionRule(eviction, cost=partial(cost_by_position, balance=16384))
+        rule = RetentionRule(eviction, cost=partial(cost_by_position, balance=16384), turns=make_turns(name))
         gc.disable()
-        retention, blocks = fill(rule, options.conversations, random.Random(0))
-        now, taken = options.conversations / 100, []
+        idle = IdleConversations(rule, options.conversations)
+        now, taken, turns = options.conversations / 100, list[float](), list[float]()
         for _ in range(options.choices):
             now += 0.05
-            before = time.perf_counter()
-            victims = retention.victims(now)
-            for _ in range(options.chunks):
-                assert victims.pop() is not None
-            taken.append((time.perf_counter() - before) * 1e3)
-        median, p95 = statistics.median(taken), statistics.quantiles(taken, n=20)[18]
-        print(f"{name:>17}: {blocks:,} blocks, median {median:.3f} ms a choice, p95 {p95:.3f} ms")
-        del retention
+            times = [time.thread_time()]
+            for _ in range(options.turns):
+                idle.turn(now)
+            times.append(time.thread_time())
+            idle.evict(options.chunks, now)
+            times.append(time.thread_time())
+            turns.append((times[1] - times[0]) * 1e3)
+            taken.append((times[2] - times[1]) * 1e3)
+        each, p95 = (sum(taken) / options.choices, statistics.quantiles(taken, n=20)[18])
+        print(
+            f"{name:>17}: {idle.blocks[-1].stop:,} blocks, {each:.3f} ms a choice, p95 {p95:.3f} ms; "
+            f"{sum(turns) / options.choices / options.turns:.3f} ms a turn"
+        )
+        del idle
         gc.enable()
         gc.collect()
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 BINS_PER_DOUBLING = 3
 SHORTEST = 1e-3
@@ -157,11 +157,8 @@ class Learner(Protocol):
         ...
 
 
-class Fixed:
-    """Rates that are given, not learned."""
-
-    def __init__(self, rates: Rates) -> None:
-        self.rates = self.ended = rates
+class Unchanged:
+    """A learner that learns nothing."""
 
     def begin(self, time: float) -> None:
         """Do nothing: nothing is learned."""
@@ -174,6 +171,30 @@ class Fixed:
 
     def withdraw(self, time: float, at: int) -> None:
         """Do nothing: nothing is learned."""
+
+
+class Fixed(Unchanged):
+    """Rates that are given, not learned."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = self.ended = rates
+
+
+class Shown(Unchanged):
+    """The rates of a learner, for others to begin with. They do not teach it."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    @property
+    def rates(self) -> Rates:
+        """The rates of the learner as known now."""
+        return self._learner.rates
+
+    @property
+    def ended(self) -> Rates:
+        """The rates of the learner's gaps that have ended."""
+        return self._learner.ended
 
 
 def _unknown_rates() -> Rates:
@@ -203,8 +224,10 @@ class GapHistogram:
     has to be chosen after which a gap is given up. A chance without observations is that of the parent kind.
     """
 
-    def __init__(self, parent: Learner) -> None:
+    def __init__(self, parent: Learner, prior_weight: float = PRIOR_WEIGHT) -> None:
+        """`prior_weight` is the number of observations, in each bin, for which the rates of `parent` count."""
         self._parent = parent
+        self._prior_weight = prior_weight
         self._ended = [0.0] * BINS
         """Weight of the gaps that ended in each bin."""
         self._open = [0.0] * BINS
@@ -296,7 +319,7 @@ class GapHistogram:
 
     def _chances(self, open_gaps: Sequence[float], parent: Rates) -> Rates:
         """The chance of each bin: those that ended in it, of those that reached it; half of the open ones count."""
-        prior = PRIOR_WEIGHT * self._weight(self._latest)
+        prior = self._prior_weight * self._weight(self._latest)
         reached, chances = 0.0, []
         for ended, still, given in zip(
             reversed(self._ended), reversed(open_gaps), reversed(parent.chances), strict=True
@@ -313,6 +336,44 @@ TRUST_KEPT = 0.9
 """Share of the trust that stays at each outcome."""
 MOST_SURPRISE = 5.0
 """Most that one outcome changes the trust, in nats."""
+
+
+STAGE_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of turns at which a conversation is at its next stage."""
+STAGE_PRIOR = 8.0
+"""Number of observations in each bin for which a kind counts in the rates of one of its stages."""
+PACE_PRIOR = 1.0
+"""Number of a conversation's gaps for which it counts that its pace is that of all others."""
+PACE_TRUST = 3.0
+"""Trust in conversations' paces, in nats, from which on they are used."""
+PACE_TRUST_KEPT = 0.98
+"""Share of the trust in conversations' paces that stays at each outcome."""
+MOST_PACE = 3.0
+"""Most that one gap differs from the typical one of its kind, as a logarithm."""
+TYPICAL_KEPT = 0.95
+"""Share of the typical gap of a kind that stays at each gap, from the twentieth on."""
+
+
+class Pace(NamedTuple):
+    """By how much the gaps of a conversation are longer than those of their kinds."""
+
+    total: float = 0.0
+    """Sum of the logarithms of its gaps, each over the typical one of its kind."""
+    seen: int = 0
+    """Number of its gaps."""
+
+    @property
+    def factor(self) -> float:
+        """The factor, by gaps so far."""
+        return math.exp(self.total / (self.seen + PACE_PRIOR))
+
+    def after(self, logarithm: float) -> Pace:
+        """The pace after one more gap, `logarithm` of whose length over the typical one this is."""
+        return Pace(self.total + max(-MOST_PACE, min(MOST_PACE, logarithm)), self.seen + 1)
+
+
+NO_PACE = Pace()
+"""The pace of a conversation of which nothing is known."""
 
 
 class Known(Protocol):
@@ -366,6 +427,35 @@ class Kind:
         """Gaps in units of what the client expected."""
         self.trust = parent.trust
         """How much hints are believed, in nats."""
+        self.paced = GapHistogram(Shown(self.gaps))
+        """Gaps in units of their conversation's pace."""
+        self.pace_trust = 0.0
+        """How much better than without it gaps are predicted by their conversation's pace, in nats."""
+        self._stages: dict[int, GapHistogram] = {}
+        self._typical, self._seen = 0.0, 0
+
+    def stage(self, turns: int) -> GapHistogram:
+        """The gaps after turns before which their conversation had about this many others. They teach `gaps`, too."""
+        number = bisect_right(STAGE_EDGES, turns)
+        if number not in self._stages:
+            self._stages[number] = GapHistogram(self.gaps, STAGE_PRIOR)
+        return self._stages[number]
+
+    @property
+    def believes_paces(self) -> bool:
+        """Whether conversations' paces have predicted the gaps of this kind better than their stages did."""
+        return self.pace_trust > PACE_TRUST
+
+    def judge_pace(self, gap: float, pace: Pace, stage: GapHistogram) -> Pace:
+        """Compare how probable a gap was by its conversation's pace and without. Returns the pace after it."""
+        factor = pace.factor
+        paced = max(self.paced.rates.density(gap / factor) / factor, 1e-300)
+        surprise = math.log(paced / max(stage.rates.density(gap), 1e-300)) if pace.seen else 0.0
+        self.pace_trust = PACE_TRUST_KEPT * self.pace_trust + min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE)
+        self._seen += 1
+        logarithm = math.log(gap)
+        self._typical += (logarithm - self._typical) * max(1.0 - TYPICAL_KEPT, 1.0 / self._seen)
+        return pace.after(logarithm - self._typical)
 
     @property
     def believes_hints(self) -> bool:

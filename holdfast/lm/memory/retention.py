@@ -28,6 +28,8 @@ Cost = Callable[[int], float]
 NEVER: ChunkKey = (math.inf, 0, 0)
 """Greater than the key of any chunk."""
 
+EVICTED_AHEAD = 4096
+"""Largest number of tokens that are evicted beyond those that are wanted: what is evicted is not put in order again."""
 MIN_AGE = 1e-3
 """Least age in seconds: a younger chunk counts as this old, so that its value is finite."""
 
@@ -449,6 +451,7 @@ class IdleBlocks:
     def __init__(self, rule: RetentionRule, capacity: int = 0) -> None:
         """`capacity` is the number of blocks of the device."""
         self.retained = rule.order(capacity)
+        self._most_ahead = max(1, EVICTED_AHEAD // rule.block_size)
         self.reclaimable: OrderedDict[int, None] = OrderedDict()
         """Reclaimable blocks in the order in which they are reclaimed."""
 
@@ -478,11 +481,11 @@ class IdleBlocks:
         """Remove `count` idle blocks, so that they can be allocated. At least that many must be idle.
 
         Blocks that were evicted before (reclaimable) go first. If they are too few, retained blocks are evicted: at
-        least `batch` of them, or all if there are fewer. An evicted block that is not removed keeps its contents, and
-        can be shared again until it is allocated.
+        least `batch` of them, but no more than EVICTED_AHEAD tokens beyond those wanted. An evicted block that is not
+        removed keeps its contents, and can be shared again until it is allocated.
         """
         if count > len(self.reclaimable):
-            wanted = max(count - len(self.reclaimable), batch)
+            wanted = max(count - len(self.reclaimable), min(batch, self._most_ahead))
             victims = self.retained.victims(now)
             while wanted > 0 and (chunk := victims.pop()) is not None:
                 wanted -= len(chunk.blocks)

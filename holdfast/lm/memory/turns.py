@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
 
 from holdfast.core.pause import NO_PAUSE, Pause
-from holdfast.lm.memory.gaps import BINS, EDGES, LONGEST, SHORTEST, GapHistogram, Kind, Kinds, bin_of
+from holdfast.lm.memory.gaps import (
+    BINS,
+    EDGES,
+    LONGEST,
+    NO_PACE,
+    SHORTEST,
+    GapHistogram,
+    Kind,
+    Kinds,
+    Pace,
+    bin_of,
+)
 from holdfast.lm.memory.wishes import Wish
 
 MOST_OPEN = 1 << 16
@@ -24,6 +35,11 @@ KEPT = 1e9
 """Worth that `ttl` adds while a state is kept: more than that of any other."""
 BRANCH = "branch"
 """Kind of pause after which several sequences continue the same state: the branches, and then the trunk."""
+REPLACED = "replaced"
+"""Kind of the pause of state whose conversation went on from an earlier turn: an answer was given anew, or a branch
+ended and nobody said so."""
+MOST_ANSWERS = 8
+"""Largest number of sequences that go on from one turn. State that more begin with is taken for a prompt of many."""
 
 
 class Departure(NamedTuple):
@@ -106,6 +122,8 @@ class Start:
     """Number of blocks that it has in common with that turn."""
     kind: str = ""
     """Kind of the pause after that turn."""
+    pace: Pace = field(default=NO_PACE, compare=False)
+    """Pace of its conversation by the gaps so far."""
 
     def shared(self, pause: Pause, prompt: int, length: int) -> int:
         """Number of the `length` blocks of a sequence that began so which are not its alone when it ends.
@@ -126,14 +144,19 @@ class Turn:
     """A sequence that has ended, and the open gap until its state is needed again. Only `TurnTracker` changes it."""
 
     __slots__ = (
+        "answers",
         "at",
+        "call",
+        "follower",
         "gap_open",
         "kind",
         "length",
+        "paced_at",
         "pause",
         "prompt",
         "prompt_end",
         "ratio_at",
+        "stage",
         "start",
         "tenant",
         "time",
@@ -155,6 +178,7 @@ class Turn:
         self.pause = departure.pause
         self.tenant = departure.tenant
         self.kind = kind
+        self.stage = kind.stage(start.hits)
         self.length = length
         """Number of its blocks."""
         self.prompt = prompt
@@ -162,9 +186,15 @@ class Turn:
         self.prompt_end = prompt_end
         """Digest of the last of these, if no other prompt had it; empty otherwise."""
         self.start = start
+        self.call = 0
+        """Number of the call that freed its blocks; 0 until then."""
+        self.follower = b""
+        """Digest of the last block of the latest turn that continued this one and has ended; empty if none has."""
+        self.answers = 0
+        """Number of sequences that have continued it."""
         self.gap_open = False
-        self.at = self.ratio_at = 0
-        """The bins that its age has reached, in seconds and in units of the expected pause."""
+        self.at = self.ratio_at = self.paced_at = 0
+        """The bins that its age has reached, in seconds, in units of the expected pause and in those of its pace."""
 
     @property
     def shared(self) -> int:
@@ -176,10 +206,23 @@ class Turn:
         """Expected pause in seconds; 1 without a hint."""
         return 1.0 if self.pause.expected is None else max(self.pause.expected, LEAST_EXPECTED)
 
+    def freed_by(self, call: int) -> None:
+        """This call frees its blocks."""
+        self.call = call
+
+    def followed_by(self, last: bytes) -> None:
+        """The turn that continued it has ended with this block."""
+        self.follower = last
+
+    def count_answer(self) -> None:
+        """One more sequence continues it."""
+        self.answers += 1
+
     def begin(self) -> None:
         """Open the gap."""
-        self.gap_open, self.at, self.ratio_at = True, 0, 0
-        self.kind.gaps.begin(self.time)
+        self.gap_open, self.at, self.ratio_at, self.paced_at = True, 0, 0, 0
+        self.stage.begin(self.time)
+        self.kind.paced.begin(self.time)
         if self.pause.expected is not None:
             self.kind.ratios.begin(self.time)
 
@@ -187,22 +230,29 @@ class Turn:
         """Note how long the gap has lasted. Returns the time after `now` at which to note it again; inf after a day."""
         age = now - self.time
         at, ratio_at = max(self.at, bin_of(age)), max(self.ratio_at, bin_of(age / self.scale))
+        paced_at = max(self.paced_at, bin_of(age / self.start.pace.factor))
         if at > self.at:
-            self.kind.gaps.last(self.time, self.at, at)
+            self.stage.last(self.time, self.at, at)
+        if paced_at > self.paced_at:
+            self.kind.paced.last(self.time, self.paced_at, paced_at)
         if self.pause.expected is not None and ratio_at > self.ratio_at:
             self.kind.ratios.last(self.time, self.ratio_at, ratio_at)
-        self.at, self.ratio_at = at, ratio_at
+        self.at, self.ratio_at, self.paced_at = at, ratio_at, paced_at
         # A rounded sum of a large time and a small edge may not lie after `now`.
         return inf if age >= LONGEST else max(self.time + EDGES[min(at + 1, BINS - 1)], now + SHORTEST)
 
-    def end(self, now: float) -> None:
-        """Close the gap: the state is needed now."""
+    def end(self, now: float) -> Pace:
+        """Close the gap: the state is needed now. Returns the pace of the conversation after it."""
         self.gap_open = False
         gap = max(now - self.time, EDGES[1] / 2)
         if self.pause.expected is not None:
             self.kind.judge(gap, self.scale)
             self.kind.ratios.end(self.time, self.ratio_at, bin_of(gap / self.scale))
-        self.kind.gaps.end(self.time, self.at, bin_of(gap))
+        pace = self.start.pace
+        after = self.kind.judge_pace(gap, pace, self.stage)
+        self.kind.paced.end(self.time, self.paced_at, bin_of(gap / pace.factor))
+        self.stage.end(self.time, self.at, bin_of(gap))
+        return after
 
     def abandon(self) -> None:
         """Watch the gap no longer. It counts as one that has lasted until now."""
@@ -211,7 +261,8 @@ class Turn:
     def withdraw(self) -> None:
         """Close the gap as if it had never begun."""
         self.gap_open = False
-        self.kind.gaps.withdraw(self.time, self.at)
+        self.stage.withdraw(self.time, self.at)
+        self.kind.paced.withdraw(self.time, self.paced_at)
         if self.pause.expected is not None:
             self.kind.ratios.withdraw(self.time, self.ratio_at)
 
@@ -225,7 +276,9 @@ def by_pause(turn: Turn) -> Forecast:
         return NOTHING
     if turn.pause.expected is not None and turn.kind.believes_hints:
         return Forecast(turn.kind.ratios, turn.scale)
-    return Forecast(turn.kind.gaps)
+    if turn.start.pace.seen and turn.kind.believes_paces:
+        return Forecast(turn.kind.paced, turn.start.pace.factor)
+    return Forecast(turn.stage)
 
 
 def by_ttl(turn: Turn) -> Forecast:
@@ -280,6 +333,8 @@ class TurnTracker:
         """Digests of the last blocks of recent prompts."""
         self._calls: OrderedDict[int, Turn] = OrderedDict()
         """Turns by the number of the call that freed their blocks."""
+        self._passed: OrderedDict[bytes, Turn] = OrderedDict()
+        """Turns that were continued, by the digest of their last full block."""
         self._due: list[tuple[float, int, Turn]] = []
         self._numbers = count()
         self._watchers: list[Watcher] = []
@@ -296,27 +351,61 @@ class TurnTracker:
         """A sequence with these blocks begins, the first `found` of which are cached: it may continue a turn.
 
         It continues a turn if it has all of its blocks, or those of its prompt: a client may render an answer in other
-        tokens than the model gave.
+        tokens than the model gave. If another sequence has continued that turn before, this one goes on in its place.
         """
         self.advance(now)
         for at in range(len(digests) - 1, -1, -1):
             last = self._prompts.get(digests[at], digests[at])
             if last in self._open:
                 return self._continue(last, digests[at], at + 1, now)
+            if last in self._passed and self._passed[last].answers < MOST_ANSWERS:
+                return self._continue_again(last, at + 1)
         return Start(common=found)
 
     def _continue(self, last: bytes, digest: bytes, length: int, now: float) -> Start:
         """A sequence continues the turn of this last block, of which it has the first blocks, `length` of them."""
         turn = self._forget(last)
-        turn.end(now)
-        start = replace(turn.start, hits=turn.start.hits + 1)
+        pace = turn.end(now)
+        start = replace(turn.start, hits=turn.start.hits + 1, pace=pace)
         if turn.pause.kind != BRANCH:
-            return Start(start.hits, start.common, start.fork, digest, length, turn.pause.kind)
+            self._pass(last, turn)
+            return Start(start.hits, start.common, start.fork, digest, length, turn.pause.kind, pace)
         # Further branches begin here, and then the trunk goes on.
         departure = Departure(tenant=turn.tenant, pause=Pause(BRANCH))
         trunk = self._renewed(turn, departure, now, start)
         self._open_turn(last, trunk)
-        return Start(start.hits, start.common, length, digest, length, BRANCH)
+        return Start(start.hits, start.common, length, digest, length, BRANCH, pace)
+
+    def _pass(self, last: bytes, turn: Turn) -> None:
+        """Remember a turn that is continued: others may go on from it, too."""
+        turn.count_answer()
+        self._passed[last] = turn
+        if len(self._passed) > MOST_OPEN:
+            self._passed.popitem(last=False)
+
+    def _continue_again(self, last: bytes, length: int) -> Start:
+        """A sequence goes on from a turn that another has continued. What came after it is likely of no more use."""
+        turn = self._passed[last]
+        turn.count_answer()
+        self._replace_after(last)
+        start = turn.start
+        return Start(start.hits + 1, start.common, start.fork, last, length, turn.pause.kind, start.pace)
+
+    def _replace_after(self, last: bytes) -> None:
+        """Count the open turn that leads on from a passed one as replaced. How often such state returns is learned."""
+        for _ in range(MOST_OPEN):
+            passed = self._passed.get(last)
+            if passed is None:
+                break
+            last = passed.follower
+        old = self._open.get(last)
+        if old is None or old.pause.superseded or old.pause.kind in (BRANCH, REPLACED):
+            return
+        self._forget(last)
+        departure = Departure(tenant=old.tenant, pause=replace(old.pause, kind=REPLACED, expected=None))
+        new = self._renewed(old, departure, old.time, old.start)
+        self._open_turn(last, new)
+        self._free_as(old.call, new)
 
     def left(
         self, digests: Sequence[bytes], departure: Departure, start: Start, call: int, now: float, *, prompt: int = 0
@@ -338,6 +427,8 @@ class TurnTracker:
         if len(self._requests) > MOST_OPEN:
             self._requests.popitem(last=False)
         if not departure.pause.superseded:
+            if start.digest in self._passed and start.digest != digests[-1]:
+                self._passed[start.digest].followed_by(digests[-1])
             self._open_turn(digests[-1], turn)
         return turn.shared
 
@@ -382,6 +473,7 @@ class TurnTracker:
         return self._turn(departure, start, time, length=turn.length, prompt=turn.prompt, prompt_end=turn.prompt_end)
 
     def _bind(self, call: int, turn: Turn) -> None:
+        turn.freed_by(call)
         self._calls[call] = turn
         if len(self._calls) > MOST_OPEN:
             self._calls.popitem(last=False)
@@ -407,10 +499,16 @@ class TurnTracker:
         else:
             self._open_turn(last, new)
         self.advance(now)
-        self._calls[call] = new
-        for watcher in self._watchers:
-            watcher.turn_changed(call)
+        self._free_as(call, new)
         return True
+
+    def _free_as(self, call: int, turn: Turn) -> None:
+        """The blocks that this call freed are those of `turn` now, of which more is known than before."""
+        turn.freed_by(call)
+        if call in self._calls:
+            self._calls[call] = turn
+            for watcher in self._watchers:
+                watcher.turn_changed(call)
 
     def turn(self, last: float, call: int) -> Turn:
         """The turn whose blocks were freed at `last` by this call, or one of which nothing is known."""

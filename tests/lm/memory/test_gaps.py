@@ -11,6 +11,7 @@ from holdfast.lm.memory.gaps import (
     EDGES,
     MAX_KINDS,
     MAX_TENANTS,
+    NO_PACE,
     UNKNOWN,
     WIDTHS,
     GapHistogram,
@@ -247,3 +248,63 @@ def test_the_quantile_counts_only_gaps_that_ended():
     assert 2.0 <= rates.quantile(0.8) < 3.0
     assert 30.0 <= rates.quantile(0.95) < 60.0
     assert rates.quantile(1.0) <= gaps.LONGEST
+
+
+def test_a_stage_follows_its_own_gaps_and_teaches_its_kind():
+    kind = Kind()
+    for gap in log_normal(2.0, 0.3, 400):
+        observe(kind.stage(0), gap)
+    for _ in range(100):
+        observe(kind.stage(9), NEVER)
+    assert kind.stage(0).rates.needed_within(0.0, 10.0) > 0.95
+    assert kind.stage(8).rates.needed_within(0.0, 10.0) < 0.2, "8 and 9 turns are one stage"
+    assert 0.7 < kind.gaps.rates.needed_within(0.0, 10.0) < 0.85
+
+
+def test_a_stage_that_was_rarely_seen_is_like_its_kind():
+    kind = Kind()
+    for gap in log_normal(2.0, 0.3, 400):
+        observe(kind.stage(0), gap)
+    observe(kind.stage(20), NEVER)
+    assert kind.stage(20).rates.needed_within(0.0, 10.0) > 0.8
+
+
+def paced(deviation, conversations=60, turns=10):
+    kind, draw = Kind(), random.Random(3)
+    for _ in range(conversations):
+        pace, own = NO_PACE, math.exp(draw.gauss(0.0, deviation))
+        for _ in range(turns):
+            gap = 2.0 * own * math.exp(draw.gauss(0.0, 0.2))
+            factor = pace.factor
+            kind.stage(0).begin(0.0)
+            kind.paced.begin(0.0)
+            after = kind.judge_pace(gap, pace, kind.stage(0))
+            kind.stage(0).end(0.0, 0, bin_of(gap))
+            kind.paced.end(0.0, 0, bin_of(gap / factor))
+            pace = after
+    return kind
+
+
+def test_paces_are_believed_where_conversations_differ_and_not_where_they_are_alike():
+    assert paced(1.2).believes_paces
+    assert not paced(0.0).believes_paces
+
+
+def test_a_pace_is_that_of_the_gaps_so_far_and_one_outlier_counts_little():
+    pace = NO_PACE
+    assert pace.factor == 1.0
+    for _ in range(30):
+        pace = pace.after(math.log(4.0))
+    assert pace.factor == pytest.approx(4.0, rel=0.1)
+    assert pace.after(50.0).factor < 4.5
+    assert pace.after(-50.0).factor > 3.3
+
+
+def test_gaps_by_pace_begin_with_those_of_the_kind_and_do_not_teach_it():
+    kind = Kind()
+    for gap in log_normal(2.0, 0.3, 400):
+        observe(kind.gaps, gap)
+    assert kind.paced.rates.needed_within(0.0, 10.0) > 0.9
+    before = kind.gaps._total
+    observe(kind.paced, 5.0)
+    assert kind.gaps._total == before

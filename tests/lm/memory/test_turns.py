@@ -1,5 +1,7 @@
 """Turns: what sequences leave, what they continue, and what notes say of them later; on the pools of an engine."""
 
+import random
+
 import pytest
 
 from holdfast.core.pause import Pause
@@ -224,3 +226,88 @@ def test_rows_are_given_up_by_the_pauses_of_their_conversations():
         kept.add(slot, ROOT, tokens, 1000.0)
     assert kept.victims(1001.0, on_host=False) == [1, 0]
     assert kept.victims(1060.0, on_host=False) == [0, 1]
+
+
+def test_a_conversation_that_goes_on_from_an_earlier_turn_has_replaced_what_came_after_it():
+    engine = Engine()
+    engine.run([1, 2, 3], 0.0, kind="tool:x")
+    engine.run([1, 2, 3, 4, 5], 10.0, kind="tool:x")
+    engine.run([1, 2, 3, 4, 5, 6], 20.0, kind="tool:x")
+    other = engine.start([1, 2, 3, 7, 8], 30.0)
+    assert other._start == Start(1, 0, 0, engine.digests([1, 2, 3])[-1], 3, "tool:x")
+    old = engine.turns._open[engine.digests([1, 2, 3, 4, 5, 6])[-1]]
+    assert old.pause.kind == "replaced" and old.tenant == ""
+    other.end([1, 2, 3, 7, 8], 31.0, Departure("", "", Pause("tool:x")))
+    uses = {use[0]: group for use, group in engine.pool._idle.retained._groups.items()}
+    assert len(uses[31.0].blocks) == 5, "the conversation's own blocks are not counted as those of many"
+    assert uses[20.0].turn is old, "the blocks that only the old branch has go by its new kind"
+
+
+def test_the_branch_that_replaces_is_replaced_in_turn():
+    engine = Engine()
+    engine.run([1, 2], 0.0, kind="person")
+    engine.run([1, 2, 3], 1.0, kind="person")
+    engine.run([1, 2, 4], 2.0, kind="person")
+    engine.start([1, 2, 5], 3.0)
+    kinds = {name: engine.turns._open[engine.digests(name)[-1]].pause.kind for name in ((1, 2, 3), (1, 2, 4))}
+    assert kinds == {(1, 2, 3): "replaced", (1, 2, 4): "replaced"}
+
+
+def test_a_replaced_turn_that_goes_on_teaches_that_such_turns_do():
+    engine = Engine()
+    for number in range(20):
+        at, first = 100.0 * number, 10 * number + 10
+        engine.run([first], at, kind="person")
+        engine.run([first, first + 1], at + 1, kind="person")
+        engine.run([first, first + 2], at + 2, kind="person")
+        engine.run([first, first + 1, first + 3], at + 9, kind="person")
+    assert engine.turns.kinds.find("", "replaced").gaps.rates.needed_within(4.0, 8.0) > 0.4
+
+
+def test_the_prompt_of_many_is_not_taken_for_a_turn_of_each():
+    engine = Engine()
+    engine.run([1, 2], 0.0, kind="person")
+    starts = [engine.start([1, 2, 10 + number], 1.0 + number)._start for number in range(module.MOST_ANSWERS + 1)]
+    assert starts[-2].common == 0 and starts[-2].length == 2
+    assert starts[-1] == Start(common=2)
+
+
+def test_turns_that_were_continued_are_bounded_and_the_oldest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(module, "MOST_OPEN", 3)
+    engine = Engine()
+    for number in range(5):
+        engine.run([number + 10], float(number), kind="person")
+        engine.start([number + 10, 1], number + 0.5)
+    assert len(engine.turns._passed) == 3
+    assert engine.start([10, 2], 9.0)._start == Start(common=1)
+
+
+def test_the_pace_of_a_conversation_goes_from_turn_to_turn():
+    engine, tokens = Engine(), [1]
+    for number in range(12):
+        engine.run([100 + number], 0.0, kind="tool:x")
+        engine.start([100 + number, 1], 1.0)
+    now = 10.0
+    for turn in range(3):
+        engine.run(tokens, now, kind="tool:x")
+        tokens, now = [*tokens, turn + 2], now + 4.0
+    pace = engine.start(tokens, now)._start.pace
+    assert pace.seen == 3 and pace.factor > 1.5, "its calls take four times as long as those of others"
+
+
+def test_a_conversation_at_its_pace_outlasts_one_whose_call_is_overdue():
+    engine, draw = Engine(blocks=4096), random.Random(0)
+    for number in range(60):
+        pace, now, tokens = 20.0 ** draw.random(), 100.0 * number, [1000 + 100 * number]
+        for turn in range(6):
+            engine.run(tokens, now, kind="tool:x")
+            tokens, now = [*tokens, 1000 + 100 * number + turn + 1], now + pace
+    turns = {}
+    for name, pace in (("slow", 19.0), ("fast", 1.0)):
+        now, tokens = 9000.0, [name == "slow"]
+        for turn in range(5):
+            engine.run(tokens, now, kind="tool:x")
+            tokens, now = [*tokens, 50 + turn + 10 * (name == "slow")], now + pace
+        turns[name] = engine.turns._open[engine.digests(tokens[:-1])[-1]]
+    worths = {name: engine.turns.forecast(turn).worth(12.0) for name, turn in turns.items()}
+    assert worths["slow"] > 3 * worths["fast"]

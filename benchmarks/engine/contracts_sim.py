@@ -16,8 +16,9 @@ client allows answers of up to `--allowed` tokens, so an engine does not know th
 
 The capacity is the highest rate at which `contracts` refuses at most 1% and keeps 99% of what it accepts.
 
-A run has to be long. What comes beyond the capacity can wait for the longest term, 20 s, so only then is anything lost:
-at a load of m, arrivals must last more than 20 s / (m - 1). The table says how long they lasted and marks shorter ones.
+A run has to be long. Requests beyond the capacity can wait for the longest term, 20 s, before any contract has to be
+broken: at a load of m, arrivals must last more than 20 s / (m - 1). The table says how long they lasted and marks
+shorter runs.
 Sessions of agents have some 80 requests each over many minutes. They are cut to their first `--turns` turns, so that
 there are enough of them for an overload.
 """

@@ -64,7 +64,7 @@ class Survival:
         return self._shares[bin_of(so_far + steps + 1)] / self._shares[bin_of(so_far + 1)]
 
     def chances(self, first: int) -> tuple[tuple[float, float], ...]:
-        """For each cell of GRID, the probability p that an answer that has reached bin `first` goes on so many steps.
+        """For each cell of GRID, the probability p that an answer that has reached bin `first` goes on for as long.
 
         Each is given with p (1 - p).
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
 
-from holdfast.core.contract import TERMS, ContractRefused, Refusal
+from holdfast.core.contract import TERMS, Contract, ContractRefused, Refusal
 from holdfast.core.cost import CostModel
 from holdfast.core.types import FinishReason, Request
 from holdfast.lm.limits import RequestRefused
@@ -74,6 +74,8 @@ class ContractPart(Part):
         self._share = share
         self._tenants: set[str] = set()
         """Tenants that have sent requests, up to two of them."""
+        self._going: set[Entry] = set()
+        """Sequences that have not ended and whose lengths are unknown."""
         self._queues: PartQueues
         self._now = 0.0
         """The latest time that any call gave."""
@@ -88,11 +90,17 @@ class ContractPart(Part):
         return ContractOrder(order, self._note_given)
 
     def accept(self, entry: Entry) -> None:
-        contract, queues = entry.sequence.request.contract, self._queues
+        contract = entry.sequence.request.contract
         if len(self._tenants) < 2:
             self._tenants.add(tenant_of(entry))
-        if not contract:
-            return
+        if contract:
+            self._promise(entry, contract)
+        if not has_known_length(entry.sequence.request):
+            self._going.add(entry)
+
+    def _promise(self, entry: Entry, contract: Contract) -> None:
+        """Promise a contract. Raises ContractRefused if it cannot be kept."""
+        queues = self._queues
         now = self._now = max(self._now, entry.sequence.request.arrival)
         tokens = self._longest(entry)
         blocks = queues.pool.blocks_for(entry.sequence.request.answer_start + tokens)
@@ -116,6 +124,7 @@ class ContractPart(Part):
 
     def ended(self, entry: Entry) -> None:
         self._promises.ended(entry, self._now)
+        self._going.discard(entry)
         sequence, request = entry.sequence, entry.sequence.request
         length = len(sequence.tokens) - request.answer_start
         if length > 0 and not has_known_length(request):
@@ -150,12 +159,8 @@ class ContractPart(Part):
         if self._ended < self._next_news:
             return
         self._next_news += min(NEWS, 1 + self._ended // 4)
-        requests = [(entry.sequence.request, answered(entry)) for entry in self._queues.running]
-        self._lengths.see(
-            (each.identity.tenant, each.answer_start, length)
-            for each, length in requests
-            if length > 0 and not has_known_length(each)
-        )
+        requests = [(entry.sequence.request, answered(entry)) for entry in self._going]
+        self._lengths.see((each.identity.tenant, each.answer_start, length) for each, length in requests if length > 0)
         for entry, promise in self._promises:
             promise.learn(self._survival(entry))
         self._promises.changed()

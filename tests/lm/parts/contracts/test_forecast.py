@@ -2,7 +2,7 @@
 
 import random
 
-from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prices, Prompt, Room
+from holdfast.lm.parts.contracts.forecast import ROW_LAG, Decodes, Forecast, Prices, Prompt, Room
 from tests.lm.parts.contracts.world import EXACT
 
 TILE, CEILING = 32, 256
@@ -89,3 +89,23 @@ def test_a_factor_leaves_less_room_in_each_step():
     bound = 2.1 * room.seconds  # a step of 192 tokens would fit if it took its price alone
     first = forecast.follow(prompts, Decodes(), start=0.0, bound=bound, factor=2.0).firsts[0]
     assert first > 1.5 * bound > forecast.follow(prompts, Decodes(), start=0.0, bound=bound, factor=1.0).firsts[0]
+
+
+def test_steps_after_the_prompts_are_as_long_as_decodes_alone():
+    forecast, bound = Forecast(prices()), 1.0
+    outlook = forecast.follow([Prompt(600, 600, 40)], Decodes([(50, 100)]), start=5.0, bound=bound, factor=1.0)
+    backlog, timeline = outlook.backlog, outlook.timeline
+    assert backlog == 3 and outlook.ended == (2,)
+    assert timeline.after(backlog - 1) == 5.0 + 2 * bound
+    assert timeline.after(backlog) == outlook.firsts[0]
+    alone = forecast.prices.linear(2, 0) + forecast.prices.most_decodes(2, 700)
+    assert 0 < timeline.after(backlog + 10) - timeline.after(backlog) < 12 * alone < bound
+
+
+def test_a_prompt_waits_until_a_row_is_free():
+    forecast = Forecast(prices(), max_sequences=2)
+    waiting = Prompt(10, 10, 5, has_row=False)
+    decodes = Decodes([(20, 100), (30, 100)])
+    outlook = forecast.follow([waiting, waiting], decodes, start=0.0, bound=1.0, factor=1.0)
+    assert outlook.ended == (20 + ROW_LAG, 30 + ROW_LAG)
+    assert outlook.firsts == tuple(outlook.timeline.after(end + 1) for end in outlook.ended)

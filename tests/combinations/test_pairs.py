@@ -14,13 +14,15 @@ from tests.combinations.workload import Seen, serve
 LAYOUTS = {"tp", "pp"}
 WITH_RANKS = (
     "paged", "host", "disk", "moves", "grammars", "drafts", "adapters", "fp8-weights", "fp8-cache", "priorities",
-    "tenants", "target", "contracts",
+    "tenants", "target",
 )  # fmt: skip
 SHARED = (
     ("tp", "pp", "remote", "tuning", "4-bit"),
     ("tp", *WITH_RANKS),
     ("pp", *WITH_RANKS),
     ("hybrid", "tp", "pp", "host", "drafts"),
+    ("tp", "contracts"),
+    ("pp", "contracts"),
 )
 """Features of each engine of several ranks. Those take seconds to start, so the pairs of one engine share it."""
 

@@ -203,6 +203,9 @@ class Work:
         bench.say(Submit(hasty))
         (refusal,) = [message for message in bench.sent if isinstance(message, ContractRefusal)]
         assert "even an idle engine is slower" in refusal.refusal.reason
+        if "grammars" in self.features:
+            bench.say(Submit(replace(hasty, id="hasty in form", params=replace(RULED, max_tokens=8))))
+            bench.until(lambda: len([each for each in bench.sent if isinstance(each, ContractRefusal)]) == 2)
 
     def stream(self) -> None:
         """A long prompt comes while an answer is streamed.

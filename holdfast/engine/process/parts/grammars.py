@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 
+from holdfast.core.contract import ContractRefused
 from holdfast.core.types import Grammar, Request
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Gate, Handler
@@ -138,6 +139,8 @@ class GrammarHandler(Handler, Gate):
                 continue
             try:
                 self._add(request)
+            except ContractRefused as error:
+                yield messages.ContractRefusal(request.id, error.refusal)
             except ValueError as error:
                 yield messages.Refused(request.id, str(error))
 

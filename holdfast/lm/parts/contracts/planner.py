@@ -219,7 +219,7 @@ def make_parts(planning: Planning) -> Sequence[Part]:
             tile=min(shape.tile, shape.max_step_tokens),
             ceiling=shape.max_step_tokens,
             max_sequences=config.most_sequences,
-            target=config.tbt_seconds,
+            target=config.tbt_seconds if planning.stages == 1 else None,  # a pipeline may need more for its least step
             confidence=config.contract_confidence,
             share=config.contract_share,
             stages=planning.stages,

@@ -217,7 +217,7 @@ class Need(NamedTuple):
 
 
 def needed(entry: Entry, pool: AnyMemory) -> Need:
-    """The work that a sequence needs before its first token. State on the host is copied where the memory would do so.
+    """The work that a sequence needs before its first token. Its state on the host is copied if the memory would do so.
 
     Until the rate of copies is known, such state counts as computed.
     """

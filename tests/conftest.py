@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
+from tests.fork_server import ForkServer, forking
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make fuzz` has
 # another profile, in which --hypothesis-seed says which examples are drawn.
@@ -52,4 +53,19 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests, and the processes that they start, leave the user's data alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """A process that forks those of ranks and engines, once for all tests that ask for `forked_processes`."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def forked_processes(fork_server: ForkServer) -> Iterator[None]:
+    """Processes of ranks and engines are forked with PyTorch loaded. For files that do not test how they start."""
+    with forking(fork_server):
         yield

@@ -48,13 +48,15 @@ class Start(NamedTuple):
 
 
 class ForkServer:
-    """The server's process, seen from the tests' one."""
+    """The server's process, seen from the tests' one. It starts at the first fork, which waits until it has loaded."""
 
     def __init__(self) -> None:
-        """Start it. The first fork waits until it has loaded its modules."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -63,6 +65,7 @@ class ForkServer:
 
     def fork(self, start: Start, descriptors: Sequence[int]) -> int:
         """Fork a process with these file descriptors. Returns its process id."""
+        self._process = self._process or self._start()
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become our children
         try:
             socket.send_fds(self._socket, [json.dumps(start).encode()], descriptors)
@@ -74,9 +77,10 @@ class ForkServer:
         return int(pid)
 
     def close(self) -> None:
-        """End it. What it has forked runs on."""
-        self._socket.close()
-        self._process.wait()
+        """End it, if it has started. What it has forked runs on."""
+        if self._process:
+            self._socket.close()
+            self._process.wait()
 
 
 @contextmanager

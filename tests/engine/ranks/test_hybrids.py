@@ -27,8 +27,6 @@ from tests.engine.process.parts.test_states import SIZES, answers, drawn, genera
 from tests.engine.ranks.test_adapters import with_magnitudes
 from tests.hybrid_engines import play
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
-
 PAIRS: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
 """Layers for two stages, each with attention and a recurrent layer."""
 UNEVEN: dict[str, Any] = dict(

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ settings.load_profile("holdfast")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
+
+STARTS = ("test_client", "test_curve", "test_end_to_end", "test_link", "test_ranks", "test_spawn")
+"""Files that test how processes of engines and ranks start and end: each starts an interpreter of its own."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,14 +62,14 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """A process that forks those of ranks and engines, once for all tests that ask for `forked_processes`."""
+    """A process that forks those of ranks and engines. It starts when a test first needs one."""
     server = ForkServer()
     yield server
     server.close()
 
 
-@pytest.fixture(scope="module")
-def forked_processes(fork_server: ForkServer) -> Iterator[None]:
-    """Processes of ranks and engines are forked with PyTorch loaded. For files that do not test how they start."""
-    with forking(fork_server):
+@pytest.fixture(autouse=True, scope="module")
+def forked_processes(request: pytest.FixtureRequest, fork_server: ForkServer) -> Iterator[None]:
+    """Ranks and engines that this process starts are forked with PyTorch loaded, but for files in STARTS."""
+    with nullcontext() if request.node.path.stem in STARTS else forking(fork_server):
         yield

@@ -141,7 +141,7 @@ def fork_orphan(requests: socket.socket, start: Start, descriptors: Sequence[int
     read, write = os.pipe()
     if between := os.fork():
         os.close(write)
-        with open(read, "rb") as pipe:
+        with os.fdopen(read, "rb") as pipe:
             pid = pipe.read()
         os.waitpid(between, 0)
         requests.send(pid)

@@ -17,8 +17,3 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     found = Place(tmp_path_factory.mktemp("combinations"))
     yield found
     found.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fork(forked_processes: None) -> None:
-    """Engines of several ranks start fast."""

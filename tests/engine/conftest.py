@@ -23,16 +23,7 @@ from holdfast.lm.execution import cost_profile
 from tests.checkpoints import make
 from tests.tokenizers_made import byte_level
 
-STARTS = ("test_client", "test_curve", "test_link", "test_ranks", "test_spawn")
-"""Files that test how processes start and end."""
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fork_processes(request: pytest.FixtureRequest) -> None:
-    """Processes that the engine's tests start are forked, but for those in STARTS."""
-    if request.module.__name__.rpartition(".")[2] not in STARTS:
-        request.getfixturevalue("forked_processes")
 
 
 @pytest.fixture(scope="session")

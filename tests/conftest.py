@@ -15,9 +15,10 @@ from hypothesis import settings
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
 from tests.fork_server import ForkServer, forking
 
-# A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make fuzz` has
-# another profile, in which --hypothesis-seed says which examples are drawn.
-settings.register_profile("holdfast", deadline=None, derandomize=True, print_blob=True)
+# A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
+# has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
+settings.register_profile("holdfast", deadline=None, derandomize=True, print_blob=True, max_examples=50)
+settings.register_profile("long", settings.get_profile("holdfast"), max_examples=200)
 settings.register_profile("fuzz", settings.get_profile("holdfast"), derandomize=False, database=None, max_examples=2000)
 settings.load_profile("holdfast")
 

@@ -28,6 +28,7 @@ from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
 from tests.hybrid import check_hybrid
 from tests.lm.execution.test_speculation import FREE
+from tests.long import then_long
 from tests.paged import sizes
 
 FAMILIES = ("Qwen3_5Text", "Qwen3Next", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Lfm2")
@@ -175,15 +176,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_random_conversations_give_the_tokens_that_they_get_without_drafts(model: Model) -> None:
     seen = Counter[str]()
-    for seed in range(4):
+    for seed in range(2):
         plain, _, _ = play(model, seed, "off", aborts=False)
         answers, aborted, events = play(model, seed, "ngram", expected=plain)
         seen += events
         check(answers, plain, aborted)
-    assert seen["right guesses"] > 150
-    assert seen["guessed"] > seen["right guesses"] + 60, "many guesses must be wrong"
-    assert seen["preemptions"] > 2
-    assert seen["snapshot_hits"] > 10
+    assert seen["right guesses"] > 75
+    assert seen["guessed"] > seen["right guesses"] + 30, "many guesses must be wrong"
+    assert seen["preemptions"] > 0
+    assert seen["snapshot_hits"] > 5
 
 
 @pytest.mark.gpu
@@ -200,7 +201,7 @@ def test_captured_steps_give_the_tokens_that_models_give_without_drafts(family: 
     assert seen["guessed"] > seen["right guesses"] + 60, "many guesses must be wrong"
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "suffix"])
+@pytest.mark.parametrize("speculation", then_long(1, ["suffix", "ngram"]))
 def test_drafters_give_the_tokens_that_models_give_without_drafts(model: Model, speculation: str) -> None:
     plain, _, _ = play(model, 6, "off", aborts=False)
     answers, aborted, seen = play(model, 6, speculation, max_sequences=2)

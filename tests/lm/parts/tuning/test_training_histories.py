@@ -22,6 +22,7 @@ from holdfast.lm.parts.tuning.slices import TrainingSlices
 from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.builder import Policy
 from tests.lm.scheduler.test_histories import COST, STEPS, History, check
+from tests.long import then_long
 from tests.training_plans import FakeTrainer, blocks_of, make_steps, make_tuner
 
 NAMES = ("stall-free", "latency-target", "speculating")
@@ -176,16 +177,16 @@ def seen_in(seed, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", then_long(6, range(15)))
 def test_requests_and_jobs_of_a_random_history_both_get_what_they_get_alone(name, seed):
     seen_in(seed, name)
 
 
 def test_random_histories_exercise_every_way_of_giving_memory_back():
-    seen = sum((seen_in(seed, "stall-free") for seed in range(50)), Counter())
-    assert seen["jobs done"] > 100
-    assert min(seen[name] for name in ("run", "drop", "offload", "restore")) > 20 and seen["release"] > 3
-    assert min(seen["kept"], seen["recomputed"], seen["beside requests"]) > 50
+    seen = sum((seen_in(seed, "stall-free") for seed in range(25)), Counter())
+    assert seen["jobs done"] > 50
+    assert min(seen[name] for name in ("run", "drop", "offload", "restore")) > 10 and seen["release"] > 1
+    assert min(seen["kept"], seen["recomputed"], seen["beside requests"]) > 25
     assert seen["moved"] > 20
 
 

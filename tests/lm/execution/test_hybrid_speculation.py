@@ -176,7 +176,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_random_conversations_give_the_tokens_that_they_get_without_drafts(model: Model) -> None:
     seen = Counter[str]()
-    for seed in range(2):
+    for seed in (2, 3):
         plain, _, _ = play(model, seed, "off", aborts=False)
         answers, aborted, events = play(model, seed, "ngram", expected=plain)
         seen += events

@@ -145,18 +145,17 @@ def fork_orphan(requests: socket.socket, start: Start, descriptors: Sequence[int
             pid = pipe.read()
         os.waitpid(between, 0)
         requests.send(pid)
-    elif pid := os.fork():
+        return
+    between = os.getpid()
+    if pid := os.fork():
         os.write(write, str(pid).encode())
         os._exit(0)
-    else:
-        os.close(read)
-        os.close(write)
-        become(start, descriptors)
+    become(start, descriptors, between)
 
 
-def become(start: Start, descriptors: Sequence[int]) -> NoReturn:
-    """Run the program of `start` in this process, and end it."""
-    while os.getppid() != start.parent:
+def become(start: Start, descriptors: Sequence[int], between: int) -> NoReturn:
+    """Run the program of `start` in this process once its parent, `between`, has ended, and end this process."""
+    while os.getppid() == between:
         os.sched_yield()
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, HIGH) for each in descriptors]
     os.closerange(0, HIGH)

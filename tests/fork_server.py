@@ -147,9 +147,12 @@ def fork_orphan(requests: socket.socket, start: Start, descriptors: Sequence[int
         requests.send(pid)
         return
     between = os.getpid()
-    if pid := os.fork():
-        os.write(write, str(pid).encode())
+    if os.fork():
         os._exit(0)
+    if start.new_session:  # before the tests know of the process, as when it starts an interpreter
+        os.setsid()
+    os.write(write, str(os.getpid()).encode())
+    os.close(write)
     become(start, descriptors, between)
 
 
@@ -162,8 +165,6 @@ def become(start: Start, descriptors: Sequence[int], between: int) -> NoReturn:
     for source, target in zip(high, start.targets, strict=True):
         os.dup2(source, target)
     os.closerange(HIGH, HIGH + 2 * len(high) + 8)
-    if start.new_session:
-        os.setsid()
     os.chdir(start.directory)
     os.environ.clear()
     os.environ.update(start.environment)

@@ -21,7 +21,7 @@ DOCS := build/docs-venv
 INTEGER := hatch_build.py $(wildcard holdfast/lm/kernels/integer/*.[ch])
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit fuzz families combinations mutants gpu-test memcheck rooms docs package clean
+.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit test-long fuzz families combinations mutants gpu-test memcheck rooms docs package clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint      style and architecture alone"
 	@echo "make types     types alone"
 	@echo "make unit      tests alone"
+	@echo "make test-long  more of the random histories, combinations and examples, which 'make test' leaves out"
 	@echo "make test-browser  tests of the page, in a headless Chromium (Debian: apt-get install chromium)"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
 	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
@@ -102,8 +103,13 @@ types: $(READY)
 # their order, whose last ones are short; by default, those of a single long test come last, and one worker waits. Tests
 # start hundreds of processes, so bytecode is kept even where the environment says not to.
 unit: $(READY)
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long" \
 		--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+# What `unit` leaves out: more of the same random histories and combinations, and more examples of each property.
+test-long: $(READY)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "(long or hypothesis) and not gpu" \
+		--hypothesis-profile=long --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-browser: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs

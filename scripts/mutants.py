@@ -145,7 +145,7 @@ def outcome(tree: Path, mutant: Mutant) -> tuple[str, str]:
 
 def failure(tree: Path, tests: Iterable[str]) -> str:
     """The first of these tests that fails in the tree; empty if none does."""
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-m", "not gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-m", "not gpu and not long", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     limit = f"--timeout={TEST_SECONDS}"
     try:

@@ -61,6 +61,11 @@ def drawn(seed: int) -> Iterator[tuple[str, ...]]:
             yield features
 
 
+def always() -> list[tuple[str, ...]]:
+    """The combinations that run with the other tests."""
+    return [*islice(drawn(SEED), DOZEN), *HYBRIDS]
+
+
 def check(seen: Seen) -> None:
     """Raise AssertionError for tokens that are not the plain engine's, and for a feature without its effect."""
     check_tokens(seen, seen.features)

@@ -1,7 +1,7 @@
 """Draws of whole engines are distributed as requests ask; a seed gives the same tokens wherever they are drawn.
 
-All cases of an engine run together, shuffled, so that each batch holds rows that ask for different things. About 600
-tokens are drawn for each case, 300 by engines that must give the same tokens as others; `make fuzz` draws 20,000
+All cases of an engine run together, shuffled, so that each batch holds rows that ask for different things. About 400
+tokens are drawn for each case, 200 by engines that must give the same tokens as others; `make fuzz` draws 20,000
 (HOLDFAST_DRAWS).
 """
 
@@ -33,7 +33,7 @@ from tests.distributions import Allowed, Draws, faults
 from tests.engine.conftest import SMALL
 from tests.tokenizers_made import byte_level
 
-DRAWS, DRAWS_OF_OTHERS = (int(os.environ.get("HOLDFAST_DRAWS", default)) for default in ("600", "300"))
+DRAWS, DRAWS_OF_OTHERS = (int(os.environ.get("HOLDFAST_DRAWS", default)) for default in ("400", "200"))
 """Number of tokens drawn for each case, and for each case of an engine whose sampler other engines' cases use too."""
 OTHERS = ("padded", "tp 2", "pp 2")
 LETTERS = "abcdefghijklmnopqrstuvwxyz "

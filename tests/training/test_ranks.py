@@ -16,6 +16,7 @@ from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.models.peft_files import LoraPair, read_peft
 from holdfast.training.iteration import arena_of
 from holdfast.training.trainer import Trainer
+from tests.long import then_long
 from tests.ranks import Rank, in_ranks
 from tests.tuning import BASE, act, advance, cache_of, drawn_examples, finish, native, new_job
 
@@ -143,7 +144,7 @@ def test_norms_over_the_heads_of_all_ranks_are_tuned_as_on_one_rank(layout: Layo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.suffix)
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", then_long(1, ["llama", "phi3"]))
 def test_a_dora_is_tuned_as_on_one_rank(family: str, layout: Layout, tmp_path: Path) -> None:
     """With four ranks, two hold each KV head; each rank has a part of each row of o and down."""
     native(family, tmp_path / "base", **SIZES)

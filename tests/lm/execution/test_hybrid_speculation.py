@@ -28,6 +28,7 @@ from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
 from tests.hybrid import check_hybrid
 from tests.lm.execution.test_speculation import FREE
+from tests.long import then_long
 from tests.paged import sizes
 
 FAMILIES = ("Qwen3_5Text", "Qwen3Next", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Lfm2")
@@ -200,7 +201,7 @@ def test_captured_steps_give_the_tokens_that_models_give_without_drafts(family: 
     assert seen["guessed"] > seen["right guesses"] + 60, "many guesses must be wrong"
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "suffix"])
+@pytest.mark.parametrize("speculation", then_long(1, ["suffix", "ngram"]))
 def test_drafters_give_the_tokens_that_models_give_without_drafts(model: Model, speculation: str) -> None:
     plain, _, _ = play(model, 6, "off", aborts=False)
     answers, aborted, seen = play(model, 6, speculation, max_sequences=2)

@@ -134,7 +134,7 @@ def play(model: Model, seed: int, speculation: Any, **options: Any) -> tuple[Ans
 @pytest.mark.parametrize("speculation", ["ngram", "suffix"])
 def test_random_histories_give_the_tokens_that_each_request_gets_without_drafts(model: Model, speculation: str) -> None:
     drafted = accepted = preempted = shared = 0
-    for seed in range(8):
+    for seed in range(4):
         plain, _, _ = play(model, seed, "off")
         answers, aborted, stats = play(model, seed, speculation)
         drafted, accepted = drafted + stats.tokens_drafted, accepted + stats.drafts_accepted
@@ -145,7 +145,7 @@ def test_random_histories_give_the_tokens_that_each_request_gets_without_drafts(
             assert [each.logprob for each in told] == pytest.approx(
                 [each.logprob for each in of_expected[: len(told)]], abs=1e-4
             )
-    assert drafted > 500 and accepted > 200 and preempted > 5 and shared > 50
+    assert drafted > 250 and accepted > 100 and preempted > 2 and shared > 25
 
 
 def test_one_sequence_may_draw_more_tokens_than_there_are_rows(model: Model) -> None:

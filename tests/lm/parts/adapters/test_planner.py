@@ -17,6 +17,7 @@ from holdfast.lm.scheduler.order import Fair, Fcfs, Priority
 from holdfast.lm.scheduler.queue_report import report_queues
 from holdfast.lm.types import StepResult, TierCopied
 from tests.invariants import check_scheduler
+from tests.long import then_long
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, answer, create_requests, create_scheduler, run_alone
 
 MAX_MODEL_LEN = 48
@@ -155,7 +156,7 @@ def history(seed):
     return pool.loads
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", then_long(15, range(40)))
 def test_random_histories_give_each_request_its_own_tokens_with_its_own_adapter(seed):
     history(seed)
 

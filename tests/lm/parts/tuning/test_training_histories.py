@@ -22,6 +22,7 @@ from holdfast.lm.parts.tuning.slices import TrainingSlices
 from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.builder import Policy
 from tests.lm.scheduler.test_histories import COST, STEPS, History, check
+from tests.long import then_long
 from tests.training_plans import FakeTrainer, blocks_of, make_steps, make_tuner
 
 NAMES = ("stall-free", "latency-target", "speculating")
@@ -176,7 +177,7 @@ def seen_in(seed, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", then_long(6, range(15)))
 def test_requests_and_jobs_of_a_random_history_both_get_what_they_get_alone(name, seed):
     seen_in(seed, name)
 

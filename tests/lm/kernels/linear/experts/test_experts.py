@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from holdfast.lm.kernels.linear.experts.launches import (
 from holdfast.lm.kernels.mxfp4 import BLOCK, NUMBERS, ExpertWeights, Mxfp4Matrices
 from holdfast.lm.kernels.packed import Form
 from tests.lm.kernels.packed_weights import draw_packed
+from tests.long import then_long
 
 RULES = [
     ExpertRule(top_k=2),
@@ -33,6 +35,13 @@ RULES = [
     ExpertRule(top_k=2, normalized=False, shared=True),
     ExpertRule(top_k=3, gated=False),
 ]
+
+
+def first_of(few: list[Any], whole: list[Any]) -> list[Any]:
+    """Parameters of the `few` cases that run always, and the other ones of the whole grid with `make test-long`."""
+    return then_long(len(few), few + [case for case in whole if case not in few])
+
+
 BOTH = [(rule, rule.clamp is not None or rule.scales_input) for rule in RULES]
 SMALL = GroupedLaunch(16, ExpertLaunch(16, 32, 4, 2), ExpertLaunch(32, 16, 4, 2))
 FEW_PACKED = (ExpertLaunch(2, 64, 4, 2), ExpertLaunch(8, 64, 4, 2), ExpertLaunch(4, 64, 4, 2))
@@ -249,8 +258,15 @@ def test_pytorch_computes_with_packed_weights(rule: ExpertRule, biased: bool) ->
     assert experts.nbytes < plain.nbytes / 6
 
 
-@pytest.mark.parametrize(("rule", "biased"), BOTH)
-@pytest.mark.parametrize(("tokens", "sizes"), [(1, (6, 64, 32)), (3, (5, 96, 160)), (2, (4, 160, 64))])
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "rule", "biased"),
+    first_of(
+        [(1, (6, 64, 32), *both) for both in BOTH]
+        + [(3, (5, 96, 160), *both) for both in BOTH[2::6]]
+        + [(2, (4, 160, 64), *both) for both in BOTH[2::3]],
+        [(*sizes, *both) for sizes in ((3, (5, 96, 160)), (2, (4, 160, 64))) for both in BOTH],
+    ),
+)
 def test_a_few_tokens_read_packed_weights(
     tokens: int, sizes: tuple[int, int, int], rule: ExpertRule, biased: bool, device: str
 ) -> None:
@@ -261,9 +277,22 @@ def test_a_few_tokens_read_packed_weights(
     assert error(out, expected(x, plain)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("rule", "biased"), BOTH)
-@pytest.mark.parametrize(("tokens", "sizes"), [(9, (6, 64, 32)), (37, (5, 96, 160))])
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "rule", "biased", "dtype"),
+    first_of(
+        [(9, (6, 64, 32), *both, torch.float32) for both in BOTH]
+        + [(9, (6, 64, 32), *both, torch.float16) for both in BOTH[2::3]]
+        + [(37, (5, 96, 160), *both, torch.float32) for both in BOTH[2::6]]
+        + [(37, (5, 96, 160), *BOTH[5], torch.float16)],
+        [
+            (*sizes, *both, dtype)
+            for sizes in ((9, (6, 64, 32)), (37, (5, 96, 160)))
+            for both in BOTH
+            for dtype in (torch.float32, torch.float16)
+        ],
+    ),
+    ids=str,
+)
 def test_grouped_tokens_read_packed_weights(
     tokens: int, sizes: tuple[int, int, int], rule: ExpertRule, biased: bool, dtype: torch.dtype, device: str
 ) -> None:

@@ -1,0 +1,17 @@
+"""Grids of cases whose first ones run always, and whose others run with `make test-long`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def then_long(few: int, cases: Iterable[Any]) -> list[Any]:
+    """The cases as parameters of a test. All but the first `few` have the marker `long`. Raises ValueError."""
+    found = [*cases]
+    if not 0 <= few < len(found):
+        raise ValueError(f"{few} of {len(found)} cases are to run always; leave out the marker for all of them")
+    rest = (case if isinstance(case, tuple) else (case,) for case in found[few:])
+    return [*found[:few], *(pytest.param(*case, marks=pytest.mark.long) for case in rest)]

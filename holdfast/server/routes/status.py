@@ -130,7 +130,7 @@ def add_status_routes(
             service.metrics.stats = await stats_of(service)
         await applications.scrape()
         shown = generate_latest(registry)
-        if replicated is not None and (request.state.operator or not applications.config.api_key):
+        if replicated is not None and (request.state.operator or not request.state.keyed):
             shown += generate_latest(replicated)
         return Response(shown, media_type=CONTENT_TYPE)
 

@@ -27,13 +27,15 @@ from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.tuning import Tuning
+from holdfast.server.keys.accounts import Accounts, KeyMetrics
+from holdfast.server.keys.limits import BUCKETS
 from holdfast.server.keys.ring import KeyRing
 from holdfast.server.keys.values import OPERATOR
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.replica_metrics import ReplicaMetrics
-from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, refuse, secret_of
+from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
@@ -51,9 +53,15 @@ from holdfast.server.routes.operators import add_activity_routes, add_replica_ro
 from holdfast.server.routes.page import add_page_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
+from holdfast.server.routes.usage import add_usage_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.tracing import Tracing, exporter_to
 
+EXPOSED = [
+    "x-request-id", "retry-after", "retry-after-ms",
+    *(f"x-ratelimit-{word}-{name}" for word in ("limit", "remaining", "reset") for name in BUCKETS),
+]  # fmt: skip
+"""Headers that pages of other web sites may read."""
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
 """Paths that are requested often. They are logged at debug level only."""
 
@@ -70,7 +78,7 @@ class App(FastAPI):
         if self.config.allowed_origin:
             stack = CORSMiddleware(
                 stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
-                allow_private_network=True, expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+                allow_private_network=True, expose_headers=EXPOSED,
             )  # fmt: skip
         return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing)
 
@@ -105,14 +113,18 @@ def create_app(
     if ring.shared:
         config = SharedConfig.of(config)
     app.state.bodies = BodyBudget.of(config)
-    add_access(app, ring, config)
+    operators = CollectorRegistry()
+    """Metrics that only operators may see on a server with keys."""
+    accounts = None if held is None else Accounts(held, KeyMetrics(operators))
+    app.state.accounts = accounts
+    add_access(app, ring, config, accounts)
     service = Service(client, config, metrics) if client is not None else None
     app.state.service = service
     app.state.responses = None
     app.state.jobs = ()
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
-    registry, replicated = CollectorRegistry(), None
+    registry = CollectorRegistry()
     if service is not None and held is not None:
         registry = metrics.registry
         responses = Responses(service, held)
@@ -126,6 +138,7 @@ def create_app(
         add_message_routes(app, service)
         add_embedding_route(app, service)
         add_token_routes(app, service)
+        add_usage_routes(app, held, ring, config)
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
         batches = Batches(responses, files)
@@ -135,8 +148,7 @@ def create_app(
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
         if isinstance(client, Replicas):
-            replicated = CollectorRegistry()
-            replicated.register(ReplicaMetrics(client))
+            operators.register(ReplicaMetrics(client))
             add_replica_routes(app, client, config)
     applications = Applications(apps, config, registry)
     app.state.admissions += [each.admission for each in applications.apps.values()]
@@ -145,17 +157,21 @@ def create_app(
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)
-    add_status_routes(app, service, applications, registry, replicated)
+    add_status_routes(app, service, applications, registry, operators)
     describe = cache(partial(document, app, open_paths=OPEN_PATHS))
     app.openapi = lambda: describe(keyed=ring.keyed)  # type: ignore[method-assign]
     return app
 
 
-def add_access(app: FastAPI, ring: KeyRing, config: ServerConfig) -> None:
-    """Let each request pass the check of its key, or that of browsers while the server has no keys."""
+def add_access(app: FastAPI, ring: KeyRing, config: ServerConfig, accounts: Accounts | None) -> None:
+    """Let each request pass the check and limits of its key, or the check of browsers while the server has no keys.
+
+    Without a language model there is no store, and there are no `accounts`.
+    """
 
     def access(inner: ASGIApp) -> ASGIApp:
-        return Access(inner, ring, KeyCheck(inner, ring, config), BrowserCheck(inner, ring, config))
+        metered = inner if accounts is None else Meter(inner, accounts)
+        return Access(inner, ring, KeyCheck(metered, ring, config), BrowserCheck(inner, ring, config))
 
     app.add_middleware(access)
 

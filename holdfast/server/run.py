@@ -36,6 +36,7 @@ from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.tuning import Tuning
+from holdfast.server.keys.accounts import Accounts
 from holdfast.server.keys.tables import KeyTable
 from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
@@ -230,7 +231,7 @@ async def serve(
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
-        await close_store(responses, app.state.tracing)
+        await close_store(responses, app.state.accounts, app.state.tracing)
     return code
 
 
@@ -254,8 +255,10 @@ async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batc
         await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)
 
 
-async def close_store(responses: Responses | None, tracing: Tracing | None) -> None:
-    """Close the store and tracing. No request may be in progress."""
+async def close_store(responses: Responses | None, accounts: Accounts | None, tracing: Tracing | None) -> None:
+    """Write the usage of keys, and close the store and tracing. No request may be in progress."""
+    if accounts is not None:
+        await accounts.close()
     if responses is not None:
         await responses.close()
     if tracing is not None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import connection_limit
+from holdfast.server.keys.accounts import Accounts
+from holdfast.server.keys.limits import NO_RETRY, Charge
 from holdfast.server.keys.ring import KeyRing
+from holdfast.server.keys.usage_table import Used
 from holdfast.server.keys.values import ADAPTERS, OPERATOR, USE, Key
 from holdfast.server.protocol import ApiError
+from holdfast.server.replies import RequestUsage
 from holdfast.server.routes.http import JSON
 from holdfast.server.routes.inference import LIVE, READY
 from holdfast.server.routes.page import is_page
@@ -23,6 +28,18 @@ OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
 """Beginnings of the paths whose routes ask for an operator themselves."""
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/fine_tuning")
 """Beginnings of the paths for which a key needs the scope `adapters`."""
+
+METERED = {
+    "/v1/chat/completions": "completions",
+    "/v1/completions": "completions",
+    "/v1/responses": "completions",
+    "/v1/responses/compact": "completions",
+    "/v1/messages": "completions",
+    "/v1/embeddings": "embeddings",
+}
+"""Paths whose POST requests are limited and counted, each with its kind of usage."""
+BYTES_PER_TOKEN = 4
+"""Number of bytes of a request's body that are estimated as one prompt token, until the tokens are counted."""
 
 
 def secret_of(scope: Scope) -> bytes:
@@ -81,7 +98,7 @@ class KeyCheck:
     async def _with_key(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
         operator = OPERATOR in key.scopes
         scope.setdefault("state", {}).update(
-            tenant=key.tenant, key=key.name, operator=operator,
+            tenant=key.tenant, key=key.name, api_key=key, operator=operator,
             all_adapters=operator or len(self.ring.names) == 1, keyed=True,
         )  # fmt: skip
         if (error := self.refusal(key, scope)) is not None:
@@ -105,6 +122,62 @@ class KeyCheck:
             reason = f"this API key has {self.most} requests in progress, its share of the server's connections"
             return ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded", retry_after=1)
         return None
+
+
+class Meter:
+    """Holds requests to the limits of their keys, and counts their usage. It works inside `KeyCheck`."""
+
+    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
+        self.app = app
+        self.accounts = accounts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or scope["path"] not in METERED:
+            await self.app(scope, receive, send)
+            return
+        key: Key = scope["state"]["api_key"]
+        try:
+            charge = await self.accounts.admit(key, estimated_tokens(scope))
+        except ApiError as error:
+            headers = NO_RETRY if error.code == "insufficient_quota" else {}
+            await refuse(error, scope, receive, send, {**self.accounts.headers(key), **headers})
+            return
+
+        computed = True
+
+        async def sent(message: Message) -> None:
+            nonlocal computed
+            if message["type"] == "http.response.start":
+                computed = message["status"] < 400
+                limits = self.accounts.headers(key).items()
+                message["headers"] = [*message["headers"], *((name.encode(), text.encode()) for name, text in limits)]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sent)
+        finally:
+            self._end(charge, scope, computed=computed)
+
+    def _end(self, charge: Charge, scope: Scope, *, computed: bool) -> None:
+        """Settle a charge. A background response ends after its HTTP request. Nothing is computed for a refused one."""
+        state = scope["state"]
+        usage: RequestUsage = (state.get("usage") if computed else None) or RequestUsage()
+        background: asyncio.Task[None] | None = state.get("background")
+        if background is None:
+            self._settle(charge, METERED[scope["path"]], usage)
+        else:
+            background.add_done_callback(lambda task: self._settle(charge, METERED[scope["path"]], usage))
+
+    def _settle(self, charge: Charge, kind: str, usage: RequestUsage) -> None:
+        model = "" if usage.wanted is None else usage.wanted.model
+        used = Used(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        self.accounts.settle(charge, kind, model, used)
+
+
+def estimated_tokens(scope: Scope) -> int:
+    """Return the estimated number of a request's prompt tokens, from the declared length of its body."""
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(declared[:20]) // BYTES_PER_TOKEN if declared.isdigit() else 0
 
 
 async def refuse(

@@ -4,76 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, closing
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from fake_engine import FakeClient
+from stored_keys import Stored, bearer
 
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.database import Database, migrate
 from holdfast.server.keys.ring import CACHE_SECONDS, WAIT_SECONDS, KeyRing
-from holdfast.server.keys.tables import NO_KEYS, KeyTable, Snapshot
-from holdfast.server.keys.values import Key, Limits, Scope, Secret, digest_of, tenant_of_secret
+from holdfast.server.keys.tables import NO_KEYS, Snapshot
+from holdfast.server.keys.values import Key, Limits, Scope, Secret, digest_of
 from holdfast.server.protocol import ApiError
-from holdfast.server.schema import SCHEMA
 
 Http = Callable[..., httpx.AsyncClient]
 CHAT = "/v1/chat/completions"
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    return str(tmp_path / "store.sqlite")
-
-
-class Stored:
-    """The keys of a store, changed by another program than the server."""
-
-    def __init__(self, database: Database) -> None:
-        self.table = KeyTable(database)
-
-    def add(self, name: str, secret: str, *scopes: Scope, tenant: str = "", **more: Any) -> None:
-        owner = tenant or tenant_of_secret(secret)
-        key = Key(name=name, tenant=owner, scopes=scopes or ("use",), created=time.time(), **more)
-        self.table.add(key, digest_of(secret.encode()))
-
-    def rotate(self, name: str, secret: str, overlap: float = 0.0) -> None:
-        self.table.rotate(name, digest_of(secret.encode()), overlap)
-
-
-@pytest.fixture
-def keys(store: str) -> Iterator[Stored]:
-    with closing(Database(store)) as database:
-        with database.write() as db:
-            migrate(db, SCHEMA)
-        yield Stored(database)
-
-
 Official = Callable[[str, str], openai.AsyncOpenAI]
-
-
-@pytest.fixture
-async def official() -> AsyncIterator[Official]:
-    """Makes OpenAI's clients from the server's URL and a key, and closes them at the end."""
-    async with AsyncExitStack() as held:
-        made: list[openai.AsyncOpenAI] = []
-
-        def make(url: str, key: str) -> openai.AsyncOpenAI:
-            made.append(openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0))
-            held.push_async_callback(made[-1].close)
-            return made[-1]
-
-        yield make
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def snapshot(version: int, **secrets: Secret) -> Snapshot:

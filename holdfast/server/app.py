@@ -125,7 +125,7 @@ def create_app(
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
     registry = CollectorRegistry()
-    if service is not None and held is not None:
+    if service is not None and held is not None and accounts is not None:
         registry = metrics.registry
         responses = Responses(service, held)
         app.state.responses = responses
@@ -141,7 +141,7 @@ def create_app(
         add_usage_routes(app, held, ring, config)
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
-        batches = Batches(responses, files)
+        batches = Batches(responses, files, charge=accounts.charge_batch)
         tuning = Tuning(service, files, batches.owner, lines_cleared=batches.cleared)
         app.state.jobs = (tuning, batches)
         add_file_routes(app, files, config)

@@ -14,6 +14,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter
 
 from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.jobs.values import Batch, Usage
 from holdfast.server.keys.limits import Account, Charge
 from holdfast.server.keys.usage_table import Exchanged, Slot, UsageTable, Used
 from holdfast.server.keys.values import Key
@@ -100,8 +101,7 @@ class Accounts:
 
         The first request starts the exchange with the store, which ends with `close`.
         """
-        if self._exchanging is None:
-            self._exchanging = asyncio.create_task(self._exchange_until_closed())
+        self._begin()
         if not self._first.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._first.wait(), FIRST_SECONDS)
@@ -131,6 +131,19 @@ class Accounts:
         charge.account.settle(charge, used.prompt + used.output, self._clock())
         if used.prompt:
             self._record(kind, charge.account.name, model, used)
+
+    def charge_batch(self, batch: Batch, usage: Usage) -> None:
+        """Charge a line of a batch to the key that created the batch. It counts for the budget, not for the rates."""
+        if batch.key and usage.prompt:
+            self._begin()
+            used = Used(1, usage.prompt, usage.cached, usage.completion)
+            self._record("completions", batch.key, batch.model, used)
+            if batch.key in self._accounts:
+                self._accounts[batch.key].spend(used.prompt + used.output)
+
+    def _begin(self) -> None:
+        if self._exchanging is None:
+            self._exchanging = asyncio.create_task(self._exchange_until_closed())
 
     def _record(self, kind: str, key: str, model: str, used: Used) -> None:
         self._metrics.used(key, model, used)

@@ -35,9 +35,13 @@ METERED = {
     "/v1/responses": "completions",
     "/v1/responses/compact": "completions",
     "/v1/messages": "completions",
+    "/v1/batches": "completions",
     "/v1/embeddings": "embeddings",
 }
-"""Paths whose POST requests are limited and counted, each with its kind of usage."""
+"""Paths whose POST requests are limited and counted, each with its kind of usage.
+
+A batch counts as one request. Its lines are counted when they are answered.
+"""
 BYTES_PER_TOKEN = 4
 """Number of bytes of a request's body that are estimated as one prompt token, until the tokens are counted."""
 

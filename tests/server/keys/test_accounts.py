@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import WORDS, FakeClient
+from fake_engine import WORDS, FakeClient, engine_info
 from prometheus_client import CollectorRegistry, generate_latest
 from serving import listening as serve
 from stored_keys import Stored, bearer
@@ -166,7 +168,7 @@ class TestServed:
     ) -> None:
         keys.add("acme", "k", tenant="company")
         keys.add("ops", "boss", "use", "operator")
-        client.cached = 3
+        client.cached, client.info = 3, engine_info(max_model_len=2000)
         began = int(time.time())
         async with listening(store=store) as server:
             one, boss = official(server.url, "k"), official(server.url, "boss")
@@ -357,3 +359,29 @@ class TestUsageRoute:
             ):  # fmt: skip
                 found = (await api.get(f"{USAGE}?start_time=600&end_time=601&bucket_width=1m{query}")).json()
                 assert [each["input_tokens"] for each in found["data"][0]["results"]] == expected, query
+
+
+async def test_a_batch_counts_for_the_budget_of_its_key_and_not_for_its_rate(
+    listening: Any, client: FakeClient, official: Official, store: str, keys: Stored, tmp_path: Path
+) -> None:
+    keys.add("acme", "k", limits=Limits(budget_tokens=3 * SPENT, requests_per_minute=100))
+    keys.add("ops", "boss", "operator")
+    began = int(time.time())
+    lines = [{"custom_id": str(number), "method": "POST", "url": CHAT, "body": HELLO} for number in range(3)]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    async with listening(store=store, files=str(tmp_path / "files")) as server:
+        api = official(server.url, "k")
+        file = await api.files.create(file=("lines.jsonl", content), purpose="batch")
+        wanted: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        batch = await api.batches.create(**wanted)
+        while (await api.batches.retrieve(batch.id)).status != "completed":
+            await asyncio.sleep(0.02)
+        with pytest.raises(openai.RateLimitError) as error:
+            await api.batches.create(**wanted)
+        assert error.value.code == "insufficient_quota"
+        assert error.value.response.headers["x-ratelimit-remaining-requests"] == "99"
+        await asyncio.sleep(EXCHANGE_SECONDS + 0.3)
+        asked = f"/organization/usage/completions?start_time={began}"
+        found = (await official(server.url, "boss").get(asked, cast_to=httpx.Response)).json()
+    (result,) = found["data"][0]["results"]
+    assert (result["num_model_requests"], result["input_tokens"]) == (3, 3 * PROMPT)

@@ -71,7 +71,7 @@ class KeyMetrics:
 
 
 class Accounts:
-    """The accounts of all keys in this server process. What is not written yet is lost if the process is killed."""
+    """The accounts of all keys in this server process. Usage of the last second is lost if the process is killed."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Accounts:
         self._written: dict[str, tuple[int, int]] = {}
         """Charges of this server by key, as they are in the store."""
         self._known = Exchanged()
-        """What the last exchange returned."""
+        """Result of the last exchange."""
         self._exchanging: asyncio.Task[None] | None = None
         self._first = asyncio.Event()
         """Set after the first exchange."""

@@ -61,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What was charged to a key when a request arrived."""
+    """Amount charged to a key when a request arrived."""
 
     account: Account
     tokens: int
@@ -85,7 +85,7 @@ class Account:
         self._buckets = fresh(limits, {}, now)
 
     def follow(self, limits: Limits, now: float) -> None:
-        """Apply changed limits at once. What was taken stays taken."""
+        """Apply changed limits at once. Amounts taken earlier stay taken."""
         if limits != self.limits:
             self._buckets = fresh(limits, self._buckets, now)
             self.limits = limits
@@ -150,7 +150,7 @@ class Account:
 
 
 def fresh(limits: Limits, before: Mapping[str, Bucket], now: float) -> dict[str, Bucket]:
-    """Return the buckets of these limits. Those that were there `before` keep what was taken from them."""
+    """Return the buckets of these limits. A bucket that was there `before` keeps the amount taken from it."""
     given = {name: getattr(limits, field) for name, field in BUCKETS.items()}
     return {
         name: before[name].resized(limit, now) if name in before else Bucket(limit, now)

@@ -58,7 +58,7 @@ class Bucketed(NamedTuple):
 
 @dataclass(slots=True)
 class Exchanged:
-    """What a server learns from the store."""
+    """State of other servers and of the month, as the store has it."""
 
     others: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """Requests and tokens charged since its start, by key and other server."""

@@ -71,7 +71,7 @@ SCHEMAS: Mapping[str, Schema] = {
         usage=record(input_tokens=COUNT, output_tokens=COUNT),
     ),
     "MessageEvent": record(type=TEXT),
-    "Usage": record(
+    "KeyUsage": record(
         object=one_of("page"),
         data=many(record(object=one_of("bucket"), start_time=TIME, end_time=TIME, results=many(ANYTHING))),
         has_more=TRUTH,
@@ -227,8 +227,8 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/responses/{response_id}/cancel": Reply("Response"),
     "GET /v1/responses/{response_id}/input_items": Reply("Items"),
     "GET /v1/engine/events": Reply(events="Any"),
-    "GET /v1/organization/usage/completions": Reply("Usage"),
-    "GET /v1/organization/usage/embeddings": Reply("Usage"),
+    "GET /v1/organization/usage/completions": Reply("KeyUsage"),
+    "GET /v1/organization/usage/embeddings": Reply("KeyUsage"),
     "GET /v1/conversations": Reply("Conversations"),
     "POST /v1/conversations": Reply("Conversation"),
     "POST /v1/conversations/copies": Reply("Conversation"),

@@ -38,6 +38,7 @@ examples:
   holdfast profile                            measure the device, for serve --tbt-target
   holdfast bench --url http://127.0.0.1:8000  measure a server under load
   holdfast plan mistral-7b --device h200      how to serve it, and what it sustains
+  holdfast keys add acme --expires 90d        give a client of a server a key
   source <(holdfast completion bash)          complete commands and options in this shell
 """
 HINTS = {
@@ -126,6 +127,8 @@ class Command:
     """Help text of MODEL."""
     operand: str = "MODEL"
     """Name of the positional argument. `model` is its help text, even if it is not a model."""
+    others: Sequence[tuple[str, str]] = ()
+    """Names of further positional arguments, each with its help text."""
 
     @property
     def flags(self) -> list[str]:
@@ -172,6 +175,8 @@ def add_options(parser: argparse.ArgumentParser, command: Command, *, whole: boo
     parser.description = command.description
     name = command.operand
     parser.add_argument(name.lower(), nargs="?", default=argparse.SUPPRESS, metavar=name, help=command.model)
+    for other, help in command.others:
+        parser.add_argument(other.lower(), nargs="?", default=argparse.SUPPRESS, metavar=other, help=help)
     parser.set_defaults(config=None)
     hidden = 0
     if command.groups:
@@ -197,7 +202,9 @@ def add_options(parser: argparse.ArgumentParser, command: Command, *, whole: boo
 def unknown_flag(given: str, command: str) -> str:
     """Return the message for an unknown flag, or for a second MODEL."""
     if not given.startswith("-"):
-        return f"{command} takes one {load_command(command).operand}, and there is {given} besides"
+        taken = load_command(command)
+        names = " and one ".join((taken.operand, *(name for name, _ in taken.others)))
+        return f"{command} takes one {names}, and there is {given} besides"
     asked = given.partition("=")[0]
     of_another = any(asked in load().flags for _, load in COMMANDS.values())
     near = [] if of_another else difflib.get_close_matches(asked, load_command(command).flags, n=1)
@@ -465,6 +472,25 @@ def plan_command() -> Command:
     )
 
 
+def keys_command() -> Command:
+    """Return the command `holdfast keys`."""
+    from holdfast.cli import keys
+
+    def run(asked: Asked) -> int:
+        with value_errors_as_usage():
+            return keys.run(asked.config(keys.KeysConfig), asked.flags.get("action"), asked.flags.get("name"))
+
+    return Command(
+        run=run,
+        description="Manage the API keys in a server's store. A running server follows within some seconds. `add` and "
+        "`rotate` print the new key once. `limit` changes limits, and `none` removes one.",
+        groups={keys.KeysConfig: "the key"},
+        model=f"one of {', '.join(keys.ACTIONS)}",
+        operand="ACTION",
+        others=(("NAME", "the key, for all actions but list"),),
+    )
+
+
 def completion_command() -> Command:
     """Return the command `holdfast completion`."""
 
@@ -498,12 +524,13 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "profile": ("measure a model's pace on this device, for --tbt-target and simulations", profile_command),
     "bench": ("measure a model or a server under load, or simulate one", bench_command),
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
+    "keys": ("add, list, rotate, limit and revoke a server's API keys", keys_command),
     "completion": ("print a completion script for bash, zsh or fish", completion_command),
 }
 """For each command: its line in the help, and the function that imports it."""
 
 
-OPERANDS = {"batch": "FILE", "tune": "DATA", "completion": "SHELL"}
+OPERANDS = {"batch": "FILE", "tune": "DATA", "completion": "SHELL", "keys": "ACTION [NAME]"}
 """Positional arguments of the commands that do not take [MODEL], for their usage."""
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -21,8 +18,7 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
-from holdfast.server.config import ServerConfig
-from holdfast.server.connection import connection_limit
+from holdfast.server.config import ServerConfig, SharedConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
@@ -31,9 +27,15 @@ from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.tuning import Tuning
+from holdfast.server.keys.accounts import Accounts, KeyMetrics
+from holdfast.server.keys.limits import BUCKETS
+from holdfast.server.keys.ring import KeyRing
+from holdfast.server.keys.values import OPERATOR
 from holdfast.server.messages.protocol import MessagesChat
+from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.replica_metrics import ReplicaMetrics
+from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
@@ -44,18 +46,22 @@ from holdfast.server.routes.generation import (
     add_response_routes,
 )  # fmt: skip
 from holdfast.server.routes.http import JSON, BodyBudget
-from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
+from holdfast.server.routes.inference import add_inference_routes
 from holdfast.server.routes.jobs import UPLOAD, add_batch_routes, add_file_routes, add_tuning_routes
 from holdfast.server.routes.openapi import document
 from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
-from holdfast.server.routes.page import add_page_routes, is_page
+from holdfast.server.routes.page import add_page_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
+from holdfast.server.routes.usage import add_usage_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.tracing import Tracing, exporter_to
 
-OPEN_PATHS = ("/health", LIVE, READY)
-"""Paths that need no API key."""
+EXPOSED = [
+    "x-request-id", "retry-after", "retry-after-ms",
+    *(f"x-ratelimit-{word}-{name}" for word in ("limit", "remaining", "reset") for name in BUCKETS),
+]  # fmt: skip
+"""Headers that pages of other web sites may read."""
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
 """Paths that are requested often. They are logged at debug level only."""
 
@@ -72,7 +78,7 @@ class App(FastAPI):
         if self.config.allowed_origin:
             stack = CORSMiddleware(
                 stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
-                allow_private_network=True, expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+                allow_private_network=True, expose_headers=EXPOSED,
             )  # fmt: skip
         return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing)
 
@@ -101,21 +107,27 @@ def create_app(
     )
     endpoint = config.otlp_traces_endpoint
     app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
+    metrics = Metrics("" if client is None else client.info.model)
+    held = None if store is None else AsyncStore(store, metrics)
+    ring = KeyRing.without_store(config) if store is None or held is None else KeyRing.of(config, store, held)
+    if ring.shared:
+        config = SharedConfig.of(config)
     app.state.bodies = BodyBudget.of(config)
-    if config.api_key:
-        app.add_middleware(KeyCheck, config=config)
-    else:
-        app.add_middleware(BrowserCheck, config=config)
-    service = Service(client, config) if client is not None else None
+    operators = CollectorRegistry()
+    """Metrics that only operators may see on a server with keys."""
+    accounts = None if held is None else Accounts(held, KeyMetrics(operators))
+    app.state.accounts = accounts
+    add_access(app, ring, config, accounts)
+    service = Service(client, config, metrics) if client is not None else None
     app.state.service = service
     app.state.responses = None
     app.state.jobs = ()
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
-    registry, replicated = CollectorRegistry(), None
-    if service is not None and store is not None:
-        registry = service.metrics.registry
-        responses = Responses(service, AsyncStore(store, service.metrics))
+    registry = CollectorRegistry()
+    if service is not None and held is not None and accounts is not None:
+        registry = metrics.registry
+        responses = Responses(service, held)
         app.state.responses = responses
         app.state.admissions.append(service.admission)
         add_model_routes(app, service)
@@ -126,17 +138,17 @@ def create_app(
         add_message_routes(app, service)
         add_embedding_route(app, service)
         add_token_routes(app, service)
+        add_usage_routes(app, held, ring, config)
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
-        batches = Batches(responses, files)
+        batches = Batches(responses, files, charge=accounts.charge_batch)
         tuning = Tuning(service, files, batches.owner, lines_cleared=batches.cleared)
         app.state.jobs = (tuning, batches)
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
         if isinstance(client, Replicas):
-            replicated = CollectorRegistry()
-            replicated.register(ReplicaMetrics(client))
+            operators.register(ReplicaMetrics(client))
             add_replica_routes(app, client, config)
     applications = Applications(apps, config, registry)
     app.state.admissions += [each.admission for each in applications.apps.values()]
@@ -145,10 +157,23 @@ def create_app(
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)
-    add_status_routes(app, service, applications, registry, replicated)
-    describe = cache(partial(document, app, keyed=bool(config.api_key), open_paths=OPEN_PATHS))
-    app.openapi = describe  # type: ignore[method-assign]
+    add_status_routes(app, service, applications, registry, operators)
+    describe = cache(partial(document, app, open_paths=OPEN_PATHS))
+    app.openapi = lambda: describe(keyed=ring.keyed)  # type: ignore[method-assign]
     return app
+
+
+def add_access(app: FastAPI, ring: KeyRing, config: ServerConfig, accounts: Accounts | None) -> None:
+    """Let each request pass the check and limits of its key, or the check of browsers while the server has no keys.
+
+    Without a language model there is no store, and there are no `accounts`.
+    """
+
+    def access(inner: ASGIApp) -> ASGIApp:
+        metered = inner if accounts is None else Meter(inner, accounts)
+        return Access(inner, ring, KeyCheck(metered, ring, config), BrowserCheck(inner, ring, config))
+
+    app.add_middleware(access)
 
 
 def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
@@ -192,69 +217,6 @@ GENERATION = tuple(
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
 
-class Keys:
-    """A set of keys to compare with those of requests."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self.keys = [key.encode() for key in keys]
-
-    def find(self, scope: Scope) -> int | None:
-        """Return the index of the request's key in this set; None if the key is not in it."""
-        headers = dict(scope["headers"])
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")  # Clients of Anthropic's API send the key in this header.
-        # Compare every key, each in constant time, so that the time reveals nothing about any key.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
-        return matches.index(True) if any(matches) else None
-
-
-class KeyCheck:
-    """Requires an API key or an operator's key, and derives the request's tenant from it.
-
-    If there are several keys, each may use only its share of the connections. Without this limit, one key with slow
-    requests or slow readers could occupy all connections.
-    """
-
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        """Operators' keys also count as tenants. Only operators may see the engine's steps."""
-        self.app = app
-        keys = (*config.api_key, *config.operator_key)
-        self.keys = Keys(keys)
-        self.operators = len(config.operator_key)
-        self.most = max(1, int(connection_limit(config) * config.share))
-        """Maximum number of requests in progress per key."""
-        self.in_progress: Counter[int] = Counter()
-        """Number of requests in progress, by the index of the key."""
-        self.tenants = [hashlib.sha256(b"holdfast tenant\0" + key.encode()).hexdigest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        number = self.keys.find(scope)
-        if number is None and scope["path"] not in OPEN_PATHS and not is_page(scope):
-            reason = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-            error = ApiError(reason, status=401, code="invalid_api_key")
-            await JSON(error.body_for(scope["path"]), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        state["tenant"] = "" if number is None else self.tenants[number]
-        state["operator"] = number is not None and number >= len(self.tenants) - self.operators
-        if number is None:
-            await self.app(scope, receive, send)
-        elif self.in_progress[number] >= self.most:
-            reason = f"this API key has {self.most} requests in progress, its share of the server's connections"
-            error = ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded")
-            await JSON(error.body_for(scope["path"]), 429, {"retry-after": "1"})(scope, receive, send)
-        else:
-            self.in_progress[number] += 1
-            try:
-                await self.app(scope, receive, send)
-            finally:
-                self.in_progress[number] -= 1
-
-
 SAFE = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
 
@@ -267,24 +229,22 @@ class BrowserCheck:
     method that may change something must come with this server as the browser's `Origin`.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, config: ServerConfig) -> None:
         self.app = app
-        self.operators = Keys(config.operator_key)
+        self.ring = ring
         self.names = {host.lower() for host in config.allowed_host}
         """Host names of proxies in front of this server."""
         self.hosts = {"localhost", config.host.lower(), *self.names}
         self.origins = {origin.lower() for origin in config.allowed_origin}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         error = None if scope["path"] in OPEN_PATHS else self.refusal(scope)
         if error is not None:
-            await JSON(error.body_for(scope["path"]), error.status)(scope, receive, send)
+            await refuse(error, scope, receive, send)
             return
-        state = scope.setdefault("state", {})
-        state["tenant"], state["operator"] = "", self.operators.find(scope) is not None
+        key = self.ring.find(secret_of(scope))
+        operator = key is not None and OPERATOR in key.scopes
+        scope.setdefault("state", {}).update(tenant="", key="", operator=operator, all_adapters=True, keyed=False)
         await self.app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> ApiError | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from holdfast.core.config import option
@@ -188,6 +188,21 @@ class ServerConfig:
     def store_seconds(self) -> float:
         """Seconds after its last turn that a conversation is kept."""
         return seconds_of_days(self.store_days)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedConfig(ServerConfig):
+    """Options of a server whose store holds keys, of which several are valid. Each key may use its share."""
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Self:
+        """Return the same options for a shared server."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+    @property
+    def share(self) -> float:
+        """Share of a limit that one tenant may use."""
+        return self.tenant_share
 
 
 def check_endpoint(endpoint: str) -> None:

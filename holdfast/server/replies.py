@@ -70,6 +70,13 @@ class RequestUsage:
         host, disk, remote = map(sum, zip(self.cached_by_tier, tokens, strict=True))
         self.cached_by_tier = host, disk, remote
 
+    def include(self, other: RequestUsage) -> None:
+        """Add the tokens of another count, whose request becomes this one's."""
+        self.wanted = other.wanted
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.cached_tokens += other.cached_tokens
+
     def cached(self) -> Reply:
         """Return the number of cached tokens, and the numbers by tier if some came from a tier below the device."""
         if not any(self.cached_by_tier):

@@ -35,9 +35,11 @@ from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
 from holdfast.server.jobs.batches import Batches
-from holdfast.server.jobs.tables import STEPS as JOB_STEPS
 from holdfast.server.jobs.tuning import Tuning
+from holdfast.server.keys.accounts import Accounts
+from holdfast.server.keys.tables import KeyTable
 from holdfast.server.protocol import ApiError
+from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
 from holdfast.server.tracing import Tracing
 
@@ -79,15 +81,9 @@ async def run(
     requests. The language model's engine starts in `process`, if given, which the caller ends. Raises StoreError if the
     store cannot be opened, and EngineStartError if an engine cannot start.
     """
-    if not config.api_key and not loopback(config.host):
-        log.warning(
-            "ANYBODY who reaches %s:%d can use this server: it listens beyond this machine and has no API key; "
-            "set HOLDFAST_API_KEY, or listen on 127.0.0.1",
-            config.host,
-            config.port,
-        )
     with contextlib.ExitStack() as held:
         store = None if engine is None else held.enter_context(contextlib.closing(open_store(config)))
+        warn_if_open(config, store)
         # FastAPI takes a second to import. That is done while the engine starts, which takes longer.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
         ledger = held.enter_context(shared_page()) if engine is not None and apps.app else ""
@@ -100,6 +96,18 @@ async def run(
             return await serve(engines.model, config, store, listener, apps=engines.apps, on_ready=on_ready)
         finally:
             await asyncio.gather(*(client.close() for client in engines.all))
+
+
+def warn_if_open(config: ServerConfig, store: Store | None) -> None:
+    """Warn if the server listens beyond this machine without any key."""
+    if config.api_key or loopback(config.host) or (store is not None and KeyTable(store.database).all()):
+        return
+    log.warning(
+        "ANYBODY who reaches %s:%d can use this server: it listens beyond this machine and has no API key; "
+        "set HOLDFAST_API_KEY, add a key with `holdfast keys add`, or listen on 127.0.0.1",
+        config.host,
+        config.port,
+    )
 
 
 async def start(
@@ -172,7 +180,7 @@ def log_as(config: ServerConfig) -> None:
 def open_store(config: ServerConfig) -> Store:
     """Open the configured store. Raises StoreError."""
     bounds = Bounds(seconds=config.store_seconds, threads=config.store_conversations, bytes=config.store_bytes)
-    return Store.open(place(config.store), bounds, more=JOB_STEPS)
+    return Store.open(place(config.store), bounds, more=SCHEMA)
 
 
 async def serve(
@@ -223,7 +231,7 @@ async def serve(
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
-        await close_store(responses, app.state.tracing)
+        await close_store(responses, app.state.accounts, app.state.tracing)
     return code
 
 
@@ -247,8 +255,10 @@ async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batc
         await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)
 
 
-async def close_store(responses: Responses | None, tracing: Tracing | None) -> None:
-    """Close the store and tracing. No request may be in progress."""
+async def close_store(responses: Responses | None, accounts: Accounts | None, tracing: Tracing | None) -> None:
+    """Write the usage of keys, and close the store and tracing. No request may be in progress."""
+    if accounts is not None:
+        await accounts.close()
     if responses is not None:
         await responses.close()
     if tracing is not None:

@@ -145,10 +145,10 @@ class Lane:
 class Service:
     """State that all routes of one server share."""
 
-    def __init__(self, client: EngineClient | Replicas, config: ServerConfig) -> None:
+    def __init__(self, client: EngineClient | Replicas, config: ServerConfig, metrics: Metrics | None = None) -> None:
         self.client = client
         self.config = config
-        self.metrics = Metrics(client.info.model)
+        self.metrics = metrics or Metrics(client.info.model)
         client.on_steps = self.metrics.steps
         sequences, waiting = client.info.max_sequences, client.info.max_waiting
         self.admission = Admission(sequences + waiting, sequences + int(config.share * waiting))
@@ -181,8 +181,6 @@ class Service:
         """Tenant and job by adapter name, for adapters that tuning jobs wrote. Only that tenant may use them."""
         self.own: dict[str, str] = {}
         """Tenant by adapter name, for the adapters that a tenant's key loaded. Only that tenant may use the adapter."""
-        self.separate_keys = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
-        """Whether there are several keys. If so, an adapter belongs to the key that loaded it."""
         self.loading: set[str] = set()
         """Names of adapters that are being loaded."""
         self.truncation = Truncation(client.text, client.info.max_model_len)
@@ -227,13 +225,13 @@ class Service:
             return self.tuned[name][0] == tenant
         return self.own.get(name, tenant) == tenant
 
-    def may_change(self, adapter: str, tenant: str, *, operator: bool) -> bool:
-        """Whether a key may unload or replace a loaded adapter."""
-        return not self.separate_keys or operator or self.own.get(adapter) == tenant
+    def may_change(self, adapter: str, tenant: str, *, all_adapters: bool) -> bool:
+        """Whether a key may unload or replace a loaded adapter. Keys for `all_adapters` may change each."""
+        return all_adapters or self.own.get(adapter) == tenant
 
-    def belongs(self, adapter: str, tenant: str, *, operator: bool) -> None:
-        """Record which tenant owns a loaded adapter. If an operator loaded it, all tenants may use it."""
-        if self.separate_keys and not operator:
+    def belongs(self, adapter: str, tenant: str, *, all_adapters: bool) -> None:
+        """Record which tenant owns a loaded adapter. If a key for `all_adapters` loaded it, all tenants may use it."""
+        if not all_adapters:
             self.own[adapter] = tenant
         else:
             self.own.pop(adapter, None)

@@ -11,22 +11,21 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import httpx
 import openai
 import pytest
 from fake_engine import WORDS, FakeClient
 
-from holdfast.core.config import AppConfig
-from holdfast.engine.spawn import EngineProcess
-from holdfast.lm.config import EngineConfig
 from holdfast.server.address import check_tls, listen
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.values import StoreError
-from holdfast.server.run import run
+from holdfast.server.conversations.database import MEMORY
+from holdfast.server.keys.tables import KeyTable
+from holdfast.server.keys.values import Key
+from holdfast.server.run import open_store, warn_if_open
 
 Listening = Callable[..., Any]
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -224,11 +223,14 @@ def test_a_port_in_use_raises_an_error_that_names_it() -> None:
 async def test_an_address_beyond_this_machine_without_a_key_is_warned_of(
     host: str, keys: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = ServerConfig(host=host, port=0, api_key=keys, store="/dev/null/not/a/store")
-    listener, process = MagicMock(socket.socket), MagicMock(EngineProcess)
-    with pytest.raises(StoreError):
-        await run(EngineConfig(), config, AppConfig(), listener, process, on_progress=print, on_ready=print)
-    assert ("ANYBODY" in caplog.text) == warned
+    config = ServerConfig(host=host, port=0, api_key=keys, store=MEMORY)
+    with closing(open_store(config)) as store:
+        warn_if_open(config, store)
+        assert ("ANYBODY" in caplog.text) == warned
+        caplog.clear()
+        KeyTable(store.database).add(Key(name="a", tenant="a", scopes=("use",), created=0.0), "digest")
+        warn_if_open(config, store)
+        assert caplog.text == ""
 
 
 def test_the_listener_is_a_tcp_socket_for_which_asyncio_turns_nagle_off() -> None:

@@ -26,7 +26,7 @@ from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import RUNNING, Context, Turn
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError, invalid
-from holdfast.server.replies import encode
+from holdfast.server.replies import RequestUsage, encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
 
@@ -144,9 +144,10 @@ class Responses:
         with self.service.lane.admission.admit(1, tenant):
             return len((await writing.compose(most=None)).tokens)
 
-    async def compact(self, wanted: CompactRequest, tenant: str) -> dict[str, Any]:
+    async def compact(self, wanted: CompactRequest, tenant: str, usage: RequestUsage) -> dict[str, Any]:
         """Replace a turn's input and its context by the user's own items and a summary. Raises ApiError.
 
+        The tokens of the summary are added to `usage`.
         The result is stored as a response without a parent, so that a turn can continue from the response's id.
         """
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
@@ -155,7 +156,10 @@ class Responses:
             raise invalid("input and previous_response_id are missing: there is nothing to compact", "input")
         given = list(writing.input)
         writing.input.append(new_item("user", SUMMARIZE))
-        response = await writing.whole()
+        try:
+            response = await writing.whole()
+        finally:
+            usage.include(writing.answer.usage)
         made = compacted(response, [*writing.context.items, *given])
         if wanted.store:
             *said, summary = made["output"]

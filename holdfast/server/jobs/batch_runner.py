@@ -162,15 +162,30 @@ class Starts:
                     stored.set_result(None)
 
 
+Charge = Callable[[Batch, Usage], None]
+"""Charges the tokens of a stored answer to the key that created the batch."""
+
+
+def charge_nobody(batch: Batch, usage: Usage) -> None:
+    """Charge no key, as on a machine without a server."""
+
+
 class BatchRunner:
     """Runs batches through the server's own service, in the lane for batch lines."""
 
     def __init__(
-        self, service: Service, responses: Responses, files: Files, feed: Feed, now: Callable[[], float] = time.time
+        self,
+        service: Service,
+        responses: Responses,
+        files: Files,
+        feed: Feed,
+        now: Callable[[], float] = time.time,
+        charge: Charge = charge_nobody,
     ) -> None:
         self.running: dict[str, RunningBatch] = {}
         self._service, self._responses, self._files, self._feed, self._now = service, responses, files, feed, now
         self._store = responses.store
+        self._charge = charge
         self._lane = service.batch_lane
         self._turns = Turns()
         self._choices = 0
@@ -580,6 +595,7 @@ class BatchRunner:
             running.batch = batch
         for each in new:
             self._counted[each.completed].inc()
+            self._charge(batch, each.usage)
             self._feed.publish(batch.tenant, answered_line(each))
         self._feed.publish(batch.tenant, updated(batch))
         self._wake.set()

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.server.conversations.protocol import event_bytes
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
-from holdfast.server.jobs.batch_runner import REST_SECONDS, BatchRunner, updated
+from holdfast.server.jobs.batch_runner import REST_SECONDS, BatchRunner, Charge, charge_nobody, updated
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import DAYS_30, Files, check_expiry
 from holdfast.server.jobs.lines import REQUESTS
@@ -49,13 +49,19 @@ class Batches:
     """The batches of one server, which runs them from `start` to `close`."""
 
     def __init__(
-        self, responses: Responses, files: Files, now: Callable[[], float] = time.time, *, tick: float = TICK_SECONDS
+        self,
+        responses: Responses,
+        files: Files,
+        now: Callable[[], float] = time.time,
+        *,
+        tick: float = TICK_SECONDS,
+        charge: Charge = charge_nobody,
     ) -> None:
-        """Raises OSError if the directory of files cannot be used."""
+        """`charge` is called with each answered line. Raises OSError if the directory of files cannot be used."""
         service = responses.service
         self.files = files
         self.feed = Feed()
-        self.runner = BatchRunner(service, responses, files, self.feed, now)
+        self.runner = BatchRunner(service, responses, files, self.feed, now, charge)
         self.owner = Owner(files.directory)
         self._service, self._store, self._now = service, responses.store, now
         self._tenant_limit = max(1, int(MOST_OPEN * service.config.share))
@@ -80,8 +86,11 @@ class Batches:
         await self._started.wait()
         await self.runner.cleared()
 
-    async def create(self, wanted: BatchRequest, tenant: str) -> Batch:
-        """Create a batch. Returns before any of its lines runs. Raises ApiError."""
+    async def create(self, wanted: BatchRequest, tenant: str, key: str = "") -> Batch:
+        """Create a batch. Returns before any of its lines runs. Raises ApiError.
+
+        `key` is the name of the API key that pays for it.
+        """
         if wanted.endpoint == "/v1/embeddings":
             raise invalid("no model served here has embeddings", "endpoint", "unsupported_endpoint")
         if wanted.endpoint not in REQUESTS:
@@ -94,8 +103,9 @@ class Batches:
             given = wanted.output_expires_after
             kept = float(check_expiry(given.get("anchor"), given.get("seconds"), "output_expires_after"))
         return await self.submit(
-            tenant, wanted.input_file_id, wanted.endpoint, WINDOW_SECONDS, metadata=wanted.metadata, output_seconds=kept
-        )
+            tenant, wanted.input_file_id, wanted.endpoint, WINDOW_SECONDS,
+            metadata=wanted.metadata, output_seconds=kept, key=key,
+        )  # fmt: skip
 
     async def submit(
         self,
@@ -106,6 +116,7 @@ class Batches:
         *,
         metadata: dict[str, str] | None = None,
         output_seconds: float = DAYS_30,
+        key: str = "",
     ) -> Batch:
         """Create a batch that expires after `seconds`, or never if that is None. Raises ApiError."""
         if self._closed:
@@ -122,6 +133,7 @@ class Batches:
             created=now,
             expires=None if seconds is None else now + seconds,
             output_seconds=output_seconds,
+            key=key,
             metadata=metadata,
         )
 

@@ -90,6 +90,8 @@ class Batch(Struct, frozen=True, kw_only=True):
     """Time at which the batch expires. None if it never expires: a batch that `holdfast batch` runs on this machine."""
     output_seconds: float
     """Number of seconds for which its output files are kept."""
+    key: str = ""
+    """Name of the API key that created the batch and to which its tokens are charged; empty without keys."""
     metadata: Mapping[str, str] | None = None
     status: Status = "validating"
     times: Mapping[str, float] = field(default_factory=dict)

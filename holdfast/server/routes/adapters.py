@@ -57,8 +57,8 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         if name.startswith(RESERVED):
             reason = f"adapter {name[:128]}: names that begin with {RESERVED} are those of tuning jobs' results"
             raise invalid(reason, "lora_name", "invalid_adapter")
-        tenant, operator = tenant_of(request), request.state.operator
-        if name not in client.adapters or service.may_change(name, tenant, operator=operator):
+        tenant, all_adapters = tenant_of(request), request.state.all_adapters
+        if name not in client.adapters or service.may_change(name, tenant, all_adapters=all_adapters):
             return
         if wanted.load_inplace and name in service.models(tenant):
             raise not_yours(name)
@@ -67,7 +67,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
     def check_change(name: str, request: Request) -> None:
         """Raises ApiError if the adapter is loaded and this key may not unload it."""
         tenant = tenant_of(request)
-        if name not in client.adapters or service.may_change(name, tenant, operator=request.state.operator):
+        if name not in client.adapters or service.may_change(name, tenant, all_adapters=request.state.all_adapters):
             return
         raise not_yours(name) if name in service.models(tenant) else not_loaded(name)
 
@@ -85,7 +85,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(f"adapter {wanted.lora_name[:128]}: {error}", code="invalid_adapter") from None
         except EngineDead as error:
             raise engine_dead(error) from None
-        service.belongs(loaded.name, tenant_of(request), operator=request.state.operator)
+        service.belongs(loaded.name, tenant_of(request), all_adapters=request.state.all_adapters)
         return Response(f"Success: LoRA adapter '{loaded.name}' added successfully.", media_type="text/plain")
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=described(UnloadRequest))

@@ -86,7 +86,7 @@ def request_id(scope: Scope) -> bytes:
 
 
 def line(scope: Scope, state: dict[str, Any], id: bytes, status: int, size: int, seconds: float) -> str:
-    """Return one line of the log, without texts or keys. A tenant is shown by the beginning of its digest."""
+    """Return one line of the log, without texts or secrets. A key is shown by its name."""
     path = "".join(each if each.isprintable() and each != " " else "?" for each in scope["path"][:MAX_SHOWN])
     parts = [f"{scope['method']} {path} {status} {seconds:.3f}s bytes={size}"]
     usage = state.get("usage")
@@ -94,6 +94,6 @@ def line(scope: Scope, state: dict[str, Any], id: bytes, status: int, size: int,
         parts.append(f"in={usage.prompt_tokens} cached={usage.cached_tokens} out={usage.completion_tokens}")
     if client := scope.get("client"):
         parts.append(f"client={client[0]}")
-    if tenant := state.get("tenant"):
-        parts.append(f"key={tenant[:8]}")
+    if key := state.get("key"):
+        parts.append(f"key={key}")
     return " ".join([*parts, f"id={id.decode()}"])

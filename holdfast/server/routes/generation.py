@@ -166,7 +166,8 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
     async def compact(request: Request) -> Response:
         """Shorten a long conversation: keep the user's messages, and let the model summarize the rest."""
         wanted = await read_request(request, responses.service, CompactRequest)
-        return JSON(await while_connected(request.receive, responses.compact(wanted, tenant_of(request))))
+        request.state.usage = usage = RequestUsage()
+        return JSON(await while_connected(request.receive, responses.compact(wanted, tenant_of(request), usage)))
 
     @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
     async def create(request: Request) -> Response:
@@ -174,7 +175,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         wanted = await read_request(request, responses.service, ResponseRequest)
         if wanted.background:
             background = await responses.start(wanted, tenant_of(request))
-            request.state.usage = background.writing.answer.usage
+            request.state.usage, request.state.background = background.writing.answer.usage, background.task
             if not wanted.stream:
                 return JSON(background.writing.shape.response)
             return await stream(request, background.follow(), error_event)

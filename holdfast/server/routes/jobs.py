@@ -98,7 +98,7 @@ def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> No
     async def create(request: Request) -> Response:
         """Create a batch of requests from an uploaded file. Returns before any of them runs."""
         wanted = parse(await read_body(request, config), BatchRequest)
-        return JSON((await batches.create(wanted, tenant_of(request))).shown())
+        return JSON((await batches.create(wanted, tenant_of(request), request.state.key)).shown())
 
     @app.get("/v1/batches")
     async def listing(request: Request) -> Response:

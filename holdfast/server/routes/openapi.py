@@ -71,6 +71,12 @@ SCHEMAS: Mapping[str, Schema] = {
         usage=record(input_tokens=COUNT, output_tokens=COUNT),
     ),
     "MessageEvent": record(type=TEXT),
+    "KeyUsage": record(
+        object=one_of("page"),
+        data=many(record(object=one_of("bucket"), start_time=TIME, end_time=TIME, results=many(ANYTHING))),
+        has_more=TRUTH,
+        next_page=nullable(TEXT),
+    ),
     "Embeddings": record(
         object=one_of("list"),
         data=many(record(object=one_of("embedding"), index=COUNT, embedding={})),
@@ -183,6 +189,18 @@ ORDER = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}
 AFTER = ("after", TEXT, "the id of the last entry of the previous page")
 PAGE = (LIMIT, AFTER)
 
+USAGE = (
+    ("start_time", TIME, "beginning of the first bucket; required"),
+    ("end_time", TIME, "time before which all buckets begin; by default now"),
+    ("bucket_width", one_of("1m", "1h", "1d"), "width of a bucket; by default 1d"),
+    ("group_by", many(TEXT), "api_key_id (the key's name), project_id (its tenant) or model"),
+    ("api_key_ids", many(TEXT), "only keys with these names"),
+    ("project_ids", many(TEXT), "only keys of these tenants"),
+    ("models", many(TEXT), "only these models"),
+    ("limit", COUNT, "maximum number of buckets"),
+    ("page", TEXT, "the next_page of the previous page"),
+)
+
 TUNING = "/v1/fine_tuning/jobs"
 REPLIES: Mapping[str, Reply] = {
     "GET /": Reply("Root"),
@@ -209,6 +227,8 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/responses/{response_id}/cancel": Reply("Response"),
     "GET /v1/responses/{response_id}/input_items": Reply("Items"),
     "GET /v1/engine/events": Reply(events="Any"),
+    "GET /v1/organization/usage/completions": Reply("KeyUsage"),
+    "GET /v1/organization/usage/embeddings": Reply("KeyUsage"),
     "GET /v1/conversations": Reply("Conversations"),
     "POST /v1/conversations": Reply("Conversation"),
     "POST /v1/conversations/copies": Reply("Conversation"),
@@ -257,6 +277,8 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
         AFTER,
         ("purpose", TEXT, "only files for this purpose"),
     ),
+    "GET /v1/organization/usage/completions": USAGE,
+    "GET /v1/organization/usage/embeddings": USAGE,
     "GET /v1/batches": PAGE,
     f"GET {TUNING}": PAGE,
     f"GET {TUNING}/{{job_id}}/events": (

@@ -71,12 +71,14 @@ def check_operator(request: Request, config: ServerConfig) -> bool:
     """
     if request.state.operator:
         return True
+    keyed = request.state.keyed
+    if keyed and (config.operator_key or not config.api_key):
+        reason = "this needs an operator's key (--operator-key, or holdfast keys add NAME --scope operator)"
+        raise ApiError(reason, status=403, code="operator_only")
     if config.operator_key:
-        if config.api_key:
-            raise ApiError("this needs an operator's key (--operator-key)", status=403, code="operator_only")
         raise ApiError("this needs an operator's key: Authorization: Bearer KEY", status=401, code="invalid_api_key")
-    if config.api_key:
-        reason = "this is for operators, and the server has no operator's key; start it with --operator-key"
+    if keyed:
+        reason = "this is for operators; start the server with --operator-key, or add a key with the scope operator"
         raise ApiError(reason, status=403, code="operator_only")
     here = request.client is not None and loopback(request.client.host)
     if not here or config.root_path or any(name in request.headers for name in FORWARDED):

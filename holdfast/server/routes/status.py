@@ -91,11 +91,11 @@ def add_status_routes(
     service: Service | None,
     applications: Applications,
     registry: CollectorRegistry,
-    replicated: CollectorRegistry | None = None,
+    operators: CollectorRegistry,
 ) -> None:
     """Add GET /health and /metrics. Both query the engines, within a time limit.
 
-    `replicated` holds the metrics that each replica has.
+    `operators` holds the metrics of each replica and of each key.
     """
 
     @app.get("/health")
@@ -125,13 +125,13 @@ def add_status_routes(
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Metrics in Prometheus' text format. On a server with keys, only operators get the metrics of each replica."""
+        """Metrics in Prometheus' text format. With keys, those of each replica and key are for operators."""
         if service is not None:
             service.metrics.stats = await stats_of(service)
         await applications.scrape()
         shown = generate_latest(registry)
-        if replicated is not None and (request.state.operator or not applications.config.api_key):
-            shown += generate_latest(replicated)
+        if request.state.operator or not request.state.keyed:
+            shown += generate_latest(operators)
         return Response(shown, media_type=CONTENT_TYPE)
 
 

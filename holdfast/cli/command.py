@@ -126,6 +126,8 @@ class Command:
     """Help text of MODEL."""
     operand: str = "MODEL"
     """Name of the positional argument. `model` is its help text, even if it is not a model."""
+    second: tuple[str, str] | None = None
+    """Name and help text of a second positional argument, if the command has one."""
 
     @property
     def flags(self) -> list[str]:
@@ -172,6 +174,9 @@ def add_options(parser: argparse.ArgumentParser, command: Command, *, whole: boo
     parser.description = command.description
     name = command.operand
     parser.add_argument(name.lower(), nargs="?", default=argparse.SUPPRESS, metavar=name, help=command.model)
+    if command.second is not None:
+        name, help = command.second
+        parser.add_argument(name.lower(), nargs="?", default=argparse.SUPPRESS, metavar=name, help=help)
     parser.set_defaults(config=None)
     hidden = 0
     if command.groups:
@@ -465,6 +470,25 @@ def plan_command() -> Command:
     )
 
 
+def store_command() -> Command:
+    """Return the command `holdfast store`."""
+    from holdfast.cli import store
+
+    def run(asked: Asked) -> int:
+        with value_errors_as_usage():
+            return store.run(asked.config(store.StoreConfig), asked.flags.get("action"), asked.flags.get("file"))
+
+    return Command(
+        run=run,
+        description="Look after the store of conversations. `check` reads it whole and says whether it is damaged. "
+        "`backup` copies it to FILE as it is at one moment. Servers may go on meanwhile.",
+        groups={store.StoreConfig: "the store"},
+        model=f"one of {', '.join(store.ACTIONS)}",
+        operand="ACTION",
+        second=("FILE", "the new file of a backup"),
+    )
+
+
 def completion_command() -> Command:
     """Return the command `holdfast completion`."""
 
@@ -498,12 +522,13 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "profile": ("measure a model's pace on this device, for --tbt-target and simulations", profile_command),
     "bench": ("measure a model or a server under load, or simulate one", bench_command),
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
+    "store": ("check or copy the store of conversations", store_command),
     "completion": ("print a completion script for bash, zsh or fish", completion_command),
 }
 """For each command: its line in the help, and the function that imports it."""
 
 
-OPERANDS = {"batch": "FILE", "tune": "DATA", "completion": "SHELL"}
+OPERANDS = {"batch": "FILE", "tune": "DATA", "store": "ACTION [FILE]", "completion": "SHELL"}
 """Positional arguments of the commands that do not take [MODEL], for their usage."""
 
 

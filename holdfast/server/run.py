@@ -37,6 +37,7 @@ from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.tables import STEPS as JOB_STEPS
+from holdfast.server.jobs.tables import create_indexes
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Admission
@@ -179,7 +180,7 @@ def open_store(config: ServerConfig) -> Store:
         threads=math.inf if most is None else most,
         bytes=default_bytes(where) if size is None else size,
     )
-    return Store.open(where, bounds, more=JOB_STEPS)
+    return Store.open(where, bounds, more=JOB_STEPS, additions=[create_indexes])
 
 
 async def serve(

@@ -152,6 +152,19 @@ def held(db: Connection) -> dict[str, Held]:
     return {tenant: Held(*map(int, numbers)) for tenant, *numbers in rows}
 
 
+def complete(db: Connection) -> bool:
+    """Whether all rows of an older store are counted."""
+    return all(db.execute(select(upkeep.c.done).where(upkeep.c.task.in_(COUNTED))).scalars())
+
+
+def recount(db: Connection) -> Held:
+    """Return what the store holds by reading all rows, which takes seconds for each million."""
+    counted = (threads, conversations, items)
+    numbers = [db.execute(select(func.count()).select_from(table)).scalar_one() for table in counted]
+    size = db.execute(select(func.coalesce(func.sum(threads.c.bytes), 0))).scalar_one()
+    return Held(*numbers, int(size))
+
+
 def count_piece(db: Connection) -> bool:
     """Count some rows of an older store, within the caller's transaction. Returns whether there may be more."""
     for name, rows in (("threads", _threads), ("conversations", _conversations), ("items", _items)):

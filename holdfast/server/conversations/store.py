@@ -51,10 +51,12 @@ class Store:
         bounds: Bounds,
         now: Callable[[], float] = time.time,
         more: Sequence[MigrationStep] = (),
+        additions: Sequence[MigrationStep] = (),
     ) -> Store:
         """Open or create the store at `where`: a file for SQLite, a database's URL, or `memory`.
 
-        Migrates an older schema, including the steps of `more`. Reads no table whole, so a damaged page is found only
+        Migrates an older schema, including the steps of `more`. Each of `additions` then creates what may be missing
+        and what an older server does not mind. Reads no table whole, so a damaged page is found only
         when it is used, or by `Database.check`. Raises StoreError.
         """
         shown = where if "://" not in where else where.partition("://")[0] + " database"
@@ -62,8 +64,8 @@ class Store:
             store = cls(Database(where), bounds, now)
             with store.database.write() as db:
                 migrate(db, more)
-                counters.create(db)
-                search_index.create(db)
+                for create in (counters.create, search_index.create, *additions):
+                    create(db)
             with store.database.write() as db:
                 store.space.drop_old(db)
         except ModuleNotFoundError as error:

@@ -130,6 +130,12 @@ by_creation = [
 """Indexes in whose order lists are read, page by page."""
 
 
+def create_indexes(db: Connection) -> None:
+    """Create the indexes of lists that an older store lacks. They have no version, as an older server keeps them."""
+    for index in by_creation:
+        index.create(db, checkfirst=True)
+
+
 def _attempts(db: Connection) -> None:
     attempts.create(db)
 

@@ -4,7 +4,7 @@
 
 Half of the conversations belong to one tenant, and the others to a thousand tenants. Each conversation has two messages
 of 30 words, and one in ten has a turn. The words are drawn from 20,000, the common ones more often. Each call is made
-through the store's methods, as the routes make them, without HTTP. A store that is there already is only measured.
+through the store's methods, as the routes make them, without HTTP. A store that this has filled is filled up.
 """
 
 from __future__ import annotations
@@ -112,9 +112,13 @@ class Writer:
         self._words = ["the", *("".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(20_000))]
         self._weights = list(_running([1 / (rank + 1) for rank in range(len(self._words))]))
 
+        self._texts = [
+            " ".join(draw.choices(self._words, cum_weights=self._weights, k=WORDS_OF_MESSAGE)) for _ in range(20_000)
+        ]
+
     def message(self, id: str, role: str, last: str = "") -> dict[str, Any]:
-        """Return a message."""
-        said = " ".join([*self._draw.choices(self._words, cum_weights=self._weights, k=WORDS_OF_MESSAGE), last])
+        """Return a message. One text in 20,000 is drawn."""
+        said = f"{self._draw.choice(self._texts)} {last}"
         return {"id": id, "type": "message", "role": role, "content": [{"type": "input_text", "text": said}]}
 
 
@@ -126,16 +130,14 @@ def _running(numbers: Sequence[float]) -> Iterator[float]:
 
 
 def fill(where: str, count: int, draw: random.Random) -> float:
-    """Store `count` conversations, unless the store has some. Returns the seconds that this took."""
+    """Store conversations until there are `count`. Returns the seconds that this took."""
     store, writer, began = opened(where), Writer(draw), time.perf_counter()
-    with store.database.read() as db:
-        if db.execute(select(conversations.c.id).limit(1)).first():
-            store.close()
-            return 0.0
     with store.database.write() as db:
-        names = [LARGE, *(f"tenant{number}" for number in range(OTHERS))]
-        db.execute(insert(tenants), [{"number": number, "tenant": each} for number, each in enumerate(names, 1)])
-    for first in range(0, count, AT_ONCE):
+        there = db.execute(select(func.max(indexed.c.number))).scalar() or 0
+        if not there:
+            names = [LARGE, *(f"tenant{number}" for number in range(OTHERS))]
+            db.execute(insert(tenants), [{"number": number, "tenant": each} for number, each in enumerate(names, 1)])
+    for first in range(there, count, AT_ONCE):
         fill_some(store, range(first, min(count, first + AT_ONCE)), writer)
     with store.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as db:
         db.execute(text("ANALYZE"))
@@ -179,7 +181,13 @@ def fill_some(store: Store, numbers: range, writer: Writer) -> None:
         ]
         rows["indexed"].append({"number": number + 1, "conversation": id, "tenant": of_tenant})
         if number % 10 == 0:
-            response = {"id": f"resp_{number}", "status": "completed", "output": said[1:]}
+            response = {
+                "id": f"resp_{number}",
+                "status": "completed",
+                "created_at": 0,
+                "metadata": {},
+                "output": said[1:],
+            }
             rows["turns"].append(
                 {"id": f"resp_{number}", "thread": id, "tenant": tenant, "parent": None, "visible": True,
                  "status": "completed", "response": encode(response), "input": encode(said[:1]), "history": b"[]",
@@ -208,7 +216,13 @@ def measured(store: Store, there: int, draw: random.Random) -> dict[str, dict[st
     def turn() -> None:
         number, fresh = draw.randrange(there // 10) * 10, f"new_{next(made)}"
         context: Context = store.conversations.context(tenant_of(number), name(number))
-        response = {"id": fresh, "status": "completed", "output": [writer.message(f"{fresh}_b", "assistant")]}
+        response = {
+            "id": fresh,
+            "status": "completed",
+            "created_at": 0,
+            "metadata": {},
+            "output": [writer.message(f"{fresh}_b", "assistant")],
+        }
         given = [writer.message(f"{fresh}_a", "user")]
         new = Turn(
             response=response, tenant=tenant_of(number), input=given, context=context, conversation=name(number),

@@ -174,7 +174,8 @@ def count_piece(db: Connection) -> bool:
         found = rows(db, task.cursor)
         sums: dict[str, Counter[str]] = defaultdict(Counter)
         for row in found:
-            sums[row.tenant].update({column: int(getattr(row, column, 0)) for column in _NOTHING})
+            if row.tenant is not None:  # Items without a conversation belong to nobody.
+                sums[row.tenant].update({column: int(row._mapping.get(column, 0)) for column in _NOTHING})
         for tenant, amounts in sorted(sums.items()):
             db.execute(_COUNT, {"tenant": tenant, **_NOTHING, **amounts})
         end_piece(db, name, found[-1].key if found else task.cursor, done=len(found) < PIECE)
@@ -214,8 +215,8 @@ def _items(db: Connection, cursor: str) -> list[Row[tuple[str, str, int]]]:
     """Return the number of items of some conversations, each with its tenant."""
     key, count = items.c.conversation.label("key"), func.count().label("items")
     piece = select(key, count).where(key > cursor).group_by(key).order_by(key).limit(PIECE).subquery()
-    query = select(piece.c.key, conversations.c.tenant, piece.c.items).join_from(
-        piece, conversations, conversations.c.id == piece.c.key
+    query = select(piece.c.key, conversations.c.tenant, piece.c["items"]).join_from(
+        piece, conversations, conversations.c.id == piece.c.key, isouter=True
     )
     return list(db.execute(query.order_by(piece.c.key)).all())
 

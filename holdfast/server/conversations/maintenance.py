@@ -43,7 +43,8 @@ def backup(where: str, target: Path) -> int:
     if target.exists():
         raise StoreError(f"{target} exists; name a new file for the backup")
     try:
-        os.close(open_regular(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+        part.unlink(missing_ok=True)  # A backup that was killed left it.
+        os.close(open_regular(part, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(part)) as copy:
             source.backup(copy)  # All pages in one step: several steps would begin again at each write of a server.
         part.rename(target)

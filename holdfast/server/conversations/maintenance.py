@@ -1,4 +1,4 @@
-"""What an operator does to a store by command: check it whole, and copy it while servers use it."""
+"""Work of an operator on a store: a check of the whole file, and a copy while servers use it."""
 
 from __future__ import annotations
 

@@ -780,3 +780,24 @@ def test_a_conversation_that_moves_between_its_branches_grows_by_no_byte(store: 
     assert len(sizes) == 1 and max(sizes) < whole
     store.tree.move("a", "conv", "one", after=False)
     assert said(store.conversations.context("a", "conv")) == ["first"] and size() < min(sizes)
+
+
+def test_a_deep_page_of_a_list_costs_no_more_than_the_first(opened: Callable[..., Store], tmp_path: Path) -> None:
+    clock, done = Clock(), [0]
+    store = Store.open(str(tmp_path / "store.sqlite"), AMPLE, clock)
+    for number in range(600):
+        clock.now += number % 3  # Some are active at the same time.
+        store.conversations.create("a", f"conv_{number:03}", {}, [])
+
+    @sqlalchemy.event.listens_for(store.database.engine, "checkout")
+    def watch(connection: Any, record: Any, proxy: Any) -> None:
+        connection.set_progress_handler(lambda: done.__setitem__(0, done[0] + 1), 10)
+
+    def steps(after: str | None) -> int:
+        """Return the tens of instructions of SQLite's machine for a page."""
+        done[0] = 0
+        assert len(store.listing.page("a", limit=10, after=after)[0]) == 10
+        return done[0]
+
+    assert steps("conv_030") <= steps(None) + 40 and steps("conv_570") <= steps(None) + 40
+    store.close()

@@ -7,8 +7,8 @@ which knows nothing of counters, keeps them right, too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import sqlalchemy
 from sqlalchemy import BigInteger, Boolean, Column, Connection, Integer, Row, Table, func, insert, select, text, update
@@ -147,9 +147,9 @@ def _postgresql(db: Connection, name: str, counted: Counted, event: str) -> None
 def held(db: Connection) -> dict[str, Held]:
     """Return what each tenant holds. Rows of an older store are missing until they are counted."""
     columns = counters.c
-    sums = (func.sum(columns[name]) for name in _NOTHING)
+    sums = (func.sum(columns[name]).label(name) for name in _NOTHING)
     rows = db.execute(select(columns.tenant, *sums).group_by(columns.tenant))
-    return {tenant: Held(*map(int, numbers)) for tenant, *numbers in rows}
+    return {row.tenant: Held(**{name: int(row._mapping[name]) for name in _NOTHING}) for row in rows}
 
 
 def complete(db: Connection) -> bool:
@@ -199,26 +199,26 @@ def end_piece(db: Connection, task: str, cursor: str, *, done: bool) -> None:
     db.execute(update(upkeep).where(upkeep.c.task == task).values(cursor=cursor, done=done))
 
 
-def _threads(db: Connection, cursor: str) -> list[Row[tuple[str, str, int, int]]]:
+def _threads(db: Connection, cursor: str) -> Sequence[Any]:
     c = threads.c
     query = select(c.id.label("key"), c.tenant, c.bytes, sqlalchemy.literal(1).label("threads"))
-    return list(db.execute(query.where(c.id > cursor).order_by(c.id).limit(PIECE)).all())
+    return db.execute(query.where(c.id > cursor).order_by(c.id).limit(PIECE)).all()
 
 
-def _conversations(db: Connection, cursor: str) -> list[Row[tuple[str, str, int]]]:
+def _conversations(db: Connection, cursor: str) -> Sequence[Any]:
     c = conversations.c
     query = select(c.id.label("key"), c.tenant, sqlalchemy.literal(1).label("conversations"))
-    return list(db.execute(query.where(c.id > cursor).order_by(c.id).limit(PIECE)).all())
+    return db.execute(query.where(c.id > cursor).order_by(c.id).limit(PIECE)).all()
 
 
-def _items(db: Connection, cursor: str) -> list[Row[tuple[str, str, int]]]:
+def _items(db: Connection, cursor: str) -> Sequence[Any]:
     """Return the number of items of some conversations, each with its tenant."""
     key, count = items.c.conversation.label("key"), func.count().label("items")
     piece = select(key, count).where(key > cursor).group_by(key).order_by(key).limit(PIECE).subquery()
     query = select(piece.c.key, conversations.c.tenant, piece.c["items"]).join_from(
         piece, conversations, conversations.c.id == piece.c.key, isouter=True
     )
-    return list(db.execute(query.order_by(piece.c.key)).all())
+    return db.execute(query.order_by(piece.c.key)).all()
 
 
 def total(each: Iterable[Held]) -> Held:

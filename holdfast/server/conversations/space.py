@@ -173,7 +173,7 @@ class Space:
             held.bytes -= row.bytes
         self._log.add(self.now(), old=old, displaced=displaced)
 
-    def _displaced(self, db: Connection, spare: str) -> Row[Any] | None:
+    def _displaced(self, db: Connection, spare: str) -> Row[Any, Any, Any, Any] | None:
         """Return the thread that is dropped next if a bound is exceeded."""
         for tenant in self._over_bounds():
             row = db.execute(_IDLE_OF, {"spare": spare, "tenant": tenant}).first()

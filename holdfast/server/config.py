@@ -93,7 +93,7 @@ class ServerConfig:
     )
     store_gb: float | None = option(
         None,
-        "most GB of tokens and items kept; the longest idle are dropped beyond it; default: a quarter of the disk for "
+        "most GB of tokens and items kept; the longest idle are dropped beyond it; default: a tenth of the disk for "
         "SQLite, 8 for `memory`, no limit for PostgreSQL",
     )
     files: str | None = option(

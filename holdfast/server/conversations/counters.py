@@ -159,10 +159,12 @@ def complete(db: Connection) -> bool:
 
 def recount(db: Connection) -> Held:
     """Return what the store holds by reading all rows, which takes seconds for each million."""
-    counted = (threads, conversations, items)
-    numbers = [db.execute(select(func.count()).select_from(table)).scalar_one() for table in counted]
+
+    def number(table: Table) -> int:
+        return int(db.execute(select(func.count()).select_from(table)).scalar_one())
+
     size = db.execute(select(func.coalesce(func.sum(threads.c.bytes), 0))).scalar_one()
-    return Held(*numbers, int(size))
+    return Held(number(threads), number(conversations), number(items), int(size))
 
 
 def count_piece(db: Connection) -> bool:

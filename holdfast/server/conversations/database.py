@@ -207,13 +207,13 @@ def place(store: str | None) -> str:
 def default_bytes(where: str) -> float:
     """Return the maximum number of bytes of a store without a configured one; `math.inf` for any number.
 
-    A SQLite file may take a quarter of its disk, as its indexes take about as much again.
+    In a SQLite file it is a tenth of the disk, as short messages take six times their size there, with all indexes.
     """
     path = sqlite_path(where)
     if path is None:
         return MEMORY_BYTES if where == MEMORY or where.startswith("sqlite") else math.inf
     there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
-    return shutil.disk_usage(there).total / 4
+    return shutil.disk_usage(there).total / 10
 
 
 def sqlite_path(where: str) -> Path | None:

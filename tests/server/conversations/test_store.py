@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -23,7 +25,7 @@ from sqlalchemy import text
 
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import conversation_store, database, turn_store, values
-from holdfast.server.conversations.database import MEMORY, STEPS, Database, migrate
+from holdfast.server.conversations.database import MEMORY, STEPS, Database, default_bytes, migrate
 from holdfast.server.conversations.store import AsyncStore, Store, StoreError
 from holdfast.server.conversations.values import Bounds, Conflict, Context, NotFound, ThreadTooLarge, Turn
 from holdfast.server.jobs.tables import STEPS as JOB_STEPS
@@ -801,3 +803,22 @@ def test_a_deep_page_of_a_list_costs_no_more_than_the_first(opened: Callable[...
 
     assert steps("conv_030") <= steps(None) + 40 and steps("conv_570") <= steps(None) + 40
     store.close()
+
+
+def test_a_store_without_configured_bounds_is_bounded_by_its_disk_or_by_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(5000, 1, 1))
+    assert default_bytes(str(tmp_path / "no" / "store.sqlite")) == 500
+    assert default_bytes(f"sqlite:///{tmp_path}/store.sqlite") == 500
+    assert default_bytes(MEMORY) == default_bytes("sqlite://") == 8 << 30
+    assert default_bytes("postgresql://host/name") == math.inf
+
+
+def test_no_conversation_is_dropped_by_number_unless_a_number_is_given(tmp_path: Path) -> None:
+    for most, left in ((None, 5), (3, 3)):
+        store = open_store(ServerConfig(store=str(tmp_path / f"{most}.sqlite"), store_conversations=most))
+        for number in range(5):
+            store.conversations.create("a", f"conv_{number}", {}, [])
+        assert len(store.listing.page("a", limit=9)[0]) == left
+        store.close()

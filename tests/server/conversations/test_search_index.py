@@ -128,6 +128,8 @@ def test_items_beyond_the_places_of_a_conversation_are_stored_and_not_indexed(
     monkeypatch.setattr(search_index, "PLACES", 2)
     store.conversations.create("a", "conv", {}, [item("inside"), item("beyond")])
     assert (found(store, "inside"), found(store, "beyond")) == (["conv"], [])
+    with store.database.read() as db:
+        assert list(index_of(db).newest(db, ["beyond"], tenant_places(db, "a"), 9)) == []
     assert len(store.conversations.context("a", "conv").items) == 2
 
 
@@ -136,12 +138,13 @@ def test_postgresql_finds_a_rare_word_past_its_newest_documents(
 ) -> None:
     monkeypatch.setattr(search_index, "RECENT", 3)
     store = Store.open(postgresql_schema, AMPLE, lambda: 1000.0)
-    store.conversations.create("a", "rare", {}, [item("needle")])
+    for name in ("rare", "rare too"):
+        store.conversations.create("a", name, {}, [item("needle")])
     for number in range(5):
         store.conversations.create("a", f"conv_{number}", {}, [item(f"hay{number}")])
     store.conversations.create("b", "theirs", {}, [item("needle")])
-    assert found(store, "needle") == ["rare"]
+    assert found(store, "needle") == ["rare too", "rare"]
     with store.database.read() as db:
-        assert db.execute(text("SELECT count(*) FROM search_text")).scalar_one() == 7
+        assert db.execute(text("SELECT count(*) FROM search_text")).scalar_one() == 8
     grow(store, "free")
     store.close()

@@ -57,3 +57,4 @@ def test_the_work_for_a_text_is_limited() -> None:
     text = "a " * (MOST_CHARACTERS // 2) + "late"
     assert words_of(text) == {"a"}
     assert query_of("conversationalist") == ["conversationalist"[:MOST_BEGINNING]]
+    assert query_of("在北京") == ["在北", "北京"], "the last character alone would match much more"

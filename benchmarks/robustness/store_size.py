@@ -18,6 +18,7 @@ import random
 import shlex
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,7 @@ def main() -> None:
     began = time.perf_counter()
     store = opened(asked.store)
     started = time.perf_counter() - began
-    with store.database.read() as db:
-        there = db.execute(select(func.count()).select_from(conversations)).scalar_one()
+    there = asked.conversations
     result = {
         "command": shlex.join(["python", *sys.argv]), "version": __version__, "python": platform.python_version(),
         "processors": os.cpu_count(), "database": described(store), "conversations": there, "fill_s": filled,
@@ -207,7 +207,8 @@ def fill_some(store: Store, numbers: range, writer: Writer) -> None:
 def measured(store: Store, there: int, draw: random.Random) -> dict[str, dict[str, float]]:
     """Return for each kind of call its median, P99 and longest time in milliseconds."""
     writer = Writer(random.Random(0))
-    made = iter(range(1 << 30))
+    run = uuid.uuid4().hex[:8]  # Another run measured the same store before.
+    made = (f"{run}_{number}" for number in range(1 << 30))
 
     def conversation() -> tuple[str, str]:
         number = draw.randrange(there)
@@ -270,14 +271,13 @@ def measured(store: Store, there: int, draw: random.Random) -> dict[str, dict[st
         "search: one letter": search(LARGE, "q"),
         "search: two words": search(LARGE, f"number {there - 2}"),
     }
-    fresh: list[int] = []
+    fresh: list[str] = []
 
-    def gone() -> int:
+    def gone() -> str:
         if not fresh:
-            numbers = range(10**9, 10**9 + CALLS)
-            fresh.extend(numbers)
-            for number in numbers:
-                store.conversations.create(LARGE, f"fresh_{number}", {}, [writer.message(f"gone_{number}", "user")])
+            fresh.extend(next(made) for _ in range(CALLS))
+            for each in fresh:
+                store.conversations.create(LARGE, f"fresh_{each}", {}, [writer.message(f"gone_{each}", "user")])
         return fresh.pop()
 
     gone()

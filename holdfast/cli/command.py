@@ -491,6 +491,25 @@ def keys_command() -> Command:
     )
 
 
+def store_command() -> Command:
+    """Return the command `holdfast store`."""
+    from holdfast.cli import store
+
+    def run(asked: Asked) -> int:
+        with value_errors_as_usage():
+            return store.run(asked.config(store.StoreConfig), asked.flags.get("action"), asked.flags.get("file"))
+
+    return Command(
+        run=run,
+        description="Look after the store of conversations. `check` reads it whole and says whether it is damaged. "
+        "`backup` copies it to FILE as it is at one moment. Servers may go on meanwhile.",
+        groups={store.StoreConfig: "the store"},
+        model=f"one of {', '.join(store.ACTIONS)}",
+        operand="ACTION",
+        others=(("FILE", "the new file of a backup"),),
+    )
+
+
 def completion_command() -> Command:
     """Return the command `holdfast completion`."""
 
@@ -525,12 +544,15 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "bench": ("measure a model or a server under load, or simulate one", bench_command),
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
     "keys": ("add, list, rotate, limit and revoke a server's API keys", keys_command),
+    "store": ("check or copy the store of conversations", store_command),
     "completion": ("print a completion script for bash, zsh or fish", completion_command),
 }
 """For each command: its line in the help, and the function that imports it."""
 
 
-OPERANDS = {"batch": "FILE", "tune": "DATA", "completion": "SHELL", "keys": "ACTION [NAME]"}
+OPERANDS = {
+    "batch": "FILE", "tune": "DATA", "keys": "ACTION [NAME]", "store": "ACTION [FILE]", "completion": "SHELL"
+}  # fmt: skip
 """Positional arguments of the commands that do not take [MODEL], for their usage."""
 
 

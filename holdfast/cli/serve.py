@@ -72,6 +72,7 @@ def announce(
 ) -> None:
     """Print the model, its sizes, the address, and how to send requests."""
     memory, keys = info.memory, len(server.api_key)
+    most = "" if server.store_gb is None else f", at most {server.store_gb:g} GB"
     rows = {
         "page": f"{url}/  (chat in a browser)",
         "address": f"{url}  (API under /v1, described at /openapi.json)",
@@ -86,7 +87,7 @@ def announce(
         **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
         **({"tuning": "takes jobs (POST /v1/fine_tuning/jobs)"} if engine.tuning else {}),
         "retention": retention(engine, info),
-        "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",
+        "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days{most}",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
         "step": step(engine, info),
         "start": in_words(info.stages),

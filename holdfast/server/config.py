@@ -90,8 +90,14 @@ class ServerConfig:
         "the end; default: holdfast/conversations.sqlite in the user's data directory",
     )
     store_days: float = option(30.0, "days after its last turn that a conversation is kept")
-    store_conversations: int = option(100_000, "most conversations kept; the longest idle are dropped beyond it")
-    store_gb: float = option(8.0, "most GB of tokens and items kept; the longest idle are dropped beyond it")
+    store_conversations: int | None = option(
+        None, "most conversations kept; the longest idle are dropped beyond it; default: any number"
+    )
+    store_gb: float | None = option(
+        None,
+        "most GB of tokens and items kept; the longest idle are dropped beyond it; default: a tenth of the disk for "
+        "SQLite, 8 for `memory`, no limit for PostgreSQL",
+    )
     files: str | None = option(
         None,
         "directory of uploaded files and batches' output; default: holdfast/files in the user's data directory, or a "
@@ -138,6 +144,8 @@ class ServerConfig:
             ("drain_seconds", 0, 86400),
         ):
             value = getattr(self, name)
+            if value is None:
+                continue
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
         DefaultContracts.read(self.contract)
@@ -180,9 +188,9 @@ class ServerConfig:
         return bytes_of_gb(self.files_gb)
 
     @property
-    def store_bytes(self) -> int:
-        """Most bytes of tokens and items kept."""
-        return bytes_of_gb(self.store_gb)
+    def store_bytes(self) -> int | None:
+        """Most bytes of tokens and items kept; None for the default of the kind of store."""
+        return None if self.store_gb is None else bytes_of_gb(self.store_gb)
 
     @property
     def store_seconds(self) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -30,11 +31,12 @@ from holdfast.lm.config import EngineConfig
 from holdfast.server.address import loopback, url_of
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import Connection, Connections
-from holdfast.server.conversations.database import place
+from holdfast.server.conversations.database import default_bytes, place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
 from holdfast.server.jobs.batches import Batches
+from holdfast.server.jobs.tables import create_indexes
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.keys.accounts import Accounts
 from holdfast.server.keys.tables import KeyTable
@@ -179,8 +181,14 @@ def log_as(config: ServerConfig) -> None:
 
 def open_store(config: ServerConfig) -> Store:
     """Open the configured store. Raises StoreError."""
-    bounds = Bounds(seconds=config.store_seconds, threads=config.store_conversations, bytes=config.store_bytes)
-    return Store.open(place(config.store), bounds, more=SCHEMA)
+    where = place(config.store)
+    most, size = config.store_conversations, config.store_bytes
+    bounds = Bounds(
+        seconds=config.store_seconds,
+        threads=math.inf if most is None else most,
+        bytes=default_bytes(where) if size is None else size,
+    )
+    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes])
 
 
 async def serve(

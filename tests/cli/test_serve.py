@@ -37,7 +37,7 @@ def test_the_announcement_shows_address_sizes_and_store() -> None:
     for part in (
         "tiny", "http://127.0.0.1:8000", "a CPU", "100 blocks of 16", "1,600 tokens", "512 tokens", "curl ",
         "300 blocks of 16, 4,800 tokens", "lowest recomputation cost / age first, 32 tokens at a time",
-        "/data/talks.sqlite, kept for 30 days, at most 8 GB",
+        "/data/talks.sqlite, kept for 30 days",
     ):  # fmt: skip
         assert part in shown
 

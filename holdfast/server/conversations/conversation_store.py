@@ -8,9 +8,10 @@ from typing import Any
 from msgspec.json import decode
 from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, select, update
 
+from holdfast.server.conversations import search_index
 from holdfast.server.conversations.database import Database, conversations, items, threads, turns
 from holdfast.server.conversations.space import Space
-from holdfast.server.conversations.values import Conflict, Context, Item, NotFound, Turn, check_context
+from holdfast.server.conversations.values import Context, ConversationBusy, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
 
 # Built once, because every turn in a conversation runs this query.
@@ -46,6 +47,7 @@ class ConversationStore:
         with self._database.write() as db:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
             db.execute(insert(conversations).values(**row, metadata=encoded))
+            search_index.add_conversation(db, tenant, conversation, encoded)
             size = append(db, conversation, first)
             self._space.grown(db, conversation, tenant, len(encoded) + size)
             return _shown(self.find(db, tenant, conversation))
@@ -59,15 +61,18 @@ class ConversationStore:
         """Replace the metadata. Returns the conversation in the API's shape."""
         with self._database.write() as db:
             row = self.find(db, tenant, conversation)
-            values = {"metadata": encode(metadata)}
-            db.execute(update(conversations).where(conversations.c.id == conversation).values(values))
+            encoded = encode(metadata)
+            db.execute(update(conversations).where(conversations.c.id == conversation).values(metadata=encoded))
+            search_index.replace_metadata(db, conversation, row.metadata, encoded)
             return _shown(row) | {"metadata": dict(metadata)}
 
     def delete(self, tenant: str, conversation: str) -> None:
         """Delete a conversation and its items. Its responses keep their ids."""
         with self._database.write() as db:
             row = self.find(db, tenant, conversation)
-            freed = _remove(db, items.c.conversation == conversation)
+            search_index.remove_conversation(db, conversation, row.metadata)
+            here = items.c.conversation == conversation
+            freed = db.execute(delete(items).where(here).returning(func.length(items.c.item))).scalars().all()
             db.execute(delete(conversations).where(conversations.c.id == conversation))
             self._space.prune(db, row.thread, row.head, sum(freed))
 
@@ -127,14 +132,13 @@ class ConversationStore:
 
     def delete_item(self, tenant: str, conversation: str, item: str) -> dict[str, Any]:
         """Remove an item. Returns the conversation in the API's shape."""
-        this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.write() as db:
             row = self.find(db, tenant, conversation, item)
-            freed = _remove(db, *this)
+            freed = remove(db, conversation, items.c.id == item)
             if not freed:
                 raise NotFound("item", item)
             self._clear_head(db, conversation)
-            self._space.prune(db, row.thread, row.head, sum(freed))
+            self._space.prune(db, row.thread, row.head, freed)
             return _shown(row)
 
     def find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
@@ -174,19 +178,23 @@ def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:
         for position, item in enumerate(new, 0 if last is None else last + 1)
     ]
     db.execute(insert(items), rows)
+    search_index.add_items(db, conversation, [(row["position"], row["item"]) for row in rows])
     return sum(len(row["item"]) for row in rows)
 
 
-def _remove(db: Connection, *which: ColumnElement[bool]) -> Sequence[int]:
-    """Remove items within the caller's transaction. Returns their sizes in bytes."""
-    return db.execute(delete(items).where(*which).returning(func.length(items.c.item))).scalars().all()
+def remove(db: Connection, conversation: str, *which: ColumnElement[bool]) -> int:
+    """Remove items of a conversation within the caller's transaction. Returns their size in bytes."""
+    there = delete(items).where(items.c.conversation == conversation, *which)
+    rows = [(row.position, row.item) for row in db.execute(there.returning(items.c.position, items.c.item))]
+    search_index.remove_items(db, conversation, rows)
+    return sum(len(item) for _, item in rows)
 
 
 def advance(db: Connection, turn: Turn) -> None:
     """Make a turn its conversation's head, within the caller's transaction.
 
-    Raises Conflict if the conversation has changed since the turn began: its head, or its items if it has no head. The
-    update comes first because it locks the row against other servers.
+    Raises ConversationBusy if the conversation has changed since the turn began: its head, or its items if it has no
+    head. The update comes first because it locks the row against other servers.
     """
     columns, parent, here = conversations.c, turn.context.parent, items.c.conversation == turn.conversation
     unmoved = columns.head.is_(None) if parent is None else columns.head == parent
@@ -196,7 +204,7 @@ def advance(db: Connection, turn: Turn) -> None:
         listed = db.execute(select(items.c.id).where(here).order_by(items.c.position)).scalars().all()
         same = listed == [item["id"] for item in turn.context.items]
     if not same:
-        raise Conflict("the conversation was deleted, edited or went on while this response was written")
+        raise ConversationBusy("the conversation was deleted, edited or went on while this response was written")
 
 
 def _shown(row: Row[Any]) -> dict[str, Any]:

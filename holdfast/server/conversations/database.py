@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,8 @@ from sqlalchemy.pool import StaticPool
 from holdfast.files.regular import open_regular
 
 MEMORY = "memory"
+MEMORY_BYTES = 8 << 30
+"""Maximum number of bytes of tokens and items in a store in memory, if none is configured."""
 MIGRATION_LOCK = 0x486F6C6466617374
 """Key of PostgreSQL's advisory lock that a server holds while it migrates: `Holdfast` in ASCII."""
 BUSY_SECONDS = 5.0
@@ -200,6 +204,30 @@ def place(store: str | None) -> str:
     return store or str(data_directory() / "conversations.sqlite")
 
 
+def default_bytes(where: str) -> float:
+    """Return the maximum number of bytes of a store without a configured one; `math.inf` for any number.
+
+    In a SQLite file it is a tenth of the disk, as short messages take six times their size there, with all indexes.
+    """
+    path = sqlite_path(where)
+    if path is None:
+        return MEMORY_BYTES if where == MEMORY or where.startswith("sqlite") else math.inf
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    return shutil.disk_usage(there).total / 10
+
+
+def sqlite_path(where: str) -> Path | None:
+    """Return the file of a SQLite store; None for a store in memory or in PostgreSQL. Raises ValueError."""
+    if "://" not in where:
+        return None if where in (MEMORY, "", ":memory:") else Path(where).expanduser()
+    try:
+        url = sqlalchemy.make_url(where)
+    except ArgumentError:
+        return None
+    in_file = url.drivername.startswith("sqlite") and url.database not in (None, "", ":memory:")
+    return Path(url.database or "").expanduser() if in_file else None
+
+
 def shown(where: str) -> str:
     """Return a store's location without a password, for display."""
     try:
@@ -233,12 +261,12 @@ class Database:
             yield db
 
     def check(self) -> None:
-        """Read a whole SQLite file. Raises ValueError or SQLAlchemyError if it is damaged."""
+        """Read a whole SQLite file, some 10 s for each GB. Raises ValueError or SQLAlchemyError if it is damaged."""
         if self.engine.dialect.name == "sqlite":
             with self.read() as db:
                 found = db.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
             if found != "ok":
-                raise ValueError("the file is damaged; restore it, or move it away to begin a new one")
+                raise ValueError(f"the file is damaged ({found}); restore a backup, or move it away to begin a new one")
 
     def make_room(self, error: Exception) -> bool:
         """After a failed write, move SQLite's write-ahead log into the database file to free the log's space.

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
-from msgspec import MsgspecError, Struct, field
+from msgspec import MsgspecError
 from msgspec.json import decode
 from sqlalchemy import ColumnElement, Connection, LargeBinary, Row, and_, func, or_, select
 
-from holdfast.server.conversations.conversation_store import fitting
 from holdfast.server.conversations.database import Database, conversations, items, threads
+from holdfast.server.conversations.search_index import (
+    PLACES,
+    Places,
+    complete,
+    conversation_places,
+    index_of,
+    indexed,
+    number_of,
+    position_of,
+    tenant_places,
+)
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import NotFound
+from holdfast.server.conversations.words import Part, Said, item_text, query_of, title_text
 
-SCANNED = 100
-"""Maximum number of conversations that one query of a search reads."""
-SCANNED_BYTES = 8 << 20
-"""Number of bytes after which a search ends its page, because a longer read would delay others.
+SCANNED, BATCH = 512, 64
+"""Maximum number of documents that one search reads, and the number of them that is read at once.
 
-A search reads at most this number of bytes of each conversation, too.
+A search reads at most BATCH documents of each conversation.
 """
+SCANNED_BYTES = 8 << 20
+"""Number of bytes after which a search ends its page, because a longer read would delay others."""
 FETCHED = 8
 """Number of items that are fetched at once."""
 BEGINNING = 4096
@@ -33,23 +45,6 @@ TEXT = re.compile(rb'"(?:text|output)":"((?:[^"\\]|\\.)*+)')
 """Pattern of a text within an item. The end of the text may be missing."""
 PREVIEW = 120
 """Maximum number of characters in a preview: the beginning of a conversation, or the text around a match."""
-
-
-class _Part(Struct):
-    text: str = ""
-
-
-class _Said(Struct):
-    """Fields of an item that a search reads. Other fields are skipped."""
-
-    role: str = ""
-    content: list[_Part] = field(default_factory=list)
-    output: str = ""
-    arguments: str = ""
-
-    def text(self) -> str:
-        """Return the whole visible text of the item."""
-        return "\n".join([*(part.text for part in self.content), *filter(None, (self.arguments, self.output))])
 
 
 class Listing:
@@ -72,29 +67,78 @@ class Listing:
     def search(
         self, tenant: str, wanted: str, *, limit: int, after: str | None = None
     ) -> tuple[list[dict[str, Any]], str | None, bool]:
-        """Find conversations whose metadata or items contain `wanted`, ignoring case. Each has its `match`.
+        """Find conversations that have an item or metadata with `wanted`, ignoring case, the newest created first.
 
-        Returns a page of found conversations, the id of the last conversation that was read, and whether there are more
-        to read. A page can be short or empty, because one search reads only a bounded amount.
+        A match begins at the beginning of a word. Returns a page of found conversations, each with its `match`, the id
+        of the last conversation that was read, and whether there are more to read. A page can be short or empty,
+        because one search reads a bounded number of documents. Raises NotFound for `after`.
         """
-        wanted, found, size = wanted.casefold(), list[dict[str, Any]](), 0
+        words, wanted = query_of(wanted), wanted.casefold()
+        found, size = list[dict[str, Any]](), 0
         with self._database.read() as db:
-            while True:
-                rows = self._rows(db, tenant, SCANNED + 1, after)
-                sizes = _sizes(db, [row.id for row in rows[:SCANNED]])
-                batch = rows[: fitting([sizes.get(row.id, 0) for row in rows[:SCANNED]], SCANNED_BYTES)]
-                said, read = _said(db, [row.id for row in batch])
-                size += read
-                for row in batch:
-                    after, texts = row.id, said.get(row.id, [])
-                    title = decode(row.metadata, type=dict[str, str])
-                    match = next(filter(None, (_around(text, wanted) for text in (*title.values(), *texts))), None)
+            index, (first, end) = index_of(db), tenant_places(db, tenant)
+            if after is not None:
+                end = self._place(db, tenant, after)
+            for _ in range(SCANNED // BATCH):
+                documents = index.newest(db, words, Places(first, end), BATCH) if words and first < end else ()
+                whole, end = _whole(documents)
+                for row, texts in self._candidates(db, tenant, whole):
+                    after, match = row.id, None
+                    for text in texts:
+                        size += len(text)
+                        match = _around(text, wanted)
+                        if match is not None or size >= SCANNED_BYTES:
+                            break
                     if match is not None:
-                        found.append(_entry(row, texts[0][:PREVIEW] if texts else "") | {"match": match})
-                        if len(found) == limit:
-                            return found, after, row is not rows[-1]
-                if len(rows) == len(batch) or size >= SCANNED_BYTES:
-                    return found, after, len(rows) > len(batch)
+                        found.append(_entry(row, "") | {"match": match})
+                    if len(found) == limit or size >= SCANNED_BYTES:
+                        rest = Places(first, self._place(db, tenant, after))
+                        return self._with_previews(db, found), after, bool(index.newest(db, words, rest, 1))
+                if len(documents) < BATCH:
+                    return self._with_previews(db, found), after, False
+            return self._with_previews(db, found), after, True
+
+    def complete(self) -> bool:
+        """Whether a search finds all conversations. It does not while an older store is being indexed."""
+        with self._database.read() as db:
+            return complete(db)
+
+    def _place(self, db: Connection, tenant: str, after: str) -> int:
+        """Return the first document of the conversation after which a search continues. Raises NotFound."""
+        places = conversation_places(db, after)
+        row = db.execute(select(conversations.c.tenant).where(conversations.c.id == after)).one_or_none()
+        if places is None or row is None or row.tenant != tenant:
+            raise NotFound("conversation", after, "after")
+        return places.first
+
+    def _candidates(
+        self, db: Connection, tenant: str, documents: Sequence[int]
+    ) -> Iterator[tuple[Row[Any], Iterator[str]]]:
+        """Yield the conversations of documents, in their order, each with the documents' texts, or none if too old."""
+        positions: dict[int, list[int | None]] = {}
+        for document in documents:
+            positions.setdefault(number_of(document), []).append(position_of(document))
+        own = select(conversations, threads.c.active, indexed.c.number).join(
+            indexed, indexed.c.conversation == conversations.c.id
+        )
+        own = own.join(threads, threads.c.id == conversations.c.thread).where(
+            indexed.c.number.in_(positions), conversations.c.tenant == tenant
+        )
+        for row in sorted(db.execute(own).all(), key=lambda row: -row.number):
+            if row.active < self._space.oldest():
+                yield row, iter(())
+                continue
+            places = sorted(-1 if place is None else place for place in positions[row.number])
+            query = select(items.c.item).where(items.c.conversation == row.id, items.c.position.in_(places))
+            ordered = query.order_by(items.c.position).execution_options(yield_per=FETCHED)
+            with db.execute(ordered) as said:
+                title = [title_text(row.metadata)] if places[0] < 0 else []
+                yield row, chain(title, map(item_text, said.scalars()))
+
+    def _with_previews(self, db: Connection, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return entries with the beginnings of their first messages."""
+        first = _firsts(db, [entry["id"] for entry in found])
+        return [entry | {"preview": first.get(entry["id"], "")} for entry in found]
 
     def _rows(self, db: Connection, tenant: str, limit: int, after: str | None) -> Sequence[Row[Any]]:
         """Return conversations after a cursor, with the time of their last activity."""
@@ -107,8 +151,21 @@ class Listing:
             cursor = db.execute(listed.where(own, columns.id == after)).one_or_none()
             if cursor is None:
                 raise NotFound("conversation", after, "after")
-            own &= or_(active < cursor.active, and_(active == cursor.active, columns.id > after))
+            # The first condition is the range of the index that is read. The second one cuts its beginning.
+            own &= and_(active <= cursor.active, or_(active < cursor.active, columns.id > after))
         return db.execute(listed.where(own).order_by(active.desc(), columns.id).limit(limit)).all()
+
+
+def _whole(documents: Sequence[int]) -> tuple[Sequence[int], int]:
+    """Return the documents up to the last conversation that they hold whole, and the document before which to go on.
+
+    The last conversation of a full batch may have more documents, so it is left to the next batch. If it fills the
+    batch alone, its other documents are skipped.
+    """
+    last = documents[-1] // PLACES if documents else 0
+    if len(documents) < BATCH or documents[0] // PLACES == last:
+        return documents, last * PLACES
+    return [document for document in documents if document // PLACES > last], (last + 1) * PLACES
 
 
 def _firsts(db: Connection, ids: Sequence[str]) -> dict[str, str]:
@@ -123,41 +180,18 @@ def _firsts(db: Connection, ids: Sequence[str]) -> dict[str, str]:
     return begun
 
 
-def _beginning(item: bytes) -> _Said:
+def _beginning(item: bytes) -> Said:
     """Read the beginning of an item. A large item may be cut anywhere."""
     if len(item) < BEGINNING:
-        return decode(item, type=_Said)
+        return decode(item, type=Said)
     role = "system" if b'"role":"system"' in item[: BEGINNING // 2] else ""
     found = TEXT.search(item)
     for cut in range(len(SURROGATES) if found else 0):  # A cut may have split the last character.
         with suppress(MsgspecError, UnicodeDecodeError):
             assert found is not None
             text = found[1][: len(found[1]) - cut]
-            return _Said(role=role, content=[_Part(decode(b'"' + text + b'"', type=str))])
-    return _Said(role=role)
-
-
-def _sizes(db: Connection, ids: Sequence[str]) -> dict[str, int]:
-    """Return the size in bytes of each conversation's items."""
-    here = items.c.conversation.in_(ids)
-    query = select(items.c.conversation, func.sum(func.length(items.c.item))).where(here)
-    return {conversation: int(size) for conversation, size in db.execute(query.group_by(items.c.conversation))}
-
-
-def _said(db: Connection, ids: Sequence[str]) -> tuple[dict[str, list[str]], int]:
-    """Return the texts of conversations in order, up to SCANNED_BYTES, and the number of bytes read."""
-    here = items.c.conversation.in_(ids)
-    query = select(items.c.conversation, items.c.item, func.length(items.c.item)).where(here)
-    texts: dict[str, list[str]] = {}
-    size = 0
-    ordered = query.order_by(items.c.conversation, items.c.position).execution_options(yield_per=FETCHED)
-    with db.execute(ordered) as found:
-        for conversation, item, length in found:
-            texts.setdefault(conversation, []).append(decode(item, type=_Said).text())
-            size += length
-            if size >= SCANNED_BYTES:
-                break
-    return texts, size
+            return Said(role=role, content=[Part(decode(b'"' + text + b'"', type=str))])
+    return Said(role=role)
 
 
 def _around(text: str, wanted: str) -> str | None:

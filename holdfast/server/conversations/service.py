@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
-from holdfast.server.conversations.leases import RENEW_SECONDS
+from holdfast.server.conversations.leases import BUSY, RENEW_SECONDS, conversation_key
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -23,7 +23,7 @@ from holdfast.server.conversations.protocol import (
     replay_begun,
 )  # fmt: skip
 from holdfast.server.conversations.store import AsyncStore, Store
-from holdfast.server.conversations.values import RUNNING, Context, Turn
+from holdfast.server.conversations.values import RUNNING, Context, ConversationBusy, Turn
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.replies import RequestUsage, encode
@@ -46,13 +46,14 @@ class Responses:
         self.store = store
         url = service.config.web_search
         self.search = None if url is None else WebSearch(url)
-        self._locked: set[tuple[str, str]] = set()
+        self._locked: set[str] = set()
+        """Keys of the leases of conversations that this server changes now."""
         self._background: dict[str, Background] = {}
         self._ended: dict[str, tuple[list[Event], int]] = {}
         """Events and size in bytes of recently ended background responses by id, the oldest first."""
         self._kept_events = self._kept_bytes = 0
         self._renewing: asyncio.Task[None] | None = None
-        """Task that renews the leases of background responses. It ends when there are none."""
+        """Task that renews this server's leases. It ends when there are none."""
 
     def write(
         self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None, batch: str = ""
@@ -73,21 +74,25 @@ class Responses:
             background.task.cancel()
             raise
         self._background[writing.id] = background
-        if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.create_task(self._renew())
+        self._keep_renewing()
         background.task.add_done_callback(lambda task: self._end(background))
         return background
 
+    def _keep_renewing(self) -> None:
+        """Begin to renew leases, unless this is in progress."""
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
+
     async def _renew(self) -> None:
-        """Renew the leases of this server's background responses, and stop those that other servers cancelled."""
-        while self._background:
+        """Renew this server's leases, and stop the background responses that other servers cancelled."""
+        while self._background or self._locked:
             await asyncio.sleep(RENEW_SECONDS)
             with suppress(ApiError):  # The store failed, and has logged the reason.
                 for begun in [*self._background.values()]:
                     if begun.writing.running and not begun.stored_running:
                         await self.store.run(partial(_run, begun.writing.id))
                         begun.stored_running = True
-                for id in await self.store.run(partial(_renewed, [*self._background])):
+                for id in await self.store.run(partial(_renewed, [*self._background, *self._locked])):
                     if (background := self._background.get(id)) is not None:
                         await background.stop()
 
@@ -206,20 +211,24 @@ class Responses:
         await self.store.run(lambda store: store.turns.delete(tenant, response))
         self._forget(response)
 
-    @contextmanager
-    def lock(self, tenant: str, conversation: str | None) -> Iterator[None]:
-        """Lock a conversation against other changes. Raises ApiError if it is locked already."""
+    @asynccontextmanager
+    async def lock(self, tenant: str, conversation: str | None) -> AsyncGenerator[None, None]:
+        """Lock a conversation against other changes, at all servers of the store. Raises ApiError if it is locked."""
         if conversation is None:
             yield
             return
-        if (tenant, conversation) in self._locked:
-            reason = "another response of this conversation is being written; try again when it has ended"
-            raise invalid(reason, "conversation", "conversation_locked")
-        self._locked.add((tenant, conversation))
+        key = conversation_key(tenant, conversation)
+        if key in self._locked:
+            raise ApiError(BUSY, status=409, param="conversation", code=ConversationBusy.code)
+        self._locked.add(key)
+        self._keep_renewing()
         try:
+            await self.store.run(lambda store: store.leases.lock(key))
             yield
         finally:
-            self._locked.discard((tenant, conversation))
+            self._locked.discard(key)
+            with suppress(ApiError):  # The store failed. The lease ends by itself.
+                await self.store.run(lambda store: store.leases.unlock(key))
 
     async def close(self) -> None:
         """Stop the background responses and close the store."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Row,
     bindparam,
     delete,
     exists,
@@ -19,19 +23,27 @@ from sqlalchemy import (
     update,
 )  # fmt: skip
 
+from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.database import conversations, items, threads, turns
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
-SHARE = 8
-"""Divisor of the store's size that gives a thread's maximum size. It keeps one thread from displacing all others."""
+log = logging.getLogger(__name__)
+
+SHARE, MOST_THREAD = 8, 1 << 30
+"""Divisor of the store's size that gives a thread's maximum size, and the maximum whatever the store's size.
+
+They keep one thread from displacing all others.
+"""
 BATCH = 64
 """Maximum number of threads that one write drops. A longer cleanup would delay turns."""
 RECOUNT, RECOUNT_OVER_BOUNDS = 256, 32
 """Number of writes between two counts of the stored sizes: within the bounds, and beyond them.
 
-Sizes are counted again because other servers may write to the same database. Beyond the bounds this happens sooner,
-because others may have dropped threads. A count takes about 50 ms for 100,000 threads.
+Counters are read again because other servers may write to the same database. Beyond the bounds this happens sooner,
+because others may have dropped threads. The database keeps one counter for each tenant.
 """
+LOG_SECONDS = 60.0
+"""Minimum number of seconds between two lines of the log about dropped threads."""
 
 _BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
 _GROW = (
@@ -67,7 +79,6 @@ _INHABITED = union_all(
         for table in (turns, conversations)
     )
 )
-_BY_TENANT = select(threads.c.tenant, func.count(), func.sum(threads.c.bytes)).group_by(threads.c.tenant)
 
 
 @dataclass
@@ -76,6 +87,30 @@ class Held:
 
     threads: int = 0
     bytes: int = 0
+
+
+class DropLog:
+    """Logs how many threads were dropped and why, one line a minute at most."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._dropped: dict[str, int] = {}
+        """Number of dropped threads that no line has reported yet, by reason."""
+        self._logged = -math.inf
+
+    def add(self, now: float, *, old: int, displaced: int) -> None:
+        """Record threads that were dropped at the time `now`: too old ones, and ones beyond the size or number."""
+        days = self._bounds.seconds / 86400
+        for number, reason in (
+            (old, f"not used for {days:g} days (--store-days)"),
+            (displaced, "the longest idle, as the store is full (--store-gb, --store-conversations)"),
+        ):
+            if number:
+                self._dropped[reason] = self._dropped.get(reason, 0) + number
+        if self._dropped and now - self._logged >= LOG_SECONDS:
+            for reason, number in self._dropped.items():
+                log.warning("dropped %d stored conversations: %s", number, reason)
+            self._dropped, self._logged = {}, now
 
 
 class Space:
@@ -89,6 +124,7 @@ class Space:
         self._bounds = bounds
         self.now = now
         self._held: dict[str, Held] = {}
+        self._log = DropLog(bounds)
         self._writes = RECOUNT
 
     def bytes(self) -> int:
@@ -101,7 +137,7 @@ class Space:
 
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
         """Record that a thread is active and grew by `size` bytes, then drop old threads. Raises ThreadTooLarge."""
-        now, most = self.now(), self._bounds.bytes // SHARE
+        now, most = self.now(), int(min(self._bounds.bytes / SHARE, MOST_THREAD))
         if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
             raise ThreadTooLarge(
                 f"this conversation takes up more than {most} bytes with all its branches; begin a new one"
@@ -120,21 +156,30 @@ class Space:
         """
         self._writes += 1
         if self._writes > (RECOUNT_OVER_BOUNDS if self._over_bounds() else RECOUNT):
-            self._held = {tenant: Held(count, int(size)) for tenant, count, size in db.execute(_BY_TENANT)}
+            self._held = {tenant: Held(each.threads, each.bytes) for tenant, each in counters.held(db).items()}
             self._writes = 0
+        old = displaced = 0
         for _ in range(BATCH):
             row = db.execute(_IDLE, {"spare": spare}).first()
-            if row is None or row.active >= self.oldest():
-                for tenant in self._over_bounds():
-                    row = db.execute(_IDLE_OF, {"spare": spare, "tenant": tenant}).first()
-                    if row is not None:
-                        break
-                else:
-                    return
+            if row is not None and row.active < self.oldest():
+                old += 1
+            elif (row := self._displaced(db, spare)) is not None:
+                displaced += 1
+            else:
+                break
             self._drop(db, row.id)
             held = self._held.setdefault(row.tenant, Held())
             held.threads -= 1
             held.bytes -= row.bytes
+        self._log.add(self.now(), old=old, displaced=displaced)
+
+    def _displaced(self, db: Connection, spare: str) -> Row[Any, Any, Any, Any] | None:
+        """Return the thread that is dropped next if a bound is exceeded."""
+        for tenant in self._over_bounds():
+            row = db.execute(_IDLE_OF, {"spare": spare, "tenant": tenant}).first()
+            if row is not None:
+                return row
+        return None
 
     def _over_bounds(self) -> list[str]:
         """Return all tenants if a bound is exceeded, else an empty list.
@@ -155,8 +200,10 @@ class Space:
 
     def _drop(self, db: Connection, thread: str) -> None:
         """Remove a thread with all its content."""
-        inside = select(conversations.c.id).where(conversations.c.thread == thread)
-        db.execute(delete(items).where(items.c.conversation.in_(inside)))
+        inside = select(conversations.c.id, conversations.c.metadata).where(conversations.c.thread == thread)
+        for row in db.execute(inside).all():
+            search_index.remove_conversation(db, row.id, row.metadata)
+            db.execute(delete(items).where(items.c.conversation == row.id))
         for table in (conversations, turns):
             db.execute(delete(table).where(table.c.thread == thread))
         db.execute(delete(threads).where(threads.c.id == thread))

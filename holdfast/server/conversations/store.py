@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate
 from holdfast.server.conversations.leases import Leases
@@ -16,6 +17,7 @@ from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.tree import Tree
 from holdfast.server.conversations.turn_store import TurnStore
+from holdfast.server.conversations.upkeep import Upkeep
 from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
@@ -49,18 +51,21 @@ class Store:
         bounds: Bounds,
         now: Callable[[], float] = time.time,
         more: Sequence[MigrationStep] = (),
+        additions: Sequence[MigrationStep] = (),
     ) -> Store:
         """Open or create the store at `where`: a file for SQLite, a database's URL, or `memory`.
 
-        Checks that a SQLite file is not damaged, and migrates an older schema, including the steps of `more`. Raises
-        StoreError.
+        Migrates an older schema, including the steps of `more`. Each of `additions` then creates what may be missing
+        and what an older server does not mind. Reads no table whole, so a damaged page is found only
+        when it is used, or by `Database.check`. Raises StoreError.
         """
         shown = where if "://" not in where else where.partition("://")[0] + " database"
         try:
             store = cls(Database(where), bounds, now)
-            store.database.check()
             with store.database.write() as db:
                 migrate(db, more)
+                for create in (counters.create, search_index.create, *additions):
+                    create(db)
             with store.database.write() as db:
                 store.space.drop_old(db)
         except ModuleNotFoundError as error:
@@ -91,6 +96,7 @@ class AsyncStore:
         if not store.database.single:
             self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store-reads")
         self._failing: set[ThreadPoolExecutor] = set()
+        self._upkeep = Upkeep(store.database, self._writer)
 
     @property
     def up(self) -> bool:
@@ -130,7 +136,7 @@ class AsyncStore:
         except NotFound as error:
             raise not_found(error.kind, error.id, error.param or param) from None
         except Conflict as error:
-            raise ApiError(str(error), status=409, code="conflict") from None
+            raise ApiError(str(error), status=409, code=error.code) from None
         except ThreadTooLarge as error:
             raise ApiError(str(error), code="conversation_too_large") from None
         except FAILURES as error:
@@ -149,6 +155,7 @@ class AsyncStore:
 
     def close(self) -> None:
         """Finish the current work and close the store."""
+        self._upkeep.close()
         if self._reader is not self._writer:
             self._reader.shutdown()
         self._writer.submit(self._store.close)

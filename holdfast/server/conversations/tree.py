@@ -7,10 +7,11 @@ from typing import Any
 
 from msgspec import Raw
 from msgspec.json import decode
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
-from holdfast.server.conversations.conversation_store import append
-from holdfast.server.conversations.database import Database, conversations, items, turns
+from holdfast.server.conversations import search_index
+from holdfast.server.conversations.conversation_store import append, remove
+from holdfast.server.conversations.database import Database, conversations, turns
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.space import SIZE, Space
 from holdfast.server.conversations.turn_store import ContextCache
@@ -99,9 +100,8 @@ class Tree:
                 head = turn.id if after else turn.parent
                 last = turn if after else db.execute(select(turns).where(turns.c.id == head)).one()
                 branch = list(self._chain(db, last).items)
-            here = items.c.conversation == conversation
             db.execute(update(conversations).where(conversations.c.id == conversation).values(head=head))
-            freed = sum(db.execute(delete(items).where(here).returning(func.length(items.c.item))).scalars())
+            freed = remove(db, conversation)
             self._space.grown(db, row.thread, tenant, append(db, conversation, branch) - freed)
             if row.head != head:
                 self._space.prune(db, row.thread, row.head)
@@ -122,6 +122,7 @@ class Tree:
         with self._database.write() as db:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
             db.execute(insert(conversations).values(**row, metadata=encoded, head=head))
+            search_index.add_conversation(db, tenant, conversation, encoded)
             rows = []
             for turn in grown:
                 blobs = {

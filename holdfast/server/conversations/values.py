@@ -35,6 +35,15 @@ class NotFound(Exception):
 class Conflict(Exception):
     """A turn's parent or conversation was deleted or changed while the turn was written."""
 
+    code = "conflict"
+    """Code of the error that a client gets."""
+
+
+class ConversationBusy(Conflict):
+    """Another turn or edit of the conversation is in progress, at this server or another one, or came first."""
+
+    code = "conversation_busy"
+
 
 class ThreadTooLarge(Exception):
     """A thread exceeds its share of the store, or the limit of one turn's context. The message is for the user."""
@@ -55,9 +64,10 @@ class Bounds:
 
     seconds: float
     """Maximum number of seconds since a thread's last turn."""
-    threads: int
-    bytes: int
-    """Maximum number of stored bytes of tokens and items."""
+    threads: float
+    """Maximum number of threads; `math.inf` for any number."""
+    bytes: float
+    """Maximum number of stored bytes of tokens and items; `math.inf` for any number."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ class Server(Protocol):
     store: AsyncStore
     search: WebSearch | None
 
-    def lock(self, tenant: str, conversation: str | None) -> AbstractContextManager[None]:
+    def lock(self, tenant: str, conversation: str | None) -> AbstractAsyncContextManager[None]:
         """Lock a conversation against other changes. Raises ApiError if it is locked already."""
 
     def running(self, tenant: str, response: str) -> object | None:
@@ -100,7 +100,7 @@ class Writing:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the response's events as it is written. The last one holds the whole response. Raises ApiError."""
-        with self.server.lock(self.tenant, self.wanted.conversation_id):
+        async with self.server.lock(self.tenant, self.wanted.conversation_id):
             if self.wanted.background:
                 for event in self.shape.queued():
                     yield event

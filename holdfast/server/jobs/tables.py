@@ -14,6 +14,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Float,
+    Index,
     Integer,
     LargeBinary,
     Row,
@@ -120,6 +121,19 @@ def _files_and_batches(db: Connection) -> None:
 def _tuning(db: Connection) -> None:
     tuning_jobs.create(db)
     tuning_events.create(db)
+
+
+by_creation = [
+    Index(f"{table.name}_by_creation", table.c.tenant, table.c.created, table.c.id)
+    for table in (files, batches, tuning_jobs)
+]
+"""Indexes in whose order lists are read, page by page."""
+
+
+def create_indexes(db: Connection) -> None:
+    """Create the indexes of lists that an older store lacks. They have no version, as an older server keeps them."""
+    for index in by_creation:
+        index.create(db, checkfirst=True)
 
 
 def _attempts(db: Connection) -> None:
@@ -535,7 +549,9 @@ def _page(
         at, last = after
         further = created < at if newest_first else created > at
         further_by_id = id < last if newest_first else id > last
-        wanted = wanted.where(or_(further, (created == at) & further_by_id))
+        # The first condition is the range of the index that is read. The second one cuts its beginning.
+        wanted = wanted.where(created <= at if newest_first else created >= at)
+        wanted = wanted.where(or_(further, further_by_id))
     order = (created.desc(), id.desc()) if newest_first else (created, id)
     return db.execute(wanted.order_by(*order).limit(limit + 1)).all()
 

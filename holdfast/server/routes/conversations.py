@@ -18,6 +18,7 @@ from holdfast.server.conversations.protocol import (
 )  # fmt: skip
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.values import RUNNING, Turn
+from holdfast.server.conversations.words import query_of
 from holdfast.server.protocol import invalid, parse
 from holdfast.server.routes.http import JSON, described, page_query, read_body, tenant_of
 
@@ -33,21 +34,25 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/conversations")
     async def listing(request: Request) -> Response:
-        """List the key's conversations, the latest active first; with `search`, only those that contain it.
+        """List the key's conversations, the latest active first; with `search`, those that contain it, newest first.
 
-        With `search`, a page may be shorter than `limit` although more conversations follow.
+        With `search`, a page may be shorter than `limit` although more conversations follow. `incomplete` is true while
+        the server still indexes a store of an older version.
         """
         tenant, (limit, _, after) = tenant_of(request), page_query(request)
         wanted = request.query_params.get("search", "").strip()
         if len(wanted) > MOST_SEARCHED:
             raise invalid(f"search has {len(wanted)} characters; at most {MOST_SEARCHED} are searched for", "search")
+        if wanted and not query_of(wanted):
+            raise invalid(f"search is {wanted!r}, which has no word; give a letter, a number or a symbol", "search")
         if not wanted:
             page = await store.read(lambda store: store.listing.page(tenant, limit=limit, after=after))
             return JSON(item_list(*page))
         found, last, more = await store.read(
             lambda store: store.listing.search(tenant, wanted, limit=limit, after=after)
         )
-        return JSON(item_list(found, more) | {"last_id": last})
+        complete = await store.read(lambda store: store.listing.complete())
+        return JSON(item_list(found, more) | {"last_id": last, "incomplete": not complete})
 
     @app.post("/v1/conversations", openapi_extra=described(ConversationRequest))
     async def create(request: Request) -> Response:
@@ -75,7 +80,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     async def delete(request: Request, conversation_id: str) -> dict[str, Any]:
         """Delete a conversation and its items. With `responses=true`, delete its responses, too."""
         tenant, whole = tenant_of(request), request.query_params.get("responses") == "true"
-        with responses.lock(tenant, conversation_id):
+        async with responses.lock(tenant, conversation_id):
             await store.run(
                 lambda store: (store.tree.drop if whole else store.conversations.delete)(tenant, conversation_id)
             )
@@ -130,7 +135,7 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
         if response is None or (wanted.after is not None and wanted.before is not None):
             raise invalid("give either after or before", "after")
         after = wanted.after is not None
-        with responses.lock(tenant, conversation_id):
+        async with responses.lock(tenant, conversation_id):
             await store.run(lambda store: store.tree.move(tenant, conversation_id, response, after=after))
         return JSON(await store.read(lambda store: store.conversations.get(tenant, conversation_id)))
 
@@ -145,7 +150,7 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
         tenant = tenant_of(request)
         wanted = parse(await read_body(request, config), ItemsRequest)
         new = read_items(wanted.items, "items")
-        with responses.lock(tenant, conversation_id):
+        async with responses.lock(tenant, conversation_id):
             await store.run(lambda store: store.conversations.add_items(tenant, conversation_id, new))
         return JSON(item_list(new, has_more=False))
 
@@ -166,6 +171,6 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
     async def delete(request: Request, conversation_id: str, item_id: str) -> Response:
         """Delete one item. Returns the conversation."""
         tenant = tenant_of(request)
-        with responses.lock(tenant, conversation_id):
+        async with responses.lock(tenant, conversation_id):
             found = await store.run(lambda store: store.conversations.delete_item(tenant, conversation_id, item_id))
         return JSON(found)

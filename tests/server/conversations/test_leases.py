@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import leases as leases_module
 from holdfast.server.conversations import service
 from holdfast.server.conversations.database import Database, leases
-from holdfast.server.conversations.leases import LEASE_SECONDS, Leases
+from holdfast.server.conversations.leases import LEASE_SECONDS, Leases, conversation_key
 from holdfast.server.conversations.store import Store
-from holdfast.server.conversations.values import Bounds, Context, Turn
+from holdfast.server.conversations.values import Bounds, Context, ConversationBusy, Turn
 from holdfast.server.run import open_store
 
 ANSWER = "".join(WORDS)
@@ -208,3 +208,72 @@ def test_leases_of_servers_that_ended_long_ago_are_deleted(tmp_path: Path) -> No
     with store.database.read() as db:
         assert [row.response for row in db.execute(leases.select())] == ["resp_b"]
     store.close()
+
+
+@pytest.fixture
+def stores(where: str) -> Iterator[list[Store]]:
+    """Two servers' stores in one database, with a clock that stands still."""
+    bounds = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
+    opened = [Store.open(where, bounds, lambda: 1000.0) for _ in range(2)]
+    yield opened
+    for store in opened:
+        store.close()
+
+
+def test_a_conversation_is_locked_for_other_servers_until_it_is_unlocked_or_its_server_ends(
+    stores: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (store.leases for store in stores)
+    key = conversation_key("a", "conv")
+    first.lock(key)
+    with pytest.raises(ConversationBusy, match="try again"):
+        second.lock(key)
+    second.lock(conversation_key("b", "conv"))
+    second.unlock(key)  # Only the server that holds it can give it up.
+    with pytest.raises(ConversationBusy):
+        second.lock(key)
+    first.unlock(key)
+    second.lock(key)
+    assert second.renew([key]) == set()
+    monkeypatch.setattr(first, "_now", lambda: 1000.0 + LEASE_SECONDS + 1)
+    first.lock(key)
+    assert second.renew([key]) == {key}
+
+
+async def test_a_turn_or_edit_at_another_server_is_refused_at_once_during_a_turn(two: Two, writer: FakeClient) -> None:
+    first, second = two
+    conversation = (await first.post("/v1/conversations", json={})).json()["id"]
+    body = {"model": "tiny", "input": "hello", "conversation": conversation}
+    path = f"/v1/conversations/{conversation}"
+    items = {"items": [{"role": "user", "content": "hi"}]}
+    running = asyncio.create_task(first.post("/v1/responses", json=body))
+    await until(lambda: writer.asked)
+    for server in (first, second):
+        for refused in (
+            await server.post("/v1/responses", json=body),
+            await server.post(f"{path}/items", json=items),
+            await server.delete(path),
+        ):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conversation_busy")
+    assert not running.done()
+    assert writer.hold is not None
+    writer.hold.set()
+    assert (await running).json()["status"] == "completed"
+    answers = [await second.post("/v1/responses", json=body), await second.post(f"{path}/items", json=items)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert len((await first.get(f"{path}/items")).json()["data"]) == 5
+
+
+def test_a_turn_that_lost_its_lease_is_refused_with_the_same_code(stores: list[Store]) -> None:
+    first, second = stores
+    first.conversations.create("a", "conv", {}, [])
+    context = first.conversations.context("a", "conv")
+    for store, name in ((second, "one"), (first, "two")):
+        response = {"id": name, "status": "completed", "output": []}
+        turn = Turn(response=response, tenant="a", input=[], context=context, conversation="conv")
+        if store is second:
+            store.turns.commit(turn)
+            continue
+        with pytest.raises(ConversationBusy) as refused:
+            store.turns.commit(turn)
+        assert refused.value.code == "conversation_busy"

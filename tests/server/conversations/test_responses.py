@@ -400,9 +400,9 @@ class TestWhatIsNotStored:
         client.hold = asyncio.Event()
         stream = await api.responses.create(model="tiny", input="lost", conversation=conversation.id, stream=True)
         assert (await anext(aiter(stream))).type == "response.created"
-        with pytest.raises(openai.BadRequestError) as busy:
+        with pytest.raises(openai.ConflictError) as busy:
             await api.responses.create(model="tiny", input="too soon", conversation=conversation.id)
-        assert busy.value.code == "conversation_locked"
+        assert busy.value.code == "conversation_busy"
         await stream.close()
         await until(lambda: client.asked[-1].ended == "aborted")
         client.hold.set()

@@ -196,36 +196,39 @@ async def test_a_search_finds_titles_and_texts_in_any_case(api: httpx.AsyncClien
     assert "200" in (await got(api, "/conversations", 400, search="a" * 201))["error"]["message"]
 
 
-async def test_a_search_continues_where_its_last_page_ended(
-    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("limit", "most", "pages"), [("SCANNED", 4, 3), ("SCANNED_BYTES", 150, 3), ("SCANNED_BYTES", 1, 5)]
+)
+async def test_a_search_reads_a_limited_amount_and_continues_where_its_last_page_ended(
+    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, pages: int
 ) -> None:
-    monkeypatch.setattr(listing, "SCANNED", 2)
-    monkeypatch.setattr(listing, "SCANNED_BYTES", 0)
-    made = [await begun(api, f"number {number}") for number in range(5)]
-    pages = []
-    more, after = True, {}
+    monkeypatch.setattr(listing, "BATCH", 2)
+    monkeypatch.setattr(listing, limit, most)
+    wanted = await begun(api, "needle in hay")
+    for _ in range(4):
+        await begun(api, "hay" + " with no" * 10 + " needle in")  # It has the words, and in another order.
+    found, read, more, after = list[str](), list[str](), True, {}
     while more:
-        pages.append(await got(api, "/conversations", search="number 0", **after))
-        more, after = pages[-1]["has_more"], {"after": pages[-1]["last_id"]}
-    assert [[each["id"] for each in page["data"]] for page in pages] == [[], [], [made[0]]]
+        page = await got(api, "/conversations", search="needle in hay", **after)
+        found += [each["id"] for each in page["data"]]
+        read.append(page["last_id"])
+        more, after = page["has_more"], {"after": page["last_id"]}
+    assert found == [wanted] and len(set(read)) == len(read)
+    assert len(read) == pages
 
 
-async def test_a_search_reads_a_limited_amount_at_once_and_per_conversation(
-    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-    for texts in (["so much", "needle"], ["x" * 5000, "needle"], ["needle"]):
-        made.append(await begun(api))
-        await sent(
-            api, f"/conversations/{made[-1]}/items", {"items": [{"role": "user", "content": text} for text in texts]}
-        )
-    monkeypatch.setattr(listing, "SCANNED_BYTES", 4000)
-    pages, more, after = [], True, {}
-    while more:
-        pages.append(await got(api, "/conversations", search="needle", **after))
-        more, after = pages[-1]["has_more"], {"after": pages[-1]["last_id"]}
-    assert [[each["id"] for each in page["data"]] for page in pages] == [[made[2]], [made[0]]]
-    assert pages[0]["last_id"] == made[1], "its beginning took all that is read at once"
+async def test_a_search_finds_beginnings_of_words_and_any_characters_of_chinese(api: httpx.AsyncClient) -> None:
+    titles = "Holdfast keeps", "我们在北京大学学习", "well done 🎉🚀"
+    latin, chinese, emoji = [await begun(api, title) for title in titles]
+    for wanted, found in {
+        "holdf": latin, "HOLDFAST KEE": latin, "oldfast": None, "holdfast eeps": None, "k": latin, "fast": None,
+        "北京": chinese, "京大学": chinese, "学": chinese, "大北": None, "🚀": emoji, "done 🎉": emoji, "done 🚀": None,
+    }.items():  # fmt: skip
+        page = await got(api, "/conversations", search=wanted)
+        assert [each["id"] for each in page["data"]] == ([] if found is None else [found]), wanted
+        assert (page["has_more"], page["incomplete"]) == (False, False)
+    refused = (await got(api, "/conversations", 400, search='"->"'))["error"]
+    assert refused["param"] == "search" and '"->"' in refused["message"]
 
 
 @pytest.mark.parametrize("character", ["a", "é", "😀", '"', "\\", "\n", "\x00"])

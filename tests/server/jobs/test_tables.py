@@ -10,7 +10,7 @@ import pytest
 from holdfast.server.conversations.database import MEMORY, Database
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds, Conflict, NotFound
-from holdfast.server.jobs.tables import STEPS, BatchTable, FileTable, JobTable, TooMany, WrongPurpose
+from holdfast.server.jobs.tables import STEPS, BatchTable, FileTable, JobTable, TooMany, WrongPurpose, create_indexes
 from holdfast.server.jobs.values import AnsweredLine, Batch, StoredFile, TuningJob, Usage
 
 
@@ -175,3 +175,42 @@ def test_a_job_is_paused_resumed_and_cancelled_only_where_that_changes_it(databa
     with pytest.raises(NotFound):
         table.ask("b", "j", "pause", 5.0)
     assert [(each.id, wanted) for each, wanted in table.orphans(["server"])] == [("j", "cancel")]
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+@pytest.mark.parametrize("limit", [1, 2, 3, 20])
+def test_files_created_at_the_same_time_are_listed_once_each_page_by_page(
+    database: Database, limit: int, newest_first: bool
+) -> None:
+    wanted = [stored(database, f"{name}{at}", created=float(at)).id for at in range(3) for name in "abc"]
+    stored(database, "theirs", "b")
+    listed, after, more = list[str](), None, True
+    while more:
+        page, more = FileTable(database).page(
+            "a", 10.0, limit=limit, newest_first=newest_first, after=after, purpose=None
+        )
+        listed += [each.id for each in page]
+        after = listed[-1]
+    assert listed == (wanted[::-1] if newest_first else wanted)
+
+
+def test_a_deep_page_of_files_is_as_fast_as_the_first_also_in_an_older_store(database: Database) -> None:
+    with database.write() as db:
+        for table in ("files", "batches", "tuning_jobs"):
+            db.exec_driver_sql(f"DROP INDEX {table}_by_creation")
+        create_indexes(db)
+    for number in range(500):
+        stored(database, f"file{number:03}", created=float(number // 3))
+    done = [0]
+    connection = database.engine.raw_connection()
+    connection.driver_connection.set_progress_handler(lambda: done.__setitem__(0, done[0] + 1), 10)
+
+    def steps(after: str | None) -> int:
+        """Return the tens of instructions of SQLite's machine for a page."""
+        done[0] = 0
+        page, _ = FileTable(database).page("a", 10.0, limit=10, newest_first=True, after=after, purpose=None)
+        assert len(page) == 10
+        return done[0]
+
+    assert 0 < steps("file020") <= steps(None) + 40 and steps("file480") <= steps(None) + 40
+    connection.close()

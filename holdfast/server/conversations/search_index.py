@@ -1,0 +1,304 @@
+"""The index of a search: which items hold which words. SQLite's FTS5, or a GIN index in PostgreSQL.
+
+Each item, and each conversation's metadata, is a document. The number of a document is made of its tenant's number,
+its conversation's number and its place in the conversation. So the documents of a tenant are one range of numbers,
+those of a conversation are a range within it, and a search of one tenant reads no other tenant's documents.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy
+from sqlalchemy import BigInteger, Column, Connection, Integer, Table, Text, delete, insert, select, text
+from sqlalchemy.dialects.postgresql import ARRAY
+
+from holdfast.server.conversations.counters import begin_task, end_piece, locked_task, upkeep
+from holdfast.server.conversations.database import NAME, conversations, items, tables
+from holdfast.server.conversations.words import item_text, joined, title_text, words_of
+
+PLACES = 1 << 16
+"""Number of documents of one conversation: its metadata, and its first 65,535 items. Later items are not indexed."""
+CONVERSATIONS = 1 << 31
+"""Number of conversations that a tenant's range has room for."""
+RECENT = 2000
+"""Number of a tenant's newest documents that PostgreSQL reads before it asks its index for all that match."""
+TASK = "search"
+"""Name of the task that indexes an older store."""
+PIECE, PIECE_BYTES = 50, 1 << 18
+"""Maximum number of conversations, and bytes of their items, after which a transaction of this task ends."""
+
+NUMBER = BigInteger().with_variant(Integer, "sqlite")
+"""Column type of numbers that the database gives."""
+
+tenants = Table(
+    "search_tenants",
+    tables,
+    Column("number", NUMBER, primary_key=True, autoincrement=True),
+    Column("tenant", NAME, nullable=False, unique=True),
+    sqlite_autoincrement=True,
+)
+"""Numbers of tenants."""
+
+indexed = Table(
+    "search_conversations",
+    tables,
+    Column("number", NUMBER, primary_key=True, autoincrement=True),
+    Column("conversation", NAME, nullable=False, unique=True),
+    Column("tenant", BigInteger, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""Conversations in the index. The later one was created, the higher is its number. `tenant` is its tenant's number."""
+
+Document = tuple[int, Iterable[str]]
+"""Number of a document, and its words."""
+
+
+class Places(NamedTuple):
+    """Range of documents: from `first` on, before `end`."""
+
+    first: int
+    end: int
+
+
+class TextIndex(ABC):
+    """Words of documents, in one kind of database."""
+
+    @abstractmethod
+    def create(self, db: Connection) -> None:
+        """Create the empty index."""
+
+    @abstractmethod
+    def put(self, db: Connection, documents: Sequence[Document]) -> None:
+        """Add documents."""
+
+    @abstractmethod
+    def remove(self, db: Connection, documents: Sequence[Document]) -> None:
+        """Remove documents. Their words are those with which they were added."""
+
+    @abstractmethod
+    def newest(self, db: Connection, words: Sequence[str], places: Places, limit: int) -> Sequence[int]:
+        """Return documents that have all words, the last one maybe as the beginning of a word, highest number first."""
+
+
+class SqliteIndex(TextIndex):
+    """FTS5 table without the texts. It reads the documents of a word in the order of their numbers, and may stop."""
+
+    _PUT = text("INSERT INTO search_text (rowid, words) VALUES (:number, :words)")
+    _REMOVE = text("INSERT INTO search_text (search_text, rowid, words) VALUES ('delete', :number, :words)")
+    _NEWEST = text(
+        "SELECT rowid FROM search_text WHERE search_text MATCH :words AND rowid >= :first AND rowid < :end "
+        "ORDER BY rowid DESC LIMIT :limit"
+    )
+
+    def create(self, db: Connection) -> None:
+        # `prefix` makes beginnings of words as fast as words. `detail=none` keeps no positions within a document.
+        db.exec_driver_sql(
+            "CREATE VIRTUAL TABLE search_text USING fts5 (words, content='', detail=none, columnsize=0, "
+            "prefix='1 2 3 4 5 6 7 8 9 10', tokenize=\"ascii tokenchars '_'\")"
+        )
+
+    def put(self, db: Connection, documents: Sequence[Document]) -> None:
+        db.execute(self._PUT, self._rows(documents))
+
+    def remove(self, db: Connection, documents: Sequence[Document]) -> None:
+        db.execute(self._REMOVE, self._rows(documents))
+
+    def newest(self, db: Connection, words: Sequence[str], places: Places, limit: int) -> Sequence[int]:
+        query = " ".join(f'"{word}"' for word in words) + " *"
+        return db.execute(self._NEWEST, {"words": query, **places._asdict(), "limit": limit}).scalars().all()
+
+    def _rows(self, documents: Sequence[Document]) -> list[dict[str, Any]]:
+        return [{"number": number, "words": joined(words)} for number, words in documents]
+
+
+class PostgresIndex(TextIndex):
+    """Table of documents with a GIN index. Each document also has its tenant's number as a word."""
+
+    _PUT = text("INSERT INTO search_text (number, words) VALUES (:number, array_to_tsvector(:words))").bindparams(
+        sqlalchemy.bindparam("words", type_=ARRAY(Text))
+    )
+    _REMOVE = text("DELETE FROM search_text WHERE number = :number")
+    # The inner query reads the newest documents of the tenant without the GIN index, which does not know their order.
+    _RECENT = text(
+        "SELECT number, words @@ CAST(:query AS tsquery) AS found FROM search_text "
+        "WHERE number >= :first AND number < :end ORDER BY number DESC LIMIT :recent"
+    )
+    _ALL = text(
+        "SELECT number FROM (SELECT number FROM search_text WHERE words @@ CAST(:query AS tsquery) OFFSET 0) AS found "
+        "WHERE number >= :first AND number < :end ORDER BY number DESC LIMIT :limit"
+    )
+
+    def create(self, db: Connection) -> None:
+        db.exec_driver_sql("CREATE TABLE search_text (number bigint PRIMARY KEY, words tsvector NOT NULL)")
+        # Without fastupdate no single turn has to sort in the words of many earlier ones.
+        db.exec_driver_sql("CREATE INDEX search_words ON search_text USING gin (words) WITH (fastupdate = off)")
+
+    def put(self, db: Connection, documents: Sequence[Document]) -> None:
+        rows = [{"number": number, "words": [_tenant_word(number), *words]} for number, words in documents]
+        db.execute(self._PUT, rows)
+
+    def remove(self, db: Connection, documents: Sequence[Document]) -> None:
+        db.execute(self._REMOVE, [{"number": number} for number, _ in documents])
+
+    def newest(self, db: Connection, words: Sequence[str], places: Places, limit: int) -> Sequence[int]:
+        query = " & ".join(f"'{word}'" for word in (_tenant_word(places.first), *words)) + ":*"
+        given = {"query": query, "recent": RECENT, **places._asdict()}
+        recent = db.execute(self._RECENT, given).all()
+        found = [row.number for row in recent if row.found][:limit]
+        if len(found) == limit or len(recent) < RECENT:
+            return found
+        return db.execute(self._ALL, {**given, "limit": limit}).scalars().all()
+
+
+def _tenant_word(document: int) -> str:
+    """Return the word that all documents of a tenant have. No text has it, because `#` is in no word."""
+    return f"#{document // (PLACES * CONVERSATIONS)}"
+
+
+INDEXES: dict[str, TextIndex] = {"sqlite": SqliteIndex(), "postgresql": PostgresIndex()}
+"""The index in each kind of database."""
+
+
+def index_of(db: Connection) -> TextIndex:
+    """Return the index in the kind of database that this connection leads to."""
+    return INDEXES[db.dialect.name]
+
+
+def create(db: Connection) -> None:
+    """Create the index with its tables, unless they exist. An older server works on a database that has them."""
+    if sqlalchemy.inspect(db).has_table(tenants.name):
+        return
+    tenants.create(db)
+    indexed.create(db)
+    index_of(db).create(db)
+    begin_task(db, TASK, conversations.name)
+
+
+def tenant_places(db: Connection, tenant: str) -> Places:
+    """Return the range of a tenant's documents; an empty one if the tenant has none."""
+    number = db.execute(select(tenants.c.number).where(tenants.c.tenant == tenant)).scalar()
+    return Places(0, 0) if number is None else _places(number, 0, CONVERSATIONS)
+
+
+def conversation_places(db: Connection, conversation: str) -> Places | None:
+    """Return the range of a conversation's documents; None if it is not indexed."""
+    row = db.execute(select(indexed).where(indexed.c.conversation == conversation)).one_or_none()
+    return None if row is None else _places(row.tenant, row.number, 1)
+
+
+def _places(tenant: int, first: int, count: int) -> Places:
+    """Return the range of a number of conversations of a tenant."""
+    start = (tenant * CONVERSATIONS + first) * PLACES
+    return Places(start, start + count * PLACES)
+
+
+def number_of(document: int) -> int:
+    """Return the number of a document's conversation."""
+    return document // PLACES % CONVERSATIONS
+
+
+def position_of(document: int) -> int | None:
+    """Return the position of a document's item; None for a conversation's metadata."""
+    return document % PLACES - 1 if document % PLACES else None
+
+
+def add_conversation(db: Connection, tenant: str, conversation: str, metadata: bytes) -> None:
+    """Index a new conversation's metadata. Its items are added later."""
+    number = db.execute(select(tenants.c.number).where(tenants.c.tenant == tenant)).scalar()
+    if number is None:
+        number = _number_tenant(db, tenant)
+    row = {"conversation": conversation, "tenant": number}
+    own = db.execute(insert(indexed).values(row).returning(indexed.c.number)).scalar_one()
+    if own < CONVERSATIONS:
+        _put(db, _places(number, own, 1), [(0, title_text(metadata))])
+
+
+def _number_tenant(db: Connection, tenant: str) -> int:
+    """Give a tenant a number, unless another server does this at the same time."""
+    made = text("INSERT INTO search_tenants (tenant) VALUES (:tenant) ON CONFLICT (tenant) DO NOTHING")
+    db.execute(made, {"tenant": tenant})
+    return int(db.execute(select(tenants.c.number).where(tenants.c.tenant == tenant)).scalar_one())
+
+
+def add_items(db: Connection, conversation: str, rows: Iterable[tuple[int, bytes]]) -> None:
+    """Index items, given by position. Does nothing in a conversation that waits to be indexed as a whole."""
+    places = conversation_places(db, conversation)
+    if places is not None:
+        _put(db, places, [(position + 1, item_text(item)) for position, item in rows])
+
+
+def remove_items(db: Connection, conversation: str, rows: Iterable[tuple[int, bytes]]) -> None:
+    """Remove items from the index, given by position."""
+    places = conversation_places(db, conversation)
+    if places is not None:
+        _remove(db, places, [(position + 1, item_text(item)) for position, item in rows])
+
+
+def replace_metadata(db: Connection, conversation: str, old: bytes, new: bytes) -> None:
+    """Index a conversation's metadata after a change."""
+    places = conversation_places(db, conversation)
+    if places is not None:
+        _remove(db, places, [(0, title_text(old))])
+        _put(db, places, [(0, title_text(new))])
+
+
+def remove_conversation(db: Connection, conversation: str, metadata: bytes) -> None:
+    """Remove a conversation whose items are still stored, with its items."""
+    places = conversation_places(db, conversation)
+    if places is None:
+        return
+    query = select(items.c.position, items.c.item).where(items.c.conversation == conversation)
+    rows = [(row.position + 1, item_text(row.item)) for row in db.execute(query.execution_options(yield_per=64))]
+    _remove(db, places, [(0, title_text(metadata)), *rows])
+    db.execute(delete(indexed).where(indexed.c.conversation == conversation))
+
+
+def _put(db: Connection, places: Places, texts: Iterable[tuple[int, str]]) -> None:
+    if documents := _documents(places, texts):
+        index_of(db).put(db, documents)
+
+
+def _remove(db: Connection, places: Places, texts: Iterable[tuple[int, str]]) -> None:
+    if documents := _documents(places, texts):
+        index_of(db).remove(db, documents)
+
+
+def _documents(places: Places, texts: Iterable[tuple[int, str]]) -> list[Document]:
+    """Return the documents that have words, in the places that a conversation has."""
+    found = ((places.first + place, words_of(text)) for place, text in texts if place < PLACES)
+    return [(document, words) for document, words in found if words]
+
+
+def complete(db: Connection) -> bool:
+    """Whether all conversations of an older store are indexed."""
+    return bool(db.execute(select(upkeep.c.done).where(upkeep.c.task == TASK)).scalar())
+
+
+def index_piece(db: Connection) -> bool:
+    """Index some conversations of an older store, in the caller's transaction. Returns whether there may be more."""
+    task = locked_task(db, TASK, lock=conversations.name)
+    if task.done:
+        return False
+    columns, size, last = conversations.c, 0, task.cursor
+    query = select(conversations).where(columns.id > task.cursor).order_by(columns.id).limit(PIECE)
+    found = db.execute(query).all()
+    for row in found:
+        if conversation_places(db, row.id) is None:
+            size += _index(db, row.tenant, row.id, row.metadata)
+        last = row.id
+        if size > PIECE_BYTES:
+            break
+    end_piece(db, TASK, last, done=len(found) < PIECE and (not found or last == found[-1].id))
+    return True
+
+
+def _index(db: Connection, tenant: str, conversation: str, metadata: bytes) -> int:
+    """Index a stored conversation. Returns the size of its items in bytes."""
+    add_conversation(db, tenant, conversation, metadata)
+    query = select(items.c.position, items.c.item).where(items.c.conversation == conversation)
+    rows = [(row.position, row.item) for row in db.execute(query)]
+    add_items(db, conversation, rows)
+    return sum(len(item) for _, item in rows)

@@ -50,7 +50,7 @@ async def run(
 
     def ready(engines: Engines, url: str) -> None:
         if engine is not None and engines.model is not None:
-            announce(console, engine, server, engines.model.info, url, replicas_of(engines.model))
+            announce(console, engines.model.config, server, engines.model.info, url, replicas_of(engines.model))
         if engines.apps:
             announce_apps(console, [client.info for client in engines.apps], url, keys=len(server.api_key))
 

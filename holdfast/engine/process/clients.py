@@ -115,6 +115,8 @@ class Clients:
                 self._send_refusal(message)
             case messages.Clock():
                 self._sender.send(message)
+            case messages.Steps():
+                self._counter.send(message)
             case messages.Activity():
                 for client in self._all():
                     if client.watches:
@@ -163,6 +165,11 @@ class Clients:
 
     def _all(self) -> list[Client]:
         return [self._first, *self._attached.values()]
+
+    @property
+    def _counter(self) -> Client:
+        """The client that counts the engine's steps: one alone, so that sums over all servers are right."""
+        return next(iter(self._attached.values()), self._first)
 
     def _read(self, key: bytes, data: bytes) -> None:
         """Take what came from a connection: a message of an attached client, or a new client's first one."""

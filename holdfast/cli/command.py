@@ -246,11 +246,12 @@ def serve_command() -> Command:
         # Imported here, because the help needs only the options.
         from holdfast.engine.checkpoint import Checkpoint, settled
         from holdfast.engine.spawn import EngineProcess
-        from holdfast.server.address import check_tls, listen
+        from holdfast.server.address import check_tls, listen, reserve
 
         with value_errors_as_usage():
             check_tls(server)
-        with listen(server) as listener, ExitStack() as held:
+        bind = reserve if server.api_processes > 1 else listen
+        with bind(server) as listener, ExitStack() as held:
             process = None
             if engine is not None and not cluster.engines:
                 with value_errors_as_usage():
@@ -307,6 +308,13 @@ def serve_configs(asked: Asked) -> ServeConfigs:
     else:
         with value_errors_as_usage():
             cluster.check(engine, server.tuning_state)
+    if server.api_processes > 1:
+        if apps.app:
+            raise UsageError("--app is given, and --api-processes: applications are served by one; leave out one of both")
+        from holdfast.server import supervisor
+
+        with value_errors_as_usage():
+            supervisor.check(server, cluster)
     if cluster.engines:
         refuse_engine_flags(asked.flags, "an engine that is started here; give it to holdfast engine", but=())
     if not apps.app:

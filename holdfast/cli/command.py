@@ -310,7 +310,9 @@ def serve_configs(asked: Asked) -> ServeConfigs:
             cluster.check(engine, server.tuning_state)
     if server.api_processes > 1:
         if apps.app:
-            raise UsageError("--app is given, and --api-processes: applications are served by one; leave out one of both")
+            raise UsageError(
+                "--app is given, and --api-processes: applications are served by one; leave out one of both"
+            )
         from holdfast.server import supervisor
 
         with value_errors_as_usage():

@@ -178,7 +178,9 @@ class Metrics(Collector):
             "batch_lines_answered", "Answered lines of batches by outcome: completed, failed", "outcome"
         )
         self._training_loss = self._gauge(
-            "training_loss", "Loss of the last step of each of the most recently active tuning jobs", "job",
+            "training_loss",
+            "Loss of the last step of each of the most recently active tuning jobs",
+            "job",
             over_all="mostrecent",
         )
         self._with_loss: dict[str, None] = {}

@@ -167,9 +167,7 @@ class ApiProcess:
                     return
                 if not self.ready.is_set():
                     raise EngineStartError(f"API process {self._number} could not start: exit status {status}")
-                log.error(
-                    "API process %d has ended with status %d and is started again", self._number, status
-                )
+                log.error("API process %d has ended with status %d and is started again", self._number, status)
                 short = 0 if seconds >= LASTING_SECONDS else short + 1
         finally:
             self.ended.set()
@@ -195,7 +193,7 @@ class ApiProcess:
         """Run the process once. Returns its exit status, and the seconds that it ran."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "holdfast.server.worker",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, 
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env=child_environment() | {SHARED_VARIABLE: str(self._metrics)},  # The order has the keys.
             start_new_session=True,  # The terminal's Ctrl-C must reach only us.
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -26,6 +27,13 @@ QUEUE_LIMIT = 4096
 """Most messages that wait to be read. The engine drops a client that lets more wait."""
 
 
+ENDS = (
+    zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)  # fmt: skip
+"""Events after which a connection carries no messages. A wrong key fails the handshake."""
+
+
 class NoEngine(EngineStartError):
     """No engine listens at the address, or the connection to it was lost before it answered."""
 
@@ -43,7 +51,7 @@ class Attachment:
         self.pid = os.getpid()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(ENDS)
         self._set_up(key)
         self._socket.connect(url)
         self._lost = asyncio.ensure_future(recv_monitor_message(self._monitor))
@@ -107,7 +115,9 @@ class Attachment:
         await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             answer.cancel()
-            raise NoEngine(f"no engine answers at {self.address}; start it with holdfast engine --listen {self.address}")
+            raise NoEngine(
+                f"no engine answers at {self.address}; start it with holdfast engine --listen {self.address}"
+            )
         match answer.result():
             case messages.Attached() as welcome:
                 return welcome
@@ -139,5 +149,5 @@ class Attachment:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=linger)
-            self._context.term()
-
+            # It waits for the last message, and for a handshake that never ends.
+            threading.Thread(target=self._context.term, name="holdfast-detach", daemon=True).start()

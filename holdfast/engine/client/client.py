@@ -243,7 +243,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         async with client._starting():
             client._begin_ticks(welcome.now)
             client._read_defaults(checkpoint)
-            client.text = await asyncio.to_thread(Text.from_directory, checkpoint.directory, client.config.chat_template)
+            client.text = await asyncio.to_thread(
+                Text.from_directory, checkpoint.directory, client.config.chat_template
+            )
             client.info = welcome.info
             client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client

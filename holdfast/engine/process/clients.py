@@ -218,9 +218,7 @@ class Clients:
         client = self._attached.pop(key, NOBODY)
         if client is NOBODY:
             return
-        log.warning(
-            "holdfast: client %d is gone, with %d requests: %s", client.number, len(client.requests), reason
-        )
+        log.warning("holdfast: client %d is gone, with %d requests: %s", client.number, len(client.requests), reason)
         client.gone = True
         self._forget_arrived(client)
         for request in client.requests:

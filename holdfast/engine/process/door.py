@@ -103,7 +103,8 @@ class Door:
         try:
             self.socket.bind(self._url)
         except zmq.ZMQError as error:
-            raise OSError(f"cannot listen at {address}: {error.strerror}; choose another --listen") from None
+            reason = os.strerror(error.errno) if error.errno is not None else str(error)
+            raise OSError(f"cannot listen at {address}: {reason}; choose another --listen") from None
 
 
 def clear(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
+from fake_engine import engine_info
 
 from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SamplingParams
 from holdfast.core.version import __version__
@@ -24,7 +25,6 @@ from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, 
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks, StopFetch
 from holdfast.lm.parts.tuning.messages import ChangeJob, JobInfo, JobStart, JobStarted, StartJob
 from holdfast.lm.types import SchedulerStats
-from fake_engine import engine_info
 
 
 def adapter(name: str) -> AdapterInfo:

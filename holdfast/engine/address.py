@@ -20,7 +20,7 @@ KEY_LENGTH = 40
 def endpoint(address: str) -> str:
     """The address in ZeroMQ's form. An address with a slash is a path. Raises ValueError for one that is neither."""
     if "/" in address:
-        path = os.path.abspath(address)
+        path = Path(address).absolute()
         if len(os.fsencode(path)) > PATH_LIMIT:
             raise ValueError(f"the engine's address {path} is too long: a Unix socket's path has {PATH_LIMIT} bytes")
         return f"ipc://{path}"

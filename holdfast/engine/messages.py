@@ -408,8 +408,8 @@ ToEngine = (
     | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 FromEngine = (
-    Hello | Progress | Ready | Attached | AppReady | Outputs | Results | Refused | ContractRefusal | Failed | Stats | Clock
-    | Steps | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
+    Hello | Progress | Ready | Attached | AppReady | Outputs | Results | Refused | ContractRefusal | Failed | Stats
+    | Clock | Steps | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -162,6 +162,8 @@ class ApiProcess:
         try:
             while not self._ending:
                 await asyncio.sleep(PAUSES[min(short, len(PAUSES) - 1)])
+                if self._ending:
+                    return
                 status, seconds = await self._run()
                 if self._ending:
                     return

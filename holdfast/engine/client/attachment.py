@@ -85,7 +85,8 @@ class Attachment:
     def send(self, message: messages.ToEngine) -> None:
         """Send a message without waiting. Lost if the connection has ended."""
         if not self._socket.closed:
-            asyncio.ensure_future(self._socket.send(messages.encode(message)))
+            sent = asyncio.ensure_future(self._socket.send(messages.encode(message)))
+            sent.add_done_callback(lambda sent: sent.cancelled() or sent.exception())  # The end is reported elsewhere.
 
     async def receive(self) -> messages.FromEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""

@@ -148,7 +148,7 @@ class Clients:
         return [*itertools.islice(self.waiting(), 1)]
 
     def waiting(self) -> Iterator[messages.ToEngine]:
-        """The messages that have arrived. Does not wait for more. Raises ValueError for an invalid one of the parent."""
+        """The messages that have arrived. Does not wait for more. Raises ValueError if the parent's is invalid."""
         for message in self._parent.waiting():
             self._take(self._first, message)
         for key, data in self._door.waiting():

@@ -302,7 +302,7 @@ def serve_configs(asked: Asked) -> ServeConfigs:
     engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
     if server.contract and engine.contracts == "auto":  # else an engine without a profile would refuse every request
         engine = replace(engine, contracts="on")
-    alone = bool(apps.app) and asked.model is None
+    alone = bool(apps.app) and asked.model is None and not cluster.engines
     if alone:
         refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one next to --app", but=("threads",))
     else:

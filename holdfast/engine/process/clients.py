@@ -323,7 +323,7 @@ class Clients:
 
     def _send_answer(self, message: Any) -> None:
         """Send an answer to the client that asked, under its own number."""
-        client, number = self._asked.pop(message.number)
+        client, number = self._asked.pop(message.number, (NOBODY, 0))
         match message:
             case AdapterLoaded(_, info):
                 self._holders.setdefault(info.id, set()).add(client)

@@ -185,7 +185,7 @@ class Clients:
         elif isinstance(message, PRIVATE):
             self._refuse(key, f"it sent {type(message).__name__}, which is not for attached clients")
         elif isinstance(message, messages.Detach):
-            self._drop(key, "it has left")
+            self._drop(key, "it has left", logging.INFO)
         else:
             self._attached[key].seen = self._clock()
             self._take(self._attached[key], message)
@@ -213,12 +213,16 @@ class Clients:
         if key in self._attached and (reason := self._door.send(key, messages.encode(message))):
             self._drop(key, reason)
 
-    def _drop(self, key: bytes, reason: str) -> None:
-        """Forget an attached client, abort its requests, and give up the adapters and jobs that it alone used."""
+    def _drop(self, key: bytes, reason: str, level: int = logging.WARNING) -> None:
+        """Forget an attached client, abort its requests, and give up the adapters and jobs that it alone used.
+
+        `level` is that of the line in the log.
+        """
         client = self._attached.pop(key, NOBODY)
         if client is NOBODY:
             return
-        log.warning("holdfast: client %d is gone, with %d requests: %s", client.number, len(client.requests), reason)
+        open_requests = len(client.requests)
+        log.log(level, "holdfast: client %d is gone, with %d requests: %s", client.number, open_requests, reason)
         client.gone = True
         self._forget_arrived(client)
         for request in client.requests:

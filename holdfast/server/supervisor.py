@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
@@ -100,10 +100,10 @@ async def serve(model: Replicas, order: Order, metrics: Path, on_ready: Callable
     keeping = [asyncio.create_task(each.keep()) for each in processes]
     with signals() as received:
         died, stop = asyncio.create_task(model.dead.wait()), asyncio.create_task(received.get())
-        ready = asyncio.gather(*(each.ready.wait() for each in processes))
-        ready.add_done_callback(lambda done: None if done.cancelled() else on_ready())
+        ready = asyncio.create_task(report([each.ready for each in processes], on_ready))
+        tasks: set[asyncio.Task[Any]] = {died, stop, ready, *keeping}
         try:
-            await asyncio.wait({died, stop, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks - {ready}, return_when=asyncio.FIRST_COMPLETED)
             for task in keeping:
                 if task.done():
                     task.result()  # Raises the reason why the process cannot start.
@@ -112,27 +112,35 @@ async def serve(model: Replicas, order: Order, metrics: Path, on_ready: Callable
             await end_all(processes, order.server.drain_seconds, received)
             return 1 if died.done() else 0
         finally:
-            for waiting in (died, stop, ready, *keeping):
-                waiting.cancel()
-            await asyncio.gather(died, stop, ready, *keeping, return_exceptions=True)
             for each in processes:
                 each.kill()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def report(events: list[asyncio.Event], call: Callable[[], None] = lambda: None) -> None:
+    """Wait until all these events are set, and then make a call."""
+    for event in events:
+        await event.wait()
+    call()
 
 
 async def end_all(processes: list[ApiProcess], seconds: float, received: asyncio.Queue[int]) -> None:
     """Let the API processes drain, up to the time limit. A second signal is passed on, and ends them at once."""
     for each in processes:
         each.end()
-    ended = asyncio.gather(*(each.ended.wait() for each in processes))
+    ended = asyncio.create_task(report([each.ended for each in processes]))
     again = asyncio.create_task(received.get())
-    await asyncio.wait({ended, again}, timeout=seconds + GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    tasks: set[asyncio.Task[Any]] = {ended, again}
+    await asyncio.wait(tasks, timeout=seconds + GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     if again.done() and not ended.done():
         for each in processes:
             each.end()
         await asyncio.wait({ended}, timeout=GRACE_SECONDS)
-    ended.cancel()
-    again.cancel()
-    await asyncio.gather(ended, again, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Run(NamedTuple):
@@ -152,7 +160,8 @@ class ApiProcess:
         self.ended = asyncio.Event()
         """Set when it has ended and is not started again."""
         self._number, self._order, self._metrics = number, order, metrics
-        self._ending = False
+        self._ending = asyncio.Event()
+        """Set once it is not to be started again."""
         self._runs: list[Run] = []
         """The present run; empty between two runs."""
 
@@ -160,12 +169,12 @@ class ApiProcess:
         """Run the process until `end`. Raises EngineStartError if its first run ends before it accepts requests."""
         short = 0
         try:
-            while not self._ending:
+            while not self._ending.is_set():
                 await asyncio.sleep(PAUSES[min(short, len(PAUSES) - 1)])
-                if self._ending:
+                if self._ending.is_set():
                     return
                 status, seconds = await self._run()
-                if self._ending:
+                if self._ending.is_set():
                     return
                 if not self.ready.is_set():
                     raise EngineStartError(f"API process {self._number} could not start: exit status {status}")
@@ -176,14 +185,14 @@ class ApiProcess:
 
     def end(self) -> None:
         """Let the process drain and end. A second call ends it at once."""
-        self._ending = True
+        self._ending.set()
         self._signal(signal.SIGTERM)
         if not self._runs:
             self.ended.set()
 
     def kill(self) -> None:
         """Kill the process, if it runs."""
-        self._ending = True
+        self._ending.set()
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:

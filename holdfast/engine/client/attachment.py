@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -46,7 +47,8 @@ class Attachment:
         url = endpoint(address)
         self.address = address
         self.began = time.monotonic()
-        self.remote = Remote(f"the engine at {address}", "", "")
+        self._place = f"the engine at {address}"
+        self.remote: Remote | None = Remote(self._place, "", "")
         """The engine's place, in words."""
         self.pid = os.getpid()
         self._context = zmq.asyncio.Context()
@@ -79,7 +81,7 @@ class Attachment:
     def join(self, on_end: Callable[[str], None]) -> Attachment:
         """Call `on_end` once, with the reason, when the connection ends from now on."""
         self._on_end = on_end
-        self._lost.add_done_callback(lambda lost: lost.cancelled() or self._end("the connection to it was lost"))
+        self._lost.add_done_callback(self._note_loss)
         return self
 
     def send(self, message: messages.ToEngine) -> None:
@@ -106,8 +108,12 @@ class Attachment:
         self._end("this client has left it")
         self._release()
 
+    def _note_loss(self, lost: asyncio.Future[Any]) -> None:
+        if not lost.cancelled():
+            self._end("the connection to it was lost")
+
     def _end(self, reason: str) -> None:
-        self._on_end(f"{self.remote.place}: {reason}")
+        self._on_end(f"{self._place}: {reason}")
 
     async def _greet(self) -> messages.Attached:
         """Send the first message, and wait for its answer. Raises NoEngine, EngineStartError."""
@@ -123,9 +129,9 @@ class Attachment:
             case messages.Attached() as welcome:
                 return welcome
             case messages.Failure(reason):
-                raise EngineStartError(f"{self.remote.place}: {reason}")
+                raise EngineStartError(f"{self._place}: {reason}")
             case other:
-                raise EngineStartError(f"{self.remote.place} answered {type(other).__name__}, not Attached")
+                raise EngineStartError(f"{self._place} answered {type(other).__name__}, not Attached")
 
     def _set_up(self, key: str) -> None:
         socket = self._socket

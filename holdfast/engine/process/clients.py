@@ -204,7 +204,7 @@ class Clients:
             client.send(msgspec.structs.replace(self._welcome, now=client.seen))
 
     def _refuse(self, key: bytes, reason: str) -> None:
-        """Drop the client of a connection, if there is one, and tell it why."""
+        """Drop the client of a connection, if there is one, and send it the reason."""
         self._drop(key, reason)
         self._door.send(key, messages.encode(messages.Failure(f"the engine has dropped this client: {reason}")))
 

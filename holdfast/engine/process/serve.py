@@ -148,7 +148,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
 def entrance(start: messages.Start) -> Iterator[Admit]:
     """Listen at the engine's address, if it has one. Inside the block, the function admits the clients that come.
 
-    They are told the reason when the block ends. Raises ValueError, OSError.
+    When the block ends, all attached clients get the reason. Raises ValueError, OSError.
     """
     if not start.listen:
         yield lambda parent, info: parent

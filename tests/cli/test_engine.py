@@ -18,7 +18,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tmp_path: Path) -> None:
     address = f"{tmp_path}/engine.sock"
-    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", address, "--cache-gb", "0.02"]
+    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", address, "--cache-gb", "0.05"]
     with subprocess.Popen(
         [*command, "--threads", "1", "--device", "cpu"], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     ) as engine:

@@ -1,4 +1,4 @@
-"""What API processes can carry: stored responses per second, and chunks of streams per second, by their number.
+"""Stored responses per second, and chunks of streams per second, by the number of API processes.
 
 The engine is a process that costs nothing: it has the real socket and the real clients, and gives each request a token
 each step. The servers are real (`holdfast serve --engines ADDRESS --api-processes N`), with a SQLite store. The load

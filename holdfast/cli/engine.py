@@ -51,10 +51,12 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
         listen_key=key,
     )
     try:
-        option = f" --engine-key {config.engine_key}" if key else ""
-        console.print(Text(f"{client.info.model} is ready at {config.listen} in {client.info.started_in:.1f} s"))
-        console.print(Text(f"holdfast serve --engines {config.listen}{option} serves it", style="dim"), soft_wrap=True)
         with signals() as received:
+            option = f" --engine-key {config.engine_key}" if key else ""
+            console.print(Text(f"{client.info.model} is ready at {config.listen} in {client.info.started_in:.1f} s"))
+            console.print(
+                Text(f"holdfast serve --engines {config.listen}{option} serves it", style="dim"), soft_wrap=True
+            )
             died, stop = asyncio.create_task(client.dead.wait()), asyncio.create_task(received.get())
             await asyncio.wait({died, stop}, return_when=asyncio.FIRST_COMPLETED)
             died.cancel()

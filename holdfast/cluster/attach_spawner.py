@@ -74,8 +74,8 @@ class AttachSpawner:
                     f"the engine at {address} has {what} {getattr(mine, what)}, and the first one has "
                     f"{getattr(first, what)}; all must serve the same model"
                 )
-        if welcome.profile and not Path(mine.profile_path).exists():
+        if welcome.profile_content and not Path(mine.profile_path).exists():
             here = Path(self._kept.name) / f"{number}.json"
-            here.write_bytes(welcome.profile)
+            here.write_bytes(welcome.profile_content)
             return Attached(welcome.config, replace(mine, profile_path=str(here)), b"", welcome.now)
         return welcome

@@ -264,7 +264,7 @@ class Attached(Message, tag="attached"):
 
     config: EngineConfig
     info: EngineInfo
-    profile: bytes = b""
+    profile_content: bytes = b""
     """The content of the file `info.profile_path`, for clients on other hosts; empty if there is none."""
     now: float = 0.0
     """The engine's monotonic clock in seconds. Another host does not share it."""

@@ -44,7 +44,7 @@ log = logging.getLogger("holdfast.server")
 
 
 class Order(msgspec.Struct):
-    """What an API process is to do: the line that it reads from its standard input."""
+    """The work of an API process: the line that it reads from its standard input."""
 
     server: ServerConfig
     cluster: ClusterConfig

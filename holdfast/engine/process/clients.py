@@ -1,4 +1,4 @@
-"""Clients: all clients of an engine behind the interface of one. Each has its own request ids and numbers.
+"""Clients: all clients of an engine with the interface of one. Each has its own request ids and numbers.
 
 An attached client is dropped when its connection closes, when it is silent, when its queue is full, or when it sends
 what is no message. Its requests are then aborted, and nothing else of the engine notices.
@@ -63,6 +63,18 @@ class Client:
         """Its own ids of the requests that have not ended."""
         self.jobs: set[str] = set()
         """The tuning jobs that it started and that are open."""
+
+    def note_message(self, now: float) -> None:
+        """Record that a message came."""
+        self.seen = now
+
+    def note_watch(self, seconds: float) -> None:
+        """Record whether the client watches."""
+        self.watches = seconds > 0
+
+    def leave(self) -> None:
+        """Record that the client is gone."""
+        self.gone = True
 
     def id_of(self, request: str) -> str:
         """The engine's id of a request, from the client's own id."""
@@ -187,7 +199,7 @@ class Clients:
         elif isinstance(message, messages.Detach):
             self._drop(key, "it has left", logging.INFO)
         else:
-            self._attached[key].seen = self._clock()
+            self._attached[key].note_message(self._clock())
             self._take(self._attached[key], message)
 
     def _attach(self, key: bytes, version: str) -> None:
@@ -200,7 +212,7 @@ class Clients:
             self._refuse(key, f"{MOST_CLIENTS} clients are attached, which is the limit")
         else:
             client = self._attached[key] = Client(next(self._numbers), lambda message: self._send_to(key, message))
-            client.seen = self._clock()
+            client.note_message(self._clock())
             client.send(msgspec.structs.replace(self._welcome, now=client.seen))
 
     def _refuse(self, key: bytes, reason: str) -> None:
@@ -223,7 +235,7 @@ class Clients:
             return
         open_requests = len(client.requests)
         log.log(level, "holdfast: client %d is gone, with %d requests: %s", client.number, open_requests, reason)
-        client.gone = True
+        client.leave()
         self._forget_arrived(client)
         for request in client.requests:
             self._arrived.append((NOBODY, messages.Abort(client.id_of(request))))
@@ -297,10 +309,10 @@ class Clients:
             yield messages.Watch(seconds)
         elif not others:
             yield messages.Watch(0)
-        client.watches = seconds > 0
+        client.note_watch(seconds)
 
     def _send_outputs(self, outputs: messages.Outputs) -> None:
-        """Send each client the outputs of its own requests. Those of dropped clients are left out."""
+        """Send each client the outputs of its own requests. Outputs of dropped clients go to nobody."""
         columns = {name: getattr(outputs, name) for name in outputs.__struct_fields__}
         rows: dict[int, list[int]] = {}
         for at, id in enumerate(columns.pop("request_id")):

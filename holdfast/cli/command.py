@@ -253,13 +253,14 @@ def serve_command() -> Command:
         # Imported here, because the help needs only the options.
         from holdfast.engine.checkpoint import Checkpoint, settled
         from holdfast.engine.spawn import EngineProcess
-        from holdfast.server.address import check_tls, listen
+        from holdfast.server.address import check_tls, listen, reserve
 
         with value_errors_as_usage():
             check_tls(server)
-        with listen(server) as listener, ExitStack() as held:
+        bind = reserve if server.api_processes > 1 else listen
+        with bind(server) as listener, ExitStack() as held:
             process = None
-            if engine is not None:
+            if engine is not None and not cluster.engines:
                 with value_errors_as_usage():
                     found = Checkpoint.of(engine)
                 if cluster.ray is None:
@@ -308,17 +309,44 @@ def serve_configs(asked: Asked) -> ServeConfigs:
     engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
     if server.contract and engine.contracts == "auto":  # else an engine without a profile would refuse every request
         engine = replace(engine, contracts="on")
-    alone = bool(apps.app) and asked.model is None
+    alone = bool(apps.app) and asked.model is None and not cluster.engines
     if alone:
         refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one next to --app", but=("threads",))
     else:
         with value_errors_as_usage():
             cluster.check(engine, server.tuning_state)
+    if server.api_processes > 1:
+        if apps.app:
+            raise UsageError(
+                "--app is given, and --api-processes: applications are served by one; leave out one of both"
+            )
+        from holdfast.server import supervisor
+
+        with value_errors_as_usage():
+            supervisor.check(server, cluster)
+    if cluster.engines:
+        refuse_engine_flags(asked.flags, "an engine that is started here; give it to holdfast engine", but=())
     if not apps.app:
         for field in fields(AppConfig):
             if field.name in asked.flags:
                 raise UsageError(f"{flag_of(field.name)} is for applications; name one with --app")
     return ServeConfigs(server, None if alone else engine, apps, cluster, engine.threads)
+
+
+def engine_command() -> Command:
+    """Return the command `holdfast engine`."""
+    from holdfast.cli import engine as alone
+
+    def run(asked: Asked) -> int:
+        listen, engine = asked.config(alone.ListenConfig), asked.config(EngineConfig)
+        return run_in_loop(alone.run(listen, engine))
+
+    return Command(
+        run=run,
+        description="Run an engine without a server. Servers attach to it with `holdfast serve --engines ADDRESS`, "
+        "one or several, and any of them may end: the engine keeps its cache and goes on.",
+        groups={alone.ListenConfig: "the address", EngineConfig: "the engine"},
+    )
 
 
 def chat_command() -> Command:
@@ -537,6 +565,7 @@ def completion_command() -> Command:
 
 COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "serve": ("serve a model over HTTP, with OpenAI's API", serve_command),
+    "engine": ("run an engine that servers attach to", engine_command),
     "chat": ("talk to a model in the terminal", chat_command),
     "batch": ("answer a file of requests, here or at a server", batch_command),
     "tune": ("tune a LoRA adapter, here or at a server", tune_command),

@@ -21,6 +21,7 @@ from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
+from holdfast.server import supervisor
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import Engines, log_as
@@ -50,10 +51,15 @@ async def run(
 
     def ready(engines: Engines, url: str) -> None:
         if engine is not None and engines.model is not None:
-            announce(console, engine, server, engines.model.info, url, replicas_of(engines.model))
+            announce(console, engines.model.config, server, engines.model.info, url, replicas_of(engines.model))
         if engines.apps:
             announce_apps(console, [client.info for client in engines.apps], url, keys=len(server.api_key))
 
+    if engine is not None and server.api_processes > 1:
+        return await supervisor.run(
+            engine, server, listener, process,
+            cluster=cluster, on_progress=stage_printer(console), on_ready=ready,
+        )  # fmt: skip
     return await run_server(
         engine,
         server,

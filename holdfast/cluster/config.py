@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.cluster.routing import RouterName
 from holdfast.core.config import option
+from holdfast.engine.address import check_address
 from holdfast.lm.config import EngineConfig
 
 MOST_REPLICAS = 64
@@ -29,6 +30,14 @@ class ClusterConfig:
         "run the replicas on the nodes of the Ray cluster at this address, host:port; without one: on the cluster that "
         "runs on this host, else on a new one of this host alone",
         bare=AUTO,
+    )
+    engines: tuple[str, ...] = option(
+        (),
+        "attach to the engine that listens at this address (holdfast engine --listen) instead of starting one; repeat "
+        "it, or put commas between addresses, for several, which are the replicas",
+    )
+    engine_key: str | None = option(
+        None, "with engines at HOST:PORT: the file with the key that they share with their clients"
     )
     ray_cpus: float = option(1.0, "with ray: CPUs of a node for each replica; it also gets tp times pp GPUs")
     routing: RouterName = option(  # noqa: RUF009  a string
@@ -56,6 +65,8 @@ class ClusterConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.engines:
+            self._check_engines()
         if self.ray is not None and self.ray != AUTO and not re.fullmatch(r"[^/\s]+:\d+", self.ray):
             raise ValueError(f"ray is {self.ray!r}; it must be the address of a Ray cluster, host:port, or {AUTO}")
         if self.max_replicas is not None and not self.replicas <= self.max_replicas <= MOST_REPLICAS:
@@ -64,15 +75,36 @@ class ClusterConfig:
                 f"and {MOST_REPLICAS}"
             )
 
+    def _check_engines(self) -> None:
+        for address in self.addresses:
+            check_address(address, self.engine_key)
+        if len({*self.addresses}) < len(self.addresses) or len(self.addresses) > MOST_REPLICAS:
+            raise ValueError(f"engines is {self.addresses}; give up to {MOST_REPLICAS} addresses, each once")
+        for name, value in (("ray", self.ray), ("max_replicas", self.max_replicas)):
+            if value is not None:
+                raise ValueError(f"{name} is {value}, and engines is given: those run already; leave one of them out")
+        if self.replicas not in (1, len(self.addresses)):
+            raise ValueError(f"replicas is {self.replicas}, and engines has {len(self.addresses)}; leave replicas out")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the engines to attach to; empty if engines are started."""
+        return tuple(address.strip() for each in self.engines for address in each.split(","))
+
+    @property
+    def count(self) -> int:
+        """Number of replicas at the start."""
+        return len(self.addresses) or self.replicas
+
     @property
     def most(self) -> int:
         """Maximum number of replicas at the same time."""
-        return self.max_replicas or self.replicas
+        return self.max_replicas or self.count
 
     @property
     def many(self) -> bool:
         """Whether requests are routed, because there may be several engines."""
-        return self.most > 1 or self.ray is not None
+        return self.most > 1 or self.ray is not None or bool(self.engines)
 
     def check(self, engine: EngineConfig, tuning_state: str | None) -> None:
         """Raises ValueError for options that engines on other hosts cannot follow.

@@ -84,7 +84,7 @@ class Fleet:
 
     async def start(self) -> list[EngineClient]:
         """Start the first engines in parallel. Returns when all are ready. Raises EngineStartError."""
-        numbers = range(self._config.replicas)
+        numbers = range(self._config.count)
         starts = [asyncio.create_task(self._spawner.start(number, self._progress(number))) for number in numbers]
         try:
             return await asyncio.gather(*starts)

@@ -7,7 +7,7 @@ import ctypes
 import importlib.util
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +30,21 @@ class LocalSpawner:
 
     kind = "local"
 
-    def __init__(self, config: EngineConfig, most: int, process: EngineProcess | None = None, ledger: str = "") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        most: int,
+        process: EngineProcess | None = None,
+        ledger: str = "",
+        listen: Sequence[str] = (),
+    ) -> None:
         """Prepare for at most `most` engines at the same time.
 
         `process` is the first engine's process, if it was started before; the caller ends it. `ledger` is the page for
-        applications on the CPU or on the first engine's GPUs. Raises EngineStartError if there are too few GPUs.
+        applications on the CPU or on the first engine's GPUs. `listen` has the address, by number, at which clients
+        attach to each engine; without any, none can. Raises EngineStartError if there are too few GPUs.
         """
-        self._process, self._ledger = process, ledger
+        self._process, self._ledger, self._listen = process, ledger, listen or [""] * most
         self._gpus = [] if config.device == "cpu" else visible_gpus()
         self._each = config.layout.ranks
         self.most: int | None = most
@@ -72,6 +80,7 @@ class LocalSpawner:
                 priced=number == 0,
                 chunk_secret=self._secret,
                 ledger="" if number and self._gpus else self._ledger,
+                listen=self._listen[number],
             )
         finally:
             self._measured.set()

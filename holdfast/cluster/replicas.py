@@ -486,7 +486,7 @@ class Replicas:
     async def _watch(self) -> None:
         """Check all replicas once a second, change their number if needed, and move idle conversations."""
         scaler = Scaler(
-            self.cluster.replicas, self.cluster.most, self.cluster.scale_up_ms / 1000, self.cluster.scale_down_seconds
+            self.cluster.count, self.cluster.most, self.cluster.scale_up_ms / 1000, self.cluster.scale_down_seconds
         )
         while True:
             await asyncio.sleep(WATCH_SECONDS)

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from holdfast.cluster.attach_spawner import AttachSpawner
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
+from holdfast.engine.address import read_key
 from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
 
@@ -21,7 +24,7 @@ class Spawner(Protocol):
     """
 
     kind: str
-    """Kind of spawner for display: "local" or "ray"."""
+    """Kind of spawner for display: "local", "ray" or "attached"."""
 
     @property
     def most(self) -> int | None:
@@ -59,9 +62,19 @@ def make_spawner(
 
     `tuning_state` is for RaySpawner: the server's directory of tuning jobs. Raises EngineStartError.
     """
+    if cluster.engines:
+        return AttachSpawner(cluster.addresses, key_in(cluster.engine_key))
     if cluster.ray is None:
         return LocalSpawner(config, cluster.most, process, ledger)
     from holdfast.cluster.ray_spawner import RaySpawner  # Ray is an extra, and takes a second to import.
 
     shared = Path(tuning_state) if config.tuning and tuning_state is not None else None
     return RaySpawner(config, cluster.ray, cluster.ray_cpus, shared)
+
+
+def key_in(path: str | None) -> str:
+    """The key in a file; empty without a file. Raises EngineStartError for a file that holds none."""
+    try:
+        return read_key(path)
+    except (ValueError, OSError) as error:
+        raise EngineStartError(str(error)) from error

@@ -42,7 +42,7 @@ class Doorkeeper:
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()  # before the socket listens: libzmq accepts everybody without an authenticator
         try:
-            self._authenticator.configure_curve_callback(credentials_provider=_OneKey(remote.key))
+            self._authenticator.configure_curve_callback(credentials_provider=OneKey(remote.key))
             public, secret = zmq.curve_keypair()
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -66,13 +66,14 @@ class Doorkeeper:
             self._authenticator.stop()
 
 
-class _OneKey:
+class OneKey:
     """Accepts the one public key that may connect."""
 
     def __init__(self, key: str) -> None:
         self._key = key.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a peer with this public key may connect."""
         return key == self._key
 
 

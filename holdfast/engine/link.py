@@ -212,6 +212,10 @@ class Parent:
         """Send a message without waiting for the client to read it."""
         self._socket.send(messages.encode(message))
 
+    def watch(self, socket: zmq.Socket[bytes]) -> None:
+        """Let messages at another socket of this thread end `poll` and `wait`, too."""
+        self._poller.register(socket, zmq.POLLIN)
+
     def poll(self, seconds: float) -> bool:
         """Whether a message arrives within `seconds`. A call of `wake` in another thread counts, as for `wait`."""
         return bool(self._poller.poll(int(seconds * 1000)))

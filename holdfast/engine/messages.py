@@ -174,6 +174,21 @@ class Start(Message, tag="start"):
     """Find the cost profile even if the engine needs none: its client prices requests."""
     ledger: str = ""
     """Path of the page in which it reports its work to applications on its device (`engine.ledger`); empty: none."""
+    listen: str = ""
+    """Address at which further clients attach, as `engine.address` reads it; empty: none can."""
+    listen_key: str = ""
+    """The secret key that these clients share with the engine, in Z85; empty for an address on this machine."""
+
+
+class Attach(Message, tag="attach"):
+    """To an engine that listens at an address: a new client's first message. The answer is Attached or Failure."""
+
+    version: str
+    """The client's version of Holdfast, which must be the engine's."""
+
+
+class Detach(Message, tag="detach"):
+    """To an engine that listens at an address: an attached client's last message. Its requests are aborted."""
 
 
 class StartApp(Message, tag="start-app"):
@@ -242,6 +257,17 @@ class Ready(Message, tag="ready"):
     """From the engine: it takes requests from now on."""
 
     info: EngineInfo
+
+
+class Attached(Message, tag="attached"):
+    """From an engine that listens at an address: what a new client must know. It may send requests from now on."""
+
+    config: EngineConfig
+    info: EngineInfo
+    profile_content: bytes = b""
+    """The content of the file `info.profile_path`, for clients on other hosts; empty if there is none."""
+    now: float = 0.0
+    """The engine's monotonic clock in seconds. Another host does not share it."""
 
 
 class AppReady(Message, tag="app-ready"):
@@ -378,17 +404,17 @@ class Submitted(Message, tag="submit"):
 
 
 ToEngine = (
-    Start | StartApp | Submit | Infer | Abort | Ask | Watch | Tick | Shutdown
+    Start | StartApp | Attach | Detach | Submit | Infer | Abort | Ask | Watch | Tick | Shutdown
     | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 FromEngine = (
-    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | ContractRefusal | Failed | Stats | Clock | Steps
-    | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
+    Hello | Progress | Ready | Attached | AppReady | Outputs | Results | Refused | ContractRefusal | Failed | Stats
+    | Clock | Steps | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
-    Start | StartApp | Submitted | Infer | Abort | Ask | Watch | Tick | Shutdown
+    Start | StartApp | Attach | Detach | Submitted | Infer | Abort | Ask | Watch | Tick | Shutdown
     | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)

@@ -11,14 +11,34 @@ from holdfast.server.config import ServerConfig
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Bind the address. This precedes the loading of a model, so that a port in use fails early. Raises OSError."""
+    """Bind the address. This precedes the loading of a model, so that a port in use fails early. Raises OSError.
+
+    With several API processes, each listens at the address, and the kernel spreads connections over them.
+    """
+    listener = bind(config, shared=config.api_processes > 1)
+    listener.listen(2048)
+    return listener
+
+
+def reserve(config: ServerConfig) -> socket.socket:
+    """Bind the address for API processes that will listen there, and get no connections. Raises OSError.
+
+    It also raises if a server listens there already, which would otherwise get a share of the connections.
+    """
+    bind(config, shared=False).close()
+    return bind(config, shared=True)
+
+
+def bind(config: ServerConfig, *, shared: bool) -> socket.socket:
+    """Bind the address. If `shared`, further processes of this user can bind it, too. Raises OSError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     # Name the protocol: asyncio turns off Nagle's delay (40 ms per reply) only for sockets marked as TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((config.host, config.port))
-        listener.listen(2048)
     except OSError as error:
         listener.close()
         why = error.strerror or str(error)

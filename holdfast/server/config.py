@@ -20,6 +20,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in (set an API key then)")
     port: int = option(8000, "port to listen on; 0 takes a free one")
+    api_processes: int = option(
+        1, "processes that answer requests at the port, attached to the same engines; more use more cores"
+    )
     api_key: tuple[str, ...] = option(
         (),
         "key that clients must send; repeat it for several, each a tenant with its own cache "
@@ -126,6 +129,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("port", 0, 65535),
+            ("api_processes", 1, 64),
             ("max_choices", 1, 1024),
             ("tenant_share", 0, 1),
             ("max_body_mb", 0.001, 1024),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from holdfast.engine.messages import Steps
 from holdfast.lm.types import SchedulerStats
 
+SHARED_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable with the directory in which API processes of one port keep their metrics. The client library
+reads it when it is imported.
+"""
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -130,12 +136,20 @@ VLLM = {
 
 
 class Metrics(Collector):
-    """All metrics of one server, in their own registry. Times are in seconds."""
+    """All metrics of one server, in their own registry. Times are in seconds.
+
+    With several API processes on one port, a scrape of any of them shows the sums over all, ended ones included.
+    """
 
     def __init__(self, model: str = "") -> None:
         """`model` is the label of the metrics under vLLM's names."""
         self.model = model
         self.registry = CollectorRegistry()
+        """All that a scrape shows."""
+        self._shared = os.environ.get(SHARED_VARIABLE, "")
+        """Directory of the metrics of all API processes; empty if there is only this one."""
+        self._own = CollectorRegistry() if self._shared else self.registry
+        """The metrics that this process counts."""
         self.registry.register(self)
         self.stats: SchedulerStats | None = None
         """State of the engine's queues and memory at the last scrape; None if the engine did not answer."""
@@ -145,8 +159,12 @@ class Metrics(Collector):
             "route",
             "outcome",
         )
-        self.store_up = self._gauge("store_up", "1 if the last read and write of the conversation store worked")
-        self.store_bytes = self._gauge("store_bytes", "Tokens and items in the conversation store, in bytes")
+        self.store_up = self._gauge(
+            "store_up", "1 if the last read and write of the conversation store worked", over_all="livemin"
+        )
+        self.store_bytes = self._gauge(
+            "store_bytes", "Tokens and items in the conversation store, in bytes", over_all="livemax"
+        )
         self.store_operations = self._counter(
             "store_operations", "Operations on the conversation store by outcome: ok, refused, failed, left", "outcome"
         )
@@ -160,7 +178,10 @@ class Metrics(Collector):
             "batch_lines_answered", "Answered lines of batches by outcome: completed, failed", "outcome"
         )
         self._training_loss = self._gauge(
-            "training_loss", "Loss of the last step of each of the most recently active tuning jobs", "job"
+            "training_loss",
+            "Loss of the last step of each of the most recently active tuning jobs",
+            "job",
+            over_all="mostrecent",
         )
         self._with_loss: dict[str, None] = {}
         """Jobs that have a gauge. The job whose last step is oldest is first."""
@@ -203,21 +224,29 @@ class Metrics(Collector):
         self.requests.labels(route, outcome).inc()
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"holdfast_{name}", help, buckets=buckets, registry=self.registry)
+        return Histogram(f"holdfast_{name}", help, buckets=buckets, registry=self._own)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"holdfast_{name}", help, labels, registry=self.registry)
+        return Counter(f"holdfast_{name}", help, labels, registry=self._own)
 
-    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
-        return Gauge(f"holdfast_{name}", help, labels, registry=self.registry)
+    def _gauge(
+        self,
+        name: str,
+        help: str,
+        *labels: str,
+        over_all: Literal["livesum", "livemin", "livemax", "mostrecent"] = "livesum",
+    ) -> Gauge:
+        """A gauge. `over_all` is its value over several API processes."""
+        return Gauge(f"holdfast_{name}", help, labels, registry=self._own, multiprocess_mode=over_all)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics, and all metrics that have vLLM names, to the registry."""
         engine = list(self._engine())
         yield from engine
-        own = [self.ttft, self.tbt, self.e2e, self.queue, self.step_tokens]
-        counted = [self.prompt_tokens, self.generated_tokens, self.finished]
-        for metric in [*engine, *(found for each in (*own, *counted) for found in each.collect())]:
+        counted = self._counted()
+        if self._shared:
+            yield from counted
+        for metric in [*engine, *counted]:
             if (name := VLLM.get(metric.name.removeprefix("holdfast_"))) is not None:
                 yield renamed(metric, f"vllm:{name}", {"model_name": self.model, "engine": "0"})
         if (stats := self.stats) is not None:
@@ -226,6 +255,14 @@ class Metrics(Collector):
             )
             used.add_metric([self.model], stats.blocks_used / max(1, stats.blocks_total))
             yield used
+
+    def _counted(self) -> list[Metric]:
+        """The metrics that API processes count, over all of them."""
+        if self._shared:
+            return [*multiprocess.MultiProcessCollector(None, self._shared).collect()]  # type: ignore[no-untyped-call]
+        own = [self.ttft, self.tbt, self.e2e, self.queue, self.step_tokens]
+        counted = [self.prompt_tokens, self.generated_tokens, self.finished]
+        return [found for each in (*own, *counted) for found in each.collect()]
 
     def _engine(self) -> Iterator[Metric]:
         """Yield the engine's metrics of the last scrape; without stats, only that the engine does not answer."""

@@ -28,11 +28,20 @@ from holdfast.core.types import (
 )
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
-from holdfast.engine.client.connection import EngineConnection, EngineDead, EngineStartError, QueueFull
+from holdfast.engine.client.attachment import Attachment
+from holdfast.engine.client.connection import (
+    Connect,
+    EngineConnection,
+    EngineDead,
+    EngineStartError,
+    Origin,
+    QueueFull,
+)
 from holdfast.engine.client.generation import GenerationDefaults, find_generation
 from holdfast.engine.client.pooling import NONE, find_pooling
 from holdfast.engine.client.text import Text, TextStream
 from holdfast.engine.client.tuning import TuningClient
+from holdfast.engine.link import Child
 from holdfast.engine.spawn import EngineProcess, Process
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
@@ -136,15 +145,18 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         config: EngineConfig,
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
-        process: Process | None = None,
+        process: Origin | None = None,
         *,
         priced: bool = False,
         chunk_secret: bytes = b"",
         ledger: str = "",
+        listen: str = "",
+        listen_key: str = "",
+        connect: Connect = Child,
     ) -> None:
-        """Not for callers, who use `start`."""
+        """Not for callers, who use `start` or `attach`."""
         self.config = config
-        self._chunk_secret, self._ledger = chunk_secret, ledger
+        self._chunk_secret, self._ledger, self._door = chunk_secret, ledger, (listen, listen_key)
         self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
         self.text: Text
         self._closes_text = True
@@ -163,7 +175,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """The adapters that requests may name, by name."""
         self._changing: set[str] = set()
         """Names of adapters that are being loaded or unloaded."""
-        super().__init__(process or EngineProcess(config.device), on_progress)
+        super().__init__(process or EngineProcess(config.device), on_progress, connect)
         self.tuning = TuningClient(lambda message: self._child.send(message), self.adapters, self._check_alive)
         """The tuning jobs of the engine."""
 
@@ -178,24 +190,27 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         priced: bool = False,
         chunk_secret: bytes = b"",
         ledger: str = "",
+        listen: str = "",
+        listen_key: str = "",
     ) -> EngineClient:
         """Start an engine in a new process, or in `process`, begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
         and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. With `chunk_host`,
         engines of one `chunk_secret` fetch blocks from each other; with an empty secret, from none. `ledger` is the
-        page in which it reports its work to applications on its device. Raises EngineStartError with the reason. If the
-        wait ends early, for whatever reason, so does the process.
+        page in which it reports its work to applications on its device. At the address `listen` other clients attach
+        (`attach`), over TCP with the secret key `listen_key`. Raises EngineStartError with the reason. If the wait ends
+        early, for whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
             elsewhere = process is not None and process.remote is not None
             config = for_other_hosts(config, checkpoint) if elsewhere else settled(config, checkpoint)
-            client = cls(config, on_progress, measure, process, priced=priced, chunk_secret=chunk_secret, ledger=ledger)
-            client.pooling = find_pooling(checkpoint.directory, config.convert)
-            client.generation = find_generation(
-                checkpoint.directory, config.generation_config, config.override_generation_config
-            )
+            client = cls(
+                config, on_progress, measure, process,
+                priced=priced, chunk_secret=chunk_secret, ledger=ledger, listen=listen, listen_key=listen_key,
+            )  # fmt: skip
+            client._read_defaults(checkpoint)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         async with client._starting():
@@ -205,6 +220,43 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             client.info, client.text = await asyncio.gather(client._ready, text)
             client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client
+
+    @classmethod
+    async def attach(
+        cls, attachment: Attachment, welcome: messages.Attached, on_progress: Callable[[str], None] | None = None
+    ) -> EngineClient:
+        """A client of an engine that runs already: `Attachment.open` gives the first two. It outlives the client.
+
+        The tokenizer is read from the model's directory, which must be at the same path here. Raises EngineStartError
+        with the reason. If the wait ends early, so does the attachment.
+        """
+        try:
+            checkpoint = await asyncio.to_thread(Checkpoint.of, welcome.config)
+            client = cls(
+                welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end)
+            )
+        except BaseException as error:
+            await attachment.close()
+            if isinstance(error, (ValueError, OSError)):
+                raise EngineStartError(str(error)) from error
+            raise
+        async with client._starting():
+            client._begin_ticks(welcome.now)
+            client._read_defaults(checkpoint)
+            client.text = await asyncio.to_thread(
+                Text.from_directory, checkpoint.directory, client.config.chat_template
+            )
+            client.info = welcome.info
+            client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
+        return client
+
+    def _read_defaults(self, checkpoint: Checkpoint) -> None:
+        """Read how embeddings are made, and the sampling options of requests. Raises ValueError."""
+        config = self.config
+        self.pooling = find_pooling(checkpoint.directory, config.convert)
+        self.generation = find_generation(
+            checkpoint.directory, config.generation_config, config.override_generation_config
+        )
 
     def use_text(self, text: Text) -> None:
         """Use a text that its owner closes, in place of the engine's own."""
@@ -428,8 +480,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     def _start_message(self) -> messages.Start:
         return messages.Start(
-            self.config, self._began + self.ahead, self._measure, self._chunk_secret, self._priced, self._ledger
-        )
+            self.config, self._began + self.ahead, self._measure, self._chunk_secret, self._priced, self._ledger,
+            *self._door,
+        )  # fmt: skip
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:

@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from holdfast.engine import messages
 from holdfast.engine.link import Child
-from holdfast.engine.spawn import Process
+from holdfast.engine.spawn import Remote
 
 HEALTH_SECONDS = 10.0
 """Default time limit of a health check, in seconds."""
@@ -78,10 +78,42 @@ class Questions:
         fail_all([*self._open.values()], error)
 
 
+class Origin(Protocol):
+    """An engine before its client talks to it: a new process, or one that the client attaches to."""
+
+    began: float
+    """Time at which its start, or the attempt to reach it, began, on our monotonic clock."""
+    remote: Remote | None
+    """Its place, if it is not a process of this client on this machine."""
+
+
+class Peer(Protocol):
+    """The connection to an engine: `Child` for a process of ours, `Attachment` for one that outlives us."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def send(self, message: messages.ToEngine) -> None: ...
+
+    async def receive(self) -> messages.FromEngine: ...
+
+    def hide(self) -> None: ...
+
+    async def close(self, *, at_once: bool = False) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+Connect = Callable[[Callable[[str], None], Any], Peer]
+"""Opens the connection to an Origin. The function that it is given is called with the reason when it ends."""
+
+
 class EngineConnection(ABC, Generic[Info, Stats]):
     """One engine process, for one event loop. Each kind of engine defines its start message and its answers."""
 
-    def __init__(self, process: Process, on_progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, process: Origin, on_progress: Callable[[str], None] | None = None, connect: Connect = Child
+    ) -> None:
         """Connect to a new process. `on_progress` is called with each stage's name. Raises OSError."""
         self.info: Info
         """The engine's description of itself when it was ready."""
@@ -107,7 +139,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         self._clocks: deque[float] = deque(maxlen=CLOCKS)
         self._ticking: list[asyncio.Task[None]] = []
         """The task that compares clocks, with an engine on another host."""
-        self._child = Child(self._end, process)
+        self._child = connect(self._end, process)
         self._listening = asyncio.create_task(self._listen())
 
     @property
@@ -182,8 +214,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
                 self._questions.answer(number, stats)
             case messages.Hello(there):
                 if self._from:
-                    self._note_clock(there)
-                    self._ticking.append(asyncio.create_task(self._tick()))
+                    self._begin_ticks(there)
                 self._child.hide()
                 self._child.send(self._start_message())
             case messages.Progress(stage):
@@ -196,6 +227,11 @@ class EngineConnection(ABC, Generic[Info, Stats]):
                 self._note_clock(there)
             case _:
                 self._take_output(message)
+
+    def _begin_ticks(self, there: float) -> None:
+        """Compare clocks from now on, with an engine whose clock says `there`. It also learns that we live."""
+        self._note_clock(there)
+        self._ticking.append(asyncio.create_task(self._tick()))
 
     def _note_clock(self, there: float) -> None:
         self._clocks.append(there - time.monotonic())

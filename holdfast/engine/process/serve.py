@@ -31,17 +31,22 @@ from holdfast.engine.link import (
     exit_at_end_of_input,
     one_line,
 )
+from holdfast.engine.process.clients import Clients
+from holdfast.engine.process.door import Door
 from holdfast.engine.process.handler import Gate, Handler, Router
 from holdfast.engine.process.requests import ClockHandler, RequestHandler, StatsHandler
 from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.watched import Watched
 from holdfast.engine.ranks.ranks import start_ranks
 from holdfast.engine.spawn import BUILD
+from holdfast.files.regular import read_bytes
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import LanguageLoop
 from holdfast.loop.contracts import Clock
 
 T = TypeVar("T")
+Admit = Callable[[Parent, messages.EngineInfo], Parent | Clients]
+"""Joins the parent and the clients that attach, once the engine is built."""
 
 STEPS_PER_COLLECTION = 64
 """Steps between two collections of Python's new garbage. A pause collects it too. Survivors are not scanned again."""
@@ -138,6 +143,46 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
 
     `loading` has begun to import PyTorch; by default that begins now.
     """
+    with entrance(start) as admit:
+        build_and_serve(start, parent, loading, admit)
+
+
+@contextlib.contextmanager
+def entrance(start: messages.Start) -> Iterator[Admit]:
+    """Listen at the engine's address, if it has one. Inside the block, the function admits the clients that come.
+
+    When the block ends, all attached clients get the reason. Raises ValueError, OSError.
+    """
+    if not start.listen:
+        yield lambda parent, info: parent
+        return
+    opened: list[Clients] = []
+
+    def admit(parent: Parent, info: messages.EngineInfo) -> Clients:
+        opened.append(Clients(parent, door, messages.Attached(start.config, info, profile_of(info))))
+        return opened[0]
+
+    with contextlib.closing(Door(start.listen, start.listen_key)) as door:
+        reason = "the engine was stopped"
+        try:
+            yield admit
+        except Exception as error:
+            reason = one_line(error)
+            raise
+        finally:
+            for clients in opened:
+                clients.end(reason)
+
+
+def profile_of(info: messages.EngineInfo) -> bytes:
+    """The content of an engine's cost profile; empty if it has none."""
+    with contextlib.suppress(OSError):
+        return read_bytes(info.profile_path) if info.profile_path else b""
+    return b""
+
+
+def build_and_serve(start: messages.Start, parent: Parent, loading: Loading | None, admit: Admit) -> None:
+    """Do the work of `run`. `admit` gives all clients once the engine is built."""
     last_resort = LastResort(parent.wake)
     ranks = start_ranks(start.config, last_resort)  # they load PyTorch meanwhile
     stages = begin(start.began, parent, loading or Loading(start.config.device))
@@ -161,9 +206,10 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     gc.freeze()
     gc.disable()
     last_resort.arm()
+    clients = admit(parent, engine.info)
     parent.send(messages.Ready(engine.info))
     try:
-        serve(engine.loop, parent, engine.handlers)
+        serve(engine.loop, clients, engine.handlers)
         for handler in engine.handlers:
             handler.flush(engine.loop, FLUSH_SECONDS)
     finally:
@@ -240,7 +286,7 @@ def wake_gpu() -> None:
         torch.zeros(1, device="cuda")
 
 
-def serve(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> None:
+def serve(loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Handler]) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
 
     `handlers` are the handlers of the engine's parts. Their own work goes on between two steps. Graphs are captured one
@@ -278,7 +324,7 @@ def for_a_while(arrived: Iterable[messages.ToEngine], clock: Clock) -> Iterator[
 
 
 def core_handlers(
-    loop: LanguageLoop, parent: Parent, steps: StepLog, watched: Watched, handlers: Sequence[Handler]
+    loop: LanguageLoop, parent: Parent | Clients, steps: StepLog, watched: Watched, handlers: Sequence[Handler]
 ) -> list[Handler]:
     """The handlers of the messages that every engine answers."""
     gates = [handler for handler in handlers if isinstance(handler, Gate)]
@@ -290,7 +336,7 @@ def core_handlers(
     ]
 
 
-def do_step(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> None:
+def do_step(loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Handler]) -> None:
     """Do one step and send its outputs. A pause in a part's own work is used like a pause of the loop."""
     outputs = loop.step()
     if outputs:
@@ -302,7 +348,7 @@ def do_step(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> 
 
 
 def await_messages(
-    loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler], watched: Watched
+    loop: LanguageLoop, parent: Parent | Clients, handlers: Sequence[Handler], watched: Watched
 ) -> list[messages.ToEngine]:
     """Use a pause of the loop until a message or a handler needs it. Returns the messages, if any came.
 

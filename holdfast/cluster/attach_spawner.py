@@ -1,0 +1,81 @@
+"""AttachSpawner: engines that run already, each at an address of its own. Stopping a replica leaves its engine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.engine.client.attachment import Attachment
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineStartError
+from holdfast.engine.messages import Attached, EngineInfo
+
+FIRST_SECONDS = 30.0
+"""Seconds that the first attempt waits for an engine to listen at its address."""
+LATER_SECONDS = 1e9
+"""Seconds that later attempts wait: an engine that has ended may be started again at any time."""
+
+
+class AttachSpawner:
+    """Attaches to engines. All must serve the same model."""
+
+    kind = "attached"
+
+    def __init__(self, addresses: Sequence[str], key: str = "") -> None:
+        """`addresses` are as `engine.address` reads them. `key` is the secret key of those on TCP."""
+        self.most: int | None = len(addresses)
+        self._addresses, self._key = addresses, key
+        self._reached: set[int] = set()
+        """Numbers of the replicas that were attached before."""
+        self._infos: list[EngineInfo] = []
+        """The first engine's description, once it is known."""
+        self._kept = tempfile.TemporaryDirectory(prefix="holdfast-profiles-")
+
+    def place(self, number: int) -> str:
+        """See `Spawner.place`."""
+        return self._addresses[number]
+
+    async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
+        """See `Spawner.start`. Waits for an engine that does not listen yet."""
+        address = self._addresses[number]
+        on_progress(f"attaching to the engine at {address}")
+        seconds = LATER_SECONDS if number in self._reached else FIRST_SECONDS
+        try:
+            attachment, welcome = await Attachment.open(address, self._key, seconds)
+        except (ValueError, OSError) as error:
+            raise EngineStartError(str(error)) from error
+        try:
+            welcome = self._checked(address, welcome, number)
+        except BaseException:
+            await attachment.close()
+            raise
+        client = await EngineClient.attach(attachment, welcome)
+        self._reached.add(number)
+        return client
+
+    async def stop(self, number: int, engine: EngineClient) -> None:
+        """See `Spawner.stop`. The engine goes on."""
+        await engine.close()
+
+    async def close(self) -> None:
+        """See `Spawner.close`. Engines go on."""
+        self._kept.cleanup()
+
+    def _checked(self, address: str, welcome: Attached, number: int) -> Attached:
+        """The welcome of an engine, with a profile that is a file here. Raises EngineStartError for another model."""
+        mine = welcome.info
+        self._infos = self._infos or [mine]
+        first = self._infos[0]
+        for what in ("model", "precision", "vocab_size", "block_size", "max_model_len"):
+            if getattr(mine, what) != getattr(first, what):
+                raise EngineStartError(
+                    f"the engine at {address} has {what} {getattr(mine, what)}, and the first one has "
+                    f"{getattr(first, what)}; all must serve the same model"
+                )
+        if welcome.profile_content and not Path(mine.profile_path).exists():
+            here = Path(self._kept.name) / f"{number}.json"
+            here.write_bytes(welcome.profile_content)
+            return Attached(welcome.config, replace(mine, profile_path=str(here)), b"", welcome.now)
+        return welcome

@@ -1,0 +1,373 @@
+"""Clients: all clients of an engine with the interface of one. Each has its own request ids and numbers.
+
+An attached client is dropped when its connection closes, when it is silent, when its queue is full, or when it sends
+what is no message. Its requests are then aborted, and nothing else of the engine notices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+
+from holdfast.core.version import __version__
+from holdfast.engine import messages
+from holdfast.engine.link import Parent
+from holdfast.engine.process.activity_ids import with_ids
+from holdfast.engine.process.door import Door
+from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, UnloadAdapter
+from holdfast.lm.parts.message import Message
+from holdfast.lm.parts.moves.messages import StopFetch
+from holdfast.lm.parts.pauses.messages import NotePause
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobEnded, JobProgress, JobStarted
+
+SILENT_SECONDS = 8.0
+"""Seconds without a message after which an attached client is dropped. It sends Tick far more often."""
+CHECK_SECONDS = 1.0
+"""Seconds between two looks for silent clients."""
+MOST_CLIENTS = 256
+"""Most clients that are attached at a time."""
+MARK = ":"
+"""Stands in the engine's id of a request between the client's number and the client's own id."""
+PRIVATE = (messages.Start, messages.StartApp, messages.Infer, messages.Shutdown, messages.Attach)
+"""Messages that an attached client must not send."""
+NUMBERED = frozenset(
+    kind
+    for kind in (*get_args(messages.ToEngine), *get_args(messages.FromEngine))
+    if "number" in kind.__struct_fields__
+)
+"""Questions and their answers: messages with a number."""
+
+log = logging.getLogger("holdfast.engine")
+
+
+class Client:
+    """One client of the engine: what it has there, and how messages reach it."""
+
+    def __init__(self, number: int, send: Callable[[Message], None]) -> None:
+        """`number` tells it apart from all other clients of this engine, earlier ones included."""
+        self.number, self.send = number, send
+        self.seen = 0.0
+        """Time of its last message."""
+        self.gone = False
+        """Whether it was dropped, or has left."""
+        self.watches = False
+        """Whether it wants the engine's activity."""
+        self.requests: set[str] = set()
+        """Its own ids of the requests that have not ended."""
+        self.jobs: set[str] = set()
+        """The tuning jobs that it started and that are open."""
+
+    def note_message(self, now: float) -> None:
+        """Record that a message came."""
+        self.seen = now
+
+    def note_watch(self, seconds: float) -> None:
+        """Record whether the client watches."""
+        self.watches = seconds > 0
+
+    def leave(self) -> None:
+        """Record that the client is gone."""
+        self.gone = True
+
+    def id_of(self, request: str) -> str:
+        """The engine's id of a request, from the client's own id."""
+        return f"{self.number}{MARK}{request}"
+
+    def own_id(self, request: str) -> str:
+        """The client's own id of a request, from the engine's id. Another client's request keeps the engine's id."""
+        number, _, own = request.partition(MARK)
+        return own if number == str(self.number) else request
+
+
+def _send_nobody(message: Message) -> None:
+    """Drop the answer to a question that no client has asked."""
+
+
+NOBODY = Client(-1, _send_nobody)
+"""Asks the questions that clean up after a client. Nobody reads the answers."""
+
+
+class Clients:
+    """The parent and the clients at a door, for the engine's loop. Has the methods of `Parent`. For one thread."""
+
+    def __init__(
+        self, parent: Parent, door: Door, welcome: messages.Attached, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`welcome` is what a new client gets. `clock` gives seconds that never go back."""
+        parent.watch(door.socket)
+        self._parent, self._door, self._welcome, self._clock = parent, door, welcome, clock
+        self._first = Client(0, parent.send)
+        """The client that started the engine. It is never dropped: the engine ends with it."""
+        self._attached: dict[bytes, Client] = {}
+        """The attached clients, by connection."""
+        self._numbers, self._questions = itertools.count(1), itertools.count()
+        self._asked: dict[int, tuple[Client, int]] = {}
+        """The client and its own number, by the engine's number of each open question."""
+        self._holders: dict[str, set[Client]] = {info.id: {self._first} for info in welcome.info.adapters}
+        """The clients that use an adapter, by its content id."""
+        self._arrived: deque[tuple[Client, messages.ToEngine]] = deque()
+        """Messages to the engine's loop, each with its sender."""
+        self._sender = self._first
+        """The sender of the message that the loop took last."""
+        self._checked_at = 0.0
+
+    def send(self, message: Message) -> None:
+        """Send a message of the engine to the clients that it is for."""
+        match message:
+            case messages.Outputs():
+                self._send_outputs(message)
+            case messages.Refused() | messages.ContractRefusal():
+                self._send_refusal(message)
+            case messages.Clock():
+                self._sender.send(message)
+            case messages.Steps():
+                self._counter.send(message)
+            case messages.Activity():
+                for client in self._all():
+                    if client.watches:
+                        client.send(with_ids(message, client.own_id))
+            case _ if type(message) in NUMBERED:
+                self._send_answer(message)
+            case _:
+                if isinstance(message, JobProgress):
+                    self._note_ends(message)
+                for client in self._all():
+                    client.send(message)
+
+    def poll(self, seconds: float) -> bool:
+        """Whether a message arrives within `seconds`. See `Parent.poll`."""
+        return bool(self._arrived) or self._parent.poll(seconds)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait at most `seconds` for a message. See `Parent.wait`."""
+        if not self._arrived:
+            self._parent.wait(seconds)
+
+    def wake(self) -> None:
+        """End a wait. May be called in any thread."""
+        self._parent.wake()
+
+    def receive(self) -> list[messages.ToEngine]:
+        """Wait for the next message. Empty if another thread calls `wake` first, or if it is not for the loop."""
+        self.wait()
+        return [*itertools.islice(self.waiting(), 1)]
+
+    def waiting(self) -> Iterator[messages.ToEngine]:
+        """The messages that have arrived. Does not wait for more. Raises ValueError if the parent's is invalid."""
+        for message in self._parent.waiting():
+            self._take(self._first, message)
+        for key, data in self._door.waiting():
+            self._read(key, data)
+        self._check_silence()
+        while self._arrived:
+            self._sender, message = self._arrived.popleft()
+            yield message
+
+    def end(self, reason: str) -> None:
+        """Let the attached clients know why the engine ends. Does not close the door."""
+        for key in self._attached:
+            self._door.send(key, messages.encode(messages.Failure(reason)))
+
+    def _all(self) -> list[Client]:
+        return [self._first, *self._attached.values()]
+
+    @property
+    def _counter(self) -> Client:
+        """The client that counts the engine's steps: one alone, so that sums over all servers are right."""
+        return next(iter(self._attached.values()), self._first)
+
+    def _read(self, key: bytes, data: bytes) -> None:
+        """Take what came from a connection: a message of an attached client, or a new client's first one."""
+        try:
+            message = messages.decode_to_engine(data)
+        except (ValueError, RecursionError) as error:
+            self._refuse(key, f"it sent what is no message: {error}")
+            return
+        if isinstance(message, messages.Attach):
+            self._attach(key, message.version)
+        elif key not in self._attached:
+            self._refuse(key, "it is not attached, or not any more")
+        elif isinstance(message, PRIVATE):
+            self._refuse(key, f"it sent {type(message).__name__}, which is not for attached clients")
+        elif isinstance(message, messages.Detach):
+            self._drop(key, "it has left", logging.INFO)
+        else:
+            self._attached[key].note_message(self._clock())
+            self._take(self._attached[key], message)
+
+    def _attach(self, key: bytes, version: str) -> None:
+        """Welcome a new client, unless it is of another version or one too many."""
+        if version != __version__:
+            self._refuse(key, f"it is Holdfast {version}, and this engine is {__version__}")
+        elif key in self._attached:
+            self._refuse(key, "it attached twice")
+        elif len(self._attached) >= MOST_CLIENTS:
+            self._refuse(key, f"{MOST_CLIENTS} clients are attached, which is the limit")
+        else:
+            client = self._attached[key] = Client(next(self._numbers), lambda message: self._send_to(key, message))
+            client.note_message(self._clock())
+            client.send(msgspec.structs.replace(self._welcome, now=client.seen))
+
+    def _refuse(self, key: bytes, reason: str) -> None:
+        """Drop the client of a connection, if there is one, and send it the reason."""
+        self._drop(key, reason)
+        self._door.send(key, messages.encode(messages.Failure(f"the engine has dropped this client: {reason}")))
+
+    def _send_to(self, key: bytes, message: Message) -> None:
+        """Send a message to an attached client, and drop the client if that fails."""
+        if key in self._attached and (reason := self._door.send(key, messages.encode(message))):
+            self._drop(key, reason)
+
+    def _drop(self, key: bytes, reason: str, level: int = logging.WARNING) -> None:
+        """Forget an attached client, abort its requests, and give up the adapters and jobs that it alone used.
+
+        `level` is that of the line in the log.
+        """
+        client = self._attached.pop(key, NOBODY)
+        if client is NOBODY:
+            return
+        open_requests = len(client.requests)
+        log.log(level, "holdfast: client %d is gone, with %d requests: %s", client.number, open_requests, reason)
+        client.leave()
+        self._forget_arrived(client)
+        for request in client.requests:
+            self._arrived.append((NOBODY, messages.Abort(client.id_of(request))))
+        for job in client.jobs:
+            self._leave(job)
+        for adapter in [id for id, holders in self._holders.items() if client in holders]:
+            self._release(client, adapter)
+        if client.watches and not any(each.watches for each in self._all()):
+            self._arrived.append((NOBODY, messages.Watch(0)))
+
+    def _forget_arrived(self, client: Client) -> None:
+        """Forget the messages of a client that the loop has not taken."""
+        for sender, message in self._arrived:
+            if sender is client and type(message) in NUMBERED and not isinstance(message, StopFetch):
+                self._asked.pop(message.number)  # type: ignore[union-attr]
+        self._arrived = deque(each for each in self._arrived if each[0] is not client)
+
+    def _check_silence(self) -> None:
+        """Drop the clients that have not been heard of for a while. All that has arrived was read before."""
+        now = self._clock()
+        if now < self._checked_at + CHECK_SECONDS:
+            return
+        self._checked_at = now
+        for key, client in [*self._attached.items()]:
+            if now > client.seen + SILENT_SECONDS:
+                self._refuse(key, f"it was silent for {now - client.seen:.1f} s")
+
+    def _take(self, client: Client, message: messages.ToEngine) -> None:
+        """Queue a client's message for the loop, with the engine's ids and numbers in place of the client's own."""
+        self._arrived.extend((client, each) for each in self._translated(client, message))
+
+    def _translated(self, client: Client, message: messages.ToEngine) -> Iterator[messages.ToEngine]:
+        match message:
+            case messages.Submit(request) if request.id in client.requests:
+                client.send(messages.Refused(request.id, f"request id {request.id} is in use", "request_id"))
+            case messages.Submit(request):
+                client.requests.add(request.id)
+                yield messages.Submit(replace(request, id=client.id_of(request.id)))
+            case messages.Abort(request_id):
+                client.requests.discard(request_id)
+                yield messages.Abort(client.id_of(request_id))
+            case NotePause(request_id):
+                yield msgspec.structs.replace(message, request_id=client.id_of(request_id))
+            case messages.Watch(seconds):
+                yield from self._watch(client, seconds)
+            case StopFetch(number):
+                yield from (StopFetch(ours) for ours, asked in self._asked.items() if asked == (client, number))
+            case UnloadAdapter(number, adapter) if self._holders.get(adapter, set()) - {client}:
+                self._holders[adapter].discard(client)
+                client.send(AdapterUnloaded(number))  # Others use it, so the engine keeps it.
+            case UnloadAdapter(number, adapter):
+                self._holders.pop(adapter, None)
+                yield UnloadAdapter(self._ask(client, number), adapter)
+            case _ if type(message) in NUMBERED:
+                yield msgspec.structs.replace(message, number=self._ask(client, message.number))  # type: ignore[union-attr]
+            case _:
+                yield message
+
+    def _ask(self, client: Client, number: int) -> int:
+        """The engine's number for a client's question."""
+        ours = next(self._questions)
+        self._asked[ours] = client, number
+        return ours
+
+    def _watch(self, client: Client, seconds: float) -> Iterator[messages.Watch]:
+        """Begin to watch again for a new viewer, who needs the first message; stop once nobody watches."""
+        others = any(each.watches for each in self._all() if each is not client)
+        if seconds > 0:
+            if others and not client.watches:
+                yield messages.Watch(0)
+            yield messages.Watch(seconds)
+        elif not others:
+            yield messages.Watch(0)
+        client.note_watch(seconds)
+
+    def _send_outputs(self, outputs: messages.Outputs) -> None:
+        """Send each client the outputs of its own requests. Outputs of dropped clients go to nobody."""
+        columns = {name: getattr(outputs, name) for name in outputs.__struct_fields__}
+        rows: dict[int, list[int]] = {}
+        for at, id in enumerate(columns.pop("request_id")):
+            rows.setdefault(int(id.partition(MARK)[0]), []).append(at)
+        for client in self._all():
+            if (mine := rows.get(client.number)) is not None:
+                self._send_rows(client, outputs.request_id, columns, mine)
+
+    @staticmethod
+    def _send_rows(client: Client, ids: list[str], columns: dict[str, list[Any]], rows: list[int]) -> None:
+        own = [client.own_id(ids[at]) for at in rows]
+        chosen = {name: [column[at] for at in rows] for name, column in columns.items()}
+        ended = [id for id, reason in zip(own, chosen["finish_reason"], strict=True) if reason is not None]
+        client.requests.difference_update(ended)
+        client.send(messages.Outputs(own, **chosen))
+
+    def _send_refusal(self, message: messages.Refused | messages.ContractRefusal) -> None:
+        number = int(message.request_id.partition(MARK)[0])
+        for client in self._all():
+            if client.number == number:
+                id = client.own_id(message.request_id)
+                client.requests.discard(id)
+                client.send(msgspec.structs.replace(message, request_id=id))
+
+    def _send_answer(self, message: Any) -> None:
+        """Send an answer to the client that asked, under its own number."""
+        client, number = self._asked.pop(message.number, (NOBODY, 0))
+        match message:
+            case AdapterLoaded(_, info):
+                self._holders.setdefault(info.id, set()).add(client)
+                if client.gone:
+                    self._release(client, info.id)
+            case JobStarted(_, info) if client.gone:
+                self._leave(info.id)
+            case JobStarted(_, info):
+                client.jobs.add(info.id)
+        client.send(msgspec.structs.replace(message, number=number))
+
+    def _note_ends(self, progress: JobProgress) -> None:
+        """Note which jobs have ended, and that their clients use the adapters that came of them."""
+        for event in progress.events:
+            if isinstance(event, JobEnded):
+                for client in self._all():
+                    if event.job in client.jobs:
+                        client.jobs.discard(event.job)
+                        if event.adapter is not None:
+                            self._holders.setdefault(event.adapter.id, set()).add(client)
+
+    def _leave(self, job: str) -> None:
+        """Close a job, so that another client can continue it."""
+        self._arrived.append((NOBODY, ChangeJob(self._ask(NOBODY, 0), job, "leave")))
+
+    def _release(self, client: Client, adapter: str) -> None:
+        """Unload an adapter that only this client, which is gone, has used."""
+        self._holders[adapter].discard(client)
+        if not self._holders[adapter]:
+            del self._holders[adapter]
+            self._arrived.append((NOBODY, UnloadAdapter(self._ask(NOBODY, 0), adapter)))

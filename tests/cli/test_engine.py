@@ -1,0 +1,60 @@
+"""`holdfast engine` and `holdfast serve --engines`: usage, and an engine that a signal ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import main
+from holdfast.cli.engine import ListenConfig, key_of
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tmp_path: Path) -> None:
+    address = f"{tmp_path}/engine.sock"
+    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", address, "--cache-gb", "0.05"]
+    with subprocess.Popen(
+        [*command, "--threads", "1", "--device", "cpu"], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        said = ""
+        while "serves it" not in said:
+            line = engine.stdout.readline()
+            assert line, said
+            said += line
+        assert f"holdfast serve --engines {address} serves it" in said
+        assert Path(address).is_socket()
+        engine.send_signal(signal.SIGTERM)
+        assert engine.wait(20) == 0
+    assert not Path(address).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["engine", "--listen", "host:80"], "--engine-key"),
+        (["engine", "--listen", "here"], "port from 1 to 65535"),
+        (["serve", "--engines", "./a", "some-model"], "MODEL is for an engine that is started here"),
+        (["serve", "--engines", "./a", "--max-sequences", "4"], "--max-sequences is for an engine"),
+        (["serve", "--api-processes", "0"], "api_processes is 0; it must lie between 1 and 64"),
+        (["serve", "--api-processes", "2", "--store", "memory"], "store is memory"),
+        (["serve", "--api-processes", "2", "--app", "dates"], "--api-processes"),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_the_key_of_an_engine_on_tcp_is_made_and_a_path_needs_none(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    assert len(key_of(ListenConfig(listen="host:80", engine_key=str(file)))) == 40
+    assert key_of(ListenConfig(listen="./engine.sock")) == ""

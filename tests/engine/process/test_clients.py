@@ -1,0 +1,370 @@
+"""Clients: several clients of one engine, over real sockets, and a loop that the tests play."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from fake_engine import engine_info
+
+from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SamplingParams
+from holdfast.core.version import __version__
+from holdfast.engine import messages
+from holdfast.engine.activity import StepRecord
+from holdfast.engine.link import Parent
+from holdfast.engine.process import clients
+from holdfast.engine.process.clients import Clients
+from holdfast.engine.process.door import Door
+from holdfast.engine.spawn import Link
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
+from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks, StopFetch
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobInfo, JobStart, JobStarted, StartJob
+from holdfast.lm.types import SchedulerStats
+
+
+def adapter(name: str) -> AdapterInfo:
+    return AdapterInfo(f"{name}@1", name, 4, 10, ())
+
+
+INFO = engine_info(adapters=(adapter("start"),))
+
+
+class Peer:
+    """A client at the other end of a socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+
+    def send(self, *sent: Any) -> None:
+        for message in sent:
+            self.socket.send(messages.encode(message))
+
+    def read(self) -> Any:
+        assert self.socket.poll(5000), "nothing came"
+        return messages.decode_from_engine(self.socket.recv())
+
+    def reads_nothing(self) -> bool:
+        return not self.socket.poll(50)
+
+
+class House:
+    """An engine's clients, with the ends of their sockets."""
+
+    def __init__(self, directory: Any, **door: Any) -> None:
+        self.now = 100.0
+        self.context = zmq.Context()
+        self.sockets: list[zmq.Socket[bytes]] = []
+        started = self.socket()
+        started.bind(f"ipc://{directory}/parent")
+        self.parent, self.address = Peer(started), f"{directory}/engine.sock"
+        self.link = Parent(Link(f"ipc://{directory}/parent"))
+        self.door = Door(self.address, **door)
+        welcome = messages.Attached(EngineConfig(), INFO, b"profile")
+        self.clients = Clients(self.link, self.door, welcome, lambda: self.now)
+
+    def socket(self) -> zmq.Socket[bytes]:
+        self.sockets.append(self.context.socket(zmq.DEALER))
+        return self.sockets[-1]
+
+    def connect(self, queue: int = 0) -> Peer:
+        socket = self.socket()
+        socket.setsockopt(zmq.RCVHWM, queue)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.connect(f"ipc://{self.address}")
+        return Peer(socket)
+
+    def attach(self) -> Peer:
+        peer = self.connect()
+        peer.send(messages.Attach(__version__))
+        assert self.take(0) == []
+        assert isinstance(peer.read(), messages.Attached)
+        return peer
+
+    def take(self, count: int) -> list[Any]:
+        """Wait until the loop has this many messages, or for a moment if none are expected."""
+        got, until = [], time.monotonic() + (5 if count else 0.1)
+        while len(got) < count or not count:
+            if time.monotonic() > until:
+                break
+            self.clients.poll(0.02)
+            got += self.clients.waiting()
+        return got
+
+    def outputs(self, **ended: bool) -> None:
+        """Send one token for each engine's id of a request."""
+        count = len(ended)
+        reasons = [FinishReason.LENGTH if end else None for end in ended.values()]
+        self.clients.send(
+            messages.Outputs(
+                [*ended], [(at,) for at in range(count)], reasons, [0] * count, [0.0] * count, [0] * count,
+                [()] * count, [()] * count, [b""] * count, [(0, 0, 0)] * count,
+            )
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.door.close()
+        self.link.close()
+        for socket in self.sockets:
+            socket.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def house(tmp_path: Any) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.close()
+
+
+def submit(id: str) -> messages.Submit:
+    params = SamplingParams(max_tokens=4)
+    return messages.Submit(Request(id=id, prompt=(1, 2), params=params, identity=Identity("m"), arrival=1.0))
+
+
+def ids(arrived: list[Any]) -> list[str]:
+    return [each.request.id for each in arrived]
+
+
+def test_equal_request_ids_of_two_clients_stay_apart(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(submit("a"))
+    first = ids(house.take(1))
+    two.send(submit("a"))
+    second = ids(house.take(1))
+    assert first != second
+    house.outputs(**{first[0]: False, second[0]: True})
+    mine, other = one.read(), two.read()
+    assert (mine.request_id, mine.tokens, mine.finish_reason) == (["a"], [(0,)], [None])
+    assert (other.request_id, other.tokens, other.finish_reason) == (["a"], [(1,)], [FinishReason.LENGTH])
+    two.send(messages.Abort("a"))
+    assert [each.request_id for each in house.take(1)] == second
+
+
+def test_the_parent_is_one_of_the_clients(house: House) -> None:
+    one = house.attach()
+    house.parent.send(submit("a"))
+    (id,) = ids(house.take(1))
+    house.outputs(**{id: True})
+    assert house.parent.read().request_id == ["a"] and one.reads_nothing()
+    house.parent.send(messages.Shutdown())
+    assert [type(each) for each in house.take(1)] == [messages.Shutdown]
+
+
+def test_a_client_whose_request_id_is_in_use_is_refused(house: House) -> None:
+    one = house.attach()
+    one.send(submit("a"), submit("a"))
+    (id,) = ids(house.take(1))
+    refused = one.read()
+    assert (refused.request_id, refused.param) == ("a", "request_id")
+    house.outputs(**{id: True})
+    one.send(submit("a"))
+    assert ids(house.take(1)) == [id], "an id can be used again once its request has ended"
+
+
+def test_answers_go_to_the_client_that_asked_under_its_own_number(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    two.send(messages.Ask(7))
+    (ask,) = house.take(1)
+    one.send(messages.Ask(7))
+    (later,) = house.take(1)
+    assert ask.number != later.number
+    house.clients.send(messages.Stats(ask.number, stats(waiting=3)))
+    house.clients.send(messages.Stats(later.number, stats(waiting=4)))
+    assert (one.read().stats.waiting, two.read().stats.waiting) == (4, 3)
+    one.send(messages.Tick())
+    house.take(1)
+    house.clients.send(messages.Clock(5.0))
+    assert one.read().now == 5.0 and two.reads_nothing()
+
+
+def test_a_fetch_is_stopped_by_its_own_client_alone(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(FetchChunks(0, [b"d"], [0], "host:1", 16))
+    (fetch,) = house.take(1)
+    two.send(StopFetch(0))
+    assert house.take(0) == []
+    one.send(StopFetch(0))
+    assert house.take(1) == [StopFetch(fetch.number)]
+    house.clients.send(ChunksFetched(fetch.number, 16))
+    assert one.read() == ChunksFetched(0, 16)
+
+
+def test_garbage_costs_its_sender_the_connection_and_nobody_else(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(submit("a"))
+    two.send(submit("b"))
+    mine, other = ids(house.take(2))
+    one.socket.send(b"\xc1 garbage")
+    assert [(type(each), each.request_id) for each in house.take(1)] == [(messages.Abort, mine)]
+    assert "no message" in one.read().reason
+    house.outputs(**{mine: False, other: False})
+    assert two.read().request_id == ["b"] and one.reads_nothing()
+    one.send(messages.Tick())
+    assert house.take(0) == [] and "not attached" in one.read().reason
+
+
+@pytest.mark.parametrize("message", [messages.Shutdown(), messages.Start(EngineConfig(), 0.0)])
+def test_an_attached_client_cannot_end_or_restart_the_engine(house: House, message: Any) -> None:
+    one = house.attach()
+    one.send(message)
+    assert house.take(0) == [] and "not for attached clients" in one.read().reason
+
+
+def test_strangers_and_other_versions_are_refused(house: House) -> None:
+    stranger, older = house.connect(), house.connect()
+    stranger.send(submit("a"))
+    older.send(messages.Attach("0.0.1"))
+    assert house.take(0) == []
+    assert "not attached" in stranger.read().reason and "0.0.1" in older.read().reason
+
+
+def test_no_more_clients_than_the_limit_attach(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MOST_CLIENTS", 1)
+    house.attach()
+    late = house.connect()
+    late.send(messages.Attach(__version__))
+    assert house.take(0) == [] and "which is the limit" in late.read().reason
+
+
+def test_requests_of_a_closed_connection_are_aborted_at_their_next_output(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(submit("a"), submit("done"))
+    mine, done = ids(house.take(2))
+    house.outputs(**{done: True})
+    one.read()
+    one.socket.close(linger=0)
+    until = time.monotonic() + 5
+    aborted: list[Any] = []
+    while not aborted and time.monotonic() < until:
+        house.outputs(**{mine: False})
+        aborted = house.take(0)
+    assert [each.request_id for each in aborted] == [mine], "an ended request is not aborted"
+    two.send(submit("b"))
+    assert len(house.take(1)) == 1
+
+
+def test_a_client_that_leaves_aborts_its_requests(house: House) -> None:
+    one = house.attach()
+    one.send(submit("a"))
+    (id,) = ids(house.take(1))
+    one.send(messages.Detach())
+    assert [each.request_id for each in house.take(1)] == [id]
+
+
+def test_a_silent_client_is_dropped_and_one_that_ticks_is_not(house: House) -> None:
+    silent, alive = house.attach(), house.attach()
+    silent.send(submit("a"))
+    (id,) = ids(house.take(1))
+    house.now += clients.SILENT_SECONDS - 1
+    alive.send(messages.Tick())
+    house.take(1)
+    house.now += 2
+    assert [each.request_id for each in house.take(1)] == [id]
+    assert "silent for 9.0 s" in silent.read().reason
+    assert alive.reads_nothing()
+
+
+def test_a_client_that_does_not_read_is_dropped_and_others_go_on(tmp_path: Any) -> None:
+    house = House(tmp_path, limit=4)
+    quick, slow = house.attach(), house.connect(queue=1)
+    quick.send(submit("b"))
+    (other,) = ids(house.take(1))
+    slow.send(messages.Attach(__version__), submit("a"))
+    (mine,) = ids(house.take(1))
+    aborted: list[Any] = []
+    for _ in range(1000):
+        house.outputs(**{mine: False, other: False})
+        assert quick.read().request_id == ["b"]
+        aborted = [*house.clients.waiting()]
+        if aborted:
+            break
+    assert [each.request_id for each in aborted] == [mine]
+    house.close()
+
+
+def test_an_adapter_stays_until_its_last_client_unloads_it(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    for peer in (one, two):
+        peer.send(LoadAdapter(3, "poet", "/poet"))
+        (load,) = house.take(1)
+        house.clients.send(AdapterLoaded(load.number, adapter("poet")))
+        assert peer.read().number == 3
+    one.send(UnloadAdapter(4, adapter("poet").id))
+    assert house.take(0) == [] and one.read() == AdapterUnloaded(4)
+    two.send(messages.Detach())
+    (unload,) = house.take(1)
+    assert unload.adapter == adapter("poet").id
+    house.clients.send(AdapterUnloaded(unload.number))
+    assert one.reads_nothing()
+
+
+def test_an_adapter_of_the_start_outlives_all_clients(house: House) -> None:
+    one = house.attach()
+    one.send(UnloadAdapter(0, INFO.adapters[0].id))
+    assert house.take(0) == [] and one.read() == AdapterUnloaded(0)
+
+
+def test_a_job_of_a_lost_client_is_left_so_that_another_can_continue_it(house: House) -> None:
+    one = house.attach()
+    one.send(StartJob(1, JobStart(id="job", directory="/d", name="n", data_digest="x")))
+    (start,) = house.take(1)
+    house.clients.send(JobStarted(start.number, JOB))
+    assert one.read() == JobStarted(1, JOB)
+    one.send(messages.Detach())
+    (change,) = house.take(1)
+    assert isinstance(change, ChangeJob) and (change.job, change.action) == ("job", "leave")
+
+
+def test_activity_reaches_viewers_alone_with_their_own_ids(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(submit("a"), messages.Watch(5.0))
+    request, watch = house.take(2)
+    assert watch.seconds == 5.0
+    house.clients.send(activity(request.request.id))
+    assert one.read().steps[0].preempted == ["a"] and two.reads_nothing()
+    two.send(messages.Watch(4.0))
+    assert [each.seconds for each in house.take(2)] == [0, 4.0], "a new viewer needs the first message"
+    house.clients.send(activity(request.request.id))
+    assert one.read().steps[0].preempted == ["a"] and two.read().steps[0].preempted == [request.request.id]
+    one.send(messages.Watch(0))
+    assert house.take(0) == [], "somebody still watches"
+    two.send(messages.Detach())
+    assert [each.seconds for each in house.take(1)] == [0]
+
+
+def test_steps_are_counted_by_one_attached_client(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    steps = messages.Steps([3], [0.1])
+    house.clients.send(steps)
+    assert one.read() == steps and two.reads_nothing()
+    one.send(messages.Detach())
+    house.take(0)
+    house.clients.send(steps)
+    assert two.read() == steps
+
+
+def test_the_end_of_the_engine_reaches_all_attached_clients(house: House) -> None:
+    one = house.attach()
+    house.clients.end("the device is gone")
+    assert one.read() == messages.Failure("the device is gone")
+
+
+JOB = JobInfo(
+    id="job", step=0, steps=1, examples=1, trained_tokens=0, loss=None, validation=None, checkpoint="", epochs=1,
+    batch_size=1, learning_rate=1e-4, rank=4, alpha=8.0, modules=(), dora=False, micro_batch=64,
+)  # fmt: skip
+
+
+def stats(waiting: int) -> SchedulerStats:
+    fields = {field.name: 0 for field in dataclasses.fields(SchedulerStats) if field.default is dataclasses.MISSING}
+    return SchedulerStats(**fields | {"waiting": waiting})
+
+
+def activity(request: str) -> messages.Activity:
+    step = StepRecord(step=1, at=0.0, seconds=0.1, tokens=1, decodes=1, prefill=0, segments=1, preempted=[request])
+    return messages.Activity(1.0, False, [step], [])

@@ -1,0 +1,157 @@
+"""Several API processes on one port: real processes, one engine, one store."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.cluster.config import ClusterConfig
+from holdfast.server.address import reserve
+from holdfast.server.config import ServerConfig
+from holdfast.server.supervisor import check
+
+ROOT = Path(__file__).parents[2]
+SAID = "Hi! My name is Ada, and I like long walks on the beach with my two dogs and my cat."
+CACHED = 16
+"""Tokens of its prompt that a second request finds: the whole blocks but the last."""
+
+
+class Served:
+    """A server of two API processes over the built-in model."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        files = ["--store", str(directory / "store.sqlite"), "--files", str(directory / "files")]
+        sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
+        command = [sys.executable, "-m", "holdfast.cli", "serve", "--api-processes", "2", *files, *sizes]
+        self.process = subprocess.Popen(
+            [*command, "--port", self.url.rpartition(":")[2]],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def workers(self) -> list[int]:
+        """Process ids of the API processes."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        found = [int(pid) for each in children for pid in each.read_text().split()]
+        return sorted(pid for pid in found if b"holdfast.server.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request on a connection of its own, so that any API process may get it; again if one is killed."""
+        for _ in range(100):
+            try:
+                return httpx.request(method, f"{self.url}{path}", timeout=30, **options)
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise TimeoutError(path)
+
+    def chat(self) -> int:
+        """Ask the model. Returns the number of prompt tokens found in the cache."""
+        body = {"model": "holdfast-tiny", "max_tokens": 4, "messages": [{"role": "user", "content": SAID}]}
+        answer = self.ask("POST", "/v1/chat/completions", json=body).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("GET", "/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    server = Served(tmp_path_factory.mktemp("served"))
+    try:
+        until(lambda: server.process.poll() is not None or (reached(server) and len(server.workers()) == 2))
+        yield server
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+
+
+def reached(server: Served) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+
+
+def test_a_killed_api_process_is_replaced_and_the_cache_stays(served: Served) -> None:
+    assert [served.chat() for _ in range(6)][1:] == [CACHED] * 5, "all API processes share the engine's cache"
+    (killed, kept) = served.workers()
+    os.kill(killed, signal.SIGKILL)
+    assert served.chat() == CACHED
+    until(lambda: len(served.workers()) == 2 and killed not in served.workers())
+    assert kept in served.workers()
+    route = 'holdfast_requests_total{outcome="ok",route="/v1/chat/completions"}'
+    assert served.metric(route) == 7, "a killed process's counts are kept"
+    assert served.metric("holdfast_cached_tokens_total") == 6 * CACHED
+    assert (
+        served.metric('vllm:request_success_total{engine="0",finished_reason="length",model_name="holdfast-tiny"}') == 7
+    )
+
+
+def test_any_api_process_continues_what_another_stored(served: Served) -> None:
+    previous = None
+    for _ in range(6):
+        body = {"model": "holdfast-tiny", "input": "Go on.", "max_output_tokens": 4, "previous_response_id": previous}
+        answer = served.ask("POST", "/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+
+
+def test_any_api_process_cancels_a_background_response_of_another(served: Served) -> None:
+    body = {"model": "holdfast-tiny", "input": SAID, "background": True, "max_output_tokens": 3000}
+    for _ in range(4):
+        begun = served.ask("POST", "/v1/responses", json=body).json()
+        ended = served.ask("POST", f"/v1/responses/{begun['id']}/cancel").json()
+        assert ended["status"] in ("cancelled", "completed", "incomplete")
+
+
+def test_a_signal_ends_all_processes_and_leaves_no_file(served: Served) -> None:
+    workers = served.workers()
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(20) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_port_with_a_server_is_not_shared_with_it() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(OSError, match="choose another --port"):
+            reserve(ServerConfig(port=other.getsockname()[1], api_processes=2))
+
+
+@pytest.mark.parametrize(
+    ("server", "cluster", "name"),
+    [
+        ({"store": "memory"}, {}, "store is memory"),
+        ({"adapter_root": "/adapters"}, {}, "adapter_root is /adapters"),
+        ({}, {"ray": "auto"}, "ray is auto"),
+        ({}, {"max_replicas": 2}, "max_replicas is 2"),
+    ],
+)
+def test_options_that_api_processes_cannot_share_are_named(server: Any, cluster: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"api_processes is 2, and {name}: .*; leave it out"):
+        check(ServerConfig(api_processes=2, **server), ClusterConfig(**cluster))

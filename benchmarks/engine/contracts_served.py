@@ -1,4 +1,4 @@
-"""Contracts over HTTP on a real engine, at loads below and above the capacity, beside other orders and vLLM.
+"""Contracts over HTTP on a real engine, at loads below and above the capacity, next to other orders and vLLM.
 
 Run: python -m benchmarks.engine.contracts_served azure mooncake --traces DIR --capacity azure=22.6 mooncake=5
      python -m benchmarks.engine.contracts_served azure --traces DIR --capacity azure=22.6 --systems vllm --loads 3
@@ -29,7 +29,7 @@ import uvloop
 
 from benchmarks.engine.contracts_sim import FIGURES, FILES, TARGET, TERMS, Study, changed
 from benchmarks.engine.contracts_sim import SYSTEMS as SIMULATED
-from benchmarks.engine.served_pace import CLIENTS, SPAWN, checkpoint, served
+from benchmarks.engine.served_pace import CLIENTS, SPAWN, checkpoint, served, watch
 from benchmarks.lib.invocation import provenance
 from benchmarks.lib.vllm_server import vllm_served
 from holdfast.core.contract import Contract
@@ -139,7 +139,8 @@ def load(
     """The figures of one load, sent by all clients. It is cut off after `lasts` seconds."""
     asks = partial(send, url, model, vocabulary, system, args.allowed, lasts)
     parts = [clients.submit(run, asks, workload[part::CLIENTS], salt, part) for part in range(CLIENTS)]
-    records = [record for part in parts for record in part.result()]
+    ended = [part.result() for part in parts]
+    records = [record for seen, _ in ended for record in seen]
     answered = [record for record in records if record.token_times]
     lasted = max((record.token_times[-1] for record in answered), default=0.0) - min(each.arrival for each in records)
     found, counted = contract_figures(records, lasted), outcomes(url) if system == "contracts" else {}
@@ -153,6 +154,7 @@ def load(
         "median_ttft_ms": 1e3 * percentile(firsts, 0.5) if firsts else None,
         "p99_ttft_ms": 1e3 * percentile(firsts, 0.99) if firsts else None,
         "p99_tbt_ms": 1e3 * percentile(gaps, 0.99) if gaps else None,
+        "client_late_ms": 1e3 * max(late for _, late in ended),
         "errors": sorted(errors)[:3],
         "engine": counted,
     }
@@ -165,7 +167,7 @@ def outcomes(url: str) -> dict[str, float]:
     return {name.partition("{")[2]: float(value) for name, _, value in pairs}
 
 
-def run(asks: Any, workload: Workload, salt: str, part: int) -> list[Record]:
+def run(asks: Any, workload: Workload, salt: str, part: int) -> tuple[list[Record], float]:
     """Send a part of a load from this process."""
     return uvloop.run(asks(workload, salt, part))
 
@@ -173,8 +175,8 @@ def run(asks: Any, workload: Workload, salt: str, part: int) -> list[Record]:
 async def send(
     url: str, model: str, vocabulary: int, system: str, allowed: int, lasts: float, workload: Workload, salt: str,
     part: int,
-) -> list[Record]:  # fmt: skip
-    """The records of one load. It is cut off after `lasts` seconds."""
+) -> tuple[list[Record], float]:  # fmt: skip
+    """The records of one load, which is cut off after `lasts` seconds, and how late the client's event loop was."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
 
@@ -187,13 +189,15 @@ async def send(
             return id
 
         client = LoadClient(ask, Salted(vocabulary, salt, part), lambda ended: None)
+        watching = asyncio.create_task(watch(late := [0.0]))
         try:
             await asyncio.wait_for(client.run(workload), lasts)
         except TimeoutError:
             for record in client.records:
                 if record.output_tokens is None and not record.error and not record.refused:
                     record.error = "did not end in the run"
-    return client.records
+        watching.cancel()
+    return client.records, late[0]
 
 
 class Salted(PromptTokens):

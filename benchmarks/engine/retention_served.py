@@ -1,4 +1,4 @@
-"""Agents over HTTP on a real engine with both tiers: what a session waits, by order of eviction, and beside vLLM.
+"""Agents over HTTP on a real engine with both tiers: what a session waits, by order of eviction, and that of vLLM.
 
 Run: python -m benchmarks.engine.retention_served --systems pauses retention lru vllm --device-gb 16 --host-gb 16
 
@@ -94,7 +94,7 @@ def server(system: str, model: str, args: argparse.Namespace) -> Iterator[tuple[
 
 
 class Sender(NamedTuple):
-    """What a client needs to know to send sessions."""
+    """A client that sends sessions to one server."""
 
     url: str
     model: str

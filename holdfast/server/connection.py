@@ -147,7 +147,10 @@ class Connection(HttpToolsProtocol):
             super().data_received(piece)
             if self.ending or self.transport.is_closing():
                 return
-            self.unfinished = len(piece) + (0 if self.progress else self.unfinished)
+            if self.progress:
+                self.unfinished = len(piece) if self.in_head else 0  # the next head may be most of the piece
+            else:
+                self.unfinished += len(piece)
             if self.unfinished > MAX_HEADER_BYTES:
                 limit = f"headers and trailers may have {MAX_HEADER_BYTES} bytes"
                 self.refuse(ApiError(limit, status=431, code="headers_too_large"))

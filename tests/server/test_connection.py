@@ -132,6 +132,16 @@ async def test_a_refused_request_that_was_read_to_its_end_keeps_its_connection(l
             assert answer.startswith(head(401)) and b"connection: close" not in answer
 
 
+async def test_a_body_that_ends_in_a_large_piece_does_not_count_as_part_of_the_next_head(listening: Listening) -> None:
+    body = CHAT + b" " * (MAX_HEADER_BYTES - len(POST) // 2 - len(CHAT))
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        for _ in range(3):
+            writer.write(POST + b"content-length: %d\r\n\r\n" % len(body))
+            await asyncio.sleep(0.05)  # so that the body comes by itself, and is read as one piece
+            writer.write(body)
+            assert (await read_one(reader)).startswith(head(200))
+
+
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_beyond_the_limit_gets_413_even_while_it_is_sent(listening: Listening, declared: bool) -> None:
     async with listening(max_body_mb=0.01) as server, connected(server) as [(reader, writer)]:

@@ -51,7 +51,7 @@ class Client:
     """One client of the engine: what it has there, and how messages reach it."""
 
     def __init__(self, number: int, send: Callable[[Message], None]) -> None:
-        """`number` tells it apart from all other clients of this engine, earlier ones included."""
+        """`number` differs from those of all other clients of this engine, earlier ones included."""
         self.number, self.send = number, send
         self.seen = 0.0
         """Time of its last message."""

@@ -384,7 +384,7 @@ class TurnTracker:
             self._passed.popitem(last=False)
 
     def _continue_again(self, last: bytes, length: int) -> Start:
-        """A sequence goes on from a turn that another has continued. What came after it is likely of no more use."""
+        """A sequence goes on from a turn that another has continued. State after it is likely of no more use."""
         turn = self._passed[last]
         turn.count_answer()
         self._replace_after(last)

@@ -94,7 +94,7 @@ def test_the_index_keeps_no_document_of_a_conversation_that_is_gone(store: Store
 
 def test_a_search_of_one_tenant_reads_no_documents_of_others(tmp_path: Path) -> None:
     def steps(others: int) -> int:
-        """Return the tens of instructions of SQLite's machine for a search beside this number of conversations."""
+        """Return the tens of instructions of SQLite's machine for a search among this number of conversations."""
         store, done = Store.open(str(tmp_path / f"{others}.sqlite"), AMPLE, lambda: 1000.0), [0]
         for number in range(others):
             store.conversations.create(f"other {number % 3}", f"conv_{number}", {}, [item("needle")])

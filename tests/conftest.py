@@ -6,14 +6,12 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
-from tests.fork_server import ForkServer, forking
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
@@ -26,9 +24,6 @@ settings.load_profile("holdfast")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
-
-STARTS = ("test_client", "test_curve", "test_end_to_end", "test_link", "test_ranks", "test_spawn")
-"""Files that test how processes of engines and ranks start and end: each starts an interpreter of its own."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,19 +53,4 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests, and the processes that they start, leave the user's data alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        yield
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """A process that forks those of ranks and engines. It starts when a test first needs one."""
-    server = ForkServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forked_processes(request: pytest.FixtureRequest, fork_server: ForkServer) -> Iterator[None]:
-    """Ranks and engines that this process starts are forked with PyTorch loaded, but for files in STARTS."""
-    with nullcontext() if request.node.path.stem in STARTS else forking(fork_server):
         yield

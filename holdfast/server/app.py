@@ -29,7 +29,8 @@ from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.keys.accounts import Accounts, KeyMetrics
 from holdfast.server.keys.limits import BUCKETS
-from holdfast.server.keys.ring import KeyRing
+from holdfast.server.keys.ring import KeyRing, read_keys
+from holdfast.server.keys.tables import NO_KEYS
 from holdfast.server.keys.values import OPERATOR
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.metrics import Metrics
@@ -108,8 +109,9 @@ def create_app(
     endpoint = config.otlp_traces_endpoint
     app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
     metrics = Metrics("" if client is None else client.info.model)
+    stored = NO_KEYS if store is None else read_keys(store)  # before other threads use the store
     held = None if store is None else AsyncStore(store, metrics)
-    ring = KeyRing.without_store(config) if store is None or held is None else KeyRing.of(config, store, held)
+    ring = KeyRing.without_store(config) if held is None else KeyRing.of(config, stored, held)
     if ring.shared:
         config = SharedConfig.of(config)
     app.state.bodies = BodyBudget.of(config)

@@ -45,10 +45,9 @@ class KeyRing:
         self._looking: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, config: ServerConfig, store: Store, shared: AsyncStore) -> KeyRing:
-        """Create the ring over an open store, from which later looks read through `shared`."""
-        stored = KeyTable(store.database).snapshot()
-        return cls(config, stored or NO_KEYS, lambda version: shared.read(lambda store: _look(store, version)))
+    def of(cls, config: ServerConfig, stored: Snapshot, shared: AsyncStore) -> KeyRing:
+        """Create the ring of a server whose store has the keys `stored`; later looks read through `shared`."""
+        return cls(config, stored, lambda version: shared.read(lambda store: _look(store, version)))
 
     @classmethod
     def without_store(cls, config: ServerConfig) -> KeyRing:
@@ -114,6 +113,11 @@ def configured(config: ServerConfig) -> dict[str, Secret]:
         key = Key(name=tenant[:SHOWN_DIGITS], tenant=tenant, scopes=scopes, created=0.0)
         found[digest_of(secret.encode())] = Secret(key)
     return found
+
+
+def read_keys(store: Store) -> Snapshot:
+    """Read the keys of a store that no other thread uses yet."""
+    return KeyTable(store.database).snapshot() or NO_KEYS
 
 
 def _look(store: Store, version: int) -> Snapshot | None:

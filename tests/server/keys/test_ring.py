@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -13,7 +14,10 @@ import pytest
 from fake_engine import FakeClient
 from stored_keys import Stored, bearer
 
+from holdfast.server import app
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.values import Bounds
 from holdfast.server.keys.ring import CACHE_SECONDS, WAIT_SECONDS, KeyRing
 from holdfast.server.keys.tables import NO_KEYS, Snapshot
 from holdfast.server.keys.values import Key, Limits, Scope, Secret, digest_of
@@ -233,3 +237,20 @@ class TestScopes:
             for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
                 answer = await api.post(path, json={})
                 assert answer.status_code == status, answer.text  # 400: this server serves no adapters.
+
+
+class ThreadsBegun(Exception):
+    """Raised where the store's threads would begin."""
+
+
+def test_keys_are_read_before_any_other_thread_uses_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: object) -> None:
+        raise ThreadsBegun
+
+    read: list[Store] = []
+    monkeypatch.setattr(app, "AsyncStore", begin)
+    monkeypatch.setattr(app, "read_keys", read.append)
+    with closing(Store.open("memory", Bounds(seconds=3600.0, threads=10, bytes=1 << 20))) as store:
+        with pytest.raises(ThreadsBegun):
+            app.create_app(None, ServerConfig(), store)
+        assert read == [store]

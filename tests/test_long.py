@@ -1,0 +1,14 @@
+"""Grids of which `make test` runs the first cases only."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.long import then_long
+
+
+def test_all_but_the_first_cases_of_a_grid_are_long() -> None:
+    kept, other = then_long(1, [(1, "a"), (2, "b")])
+    assert kept == (1, "a") and other.values == (2, "b") and other.marks[0].name == "long"
+    with pytest.raises(ValueError, match="2 of 2 cases"):
+        then_long(2, [(1, "a"), (2, "b")])

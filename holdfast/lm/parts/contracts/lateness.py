@@ -8,6 +8,8 @@ STEPS_IN_SPAN = 128
 """Steps of which only the largest lateness is kept."""
 SPANS = 16
 """Number of spans that count, the newest one among them."""
+FIRST_SECONDS = 0.01
+"""Lateness of an engine whose steps do not take exactly their prices, before any of them was seen."""
 
 
 class Lateness:
@@ -17,12 +19,13 @@ class Lateness:
     time that the process spends on arrivals while the device has nothing to do.
     """
 
-    def __init__(self) -> None:
-        self._spans = deque([0.0], maxlen=SPANS)
+    def __init__(self, first: float = 0.0) -> None:
+        """`first` is the lateness in seconds that is assumed before any step was seen."""
+        self._spans = deque([first], maxlen=SPANS)
         """The largest lateness of each span in seconds, the oldest span first."""
         self._steps = 0
         """Number of steps in the newest span."""
-        self.largest = 0.0
+        self.largest = first
         """The largest lateness in seconds."""
 
     def add(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from holdfast.core.types import FinishReason, Request
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.parts.contracts.admission import ContractAdmission, tenant_of
 from holdfast.lm.parts.contracts.forecast import Forecast, Prices
-from holdfast.lm.parts.contracts.lateness import Lateness
+from holdfast.lm.parts.contracts.lateness import FIRST_SECONDS, Lateness
 from holdfast.lm.parts.contracts.lengths import CERTAIN, AnswerLengths, Survival
 from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.contracts.order import ContractOrder
@@ -57,7 +57,7 @@ class ContractPart(Part):
         self._promises = Promises()
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
         limits = {} if target is None else {"target": target}
-        lateness = Lateness()
+        lateness = Lateness(FIRST_SECONDS if cost.deviation else 0.0)
         self._admission = ContractAdmission(
             Forecast(self._prices, max_sequences=max_sequences, margin=deviations(confidence)),
             self._promises,

@@ -24,3 +24,12 @@ def test_a_late_step_is_remembered_for_all_spans_and_then_forgotten():
     for _ in range(STEPS_IN_SPAN):
         lateness.add(0.002)
     assert lateness.largest == 0.002
+
+
+def test_the_first_lateness_counts_until_as_many_steps_were_seen_as_count():
+    lateness = Lateness(0.01)
+    for _ in range(SPANS * STEPS_IN_SPAN):
+        assert lateness.largest == 0.01
+        lateness.add(0.002)
+    lateness.add(0.002)
+    assert lateness.largest == 0.002

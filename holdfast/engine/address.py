@@ -7,8 +7,6 @@ import re
 import stat
 from pathlib import Path
 
-import zmq
-
 from holdfast.files.regular import read_text
 
 PATH_LIMIT = 107
@@ -50,6 +48,8 @@ def check_address(address: str, key_file: str | None) -> None:
 
 def new_key(path: str) -> None:
     """Create a key file that only this user can read, unless it exists. Raises OSError."""
+    import zmq  # an engine starts before this is loaded
+
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -63,6 +63,8 @@ def read_key(path: str | None) -> str:
 
     Whoever has the key can attach to the engine, and can pretend to be the engine.
     """
+    import zmq  # an engine starts before this is loaded
+
     if path is None:
         return ""
     if stat.S_IMODE(Path(path).stat().st_mode) & 0o077:

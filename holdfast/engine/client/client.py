@@ -36,12 +36,12 @@ from holdfast.engine.client.connection import (
     EngineStartError,
     Origin,
     QueueFull,
+    connect_child,
 )
 from holdfast.engine.client.generation import GenerationDefaults, find_generation
 from holdfast.engine.client.pooling import NONE, find_pooling
 from holdfast.engine.client.text import Text, TextStream
 from holdfast.engine.client.tuning import TuningClient
-from holdfast.engine.link import Child
 from holdfast.engine.spawn import EngineProcess, Process
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
@@ -152,7 +152,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         ledger: str = "",
         listen: str = "",
         listen_key: str = "",
-        connect: Connect = Child,
+        connect: Connect = connect_child,
     ) -> None:
         """Not for callers, who use `start` or `attach`."""
         self.config = config

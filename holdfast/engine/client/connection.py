@@ -108,11 +108,16 @@ Connect = Callable[[Callable[[str], None], Any], Peer]
 """Opens the connection to an Origin. The function that it is given is called with the reason when it ends."""
 
 
+def connect_child(on_end: Callable[[str], None], process: Any) -> Peer:
+    """Open the connection to a new process."""
+    return Child(on_end, process)
+
+
 class EngineConnection(ABC, Generic[Info, Stats]):
     """One engine process, for one event loop. Each kind of engine defines its start message and its answers."""
 
     def __init__(
-        self, process: Origin, on_progress: Callable[[str], None] | None = None, connect: Connect = Child
+        self, process: Origin, on_progress: Callable[[str], None] | None = None, connect: Connect = connect_child
     ) -> None:
         """Connect to a new process. `on_progress` is called with each stage's name. Raises OSError."""
         self.info: Info

@@ -98,7 +98,7 @@ async def test_requests_have_their_ids_for_operators_and_short_digests_for_other
         _, data = await next_event(events)
         assert data["steps"][0]["chunks"] == [[name("resp_2"), 0, 8]]
         assert data["steps"][0]["preempted"] == [name("resp_3")]
-        assert data["blocks"] == [[1, name("resp_2"), "running", 0.0, 0.0, [["u", 3], ["-", 1]]]]
+        assert data["blocks"] == [[1, name("resp_2"), "running", 0.0, 0.0, [["u", 3], ["-", 1]], -1.0]]
         assert data["queues"]["first"] == [[name("resp_1"), "no row", 9, 0.5]]
         assert data["queues"]["rows"] == [[name("resp_2"), 4, 9, 8]]
         await events.aclose()

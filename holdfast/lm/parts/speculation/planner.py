@@ -352,14 +352,7 @@ class SpeculationPart(Verification):
                 best, share = rate, count
         if not share:
             return [], 0.0
-        least, left, shares = order[share - 1], share, []
-        for chance, count, match in chances:
-            taken = 0
-            while taken < min(count, left) and match * chance ** (taken + 1) >= least:
-                taken += 1
-            shares.append(taken)
-            left -= taken
-        return shares, best
+        return shares_of(chances, order[share - 1], share), best
 
     def _each(self, rows: int) -> int:
         """Most guesses to look for in each of `rows` sequences: twice the number for which there is room in all."""
@@ -415,3 +408,19 @@ class SpeculationPart(Verification):
 def unknown(entry: Entry) -> bool:
     """Whether a token of a decoding sequence is still to come."""
     return entry.sequence.in_flight > 0
+
+
+def shares_of(chances: Sequence[tuple[float, int, float]], least: float, share: int) -> list[int]:
+    """How many guesses of each sequence are among the `share` likeliest, of which the last has the chance `least`.
+
+    `chances` is that of `SpeculationPart._shares`. Of guesses with the chance `least`, those of earlier sequences come
+    first.
+    """
+    places = [[match * chance**place for place in range(1, count + 1)] for chance, count, match in chances]
+    shares = [sum(use > least for use in uses) for uses in places]
+    left = share - sum(shares)
+    for number, uses in enumerate(places):
+        taken = min(left, uses.count(least))
+        shares[number] += taken
+        left -= taken
+    return shares

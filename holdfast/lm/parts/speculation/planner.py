@@ -413,8 +413,8 @@ def unknown(entry: Entry) -> bool:
 def shares_of(chances: Sequence[tuple[float, int, float]], least: float, share: int) -> list[int]:
     """How many guesses of each sequence are among the `share` likeliest, of which the last has the chance `least`.
 
-    `chances` is that of `SpeculationPart._shares`. Of guesses with the chance `least`, those of earlier sequences come
-    first.
+    `chances` is that of `SpeculationPart._shares`. Guesses of earlier sequences go first among those with the
+    chance `least`.
     """
     places = [[match * chance**place for place in range(1, count + 1)] for chance, count, match in chances]
     shares = [sum(use > least for use in uses) for uses in places]

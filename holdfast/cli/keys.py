@@ -13,7 +13,7 @@ from typing import Any, Literal
 from holdfast.cli.flags import CommandError
 from holdfast.core.config import option
 from holdfast.files.regular import read_text
-from holdfast.server.conversations.database import FAILURES, MEMORY, Database, migrate, place, shown
+from holdfast.server.conversations.database import FAILURES, MEMORY, Database, migrate, place, reason_of, shown
 from holdfast.server.keys.tables import KeyTable
 from holdfast.server.keys.values import (
     USE,
@@ -115,7 +115,7 @@ def run(config: KeysConfig, action: str | None, name: str | None) -> int:
     except ModuleNotFoundError as error:
         raise CommandError(f"the store needs the package {error.name}; pip install 'holdfast[postgres]'") from None
     except FAILURES as error:
-        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+        reason = reason_of(error)
         raise CommandError(f"the store {shown(where)} cannot be used: {reason}") from None
     return 0
 

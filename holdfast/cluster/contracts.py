@@ -26,7 +26,7 @@ class Refusals:
     def without(self, replicas: Collection[Replica]) -> list[Replica]:
         """The replicas that can still be asked. With a refusal, those with full queues cannot."""
         asked = self._refusals
-        return [each for each in replicas if not asked or (each.engine not in asked and not is_full(each))]
+        return [each for each in replicas if not asked or (each.engine not in asked and not each.full)]
 
     def clear(self) -> None:
         """Forget all refusals, because the request has another contract now."""
@@ -73,8 +73,3 @@ class ContractCounts:
         figures["contracts_kept"] = self.kept
         sums = {name: getattr(stats, name) + count for name, count in figures.items()}
         return replace(stats, contracts_refused=self.refused, **sums)
-
-
-def is_full(replica: Replica) -> bool:
-    """Whether a replica can take no request now."""
-    return replica.engine is None or replica.engine.full

@@ -75,6 +75,11 @@ class Replica:
         """Whether the engine is alive. It has been ready at least once."""
         return self.engine is not None and not self.engine.dead.is_set()
 
+    @property
+    def full(self) -> bool:
+        """Whether the replica can take no request now: it has no engine, or its engine's queue is full."""
+        return self.engine is None or self.engine.full
+
     def enter(self, request_id: str) -> None:
         """Count a request that is being sent to the replica."""
         self.running.add(request_id)

@@ -191,7 +191,7 @@ class Replicas:
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
-        if (serving := self.serving) and all(replica.engine is None or replica.engine.full for replica in serving):
+        if (serving := self.serving) and all(replica.full for replica in serving):
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
         if params.seed is None and params.temperature > 0:
             params = replace(params, seed=self._draw_seed())  # All replicas must use the same seed.
@@ -324,7 +324,7 @@ class Replicas:
             except TimeoutError:
                 raise NoReplica(f"no replica has served for {RESCUE_SECONDS:g} s; try again later") from None
         serving = refusals.without(serving) or serving  # the others may have ended since
-        able = [replica for replica in serving if replica.engine is not None and not replica.engine.full]
+        able = [replica for replica in serving if not replica.full]
         if not able and not patient:
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
         now = time.monotonic()

@@ -228,6 +228,11 @@ def sqlite_path(where: str) -> Path | None:
     return Path(url.database or "").expanduser() if in_file else None
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the reason of one of FAILURES for display: the first line of what the database itself says."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
+
+
 def shown(where: str) -> str:
     """Return a store's location without a password, for display."""
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.files.regular import open_regular
 from holdfast.server.conversations import counters
 from holdfast.server.conversations.counters import Held
-from holdfast.server.conversations.database import FAILURES, Database, shown, sqlite_path
+from holdfast.server.conversations.database import FAILURES, Database, reason_of, shown, sqlite_path
 from holdfast.server.conversations.values import StoreError
 
 
@@ -27,7 +27,7 @@ def check(where: str) -> Held:
             raise ValueError(f"its counters say {_listed(counted)}, and it has {_listed(found)}")
         return found
     except (*FAILURES, ValueError) as error:
-        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+        reason = reason_of(error)
         raise StoreError(f"the conversation store {path} is not whole: {reason}") from None
     finally:
         database.close()

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.conversation_store import ConversationStore
-from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate
+from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate, reason_of
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
@@ -71,7 +71,7 @@ class Store:
         except ModuleNotFoundError as error:
             raise StoreError(f"the {shown} needs the package {error.name}; pip install 'holdfast[postgres]'") from None
         except (*FAILURES, ValueError) as error:
-            reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            reason = reason_of(error)
             raise StoreError(f"the conversation store {shown} cannot be opened: {reason}") from None
         return store
 

@@ -271,8 +271,9 @@ class ContractAdmission:
         predicted = self._predict(replace(queue, prompts=[*others, own]), promise, start, factor)
         if predicted.ttft is not None and promise.contract.ttft is not None and predicted.ttft > promise.contract.ttft:
             full = len(self._promises) >= self._max_sequences
-            rows, prompts = "all rows are promised to accepted requests", "the accepted prompts before it take too long"
-            reason = rows if full else prompts
+            reason = "the accepted prompts before it take too long"
+            if full:
+                reason = "all rows are promised to accepted requests"
             wait = predicted.ttft - (promise.due - promise.arrival)
         else:
             reason = "accepted requests would be too slow beside it"

@@ -106,9 +106,13 @@ class Prices:
 
     def _whole_tiles(self, rows: int, tiles: int) -> float:
         """Seconds of everything but attention in a step of this many tiles; of decodes alone for none."""
-        predictor = self._predictor
-        alone = max(predictor.mixed(rows, 0), predictor.drafted(rows, [])) if rows else 0.0
-        return max(alone, predictor.mixed(rows, tiles * self.tile - rows)) if tiles else alone
+        alone = self._decodes_alone(rows) if rows else 0.0
+        return max(alone, self._predictor.mixed(rows, tiles * self.tile - rows)) if tiles else alone
+
+    def _decodes_alone(self, rows: int) -> float:
+        """Seconds of everything but attention in a step of at most `rows` decodes, and nothing else."""
+        fewer = (point for point in self._predictor.cost.decode_rows if point < rows)
+        return max(self._predictor.drafted(count, []) for count in (*fewer, rows))
 
     def chunk(self, start: int, stop: int) -> float:
         """Seconds of the attention of the chunk [start, stop) of a prompt."""

@@ -15,6 +15,8 @@ from holdfast.lm.scheduler.entries import Entry
 
 RESERVE = 0.05
 """Share of each promised time that is left over: tokens take time to reach their stream."""
+MOST_RESERVE = 0.4
+"""Most seconds that are left over. A token's way does not take longer because its answer is long."""
 JOINING = 2
 """Most steps in flight in which a sequence whose copies from the host are complete is not planned."""
 
@@ -51,10 +53,10 @@ class Promise:
     """Time by which its last token must come, less the reserve."""
 
     def __post_init__(self) -> None:
-        contract, share = self.contract, 1 - RESERVE
-        self.due = inf if contract.ttft is None else self.arrival + share * contract.ttft
-        self.tbt = inf if contract.tbt is None else share * contract.tbt
-        self.complete_by = inf if contract.complete is None else self.arrival + share * contract.complete
+        contract = self.contract
+        self.due = self.arrival + without_reserve(contract.ttft)
+        self.tbt = without_reserve(contract.tbt)
+        self.complete_by = self.arrival + without_reserve(contract.complete)
 
     def learn(self, survival: Survival) -> None:
         """Note how long answers like its own are by now."""
@@ -241,3 +243,8 @@ def unplanned(entry: Entry) -> int:
     missing = entry.cache.missing(entry.sequence.length)
     beyond = entry.sequence.length - missing[-1][1] if missing else 0  # a state is kept where the last range ends
     return beyond + sum(stop - start for start, stop in missing)
+
+
+def without_reserve(seconds: float | None) -> float:
+    """A promised time, or infinity if there is none, less the reserve."""
+    return inf if seconds is None else seconds - min(RESERVE * seconds, MOST_RESERVE)

@@ -1,5 +1,6 @@
 """The work that an accepted sequence needs before its first token, and the counting of answers that began elsewhere."""
 
+from math import inf
 from unittest.mock import Mock
 
 from holdfast.core.contract import Contract
@@ -87,3 +88,10 @@ def test_a_late_token_of_an_answer_that_began_elsewhere_breaks_its_pace():
         promises.given([], 0.5)
         promises.ended(entry, 2.0)
         assert {term: count for term, count in promises.outcomes.broken.items() if count} == {broken: 1}
+
+
+def test_a_share_of_each_promised_time_is_left_over_and_little_of_a_long_one():
+    promise = Promise(Contract(ttft=0.5, tbt=0.05, complete=20.0), 100.0, 2, 21)
+    assert (promise.due, promise.tbt, promise.complete_by) == (100.475, 0.0475, 119.6)
+    free = Promise(Contract(), 100.0, 2, 21)
+    assert free.due == free.tbt == free.complete_by == inf

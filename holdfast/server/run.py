@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -40,6 +40,7 @@ from holdfast.server.jobs.tables import create_indexes
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.keys.accounts import Accounts
 from holdfast.server.keys.tables import KeyTable
+from holdfast.server.leaving import all_answered, stop_accepting
 from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
@@ -208,9 +209,10 @@ async def serve(
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
     jobs: tuple[Tuning | Batches, ...] = app.state.jobs
+    connections = Connections(config)
     server = Server(
         uvicorn.Config(
-            app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
+            app, http=partial(Connection, shared=connections), ws="none",  # type: ignore[arg-type]
             lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=1,
             timeout_keep_alive=config.idle_seconds, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             log_level="error",  # uvicorn warns of each request that is not HTTP.
@@ -231,9 +233,8 @@ async def serve(
             log.error("the engine has ended, so the server ends: %s", died.result())
             code = 1
         else:
-            for each in jobs:
-                await each.close()
-            code = await drain(admissions, config.drain_seconds, died, received)
+            ends = leave(Leaving(server, listener, connections, admissions, jobs), config)
+            code = await ended_first(ends, died, received)
         await end_work(admissions, jobs, engines)
         server.should_exit = True
         for task in (died, stop):
@@ -290,24 +291,56 @@ async def all_idle(admissions: Sequence[Admission]) -> None:
         await admission.idle.wait()
 
 
-async def drain(
-    admissions: Sequence[Admission], seconds: float, died: asyncio.Task[str], received: asyncio.Queue[int]
-) -> int:
-    """Refuse new requests, and wait for running ones up to the time limit or a second signal. Returns the exit code."""
+class Leaving(NamedTuple):
+    """What a server must end before its engines and its store."""
+
+    server: uvicorn.Server
+    listener: socket.socket
+    connections: Connections
+    admissions: Sequence[Admission]
+    jobs: Sequence[Tuning | Batches]
+
+
+async def leave(parts: Leaving, config: ServerConfig) -> None:
+    """Serve on for the lame-duck time while health checks fail, close the listener, and drain within the time limit."""
+    for admission in parts.admissions:
+        admission.leave()
+    parts.connections.leave()
+    if config.lame_duck_seconds:
+        log.warning("leaving: new requests are served for %g s; a second signal ends at once", config.lame_duck_seconds)
+    await asyncio.sleep(config.lame_duck_seconds)
+    await stop_accepting(parts.server, parts.listener, parts.connections)
+    for each in parts.jobs:
+        await each.close()
+    await drain(parts.admissions, parts.connections, config.drain_seconds)
+
+
+async def drain(admissions: Sequence[Admission], connections: Connections, seconds: float) -> None:
+    """Refuse new requests, and wait up to the time limit until running ones have ended and their answers are sent."""
     for admission in admissions:
         admission.draining = True
     if in_progress := sum(admission.in_progress for admission in admissions):
         log.warning(
             "draining: %d requests in progress, at most %g s; a second signal ends at once", in_progress, seconds
         )
-    again = asyncio.create_task(received.get())
-    idle = asyncio.create_task(all_idle(admissions))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await all_idle(admissions)
+            await all_answered(connections)
+
+
+async def ended_first(leaving: Coroutine[Any, Any, None], died: asyncio.Task[str], received: asyncio.Queue[int]) -> int:
+    """Run `leaving` until it has ended, a second signal comes or an engine dies. Returns the exit code."""
+    again, task = asyncio.create_task(received.get()), asyncio.create_task(leaving)
     try:
-        await asyncio.wait({again, idle, died}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({again, task, died}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
         return 128 + again.result() if again.done() else 1 if died.done() else 0
     finally:
         again.cancel()
-        idle.cancel()
+        task.cancel()
+        await asyncio.gather(again, task, return_exceptions=True)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineStartError
+from holdfast.engine.client.warming import started_warm
 from holdfast.engine.ledger import make_ledger
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
@@ -136,7 +137,8 @@ async def start(
         spawner = make_spawner(engine, cluster, process, ledger, tuning_state=tuning_state)
         starts.append(Replicas.start(cluster, spawner, on_progress))
     elif engine is not None:
-        starts.append(EngineClient.start(engine, on_progress=on_progress, process=process, ledger=ledger))
+        start = EngineClient.start(engine, on_progress=on_progress, process=process, ledger=ledger)
+        starts.append(started_warm(start))
     for app in apps.app:
         starts.append(AppClient.start(app, apps, partial(report_stage, on_progress, app), threads, ledger=ledger))
     tasks = [asyncio.create_task(each) for each in starts]

@@ -48,6 +48,21 @@ async def stop_accepting(server: uvicorn.Server, listener: socket.socket, connec
     connections.end_idle()
 
 
+async def leave_listener(server: uvicorn.Server, connections: Connections, idle_seconds: float) -> None:
+    """Stop accepting at a listener that a successor has, too, and let each connection end with its next answer.
+
+    A connection that stays idle ends by itself after `idle_seconds`. None is ended while its client may send a request.
+    """
+    connections.leave()
+    for each in server.servers:
+        each.close()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + idle_seconds + BEGIN_SECONDS
+    while connections.waiting and loop.time() < end:
+        await asyncio.sleep(0.02)
+    connections.end_idle()
+
+
 async def all_answered(connections: Connections) -> None:
     """Wait until no request is being answered."""
     while connections.busy:

@@ -67,7 +67,9 @@ def faults(before: Described, after: Described) -> list[str]:
         new = after["messages"].get(tag, [])
         if [each[:2] for each in new[: len(old)]] != [each[:2] for each in old]:
             found.append(f"message {tag}: a field was removed, moved or given another type")
-        found += [f"message {tag}: the new field {name} has no default" for name, _, needed in new[len(old) :] if needed]
+        found += [
+            f"message {tag}: the new field {name} has no default" for name, _, needed in new[len(old) :] if needed
+        ]
     for name, old in before["maps"].items():
         new_types = {field: kind for field, kind, _ in after["maps"].get(name, [])}
         old_types = {field: kind for field, kind, _ in old}
@@ -120,7 +122,9 @@ def test_a_field_that_this_version_does_not_know_is_ignored() -> None:
     assert messages.decode_to_engine(msgspec.msgpack.encode(newer)) == messages.Attach("9.0", 3)
 
 
-@pytest.mark.parametrize(("wire", "works"), [(WIRE - 2, False), (WIRE - 1, True), (WIRE, True), (WIRE + 1, True), (WIRE + 2, False)])
+@pytest.mark.parametrize(
+    ("wire", "works"), [(WIRE - 2, False), (WIRE - 1, True), (WIRE, True), (WIRE + 1, True), (WIRE + 2, False)]
+)
 def test_peers_one_version_apart_work_together_and_others_are_refused(wire: int, works: bool) -> None:
     reason = mismatch(wire)
     assert (reason == "") == works

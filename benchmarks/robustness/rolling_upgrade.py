@@ -48,6 +48,8 @@ LAME_DUCK_SECONDS = 1.5
 DRAIN_SECONDS = 20.0
 TURNS = 8
 """Number of turns of a conversation before its client begins another."""
+FIRST_WORDS = 60
+"""Number of random words of 16 letters in the first message of a conversation, some 10 tokens each."""
 THINK_SECONDS = 0.3
 """Seconds between an answer and the next turn."""
 SAID = (
@@ -186,7 +188,8 @@ class Bench:
             for number in range(TURNS):
                 before = talk.turns[-1].total if talk.turns else 0
                 # No other conversation has such a beginning, so what is found in the cache is this one's own.
-                said = f"{self.rng.getrandbits(64):016x}. {SAID[number % len(SAID)]}"
+                words = [f"{self.rng.getrandbits(64):016x}" for _ in range(1 if number else FIRST_WORDS)]
+                said = f"{' '.join(words)}. {SAID[number % len(SAID)]}"
                 turn = Turn(said, self.phase, before)
                 talk.turns.append(turn)
                 try:

@@ -565,9 +565,12 @@ async def test_a_request_is_refused_only_when_all_queues_are_full(started: Any) 
         await read(replicas)
 
 
-@pytest.mark.parametrize("disk", [True, False])
-async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_its_replica(
-    started: Any, tmp_path: Path, disk: bool
+@pytest.mark.parametrize(
+    ("disk", "apart"),
+    [pytest.param(True, False, id="disk"), pytest.param(False, True, id="engines apart"), (False, False)],
+)
+async def test_a_router_that_has_restarted_finds_a_conversation_that_outlived_it(
+    started: Any, tmp_path: Path, disk: bool, apart: bool
 ) -> None:
     PROFILE.save(tmp_path / "profile.json")
 
@@ -582,16 +585,18 @@ async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_i
             assert [delta async for delta in deltas]
 
     scripts = Scripts(prepare)
-    replicas = await started(scripts, 3, routing="priced")
+    engines = ("./a,./b,./c",) if apart else ()
+    replicas = await started(scripts, 3, routing="priced", engines=engines)
     scripts.engines[1].hangs = True  # It delays nobody for long.
     await ask(list(range(16, 2016)))
-    assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if disk else [1, 0, 0])
-    if disk:  # 125 whole blocks; the last token is computed in any case
+    outlives = disk or apart
+    assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if outlives else [1, 0, 0])
+    if outlives:  # 125 whole blocks; the last token is computed in any case
         assert [engine.chains for engine in scripts.engines] == [[124]] * 3
     await ask(list(range(16, 3016)))  # The router knows the conversation now and asks no engine.
-    assert [engine.searches for engine in scripts.engines] == [disk] * 3
+    assert [engine.searches for engine in scripts.engines] == [outlives] * 3
     await ask([7] * 400)  # computing this is as quick as asking
-    assert [engine.searches for engine in scripts.engines] == [disk] * 3
+    assert [engine.searches for engine in scripts.engines] == [outlives] * 3
 
 
 async def test_the_router_gets_the_size_of_the_tiers_of_each_replica(started: Any) -> None:

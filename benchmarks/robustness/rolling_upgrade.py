@@ -360,7 +360,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time of load before, between and after the restarts")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="time of load before, between and after the restarts"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     figures = asyncio.run(measure(args.clients, args.tokens, args.seconds))

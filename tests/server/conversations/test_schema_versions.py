@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sqlite3
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import sqlalchemy
 from sqlalchemy import Connection, text
+from version_before import unpack
 
 from holdfast.server.conversations.database import MEMORY, STEPS, Database, MigrationStep, migrate
 from holdfast.server.conversations.store import Store
@@ -23,9 +22,6 @@ from holdfast.server.conversations.values import Bounds, StoreError, Turn
 from holdfast.server.jobs.tables import create_indexes
 from holdfast.server.schema import SCHEMA
 
-ROOT = Path(__file__).parents[3]
-BEFORE = "0660c574"
-"""The commit whose code is the version before, in this repository's history."""
 AMPLE = Bounds(seconds=1e12, threads=1000, bytes=1 << 30)
 ALL_STEPS = (*STEPS, *SCHEMA)
 OLD_SERVER = """\
@@ -228,14 +224,8 @@ def test_a_store_as_the_version_before_wrote_it_is_opened_and_continued(tmp_path
 
 @pytest.fixture(scope="module")
 def version_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The code of the version before, from this repository's history."""
-    archive = subprocess.run(["git", "archive", BEFORE, "holdfast"], cwd=ROOT, capture_output=True, check=False)
-    if archive.returncode:
-        pytest.skip(f"the history of this repository has no {BEFORE}")
-    place = tmp_path_factory.mktemp("before")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(place, filter="data")
-    return place
+    """The code of the version before."""
+    return unpack(tmp_path_factory.mktemp("before"))
 
 
 def test_the_code_of_the_version_before_works_on_the_store_of_this_one_and_the_reverse(

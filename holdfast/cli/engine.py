@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -16,8 +16,13 @@ from holdfast.cli.output import stage_printer
 from holdfast.core.config import option
 from holdfast.engine.address import check_address, is_local, new_key, read_key
 from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.warming import warm_up
 from holdfast.lm.config import EngineConfig
+from holdfast.server.conversations.database import data_directory
 from holdfast.server.run import signals
+
+log = logging.getLogger("holdfast.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +36,17 @@ class ListenConfig:
     engine_key: str | None = option(
         None, "with HOST:PORT: the file with the key that servers must have, too; it is made if it does not exist"
     )
+    drain_seconds: float = option(
+        30.0,
+        "time after SIGTERM or Ctrl-C in which running requests finish, and conversations move to the servers' other "
+        "engines (with --chunk-host); the engine ends earlier once all servers have left",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("warning", "lowest level that is logged")
 
     def __post_init__(self) -> None:
         check_address(self.listen, self.engine_key)
+        if not 0 <= self.drain_seconds <= 86400:
+            raise ValueError(f"drain_seconds is {self.drain_seconds}; it must lie between 0 and 86400")
 
 
 async def run(config: ListenConfig, engine: EngineConfig) -> int:
@@ -46,7 +58,7 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
         engine,
         on_progress=stage_printer(console),
         priced=True,
-        chunk_secret=hashlib.sha256(key.encode()).digest() if key else b"",
+        chunk_secret=secret_of(key or (local_key() if engine.chunk_host else "")),
         listen=config.listen,
         listen_key=key,
     )
@@ -57,16 +69,61 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
             console.print(
                 Text(f"holdfast serve --engines {config.listen}{option} serves it", style="dim"), soft_wrap=True
             )
-            died, stop = asyncio.create_task(client.dead.wait()), asyncio.create_task(received.get())
-            await asyncio.wait({died, stop}, return_when=asyncio.FIRST_COMPLETED)
-            died.cancel()
-            stop.cancel()
+            await warm_up(client)
+            code = await until_ended(client, config, received)
         if client.dead.is_set():
-            logging.getLogger("holdfast").error("the engine has ended: %s", client.reason)
+            log.error("the engine has ended: %s", client.reason)
             return 1
-        return 0
+        return code
     finally:
         await client.close()
+
+
+async def until_ended(client: EngineClient, config: ListenConfig, received: asyncio.Queue[int]) -> int:
+    """Wait until the engine has ended, or for a signal, which drains it. Returns the exit code.
+
+    The drain ends once all servers have left, at its time limit, or at a second signal.
+    """
+    died, stop = asyncio.create_task(client.dead.wait()), asyncio.create_task(received.get())
+    await asyncio.wait({died, stop}, return_when=asyncio.FIRST_COMPLETED)
+    again, drain = asyncio.create_task(received.get()), asyncio.create_task(drained(client, config.drain_seconds))
+    tasks: set[asyncio.Task[Any]] = {died, stop, again, drain}
+    try:
+        await asyncio.wait({died, again, drain}, return_when=asyncio.FIRST_COMPLETED)
+        return 128 + again.result() if again.done() else 0
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def drained(client: EngineClient, seconds: float) -> None:
+    """Wait until all servers have left the engine, at most `seconds`."""
+    try:
+        await asyncio.wait_for(client.drain(seconds), seconds)
+    except TimeoutError:
+        log.warning("servers are still attached after %g s, and the engine ends; their requests are cut", seconds)
+    except EngineDead:
+        return
+
+
+def secret_of(key: str) -> bytes:
+    """The secret by which engines that share a key recognise each other; empty without a key."""
+    return hashlib.sha256(key.encode()).digest() if key else b""
+
+
+def local_key() -> str:
+    """The key that all engines of this user on this machine share, which is made if it is missing. Raises UsageError.
+
+    State moves between engines that listen at Unix sockets with it.
+    """
+    path = data_directory() / "engines.key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new_key(str(path))
+        return read_key(str(path))
+    except (ValueError, OSError) as error:
+        raise UsageError(f"the key of this user's engines cannot be used: {error}") from None
 
 
 def key_of(config: ListenConfig) -> str:

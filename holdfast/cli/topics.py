@@ -53,7 +53,8 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "tools and reasoning": ("tool_call_parser", "reasoning_parser"),
         "limits of requests and connections": (
             "max_choices", "tenant_share", "max_body_mb", "max_bodies_mb", "max_connections", "header_seconds",
-            "body_seconds", "idle_seconds", "write_seconds", "health_seconds", "drain_seconds",
+            "body_seconds", "idle_seconds", "write_seconds", "health_seconds", "lame_duck_seconds",
+            "drain_seconds",
         ),
         "tracing": ("otlp_traces_endpoint",),
         "what is kept": (

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
+from holdfast.core.version import __version__
 from holdfast.engine.client.attachment import Attachment
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
+from holdfast.engine.client.warming import started_warm
 from holdfast.engine.messages import Attached, EngineInfo
 
 FIRST_SECONDS = 30.0
 """Seconds that the first attempt waits for an engine to listen at its address."""
 LATER_SECONDS = 1e9
 """Seconds that later attempts wait: an engine that has ended may be started again at any time."""
+
+log = logging.getLogger("holdfast.cluster")
 
 
 class AttachSpawner:
@@ -51,7 +58,12 @@ class AttachSpawner:
         except BaseException:
             await attachment.close()
             raise
-        client = await EngineClient.attach(attachment, welcome)
+        if welcome.version != __version__:
+            log.warning(
+                "the engine at %s is Holdfast %s, and this server is %s; they work together during an upgrade",
+                address, welcome.version or "of an earlier version", __version__,
+            )  # fmt: skip
+        client = await started_warm(EngineClient.attach(attachment, welcome))
         self._reached.add(number)
         return client
 
@@ -77,5 +89,5 @@ class AttachSpawner:
         if welcome.profile_content and not Path(mine.profile_path).exists():
             here = Path(self._kept.name) / f"{number}.json"
             here.write_bytes(welcome.profile_content)
-            return Attached(welcome.config, replace(mine, profile_path=str(here)), b"", welcome.now)
+            return msgspec.structs.replace(welcome, info=replace(mine, profile_path=str(here)), profile_content=b"")
         return welcome

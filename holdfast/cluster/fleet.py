@@ -33,6 +33,8 @@ KILL_SECONDS = 60.0
 """Seconds without an answer after which an engine is killed. Its requests continue on other replicas."""
 MOVE_SECONDS = 20.0
 """Maximum number of seconds for moving the conversations of a removed replica to the others."""
+MOVE_SHARE = 0.3
+"""Share of the time that an engine gives its clients to leave that is kept for moving conversations."""
 GAUGES = frozenset({
     "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
@@ -288,12 +290,24 @@ class Fleet:
                     await self._wait_first(self._start_one(replica), draining)
                 if replica.engine is None:
                     continue
-                await self._wait_first(replica.engine.dead.wait(), draining)
+                await self._wait_first(self._end_of(replica.engine), draining)
                 if replica.engine.dead.is_set():
                     await self._clean_up(replica, replica.engine)
+                elif replica.engine.draining.is_set():
+                    await self._leave(replica, replica.engine)
             await self._drain_and_end(replica)
         finally:
             draining.cancel()
+
+    @staticmethod
+    async def _end_of(engine: EngineClient) -> None:
+        """Wait until an engine has ended, or says that it will end soon."""
+        waits = [asyncio.create_task(event.wait()) for event in (engine.dead, engine.draining)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     @staticmethod
     async def _wait_first(work: object, draining: asyncio.Task[bool]) -> None:
@@ -363,22 +377,38 @@ class Fleet:
                     self._past[field.name] = self._past.get(field.name, 0) + getattr(replica.stats, field.name)
             replica.stats = None
 
+    async def _leave(self, replica: Replica, engine: EngineClient) -> None:
+        """Leave an engine that ends soon, and wait for one in its place. Its requests finish or continue elsewhere."""
+        replica.state, replica.reason = State.DRAINING, "its engine drains"
+        log.warning("replica %s (%s) drains, for at most %.0f s", replica.name, replica.place, engine.drain_seconds)
+        await self._empty(replica, engine, (1 - MOVE_SHARE) * engine.drain_seconds, MOVE_SHARE * engine.drain_seconds)
+        replica.restarts += 1
+        replica.failures, replica.engine, replica.state = 0, None, State.STARTING
+        self.on_lost(replica)
+        await self._spawner.stop(replica.number, engine)
+
+    async def _empty(self, replica: Replica, engine: EngineClient, seconds: float, move_seconds: float) -> None:
+        """Wait until a replica's requests have ended, move its conversations away, and keep its counters.
+
+        `seconds` and `move_seconds` limit the two waits. Both end early if the engine does.
+        """
+        died = asyncio.create_task(engine.dead.wait())
+        idle = asyncio.create_task(replica.idle.wait())
+        try:
+            await asyncio.wait({died, idle}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.before_end(replica), min(move_seconds, MOVE_SECONDS))
+        finally:
+            died.cancel()
+            idle.cancel()
+        await self._ask(replica, WATCH_SECONDS)
+        self._keep_counters(replica)
+
     async def _drain_and_end(self, replica: Replica) -> None:
         """Drain a replica and stop its engine. Requests that do not finish in time continue on other replicas."""
         engine = replica.engine
         if engine is not None:
-            died = asyncio.create_task(engine.dead.wait())
-            idle = asyncio.create_task(replica.idle.wait())
-            try:
-                seconds = self._config.replica_drain_seconds
-                await asyncio.wait({died, idle}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self.before_end(replica), MOVE_SECONDS)
-            finally:
-                died.cancel()
-                idle.cancel()
-            await self._ask(replica, WATCH_SECONDS)
-            self._keep_counters(replica)
+            await self._empty(replica, engine, self._config.replica_drain_seconds, MOVE_SECONDS)
             await self._spawner.stop(replica.number, engine)
         self.members.remove(replica)
         self.on_lost(replica)

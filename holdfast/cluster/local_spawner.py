@@ -14,6 +14,7 @@ from pathlib import Path
 
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
+from holdfast.engine.client.warming import started_warm
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
 
@@ -73,7 +74,7 @@ class LocalSpawner:
         if process is None:
             process = EngineProcess(self.config.device, environment=self.environment(number))
         try:
-            return await EngineClient.start(
+            start = EngineClient.start(
                 with_own_files(self.config, number),
                 on_progress=on_progress,
                 process=process,
@@ -82,6 +83,7 @@ class LocalSpawner:
                 ledger="" if number and self._gpus else self._ledger,
                 listen=self._listen[number],
             )
+            return await started_warm(start)
         finally:
             self._measured.set()
 

@@ -25,6 +25,7 @@ from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_
 from holdfast.cluster.shared_directory import mark, read_mark
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
+from holdfast.engine.client.warming import started_warm
 from holdfast.engine.curve import LOST
 from holdfast.engine.spawn import Link, Remote
 from holdfast.lm.config import EngineConfig
@@ -122,13 +123,14 @@ class RaySpawner:
                 )
         self._places[number] = about.place
         process = RayProcess(actor, about, self._reach, began)
-        client = await EngineClient.start(
+        start = EngineClient.start(
             with_own_files(self._share(about), number),
             on_progress=on_progress,
             process=process,
             priced=number == 0,
             chunk_secret=self._secret,
         )
+        client = await started_warm(start)
         try:
             await self._fetch_profile(client, actor, number)
         except BaseException:

@@ -184,11 +184,24 @@ class Attach(Message, tag="attach"):
     """To an engine that listens at an address: a new client's first message. The answer is Attached or Failure."""
 
     version: str
-    """The client's version of Holdfast, which must be the engine's."""
+    """The client's version of Holdfast."""
+    wire: int = 1
+    """The version of the client's messages (`engine.wire`)."""
 
 
 class Detach(Message, tag="detach"):
     """To an engine that listens at an address: an attached client's last message. Its requests are aborted."""
+
+
+class Drain(Message, tag="drain"):
+    """To an engine that listens at an address, from the client that started it: take no new clients from now on.
+
+    The attached clients get Draining. The answer is Drained, once all have left.
+    """
+
+    number: int
+    seconds: float
+    """Time that the attached clients have."""
 
 
 class StartApp(Message, tag="start-app"):
@@ -268,6 +281,26 @@ class Attached(Message, tag="attached"):
     """The content of the file `info.profile_path`, for clients on other hosts; empty if there is none."""
     now: float = 0.0
     """The engine's monotonic clock in seconds. Another host does not share it."""
+    version: str = ""
+    """The engine's version of Holdfast; empty if it is too old to say so."""
+    wire: int = 1
+    """The version of the engine's messages (`engine.wire`)."""
+
+
+class Draining(Message, tag="draining"):
+    """From an engine that listens at an address: it ends soon. Send no new requests, and leave once yours have ended.
+
+    It is also the answer to Attach, and then nobody is attached.
+    """
+
+    seconds: float
+    """Time until the engine ends in any case."""
+
+
+class Drained(Message, tag="drained"):
+    """From an engine: the answer to Drain. All clients have left."""
+
+    number: int
 
 
 class AppReady(Message, tag="app-ready"):
@@ -404,17 +437,18 @@ class Submitted(Message, tag="submit"):
 
 
 ToEngine = (
-    Start | StartApp | Attach | Detach | Submit | Infer | Abort | Ask | Watch | Tick | Shutdown
+    Start | StartApp | Attach | Detach | Drain | Submit | Infer | Abort | Ask | Watch | Tick | Shutdown
     | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 FromEngine = (
-    Hello | Progress | Ready | Attached | AppReady | Outputs | Results | Refused | ContractRefusal | Failed | Stats
-    | Clock | Steps | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
+    Hello | Progress | Ready | Attached | Draining | Drained | AppReady | Outputs | Results | Refused | ContractRefusal
+    | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure
+    | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
-    Start | StartApp | Attach | Detach | Submitted | Infer | Abort | Ask | Watch | Tick | Shutdown
+    Start | StartApp | Attach | Detach | Drain | Submitted | Infer | Abort | Ask | Watch | Tick | Shutdown
     | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)

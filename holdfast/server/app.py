@@ -35,6 +35,7 @@ from holdfast.server.keys.values import OPERATOR
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
+from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
 from holdfast.server.routes.adapters import add_adapter_routes
@@ -159,7 +160,8 @@ def create_app(
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)
-    add_status_routes(app, service, applications, registry, operators)
+    readiness = Readiness(app.state.admissions, app.state.clients, held, config.health_seconds)
+    add_status_routes(app, service, applications, registry, operators, readiness)
     describe = cache(partial(document, app, open_paths=OPEN_PATHS))
     app.openapi = lambda: describe(keyed=ring.keyed)  # type: ignore[method-assign]
     return app

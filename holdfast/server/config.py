@@ -119,7 +119,14 @@ class ServerConfig:
         "http://localhost:4318/v1/traces; needs holdfast[otel]; default: no tracing",
     )
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
-    drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
+    lame_duck_seconds: float = option(
+        0.0,
+        "time after SIGTERM or Ctrl-C in which new requests are still served while /health/ready is 503, so that a "
+        "balancer notices; behind one, give it more than its interval of checks",
+    )
+    drain_seconds: float = option(
+        30.0, "time that running streams have to finish after SIGTERM or Ctrl-C, once no new requests are served"
+    )
 
     @property
     def share(self) -> float:
@@ -145,6 +152,7 @@ class ServerConfig:
             ("max_file_mb", 0.001, 1 << 20),
             ("files_gb", 0.001, 1 << 20),
             ("health_seconds", 0.05, 600),
+            ("lame_duck_seconds", 0, 3600),
             ("drain_seconds", 0, 86400),
         ):
             value = getattr(self, name)

@@ -48,6 +48,29 @@ class Connections:
         self.waiting: dict[Connection, float] = {}
         """Start of each connection's wait for a request, by the loop's clock. The longest wait is first."""
         self.next_log = 0.0
+        self.leaving = False
+        """Whether the server will end soon, so that each answer is the last one on its connection."""
+
+    def leave(self) -> None:
+        """Let each connection end with its next answer, which has the header `Connection: close`."""
+        self.leaving = True
+        for connection in self.open:
+            connection.announce_end()
+
+    def end_idle(self) -> None:
+        """End the connections without a request, and each other one after the answer in progress."""
+        for connection in [*self.open]:
+            connection.shutdown()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the server has the request of each open connection: none is new, or in the middle of a head."""
+        return all(connection.busy or connection.idle for connection in self.open)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return any(connection.busy for connection in self.open)
 
     def make_room(self, new: Connection, now: float) -> bool:
         """Return whether a new connection may stay. May close the connections that have waited longest."""
@@ -185,7 +208,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self.progress = True
         if not self.cycle.response_started:
-            self.cycle.keep_alive = self.keep_alive
+            self.cycle.keep_alive = self.keep_alive and not self.shared.leaving
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -205,6 +228,11 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ApiError(msg, code="invalid_http"))
+
+    def announce_end(self) -> None:
+        """End this connection after the answer that is awaited, unless that has begun and so cannot announce it."""
+        if self.busy and self.active is self.cycle and not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     def shutdown(self) -> None:
         self.keep_alive = False
@@ -226,6 +254,11 @@ class Connection(HttpToolsProtocol):
     def busy(self) -> bool:
         """Whether a request is being answered."""
         return self.active is not None and not self.active.response_complete
+
+    @property
+    def idle(self) -> bool:
+        """Whether all requests so far were answered, at least one, and nothing of another one has come."""
+        return self.active is not None and self.active.response_complete and not (self.unfinished or self.held)
 
     def watch(self) -> None:
         """Start or stop the timer for the client's next data."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -25,6 +25,7 @@ from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineStartError
+from holdfast.engine.client.warming import started_warm
 from holdfast.engine.ledger import make_ledger
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
@@ -40,6 +41,7 @@ from holdfast.server.jobs.tables import create_indexes
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.keys.accounts import Accounts
 from holdfast.server.keys.tables import KeyTable
+from holdfast.server.leaving import all_answered, leave_listener, stop_accepting
 from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
@@ -47,6 +49,10 @@ from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
 """Seconds for which running streams may send their error event after the engine has ended."""
+ENDING = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a server."""
+HAND_OVER = signal.SIGHUP
+"""Signal by which a supervisor lets an API process hand over to its successor."""
 
 log = logging.getLogger("holdfast.server")
 
@@ -73,15 +79,17 @@ async def run(
     *,
     cluster: ClusterConfig = ClusterConfig(),  # noqa: B008  a constant
     threads: int | None = None,
+    supervised: bool = False,
     on_progress: Callable[[str], None],
     on_ready: Callable[[Engines, str], None],
 ) -> int:
     """Serve on `listener` until a signal or an engine's death. Returns the process's exit code.
 
-    Without `engine` there is no language model and no store. `cluster` sets the number of its engines. `threads` is
-    for the engines of applications. `on_ready` is called with the engines and the base URL once the server accepts
-    requests. The language model's engine starts in `process`, if given, which the caller ends. Raises StoreError if the
-    store cannot be opened, and EngineStartError if an engine cannot start.
+    If `supervised`, SIGHUP hands over to a successor at the same listener. Without `engine` there is no language model
+    and no store. `cluster` sets the number of its engines. `threads` is for the engines of applications. `on_ready` is
+    called with the engines and the base URL once the server accepts requests. The language model's engine starts in
+    `process`, if given, which the caller ends. Raises StoreError if the store cannot be opened, and EngineStartError if
+    an engine cannot start.
     """
     with contextlib.ExitStack() as held:
         store = None if engine is None else held.enter_context(contextlib.closing(open_store(config)))
@@ -95,7 +103,10 @@ async def run(
         )  # fmt: skip
         try:
             await routes
-            return await serve(engines.model, config, store, listener, apps=engines.apps, on_ready=on_ready)
+            return await serve(
+                engines.model, config, store, listener,
+                apps=engines.apps, supervised=supervised, on_ready=on_ready,
+            )  # fmt: skip
         finally:
             await asyncio.gather(*(client.close() for client in engines.all))
 
@@ -135,7 +146,8 @@ async def start(
         spawner = make_spawner(engine, cluster, process, ledger, tuning_state=tuning_state)
         starts.append(Replicas.start(cluster, spawner, on_progress))
     elif engine is not None:
-        starts.append(EngineClient.start(engine, on_progress=on_progress, process=process, ledger=ledger))
+        start = EngineClient.start(engine, on_progress=on_progress, process=process, ledger=ledger)
+        starts.append(started_warm(start))
     for app in apps.app:
         starts.append(AppClient.start(app, apps, partial(report_stage, on_progress, app), threads, ledger=ledger))
     tasks = [asyncio.create_task(each) for each in starts]
@@ -198,9 +210,10 @@ async def serve(
     listener: socket.socket,
     *,
     apps: Sequence[AppClient] = (),
+    supervised: bool = False,
     on_ready: Callable[[Engines, str], None],
 ) -> int:
-    """Serve requests on `listener` until a signal or an engine's death. Returns the exit code."""
+    """Serve requests on `listener` until a signal or an engine's death. Returns the exit code. See `run`."""
     from holdfast.server.app import create_app
 
     app = create_app(client, config, store, apps)
@@ -208,15 +221,16 @@ async def serve(
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
     jobs: tuple[Tuning | Batches, ...] = app.state.jobs
+    connections = Connections(config)
     server = Server(
         uvicorn.Config(
-            app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
+            app, http=partial(Connection, shared=connections), ws="none",  # type: ignore[arg-type]
             lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=1,
             timeout_keep_alive=config.idle_seconds, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             log_level="error",  # uvicorn warns of each request that is not HTTP.
         )
     )  # fmt: skip
-    with signals() as received:
+    with signals((*ENDING, *([HAND_OVER] if supervised else []))) as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         died = asyncio.create_task(first_death(engines.all))
         stop = asyncio.create_task(received.get())
@@ -231,9 +245,10 @@ async def serve(
             log.error("the engine has ended, so the server ends: %s", died.result())
             code = 1
         else:
-            for each in jobs:
-                await each.close()
-            code = await drain(admissions, config.drain_seconds, died, received)
+            parts = Leaving(server, listener, connections, admissions, jobs)
+            handed_over = stop.done() and stop.result() == HAND_OVER
+            ends = hand_over(parts, config) if handed_over else leave(parts, config)
+            code = await ended_first(ends, died, received)
         await end_work(admissions, jobs, engines)
         server.should_exit = True
         for task in (died, stop):
@@ -290,32 +305,72 @@ async def all_idle(admissions: Sequence[Admission]) -> None:
         await admission.idle.wait()
 
 
-async def drain(
-    admissions: Sequence[Admission], seconds: float, died: asyncio.Task[str], received: asyncio.Queue[int]
-) -> int:
-    """Refuse new requests, and wait for running ones up to the time limit or a second signal. Returns the exit code."""
-    for admission in admissions:
+class Leaving(NamedTuple):
+    """What a server must end before its engines and its store."""
+
+    server: uvicorn.Server
+    listener: socket.socket
+    connections: Connections
+    admissions: Sequence[Admission]
+    jobs: Sequence[Tuning | Batches]
+
+
+async def leave(parts: Leaving, config: ServerConfig) -> None:
+    """Serve on for the lame-duck time while health checks fail, close the listener, and drain within the time limit."""
+    for admission in parts.admissions:
+        admission.leave()
+    parts.connections.leave()
+    if config.lame_duck_seconds:
+        log.warning("leaving: new requests are served for %g s; a second signal ends at once", config.lame_duck_seconds)
+    await asyncio.sleep(config.lame_duck_seconds)
+    await stop_accepting(parts.server, parts.listener, parts.connections)
+    await drain(parts, config.drain_seconds)
+
+
+async def hand_over(parts: Leaving, config: ServerConfig) -> None:
+    """Let the successor at the same listener accept all further connections, and drain within the time limit."""
+    await leave_listener(parts.server, parts.connections, config.idle_seconds)
+    await drain(parts, config.drain_seconds)
+
+
+async def drain(parts: Leaving, seconds: float) -> None:
+    """Leave batches and jobs to other servers, and refuse new requests.
+
+    Waits up to the time limit until running requests have ended and their answers are sent.
+    """
+    for each in parts.jobs:
+        await each.close()
+    for admission in parts.admissions:
         admission.draining = True
-    if in_progress := sum(admission.in_progress for admission in admissions):
+    if in_progress := sum(admission.in_progress for admission in parts.admissions):
         log.warning(
             "draining: %d requests in progress, at most %g s; a second signal ends at once", in_progress, seconds
         )
-    again = asyncio.create_task(received.get())
-    idle = asyncio.create_task(all_idle(admissions))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await all_idle(parts.admissions)
+            await all_answered(parts.connections)
+
+
+async def ended_first(leaving: Coroutine[Any, Any, None], died: asyncio.Task[str], received: asyncio.Queue[int]) -> int:
+    """Run `leaving` until it has ended, a second signal comes or an engine dies. Returns the exit code."""
+    again, task = asyncio.create_task(received.get()), asyncio.create_task(leaving)
     try:
-        await asyncio.wait({again, idle, died}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({again, task, died}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
         return 128 + again.result() if again.done() else 1 if died.done() else 0
     finally:
         again.cancel()
-        idle.cancel()
+        task.cancel()
+        await asyncio.gather(again, task, return_exceptions=True)
 
 
 @contextlib.contextmanager
-def signals() -> Iterator[asyncio.Queue[int]]:
-    """Put SIGTERM and SIGINT into a queue within the context, instead of their default action."""
+def signals(kinds: Sequence[signal.Signals] = ENDING) -> Iterator[asyncio.Queue[int]]:
+    """Put these signals into a queue within the context, instead of their default action."""
     received: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    kinds = (signal.SIGTERM, signal.SIGINT)
     for kind in kinds:
         loop.add_signal_handler(kind, received.put_nowait, int(kind))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import socket
@@ -11,11 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from prometheus_client.multiprocess import mark_process_dead
 
 from holdfast.cluster.config import ClusterConfig
@@ -25,11 +26,11 @@ from holdfast.cluster.spawner import make_spawner
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.spawn import EngineProcess, child_environment
 from holdfast.lm.config import EngineConfig
-from holdfast.server.address import url_of
+from holdfast.server.address import listen, url_of
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.metrics import SHARED_VARIABLE
-from holdfast.server.run import Engines, signals
+from holdfast.server.run import HAND_OVER, Engines, signals
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Seconds before an API process is started again, by the number of its short runs in a row. The last value repeats."""
@@ -48,6 +49,8 @@ class Order(msgspec.Struct):
 
     server: ServerConfig
     cluster: ClusterConfig
+    listener: int = -1
+    """Number of the file descriptor of the listener, which the process inherits."""
 
 
 def check(server: ServerConfig, cluster: ClusterConfig) -> None:
@@ -87,29 +90,35 @@ async def run(
             spawner = LocalSpawner(engine, cluster.count, process, listen=addresses)
         model = await Replicas.start(cluster, spawner, on_progress)
         try:
-            attached = replace(cluster, engines=addresses, replicas=len(addresses))
-            order = Order(replace(config, port=held.getsockname()[1]), attached)
+            attached = dataclasses.replace(cluster, engines=addresses, replicas=len(addresses))
+            order = Order(dataclasses.replace(config, port=held.getsockname()[1]), attached)
             return await serve(model, order, place / "metrics", lambda: on_ready(Engines(model), url_of(held, config)))
         finally:
             await model.close()
 
 
 async def serve(model: Replicas, order: Order, metrics: Path, on_ready: Callable[[], None]) -> int:
-    """Keep the API processes running until a signal or the engines' end. Returns the exit code."""
+    """Keep the API processes running until a signal or the engines' end. Returns the exit code.
+
+    SIGHUP replaces them one after another.
+    """
     processes = [ApiProcess(number, order, metrics) for number in range(order.server.api_processes)]
     keeping = [asyncio.create_task(each.keep()) for each in processes]
-    with signals() as received:
+    with signals() as received, signals([HAND_OVER]) as asked:
         died, stop = asyncio.create_task(model.dead.wait()), asyncio.create_task(received.get())
         ready = asyncio.create_task(report([each.ready for each in processes], on_ready))
-        tasks: set[asyncio.Task[Any]] = {died, stop, ready, *keeping}
+        rolling = asyncio.create_task(roll(processes, asked))
+        tasks: set[asyncio.Task[Any]] = {died, stop, ready, rolling, *keeping}
         try:
-            await asyncio.wait(tasks - {ready}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks - {ready, rolling}, return_when=asyncio.FIRST_COMPLETED)
             for task in keeping:
                 if task.done():
                     task.result()  # Raises the reason why the process cannot start.
             if died.done():
                 log.error("the engines have ended, so the server ends: %s", model.reason)
-            await end_all(processes, order.server.drain_seconds, received)
+            rolling.cancel()
+            config = order.server
+            await end_all(processes, config.lame_duck_seconds + config.drain_seconds, received)
             return 1 if died.done() else 0
         finally:
             for each in processes:
@@ -117,6 +126,21 @@ async def serve(model: Replicas, order: Order, metrics: Path, on_ready: Callable
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def roll(processes: list[ApiProcess], asked: asyncio.Queue[int]) -> None:
+    """Whenever it is asked for, replace the API processes one after another. One that cannot start ends the round."""
+    while True:
+        await asked.get()
+        began = time.monotonic()
+        try:
+            for each in processes:
+                await each.replace()
+            log.warning("all %d API processes were replaced in %.1f s", len(processes), time.monotonic() - began)
+        except (EngineStartError, OSError) as error:
+            log.error("the API processes were not all replaced: %s", error)
+        while not asked.empty():
+            asked.get_nowait()
 
 
 async def report(events: list[asyncio.Event], call: Callable[[], None] = lambda: None) -> None:
@@ -143,15 +167,79 @@ async def end_all(processes: list[ApiProcess], seconds: float, received: asyncio
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Run(NamedTuple):
+class Run:
     """One run of an API process."""
 
-    process: asyncio.subprocess.Process
-    began: float
+    def __init__(self, process: asyncio.subprocess.Process, metrics: Path, first_ready: asyncio.Event) -> None:
+        """`metrics` is the directory in which all API processes keep their metrics.
+
+        `first_ready` is set with `ready`, and stays set over all runs.
+        """
+        self.began = time.monotonic()
+        self.ready = asyncio.Event()
+        """Set once the process accepts requests."""
+        self.replaced = asyncio.Event()
+        """Set once a successor runs, to which the process hands over."""
+        self._process, self._first_ready = process, first_ready
+        self.ended = asyncio.create_task(self._follow(process, metrics))
+        """Ends with the process, and gives its exit status."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.began
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def started(self) -> bool:
+        """Wait until the process accepts requests or has ended. Returns whether it accepts requests."""
+        ready = asyncio.create_task(self.ready.wait())
+        try:
+            await asyncio.wait({ready, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+            return self.ready.is_set() and not self.ended.done()
+        finally:
+            ready.cancel()
+
+    async def over(self) -> None:
+        """Wait until the process has ended or hands over."""
+        replaced = asyncio.create_task(self.replaced.wait())
+        try:
+            await asyncio.wait({replaced, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            replaced.cancel()
+
+    def hand_over(self) -> None:
+        """Let the successor accept all further connections. The process ends once it has answered its requests."""
+        self.replaced.set()
+        self.send(HAND_OVER)
+
+    async def end_within(self, seconds: float) -> None:
+        """Wait for the end of the process, and kill it after the time limit."""
+        done, _ = await asyncio.wait({self.ended}, timeout=seconds)
+        if not done:
+            self.send(signal.SIGKILL)
+
+    async def _follow(self, process: asyncio.subprocess.Process, metrics: Path) -> int:
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                if line == READY:
+                    self.ready.set()
+                    self._first_ready.set()
+            return await process.wait()
+        finally:
+            mark_process_dead(process.pid, str(metrics))  # type: ignore[no-untyped-call]
 
 
 class ApiProcess:
-    """One of the API processes. It is started again when it ends, until `end`."""
+    """One of the API processes. It is started again when it ends, until `end`.
+
+    The supervisor holds its listener. So connections that come between two runs wait in the listener's queue, and a
+    process and its successor can accept at the same time.
+    """
 
     def __init__(self, number: int, order: Order, metrics: Path) -> None:
         """`metrics` is the directory in which all API processes keep their metrics."""
@@ -162,8 +250,12 @@ class ApiProcess:
         self._number, self._order, self._metrics = number, order, metrics
         self._ending = asyncio.Event()
         """Set once it is not to be started again."""
+        self._listeners: list[socket.socket] = []
+        """The listener; empty while it is closed because the process fails again and again."""
         self._runs: list[Run] = []
-        """The present run; empty between two runs."""
+        """The runs that have not ended. The last one is the present one; those before it hand over."""
+        self._changing = asyncio.Lock()
+        """Held while a run is started in place of another."""
 
     async def keep(self) -> None:
         """Run the process until `end`. Raises EngineStartError if its first run ends before it accepts requests."""
@@ -173,51 +265,83 @@ class ApiProcess:
                 await asyncio.sleep(PAUSES[min(short, len(PAUSES) - 1)])
                 if self._ending.is_set():
                     return
-                status, seconds = await self._run()
+                run = await self._present()
+                await run.over()
                 if self._ending.is_set():
                     return
+                async with self._changing:
+                    if run.replaced.is_set():
+                        short = 0
+                        continue
+                    self._runs.remove(run)
+                status = run.ended.result()
                 if not self.ready.is_set():
                     raise EngineStartError(f"API process {self._number} could not start: exit status {status}")
                 log.error("API process %d has ended with status %d and is started again", self._number, status)
-                short = 0 if seconds >= LASTING_SECONDS else short + 1
+                short = 0 if run.seconds >= LASTING_SECONDS else short + 1
+                if short > 1:
+                    self._close_listener()  # The kernel gives its connections to the other processes.
         finally:
+            for run in self._runs:
+                await run.ended
+            self._close_listener()
             self.ended.set()
+
+    async def replace(self) -> None:
+        """Start a successor, and let the present run hand over to it. Raises EngineStartError if it cannot start."""
+        async with self._changing:
+            before, run = [*self._runs], await self._start()
+            if not await run.started():
+                self._runs.remove(run)
+                raise EngineStartError(f"API process {self._number} could not be replaced and goes on")
+            config = self._order.server
+            for each in before:
+                each.hand_over()
+        for each in before:
+            await each.end_within(config.drain_seconds + config.idle_seconds + GRACE_SECONDS)
+            self._runs.remove(each)
 
     def end(self) -> None:
         """Let the process drain and end. A second call ends it at once."""
+        again = self._ending.is_set()
         self._ending.set()
-        self._signal(signal.SIGTERM)
+        for run in self._runs:
+            if again or not run.replaced.is_set():  # To one that hands over, it would be the second signal.
+                run.send(signal.SIGTERM)
         if not self._runs:
             self.ended.set()
 
     def kill(self) -> None:
         """Kill the process, if it runs."""
         self._ending.set()
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
         for run in self._runs:
-            with contextlib.suppress(ProcessLookupError):
-                run.process.send_signal(number)
+            run.send(signal.SIGKILL)
 
-    async def _run(self) -> tuple[int, float]:
-        """Run the process once. Returns its exit status, and the seconds that it ran."""
+    async def _present(self) -> Run:
+        """Return the present run, which is started if there is none."""
+        async with self._changing:
+            return self._runs[-1] if self._runs else await self._start()
+
+    def _close_listener(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    async def _start(self) -> Run:
+        """Start the process at the listener."""
+        if not self._listeners:
+            self._listeners.append(listen(self._order.server))
+        listener = self._listeners[0].fileno()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "holdfast.server.worker",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(listener,),
             env=child_environment() | {SHARED_VARIABLE: str(self._metrics)},  # The order has the keys.
             start_new_session=True,  # The terminal's Ctrl-C must reach only us.
         )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        self._runs.append(Run(process, time.monotonic()))
+        assert process.stdin is not None
+        run = Run(process, self._metrics, self.ready)
+        self._runs.append(run)
         with contextlib.suppress(OSError):
-            process.stdin.write(msgspec.json.encode(self._order) + b"\n")
+            process.stdin.write(msgspec.json.encode(replace(self._order, listener=listener)) + b"\n")
             await process.stdin.drain()
-        try:
-            while line := await process.stdout.readline():
-                if line == READY:
-                    self.ready.set()
-            return await process.wait(), time.monotonic() - self._runs[0].began
-        finally:
-            self._runs.clear()
-            mark_process_dead(process.pid, str(self._metrics))  # type: ignore[no-untyped-call]
+        return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 
@@ -12,7 +13,6 @@ import msgspec
 from holdfast.core.config import AppConfig
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.lm.config import EngineConfig
-from holdfast.server.address import listen
 from holdfast.server.conversations.values import StoreError
 from holdfast.server.run import Engines, log_as, run
 from holdfast.server.supervisor import READY, Order
@@ -29,12 +29,13 @@ def main() -> int:
     threading.Thread(target=end_with_input, name="holdfast-parent", daemon=True).start()
     log_as(order.server)
     try:
-        with listen(order.server) as listener:
+        with socket.socket(fileno=order.listener) as listener:
+            listener.setblocking(False)
             return int(
                 uvloop.run(
                     run(
                         EngineConfig(), order.server, AppConfig(), listener,
-                        cluster=order.cluster, on_progress=lambda stage: None, on_ready=report_ready,
+                        cluster=order.cluster, supervised=True, on_progress=lambda stage: None, on_ready=report_ready,
                     )
                 )
             )  # fmt: skip

@@ -11,6 +11,8 @@ from holdfast.cluster.attach_spawner import AttachSpawner
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
 from holdfast.core.types import SamplingParams
+from holdfast.core.version import __version__
+from holdfast.engine.client.attachment import Attachment, NoEngine
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
 from tests.engine.conftest import checkpoint, small  # noqa: F401  # fixtures
@@ -18,9 +20,9 @@ from tests.engine.conftest import checkpoint, small  # noqa: F401  # fixtures
 PROMPT = list(range(40, 104))
 
 
-async def found(client: Replicas) -> int:
-    """Ask for a token. Returns the number of prompt tokens found in the cache."""
-    async for delta in client.stream(PROMPT, SamplingParams(max_tokens=1)):
+async def found(client: Replicas, count: int = 1) -> int:
+    """Ask for tokens. Returns the number of prompt tokens found in the cache."""
+    async for delta in client.stream(PROMPT, SamplingParams(max_tokens=count, ignore_eos=True)):
         usage = delta.usage
     assert usage is not None
     return usage.cached_tokens
@@ -41,6 +43,30 @@ async def test_a_server_after_another_finds_the_cache_and_follows_an_engine_that
     assert await asyncio.wait_for(found(second), 20) == 0, "a new engine, which the server found by itself"
     await second.close()
     await engine.close()
+
+
+async def test_a_drained_engine_is_left_and_the_next_one_at_its_address_is_found(small, tmp_path):  # noqa: F811
+    addresses = [str(tmp_path / name) for name in ("a", "b")]
+    config = ClusterConfig(engines=tuple(addresses))
+    engines = [await EngineClient.start(small(), listen=address, priced=True) for address in addresses]
+    server = await Replicas.start(config, AttachSpawner(config.addresses))
+    running = asyncio.create_task(found(server, 400))
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(engines[0].drain(20.0), 20)
+    assert (await engines[0].health()).running == 0
+    with pytest.raises(NoEngine, match="drains: it takes no new clients"):
+        await Attachment.open(addresses[0])
+    assert [replica.serves for replica in server.members] == [False, True]
+    await found(server)
+    await engines[0].close()
+    engines[0] = await EngineClient.start(small(), listen=addresses[0], priced=True)
+    while not server.members[0].serves:
+        await asyncio.sleep(0.05)
+    await running
+    assert server.members[0].engine.version == __version__
+    await server.close()
+    for engine in engines:
+        await engine.close()
 
 
 async def test_engines_of_different_models_are_refused(small, tmp_path):  # noqa: F811

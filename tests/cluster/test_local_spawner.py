@@ -57,6 +57,7 @@ async def test_on_the_cpu_the_first_engine_measures_its_pace_alone(
     spawner = LocalSpawner(EngineConfig(device=device), 3)  # type: ignore[arg-type]
     numbers = iter(range(3))
     monkeypatch.setattr(local_spawner, "EngineClient", Engine)
+    monkeypatch.setattr(local_spawner, "started_warm", lambda start: start)
     monkeypatch.setattr(local_spawner, "EngineProcess", lambda device, environment: next(numbers))
     starts = [asyncio.create_task(spawner.start(number, print)) for number in range(3)]
     await asyncio.sleep(0)

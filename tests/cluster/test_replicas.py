@@ -54,6 +54,7 @@ class Scripted(EngineClient):
         self.adapters = {}
         self.dead, self.reason = asyncio.Event(), ""
         self.retired = False
+        self.draining, self.drain_seconds = asyncio.Event(), 0.0
         self.asked: list[Stream] = []
         self.prefill = 0.0
         """Seconds before the first token of each request."""
@@ -289,6 +290,70 @@ async def test_no_request_of_a_drained_engine_is_suspected(started: Any) -> None
     assert await reading == [1000, 1001, 1002, 1003] and replicas.counts.lost == 0
 
 
+def announce_end(engine: Scripted, seconds: float) -> None:
+    """Let an engine that runs on its own say that it ends soon."""
+    engine.drain_seconds = seconds
+    engine.draining.set()
+
+
+async def test_an_engine_that_drains_gets_no_new_requests_and_is_left_once_its_own_have_ended(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    leaving, other = scripts.engines
+    other.is_full = True
+    leaving.gate.clear()
+    reading = asyncio.create_task(read(replicas))
+    await until(lambda: leaving.asked)
+    other.is_full = False
+    announce_end(leaving, 3600)
+    await until(lambda: states(replicas)[0] is State.DRAINING)
+    assert await read(replicas) == [1000, 1001, 1002, 1003]
+    assert (len(leaving.asked), len(other.asked)) == (1, 1)
+    assert not leaving.dead.is_set()
+    leaving.gate.set()
+    assert await reading == [1000, 1001, 1002, 1003]
+    await until(lambda: len(scripts.engines) == 3 and states(replicas) == [State.READY] * 2)
+    assert leaving.retired and replicas.counts.resumed == 0
+
+
+async def test_a_request_that_outlives_the_drain_of_its_engine_continues_on_another(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    leaving, other = scripts.engines
+    other.is_full = True
+    leaving.gate.clear()
+    reading = asyncio.create_task(read(replicas))
+    await until(lambda: leaving.asked)
+    other.is_full = False
+    announce_end(leaving, 0.05)
+    assert await reading == [1000, 1001, 1002, 1003]
+    assert replicas.counts.resumed == 1 and replicas.counts.lost == 0
+
+
+async def test_a_drained_replica_is_started_again_without_a_pause_for_failures(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts, 1)
+    for number in range(3):
+        announce_end(scripts.engines[-1], 0.01)
+        await until(lambda number=number: len(scripts.engines) == number + 2 and replicas.serving)
+    assert replicas.members[0].failures == 0 and not replicas.dead.is_set()
+
+
+async def test_a_request_waits_while_the_only_engine_is_replaced(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts, 1)
+    scripts.engines[0].gate.clear()
+    running = asyncio.create_task(read(replicas))
+    await until(lambda: scripts.engines[0].asked)
+    announce_end(scripts.engines[0], 3600)
+    await until(lambda: states(replicas)[0] is State.DRAINING)
+    waiting = asyncio.create_task(read(replicas))
+    await asyncio.sleep(0.01)
+    scripts.engines[0].gate.set()
+    assert await waiting == await running == [1000, 1001, 1002, 1003]
+    assert [len(engine.asked) for engine in scripts.engines] == [1, 1]
+
+
 async def test_the_router_counts_the_tokens_of_a_resumed_answer_once(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,9 +565,12 @@ async def test_a_request_is_refused_only_when_all_queues_are_full(started: Any) 
         await read(replicas)
 
 
-@pytest.mark.parametrize("disk", [True, False])
-async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_its_replica(
-    started: Any, tmp_path: Path, disk: bool
+@pytest.mark.parametrize(
+    ("disk", "apart"),
+    [pytest.param(True, False, id="disk"), pytest.param(False, True, id="engines apart"), (False, False)],
+)
+async def test_a_router_that_has_restarted_finds_a_conversation_that_outlived_it(
+    started: Any, tmp_path: Path, disk: bool, apart: bool
 ) -> None:
     PROFILE.save(tmp_path / "profile.json")
 
@@ -517,16 +585,18 @@ async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_i
             assert [delta async for delta in deltas]
 
     scripts = Scripts(prepare)
-    replicas = await started(scripts, 3, routing="priced")
+    engines = ("./a,./b,./c",) if apart else ()
+    replicas = await started(scripts, 3, routing="priced", engines=engines)
     scripts.engines[1].hangs = True  # It delays nobody for long.
     await ask(list(range(16, 2016)))
-    assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if disk else [1, 0, 0])
-    if disk:  # 125 whole blocks; the last token is computed in any case
+    outlives = disk or apart
+    assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if outlives else [1, 0, 0])
+    if outlives:  # 125 whole blocks; the last token is computed in any case
         assert [engine.chains for engine in scripts.engines] == [[124]] * 3
     await ask(list(range(16, 3016)))  # The router knows the conversation now and asks no engine.
-    assert [engine.searches for engine in scripts.engines] == [disk] * 3
+    assert [engine.searches for engine in scripts.engines] == [outlives] * 3
     await ask([7] * 400)  # computing this is as quick as asking
-    assert [engine.searches for engine in scripts.engines] == [disk] * 3
+    assert [engine.searches for engine in scripts.engines] == [outlives] * 3
 
 
 async def test_the_router_gets_the_size_of_the_tiers_of_each_replica(started: Any) -> None:

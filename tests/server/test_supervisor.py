@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -126,6 +127,52 @@ def test_any_api_process_cancels_a_background_response_of_another(served: Served
         begun = served.ask("POST", "/v1/responses", json=body).json()
         ended = served.ask("POST", f"/v1/responses/{begun['id']}/cancel").json()
         assert ended["status"] in ("cancelled", "completed", "incomplete")
+
+
+class Load:
+    """Clients on connections of their own and one that keeps its connection, each asking without a pause."""
+
+    def __init__(self, url: str, clients: int = 4) -> None:
+        self.url, self.answered, self.failures = url, 0, list[str]()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number == 0,)) for number in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, keeps: bool) -> None:
+        with httpx.Client(base_url=self.url, timeout=30) as kept:
+            while not self._stop.is_set():
+                try:
+                    answer = (kept if keeps else httpx).get(f"{self.url}/v1/models")
+                    answer.raise_for_status()
+                    self.answered += 1
+                except httpx.HTTPError as error:
+                    self.failures.append(repr(error))
+
+
+def test_sighup_replaces_all_processes_and_refuses_no_request(served: Served) -> None:
+    before = served.workers()
+    body = {"model": "holdfast-tiny", "max_tokens": 1000, "stream": True, "prompt": SAID, "ignore_eos": True}
+    with (
+        Load(served.url) as load,
+        httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGHUP)
+        until(lambda: len(served.workers()) == 2 and not set(served.workers()) & set(before))
+        assert [line for line in lines if line][-1] == "data: [DONE]", "a stream ends at the process that began it"
+    assert load.failures == []
+    assert load.answered > 20
+    assert served.chat() == CACHED, "the engine went on"
 
 
 def test_a_signal_ends_all_processes_and_leaves_no_file(served: Served) -> None:

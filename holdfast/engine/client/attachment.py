@@ -19,6 +19,7 @@ from holdfast.engine.address import endpoint
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.curve import CONNECT_MS, beat
 from holdfast.engine.spawn import Remote
+from holdfast.engine.wire import WIRE, mismatch
 
 RETRY_SECONDS = 0.25
 """Seconds between two attempts to reach an engine."""
@@ -117,7 +118,7 @@ class Attachment:
 
     async def _greet(self) -> messages.Attached:
         """Send the first message, and wait for its answer. Raises NoEngine, EngineStartError."""
-        self.send(messages.Attach(__version__))
+        self.send(messages.Attach(__version__, WIRE))
         answer = asyncio.ensure_future(self.receive())
         await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -126,8 +127,14 @@ class Attachment:
                 f"no engine answers at {self.address}; start it with holdfast engine --listen {self.address}"
             )
         match answer.result():
+            case messages.Attached() as welcome if reason := mismatch(welcome.wire):
+                raise EngineStartError(
+                    f"{self._place} is Holdfast {welcome.version}, and this is {__version__}: {reason}"
+                )
             case messages.Attached() as welcome:
                 return welcome
+            case messages.Draining(seconds):
+                raise NoEngine(f"{self._place} drains: it takes no new clients, and ends within {seconds:.0f} s")
             case messages.Failure(reason):
                 raise EngineStartError(f"{self._place}: {reason}")
             case other:

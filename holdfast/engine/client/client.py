@@ -26,6 +26,7 @@ from holdfast.core.types import (
     TokenLogprobs,
     UserBatch,
 )
+from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
 from holdfast.engine.client.attachment import Attachment
@@ -173,6 +174,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Called with the engine's activity while it is watched (`watch`)."""
         self.adapters: dict[str, AdapterInfo] = {}
         """The adapters that requests may name, by name."""
+        self.version = __version__
+        """The engine's version of Holdfast; empty if the engine is too old to say so."""
+        self.draining = asyncio.Event()
+        """Set when the engine, to which this client is attached, is to end soon and should get no new requests."""
+        self.drain_seconds = 0.0
+        """Time from `draining` until the engine ends in any case."""
         self._changing: set[str] = set()
         """Names of adapters that are being loaded or unloaded."""
         super().__init__(process or EngineProcess(config.device), on_progress, connect)
@@ -246,7 +253,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             client.text = await asyncio.to_thread(
                 Text.from_directory, checkpoint.directory, client.config.chat_template
             )
-            client.info = welcome.info
+            client.info, client.version = welcome.info, welcome.version
             client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client
 
@@ -391,6 +398,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         content = self.adapters[adapter].id if adapter else ""
         return Identity(self.info.model, content, self.info.precision, tenant)
 
+    async def drain(self, seconds: float) -> None:
+        """Let the clients that are attached to the engine leave it, and wait until all have left.
+
+        Clients of an older version do not leave, so the caller limits the wait. `seconds` is that limit. Raises
+        EngineDead.
+        """
+        await self._questions.ask(lambda number: messages.Drain(number, seconds))
+
     def watch(self, seconds: float) -> None:
         """Make the engine report its activity (`on_activity`) for `seconds` seconds from now on; 0 stops it.
 
@@ -506,6 +521,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self._questions.answer(number, tokens)
             case AdapterLoaded(number, info):
                 self._questions.answer(number, info)
+            case messages.Drained(number):
+                self._questions.answer(number, None)
+            case messages.Draining(seconds):
+                self.drain_seconds = seconds
+                self.draining.set()
             case AdapterUnloaded(number):
                 self._questions.answer(number, None)
             case AdapterRefused(number, reason):

@@ -21,6 +21,7 @@ from holdfast.engine import messages
 from holdfast.engine.link import Parent
 from holdfast.engine.process.activity_ids import with_ids
 from holdfast.engine.process.door import Door
+from holdfast.engine.wire import WIRE, knows, mismatch
 from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, UnloadAdapter
 from holdfast.lm.parts.message import Message
 from holdfast.lm.parts.moves.messages import StopFetch
@@ -35,7 +36,7 @@ MOST_CLIENTS = 256
 """Most clients that are attached at a time."""
 MARK = ":"
 """Stands in the engine's id of a request between the client's number and the client's own id."""
-PRIVATE = (messages.Start, messages.StartApp, messages.Infer, messages.Shutdown, messages.Attach)
+PRIVATE = (messages.Start, messages.StartApp, messages.Infer, messages.Shutdown, messages.Attach, messages.Drain)
 """Messages that an attached client must not send."""
 NUMBERED = frozenset(
     kind
@@ -50,9 +51,12 @@ log = logging.getLogger("holdfast.engine")
 class Client:
     """One client of the engine: what it has there, and how messages reach it."""
 
-    def __init__(self, number: int, send: Callable[[Message], None]) -> None:
-        """`number` differs from those of all other clients of this engine, earlier ones included."""
-        self.number, self.send = number, send
+    def __init__(self, number: int, send: Callable[[Message], None], wire: int = WIRE) -> None:
+        """`number` differs from those of all other clients of this engine, earlier ones included.
+
+        `wire` is the version of the client's messages.
+        """
+        self.number, self.send, self.wire = number, send, wire
         self.seen = 0.0
         """Time of its last message."""
         self.gone = False
@@ -117,6 +121,10 @@ class Clients:
         self._sender = self._first
         """The sender of the message that the loop took last."""
         self._checked_at = 0.0
+        self._drains: list[messages.Drain] = []
+        """The orders to drain that were not answered yet."""
+        self._ends_at: float | None = None
+        """Time at which a draining engine ends; None while it does not drain."""
 
     def send(self, message: Message) -> None:
         """Send a message of the engine to the clients that it is for."""
@@ -166,6 +174,7 @@ class Clients:
         for key, data in self._door.waiting():
             self._read(key, data)
         self._check_silence()
+        self._answer_drains()
         while self._arrived:
             self._sender, message = self._arrived.popleft()
             yield message
@@ -191,7 +200,7 @@ class Clients:
             self._refuse(key, f"it sent what is no message: {error}")
             return
         if isinstance(message, messages.Attach):
-            self._attach(key, message.version)
+            self._attach(key, message)
         elif key not in self._attached:
             self._refuse(key, "it is not attached, or not any more")
         elif isinstance(message, PRIVATE):
@@ -202,18 +211,38 @@ class Clients:
             self._attached[key].note_message(self._clock())
             self._take(self._attached[key], message)
 
-    def _attach(self, key: bytes, version: str) -> None:
-        """Welcome a new client, unless it is of another version or one too many."""
-        if version != __version__:
-            self._refuse(key, f"it is Holdfast {version}, and this engine is {__version__}")
+    def _attach(self, key: bytes, attach: messages.Attach) -> None:
+        """Welcome a new client, unless the engine drains, its version is too far away, or it is one too many."""
+        if reason := mismatch(attach.wire):
+            self._refuse(key, f"it is Holdfast {attach.version}, and this engine is {__version__}: {reason}")
+        elif self._ends_at is not None and knows(attach.wire, "draining"):
+            self._door.send(key, messages.encode(messages.Draining(max(0.0, self._ends_at - self._clock()))))
+        elif self._ends_at is not None:
+            self._refuse(key, "the engine drains and takes no new clients")
         elif key in self._attached:
             self._refuse(key, "it attached twice")
         elif len(self._attached) >= MOST_CLIENTS:
             self._refuse(key, f"{MOST_CLIENTS} clients are attached, which is the limit")
         else:
-            client = self._attached[key] = Client(next(self._numbers), lambda message: self._send_to(key, message))
+            number, wire = next(self._numbers), attach.wire
+            client = self._attached[key] = Client(number, lambda message: self._send_to(key, message), wire)
             client.note_message(self._clock())
             client.send(msgspec.structs.replace(self._welcome, now=client.seen))
+
+    def _drain(self, order: messages.Drain) -> None:
+        """Let all attached clients know that the engine ends soon. Clients of an older version stay until it ends."""
+        self._drains.append(order)
+        self._ends_at = self._clock() + order.seconds
+        for client in [*self._attached.values()]:
+            if knows(client.wire, "draining"):
+                client.send(messages.Draining(order.seconds))
+
+    def _answer_drains(self) -> None:
+        """Answer the orders to drain once no client is attached."""
+        if not self._attached:
+            for order in self._drains:
+                self._first.send(messages.Drained(order.number))
+            self._drains.clear()
 
     def _refuse(self, key: bytes, reason: str) -> None:
         """Drop the client of a connection, if there is one, and send it the reason."""
@@ -277,6 +306,8 @@ class Clients:
             case messages.Abort(request_id):
                 client.requests.discard(request_id)
                 yield messages.Abort(client.id_of(request_id))
+            case messages.Drain():
+                self._drain(message)
             case NotePause(request_id):
                 yield msgspec.structs.replace(message, request_id=client.id_of(request_id))
             case messages.Watch(seconds):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.core.stages import Stage, Stages
+from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.link import (
     FAILED,
@@ -39,6 +40,7 @@ from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.watched import Watched
 from holdfast.engine.ranks.ranks import start_ranks
 from holdfast.engine.spawn import BUILD
+from holdfast.engine.wire import WIRE
 from holdfast.files.regular import read_bytes
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import LanguageLoop
@@ -159,7 +161,7 @@ def entrance(start: messages.Start) -> Iterator[Admit]:
     opened: list[Clients] = []
 
     def admit(parent: Parent, info: messages.EngineInfo) -> Clients:
-        opened.append(Clients(parent, door, messages.Attached(start.config, info, profile_of(info))))
+        opened.append(Clients(parent, door, welcome_of(start, info)))
         return opened[0]
 
     with contextlib.closing(Door(start.listen, start.listen_key)) as door:
@@ -172,6 +174,11 @@ def entrance(start: messages.Start) -> Iterator[Admit]:
         finally:
             for clients in opened:
                 clients.end(reason)
+
+
+def welcome_of(start: messages.Start, info: messages.EngineInfo) -> messages.Attached:
+    """What a client that attaches gets to know."""
+    return messages.Attached(start.config, info, profile_of(info), version=__version__, wire=WIRE)
 
 
 def profile_of(info: messages.EngineInfo) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -51,6 +52,8 @@ SWITCH_PAUSE = 0.01
 """Seconds between two tries to switch a file to writing ahead."""
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
 """Exceptions of a database that is full, locked, damaged or unreachable."""
+
+log = logging.getLogger("holdfast.server")
 
 
 class Name(TypeDecorator[str]):
@@ -169,23 +172,36 @@ STEPS: tuple[MigrationStep, ...] = (_turns, _conversations, _by_tenant)
 
 When a table changes later, the step that created it keeps the old form. The steps of files and batches
 (`server.jobs.tables`) follow these, so any later step is added at the end of that list.
+
+A step only adds: tables, indexes, and columns that are nullable or have a default in the database. So a server of the
+version before works on the new schema, and servers can be upgraded one after another. A release adds at most one step.
 """
+NEWER_VERSIONS = 1
+"""How many versions newer than the known ones a schema may be."""
 
 
 def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     """Apply the missing steps of `STEPS` and `more`, within the caller's transaction: all or none.
 
-    Other servers that start on the same database wait until the transaction ends. Raises ValueError for a database
-    that a newer Holdfast wrote.
+    Other servers that start on the same database wait until the transaction ends. A schema that is one version newer
+    is used as it is, because steps only add. Raises ValueError for one that is newer still.
     """
     steps = (*STEPS, *more)
     if db.dialect.name == "postgresql":  # In SQLite the transaction itself keeps other writers out.
         db.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
     versions.create(db, checkfirst=True)
     version = db.execute(select(func.max(versions.c.version))).scalar() or 0
-    if version > len(steps):
+    if version > len(steps) + NEWER_VERSIONS:
         raise ValueError(
-            f"its schema has version {version} and this Holdfast knows up to {len(steps)}; use a newer Holdfast"
+            f"its schema has version {version} and this Holdfast knows up to {len(steps)}, and works with "
+            f"{len(steps) + NEWER_VERSIONS}; use a newer Holdfast"
+        )
+    if version > len(steps):
+        log.warning(
+            "the store's schema has version %d and this Holdfast knows %d: it reads and writes what it knows, which is "
+            "meant for the time of an upgrade",
+            version,
+            len(steps),
         )
     for number, step in enumerate(steps[version:], version + 1):
         step(db)

@@ -15,12 +15,14 @@ from holdfast.server.keys.ring import KeyRing
 from holdfast.server.keys.usage_table import Used
 from holdfast.server.keys.values import ADAPTERS, OPERATOR, USE, Key
 from holdfast.server.protocol import ApiError
+from holdfast.server.readiness import ALIVE, READY
 from holdfast.server.replies import RequestUsage
 from holdfast.server.routes.http import JSON
-from holdfast.server.routes.inference import LIVE, READY
+from holdfast.server.routes.inference import LIVE as INFERENCE_LIVE
+from holdfast.server.routes.inference import READY as INFERENCE_READY
 from holdfast.server.routes.page import is_page
 
-OPEN_PATHS = ("/health", LIVE, READY)
+OPEN_PATHS = ("/health", ALIVE, READY, INFERENCE_LIVE, INFERENCE_READY)
 """Paths that need no API key."""
 UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "/v2")
 """Paths that any key may read."""
@@ -65,7 +67,7 @@ class Access:
         self.app, self.ring, self.keyed, self.unkeyed = app, ring, keyed, unkeyed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == ALIVE:  # No key, and so no store, decides about a process.
             await self.app(scope, receive, send)
             return
         await self.ring.refresh()

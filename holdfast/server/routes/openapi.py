@@ -205,6 +205,8 @@ TUNING = "/v1/fine_tuning/jobs"
 REPLIES: Mapping[str, Reply] = {
     "GET /": Reply("Root"),
     "GET /health": Reply("Health"),
+    "GET /health/live": Reply("Health"),
+    "GET /health/ready": Reply("Health"),
     "GET /version": Reply("Version"),
     "POST /tokenize": Reply("Tokens"),
     "POST /detokenize": Reply("Text"),

@@ -13,6 +13,7 @@ from holdfast.engine.client.connection import EngineDead
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
+from holdfast.server.readiness import ALIVE, READY, Readiness
 from holdfast.server.replica_metrics import describe
 from holdfast.server.routes.http import JSON, tenant_of
 from holdfast.server.routes.operators import is_operator
@@ -92,11 +93,30 @@ def add_status_routes(
     applications: Applications,
     registry: CollectorRegistry,
     operators: CollectorRegistry,
+    readiness: Readiness,
 ) -> None:
-    """Add GET /health and /metrics. Both query the engines, within a time limit.
+    """Add GET /health, /health/live, /health/ready and /metrics. All but /health/live query the engines, within a
+    time limit.
 
     `operators` holds the metrics of each replica and of each key.
     """
+
+    @app.get(ALIVE)
+    @app.head(ALIVE, include_in_schema=False)
+    async def alive() -> dict[str, Any]:
+        """Always 200: the process runs. It looks at nothing else, so a failing engine or store restarts no server."""
+        return {"status": "alive"}
+
+    @app.get(READY)
+    @app.head(READY, include_in_schema=False)
+    async def ready() -> Response:
+        """200 if this server should get requests; 503 with the reason otherwise.
+
+        Reasons are that it drains, that no engine serves, or that the store cannot be reached.
+        """
+        if (reason := await readiness.trouble()) is not None:
+            return JSON({"status": "not ready", "reason": reason}, 503)
+        return JSON({"status": "ready"})
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)

@@ -20,6 +20,7 @@ from holdfast.engine.process import clients
 from holdfast.engine.process.clients import Clients
 from holdfast.engine.process.door import Door
 from holdfast.engine.spawn import Link
+from holdfast.engine.wire import WIRE
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks, StopFetch
@@ -80,7 +81,7 @@ class House:
 
     def attach(self) -> Peer:
         peer = self.connect()
-        peer.send(messages.Attach(__version__))
+        peer.send(messages.Attach(__version__, WIRE))
         assert self.take(0) == []
         assert isinstance(peer.read(), messages.Attached)
         return peer
@@ -218,16 +219,64 @@ def test_an_attached_client_cannot_end_or_restart_the_engine(house: House, messa
 def test_strangers_and_other_versions_are_refused(house: House) -> None:
     stranger, older = house.connect(), house.connect()
     stranger.send(submit("a"))
-    older.send(messages.Attach("0.0.1"))
+    older.send(messages.Attach("0.0.1", WIRE - 2))
     assert house.take(0) == []
-    assert "not attached" in stranger.read().reason and "0.0.1" in older.read().reason
+    assert "not attached" in stranger.read().reason and "at most one version may lie" in older.read().reason
+
+
+class TestDraining:
+    """An engine that drains lets its clients leave, and takes no new ones."""
+
+    def test_attached_clients_are_asked_to_leave_and_the_answer_comes_once_all_have(self, house: House) -> None:
+        one, two = house.attach(), house.attach()
+        house.parent.send(messages.Drain(7, 20.0))
+        assert house.take(0) == [], "it is not for the loop"
+        assert one.read() == two.read() == messages.Draining(20.0)
+        one.send(messages.Detach())
+        house.take(0)
+        assert house.parent.reads_nothing()
+        two.send(messages.Detach())
+        house.take(0)
+        assert house.parent.read() == messages.Drained(7)
+
+    def test_without_clients_the_answer_comes_at_once(self, house: House) -> None:
+        house.parent.send(messages.Drain(1, 20.0))
+        house.take(0)
+        assert house.parent.read() == messages.Drained(1)
+
+    def test_a_new_client_learns_how_long_it_has_to_wait(self, house: House) -> None:
+        house.parent.send(messages.Drain(1, 20.0))
+        house.take(0)
+        house.now += 5.0
+        late, older = house.connect(), house.connect()
+        late.send(messages.Attach(__version__, WIRE))
+        older.send(messages.Attach(__version__))
+        house.take(0)
+        assert late.read() == messages.Draining(15.0)
+        assert "drains and takes no new clients" in older.read().reason
+
+    def test_a_client_of_the_version_before_stays_and_its_requests_run(self, house: House) -> None:
+        older = house.connect()
+        older.send(messages.Attach(__version__, 1))
+        house.take(0)
+        assert isinstance(older.read(), messages.Attached)
+        house.parent.send(messages.Drain(1, 20.0))
+        house.take(0)
+        assert older.reads_nothing() and house.parent.reads_nothing()
+        older.send(submit("a"))
+        assert len(house.take(1)) == 1
+
+    def test_an_attached_client_cannot_drain_the_engine(self, house: House) -> None:
+        one = house.attach()
+        one.send(messages.Drain(1, 20.0))
+        assert house.take(0) == [] and "not for attached clients" in one.read().reason
 
 
 def test_no_more_clients_than_the_limit_attach(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MOST_CLIENTS", 1)
     house.attach()
     late = house.connect()
-    late.send(messages.Attach(__version__))
+    late.send(messages.Attach(__version__, WIRE))
     assert house.take(0) == [] and "which is the limit" in late.read().reason
 
 
@@ -274,7 +323,7 @@ def test_a_client_that_does_not_read_is_dropped_and_others_go_on(tmp_path: Any) 
     quick, slow = house.attach(), house.connect(queue=1)
     quick.send(submit("b"))
     (other,) = ids(house.take(1))
-    slow.send(messages.Attach(__version__), submit("a"))
+    slow.send(messages.Attach(__version__, WIRE), submit("a"))
     (mine,) = ids(house.take(1))
     aborted: list[Any] = []
     for _ in range(1000):

@@ -1,0 +1,33 @@
+"""The version of the messages between an engine with an address and its clients, and which versions work together.
+
+Peers one version apart work together, so servers and engines can be upgraded one after another. These rules keep that:
+
+- A message is an array. A new field goes to its end, with a default. No field is removed, moved or given another type.
+- A configuration, a description and a request are maps. A new field has a default.
+- A new kind of message is sent only to a peer whose version knows it: the number in `SINCE`.
+- `WIRE` grows by one, at most once in a release, with the first such change.
+
+`tests/engine/test_wire.py` compares all messages with those that were recorded for the version before.
+"""
+
+from __future__ import annotations
+
+WIRE = 2
+"""The version of the messages. Peers that send none, as they had no version yet, count as 1."""
+SINCE = {"drain": 2, "drained": 2, "draining": 2}
+"""The version in which each kind of message came, by its tag. All others are of version 1."""
+
+
+def mismatch(theirs: int) -> str:
+    """The reason why a peer of this version is refused, in words; empty if it is at most one version apart."""
+    if abs(theirs - WIRE) <= 1:
+        return ""
+    return (
+        f"its messages have version {theirs} and these have {WIRE}; at most one version may lie between a server and "
+        "an engine, so upgrade by way of the versions between"
+    )
+
+
+def knows(wire: int, tag: str) -> bool:
+    """Whether a peer of this version knows a kind of message."""
+    return wire >= SINCE.get(tag, 1)

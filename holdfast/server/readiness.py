@@ -1,0 +1,62 @@
+"""Readiness: whether new requests should be sent to this server now, and the reason why not."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.cluster.replicas import Replicas
+from holdfast.engine.client.connection import EngineConnection
+from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.protocol import ApiError
+from holdfast.server.service import Admission, trouble
+
+ALIVE, READY = "/health/live", "/health/ready"
+"""Paths of the routes that say whether the process runs, and whether it should get requests."""
+
+
+class Readiness:
+    """Looks at the engines and the store. Engines are warm before a server has them (`engine.client.warming`)."""
+
+    def __init__(
+        self,
+        admissions: Sequence[Admission],
+        clients: Sequence[EngineConnection[Any, Any] | Replicas],
+        store: AsyncStore | None,
+        seconds: float,
+    ) -> None:
+        """`seconds` is the time that engines, and then the store, have for an answer."""
+        self._admissions, self._clients, self._store, self._seconds = admissions, clients, store, seconds
+
+    async def trouble(self) -> str | None:
+        """Return the reason why this server should get no requests, in a few words; None if it should."""
+        if (reason := await trouble(self._admissions, self._clients, self._seconds)) is not None:
+            return reason
+        if any(isinstance(client, Replicas) and not client.serving for client in self._clients):
+            return "no replica serves"
+        return None if self._store is None else await self._trouble_of(self._store)
+
+    async def _trouble_of(self, store: AsyncStore) -> str | None:
+        """Return the reason why the store cannot be used. A failed write counts until a later one succeeds."""
+        works = store.read(reads) if store.up else store.run(writes)
+        try:
+            await asyncio.wait_for(works, self._seconds)
+        except TimeoutError:
+            return "store hangs"
+        except ApiError:
+            return "store fails"
+        return None
+
+
+def reads(store: Store) -> None:
+    """Read from the database."""
+    store.leases.elsewhere("")
+
+
+def writes(store: Store) -> None:
+    """Write to the database and to its disk, and undo that."""
+    key = f"readiness-{uuid.uuid4().hex}"
+    store.leases.lock(key)
+    store.leases.unlock(key)

@@ -1,0 +1,113 @@
+"""A server and an engine of two versions: the one before, from this repository's history, and this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from version_before import ROOT, unpack
+
+from holdfast.cluster.attach_spawner import AttachSpawner
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.replicas import Replicas
+from holdfast.core.types import SamplingParams
+
+PROMPT = list(range(40, 104))
+SERVER = """\
+import asyncio, sys
+import holdfast
+from holdfast.cluster.attach_spawner import AttachSpawner
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.replicas import Replicas
+from holdfast.core.types import SamplingParams
+
+async def main():
+    config = ClusterConfig(engines=(sys.argv[1],))
+    server = await Replicas.start(config, AttachSpawner(config.addresses))
+    async for delta in server.stream(list(range(40, 104)), SamplingParams(max_tokens=4, temperature=0)):
+        usage = delta.usage
+    stats = await server.health()
+    await server.close()
+    print(holdfast.__file__, usage.completion_tokens, stats.blocks_total > 0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The code of the version before."""
+    return unpack(tmp_path_factory.mktemp("before"))
+
+
+@contextmanager
+def engine_of(code: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine that runs this code."""
+    sizes = ["--cache-gb", "0.02", "--threads", "1", "--device", "cpu"]
+    command = [sys.executable, "-P", "-m", "holdfast.cli", "engine", "--listen", address, *sizes]
+    with subprocess.Popen(command, env=environment(code), stdout=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[Path, str], subprocess.Popen[bytes]]]:
+    """Starts engines, which are killed at the end."""
+    with ExitStack() as held:
+        yield lambda code, address: held.enter_context(engine_of(code, address))
+
+
+def environment(code: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(code)}
+
+
+async def test_a_server_works_with_an_engine_of_the_version_before_until_that_is_upgraded(
+    before: Path, engine: Callable[[Path, str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    address = f"{tmp_path}/engine.sock"
+    old = engine(before, address)
+    config = ClusterConfig(engines=(address,))
+    server = await Replicas.start(config, AttachSpawner(config.addresses))
+    assert await answer(server) == 4
+    attached = server.members[0].engine
+    assert attached is not None and attached.version == ""
+    old.terminate()
+    assert await asyncio.to_thread(old.wait, 30) == 0
+    engine(ROOT, address)
+    assert await answer(server) == 4, "it waits for the new engine"
+    attached = server.members[0].engine
+    assert attached is not None and attached.version
+    await server.close()
+
+
+def test_an_engine_works_with_a_server_of_the_version_before_and_ends_once_it_has_left(
+    before: Path, engine: Callable[[Path, str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    address = f"{tmp_path}/engine.sock"
+    new = engine(ROOT, address)
+    command = [sys.executable, "-P", "-c", SERVER, address]
+    done = subprocess.run(command, env=environment(before), capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    code, tokens, has_blocks = done.stdout.split()
+    assert code.startswith(str(before)) and (tokens, has_blocks) == ("4", "True")
+    began = time.monotonic()
+    new.terminate()
+    assert new.wait(30) == 0
+    assert time.monotonic() - began < 20, "nobody is attached, so it ends at once"
+
+
+async def answer(server: Replicas) -> int:
+    """Ask for four tokens. Returns how many came."""
+    count = 0
+    async for delta in server.stream(PROMPT, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)):
+        count += len(delta.tokens)
+    return count

@@ -247,7 +247,7 @@ class Replicas:
         return {server for each in known for server in each.left} - present
 
     def introduce(self, server: str, on_change: Callable[[], None]) -> None:
-        """Let all servers of the same engines know the name of this one. `on_change` is called when `gone` may change."""
+        """Let all servers of these engines know the name of this one. `on_change` is called when `gone` may change."""
         self._introduce = lambda engine: engine.introduce(server, on_change)
         for engine in self.fleet.engines.values():
             self._introduce(engine)

@@ -470,7 +470,8 @@ ToEngine = (
 )  # fmt: skip
 FromEngine = (
     Hello | Progress | Ready | Attached | Servers | Adopted | AppReady | Outputs | Results | Refused
-    | ContractRefusal | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
+    | ContractRefusal | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure
+    | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -35,7 +35,7 @@ class Server(Protocol):
     search: WebSearch | None
 
     def lock(self, tenant: str, conversation: str | None, former: str = "") -> AbstractAsyncContextManager[None]:
-        """Lock a conversation against other changes. Raises ApiError if it is locked by another server than `former`."""
+        """Lock a conversation against other changes. Raises ApiError if any server but `former` locks it."""
 
     def running(self, tenant: str, response: str) -> object | None:
         """Return a background response that this server is writing; None if it writes no such response."""
@@ -59,7 +59,7 @@ class Writing:
         self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None, batch: str,
         recipe: Recipe | None = None, adopted: Adoption | None = None,
     ) -> None:  # fmt: skip
-        """`recipe` is that of a response that an ended server began, and `adopted` its request if an engine holds it."""
+        """`recipe` is that of a response that an ended server began. `adopted` is its request if an engine holds it."""
         service = server.service
         service.check_model(wanted.model, tenant)
         wanted = service.settled(wanted, lane)

@@ -37,6 +37,8 @@ CHECK_SECONDS = 1.0
 """Seconds between two looks for silent clients."""
 MOST_CLIENTS = 256
 """Most clients that are attached at a time."""
+CLOSING_SECONDS = 0.001
+"""Seconds between the report that a connection has closed and the time at which sending to it fails."""
 LEFT_SECONDS = 120.0
 """Seconds for which new clients learn that a server has left."""
 MARK = ":"
@@ -127,6 +129,7 @@ class Clients:
     ) -> None:
         """`welcome` is what a new client gets. `clock` gives seconds that never go back."""
         parent.watch(door.socket)
+        parent.watch(door.closings)
         self._parent, self._door, self._welcome, self._clock = parent, door, welcome, clock
         self._first = Client(0, parent.send)
         """The client that started the engine. It is never dropped: the engine ends with it."""
@@ -191,8 +194,13 @@ class Clients:
         """The messages that have arrived. Does not wait for more. Raises ValueError if the parent's is invalid."""
         for message in self._parent.waiting():
             self._take(self._first, message)
+        closed = self._door.take_closings()
+        if closed:
+            time.sleep(CLOSING_SECONDS)
         for key, data in self._door.waiting():
             self._read(key, data)
+        if closed:
+            self._find_closed()
         self._check_silence()
         while self._arrived:
             self._sender, message = self._arrived.popleft()
@@ -321,6 +329,11 @@ class Clients:
             for sender, message in self._arrived
             if sender is not client or (isinstance(message, messages.Submit) and self._held.get(message.request.id))
         )
+
+    def _find_closed(self) -> None:
+        """Drop the clients whose connection has closed: they cannot be sent the time."""
+        for client in [*self._attached.values()]:
+            client.send(messages.Clock(self._clock()))
 
     def _check_silence(self) -> None:
         """Drop the clients that have not been heard of for a while. All that has arrived was read before."""

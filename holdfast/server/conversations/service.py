@@ -39,6 +39,8 @@ POLL_SECONDS = 0.25
 """Seconds between two checks whether another server's response has ended."""
 SWEEP_SECONDS = 5.0
 """Seconds between two looks for responses of servers that have ended. The end of a server is mostly known at once."""
+BUSY_SECONDS = 0.3
+"""Seconds after which a conversation is tried again whose server may have ended just now."""
 PASSING = frozenset({"queue_full", "no_replica", "engine_dead"})
 """Codes of errors that this server has for now. Another server, or this one later, may write the response."""
 KEPT_EVENTS = 1 << 16
@@ -245,7 +247,8 @@ class Responses:
         if background is None and stored["status"] in RUNNING:
             return Events(None, lambda after: self._elsewhere(tenant, stored, after))
         if background is not None:
-            return Events(len(background.events) - 1, background.follow)
+            known = not background.writing.former  # Its client may have seen events that do not exist here yet.
+            return Events(len(background.events) - 1 if known else None, background.follow)
         if kept is not None:
             return Events(len(kept) - 1, lambda after: each(kept[after + 1 :]))
         if exact := await self._exact_events(tenant, stored):
@@ -345,12 +348,25 @@ class Responses:
         self._locked.add(key)
         self._keep_renewing()
         try:
-            await self.store.run(lambda store: store.leases.lock(key, former))
+            await self._take_lock(key, former)
             yield
         finally:
             self._locked.discard(key)
             with suppress(ApiError):  # The store failed. The lease ends by itself.
                 await self.store.run(lambda store: store.leases.unlock(key))
+
+    async def _take_lock(self, key: str, former: str) -> None:
+        """Take a conversation's lease. Raises ApiError if another server holds it.
+
+        If that server ended just now, the engines report it within moments, so this tries again once.
+        """
+        try:
+            await self.store.run(lambda store: store.leases.lock(key, former))
+        except ApiError as error:
+            if error.code != ConversationBusy.code or not self.service.client.adopts:
+                raise
+            await asyncio.sleep(BUSY_SECONDS)
+            await self.store.run(lambda store: store.leases.lock(key, former))
 
     async def close(self) -> None:
         """Stop the background responses and close the store."""

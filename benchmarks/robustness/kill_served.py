@@ -52,7 +52,7 @@ SAID = (
 )
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 KINDS = ("streamed", "background stream", "background poll")
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 20.0
 """Seconds for which a client goes on after a broken connection before that counts as an error."""
 PAUSE_SECONDS = 0.1
 """Seconds before a client tries the next server."""
@@ -229,7 +229,8 @@ class Bench:
                 until = time.monotonic() + PATIENCE_SECONDS
             except LOST as error:
                 if time.monotonic() > until:
-                    raise Unexpected(f"{turn.kind} {turn.response}: no server goes on with it: {error!r}") from None
+                    reason = f"no server goes on with it after event {turn.last}: {error!r}"
+                    raise Unexpected(f"{turn.kind} {turn.response}: {reason}") from None
                 talk.unseen += not turn.response and not isinstance(error, httpx.ConnectError | Passing)
                 turn.resumed += bool(turn.response)
                 broken, number = broken or time.monotonic(), number + 1

@@ -190,7 +190,8 @@ class Responses:
                     if begun.writing.running and not begun.stored_running:
                         await self.store.run(partial(_run, begun.writing.id))
                         begun.stored_running = True
-                for id in await self.store.run(partial(_renewed, [*self._background, *self._locked])):
+                stored = [id for id, begun in self._background.items() if begun.writing.begun]
+                for id in await self.store.run(partial(_renewed, [*stored, *self._locked])):
                     if (background := self._background.get(id)) is not None:
                         await background.stop()
 

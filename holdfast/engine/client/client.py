@@ -745,7 +745,9 @@ class Stream:
 
     def _forget_error(self) -> None:
         self._errors.clear()
-        if not (self._tokens or self._prompt_logprobs or self._single):
+        if self._tokens or self._prompt_logprobs or self._single:
+            self._changed.set()
+        else:
             self._changed.clear()
 
     def broken(self, at: float = 0.0) -> Term | None:

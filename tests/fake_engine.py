@@ -161,6 +161,7 @@ class FakeClient:
     reason: str = ""
     closed: bool = False
 
+    adopts: bool = False
     on_steps: Any = None
     on_activity: Any = None
     watched: list[float] = field(default_factory=list)
@@ -225,6 +226,8 @@ class FakeClient:
         batch: UserBatch = ALONE,
         contract: Contract = NO_CONTRACT,
         arrival: float = 0.0,
+        note: bytes = b"",
+        adopted: Any = None,
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse

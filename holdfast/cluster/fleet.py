@@ -265,6 +265,11 @@ class Fleet:
             self.dead.set()
             self.changed.set()
 
+    @property
+    def lasting(self) -> bool:
+        """Whether the engines outlive this server, and may serve others."""
+        return self._spawner.kind == "attached"
+
     def check_alive(self) -> None:
         """Raises EngineDead if the fleet has ended."""
         if self.dead.is_set():

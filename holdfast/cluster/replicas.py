@@ -45,7 +45,7 @@ from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused
 from holdfast.core.pause import Pause
 from holdfast.core.types import ALONE, MAX_SEED, AdapterInfo, SamplingParams, UserBatch
 from holdfast.engine import messages
-from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
+from holdfast.engine.client.client import Adoption, Delta, EngineClient, Stream, continued, prepare
 from holdfast.engine.client.connection import EngineDead, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import Pooling
@@ -119,6 +119,8 @@ class Replicas:
         """The tuning jobs of all replicas."""
         self._streams: dict[str, float] = {}
         """Arrival time of each request in progress, by id. It is 0 after the request's first output."""
+        self._introduce: Callable[[EngineClient], None] = lambda engine: None
+        """Introduces this server to a new engine."""
         self._drawn = 0
         self._answer_tokens = 128.0
         """Recent mean number of tokens per answer."""
@@ -156,6 +158,11 @@ class Replicas:
         return self.fleet.adapters
 
     @property
+    def adopts(self) -> bool:
+        """Whether the engines outlive this server, so that another server can adopt its requests."""
+        return self.fleet.lasting
+
+    @property
     def dead(self) -> asyncio.Event:
         """Set when no replica will serve again."""
         return self.fleet.dead
@@ -180,6 +187,8 @@ class Replicas:
         batch: UserBatch = ALONE,
         contract: Contract = NO_CONTRACT,
         arrival: float = 0.0,
+        note: bytes = b"",
+        adopted: Adoption | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
@@ -191,19 +200,66 @@ class Replicas:
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
+        where = f"{tenant}/{conversation}" if conversation else None
+        if adopted is not None:
+            return self._run(continued(self.text, adopted, shown), where, adopted)
         if (serving := self.serving) and all(replica.full for replica in serving):
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
         if params.seed is None and params.temperature > 0:
             params = replace(params, seed=self._draw_seed())  # All replicas must use the same seed.
         stream = prepare(
             self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown,
-            contract=contract, arrival=arrival,
+            contract=contract, arrival=arrival, note=note,
         )  # fmt: skip
-        return self._run(stream, f"{tenant}/{conversation}" if conversation else None)
+        return self._run(stream, where)
 
-    async def _run(self, stream: Stream, key: str | None) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of a request, and continue it on other replicas as needed."""
-        request_id, losses, ends, resumed = stream.request.id, 0, 0, False
+    async def adopt(self, tenant: str, request_id: str) -> Adoption | None:
+        """Adopt a request whose server has ended, from the engine with most of its answer. See `EngineClient.adopt`.
+
+        Other engines may hold an earlier part, if they had the request before; it is aborted there.
+        """
+
+        async def ask(engine: EngineClient) -> Adoption | None:
+            with suppress(TimeoutError, EngineDead):
+                return await asyncio.wait_for(engine.adopt(tenant, request_id), HANG_SECONDS)
+            return None
+
+        engines = [*self.fleet.engines.values()]
+        found = zip(engines, await asyncio.gather(*map(ask, engines)), strict=True)
+        held = [(engine, adoption) for engine, adoption in found if adoption is not None]
+        complete = [pair for pair in held if not (pair[1].request.answered and pair[1].request.params.logprobs)]
+        best = max(complete, key=lambda pair: (pair[1].answered, pair[1].yours), default=None)
+        for engine, adoption in held:
+            if best is None or adoption is not best[1]:
+                engine.give_up(adoption)
+        return None if best is None else best[1]
+
+    def give_up(self, adoption: Adoption) -> None:
+        """Abort an adopted request that this server does not run."""
+        for engine in self.fleet.engines.values():
+            engine.give_up(adoption)
+
+    @property
+    def gone(self) -> set[str]:
+        """Other servers that have ended: they have left an engine lately, and no engine has them now."""
+        known = [engine.servers for engine in self.fleet.engines.values()]
+        present = {server for each in known for server in each.present}
+        return {server for each in known for server in each.left} - present
+
+    def introduce(self, server: str, on_change: Callable[[], None]) -> None:
+        """Let all servers of these engines know the name of this one. `on_change` is called when `gone` may change."""
+        self._introduce = lambda engine: engine.introduce(server, on_change)
+        for engine in self.fleet.engines.values():
+            self._introduce(engine)
+
+    async def _run(
+        self, stream: Stream, key: str | None, adopted: Adoption | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of a request, and continue it on other replicas as needed.
+
+        An `adopted` request continues where it runs, if that engine is still there.
+        """
+        request_id, losses, ends, resumed = stream.request.id, 0, 0, adopted is not None
         refusals = Refusals()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
@@ -211,10 +267,16 @@ class Replicas:
         turn = self._turn(stream, key)
         self.counts.routed_tokens += turn.prompt_tokens
         try:
-            found = await self._ask(turn)
+            found = await self._ask(turn) if adopted is None else None
             while True:
                 known, begun = len(stream.answer), False
-                replica, engine, choice = await self._choose(stream, turn, found, refusals, patient=resumed)
+                place = await self._choose(stream, turn, found, refusals, patient=resumed, adopted=adopted)
+                replica, engine, choice = place
+                if adopted is not None and not engine.has_adopted(adopted):  # Its engine has ended since.
+                    self.give_up(adopted)  # It may still run where nothing is sent to now.
+                    stream.take(adopted.output, time.monotonic(), adopted.scheduled)
+                    stream.resume()
+                    turn, adopted = self._turn(stream, key), None
                 on_trial = False
                 try:
                     if losses:
@@ -225,7 +287,7 @@ class Replicas:
                         self.fleet.check_alive()
                         self.fleet.forget(replica, engine)
                         continue
-                    async with aclosing(engine.run(stream)) as deltas:
+                    async with aclosing(engine.run(stream, adopted)) as deltas:
                         async for delta in deltas:
                             if on_trial and len(stream.answer) > known:
                                 on_trial = False
@@ -266,7 +328,7 @@ class Replicas:
                     log.info("request %s continues on another replica with %d tokens", request_id, len(stream.answer))
                     stream.resume()
                     refusals.clear()
-                    turn, resumed = self._turn(stream, key), True
+                    turn, resumed, adopted = self._turn(stream, key), True, None
                     self.counts.resumed += 1
                 finally:
                     if on_trial:
@@ -310,9 +372,12 @@ class Replicas:
         return dict(zip(engines, await asyncio.gather(*map(ask, engines.values())), strict=True)).get
 
     async def _choose(
-        self, stream: Stream, turn: Turn, found: FoundAt | None, refusals: Refusals, *, patient: bool
-    ) -> tuple[Replica, EngineClient, Choice]:
+        self, stream: Stream, turn: Turn, found: FoundAt | None, refusals: Refusals, *, patient: bool,
+        adopted: Adoption | None = None,
+    ) -> tuple[Replica, EngineClient, Choice]:  # fmt: skip
         """Choose a replica for a request, and record the request there. Waits while no replica serves.
+
+        An adopted request stays where it is.
 
         A replica that refused the contract is not asked again while another one was not asked. Raises NoReplica if no
         replica serves for a long time, and QueueFull if the queues of all these are full and not `patient`.
@@ -330,7 +395,11 @@ class Replicas:
         if not able and not patient:
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
         now = time.monotonic()
-        choice = self.router.choose(turn, self._views(able or serving), now, found)
+        holders = [each for each in serving if adopted and each.engine and each.engine.has_adopted(adopted)]
+        if holders:
+            choice = Choice(holders[0].name)
+        else:
+            choice = self.router.choose(turn, self._views(able or serving), now, found)
         replica = next(each for each in serving if each.name == choice.replica)
         engine = replica.engine
         assert engine is not None
@@ -484,6 +553,7 @@ class Replicas:
         """Let a new engine use the shared text and report its steps here."""
         engine.use_text(self.text)
         engine.on_steps = lambda steps: self.on_steps(steps)
+        self._introduce(engine)
 
     async def _watch(self) -> None:
         """Check all replicas once a second, change their number if needed, and move idle conversations."""

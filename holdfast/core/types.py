@@ -278,3 +278,7 @@ class SequenceOutput(NamedTuple):
     token."""
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     """`cached_tokens` by tier: tokens from the host, from the disk and from the remote tier."""
+
+
+NO_OUTPUT = SequenceOutput("", (), None, 0, 0.0)
+"""Stands for the output of a request that has none yet."""

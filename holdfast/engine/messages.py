@@ -221,6 +221,9 @@ class Submit(Message, tag="submit"):
     """To the engine: queue a request."""
 
     request: Request
+    note: bytes = b""
+    """What another client needs to continue the request. Not empty: an engine that listens holds the request's tokens
+    for a while, and the request outlives its client (`engine.process.held`)."""
 
 
 class Infer(Message, tag="infer"):
@@ -235,6 +238,26 @@ class Abort(Message, tag="abort"):
     """To the engine: drop a request. Ignored if it has ended."""
 
     request_id: str
+    complete: bool = False
+    """Whether the answer is complete: it has a stop string, which only the client looks for."""
+
+
+class Introduce(Message, tag="introduce"):
+    """To an engine that listens at an address: the name of this client's server. The engine sends Servers to all."""
+
+    server: str
+
+
+class Adopt(Message, tag="adopt"):
+    """To an engine that listens at an address: give this client a request whose own client is lost.
+
+    It answers Adopted. The outputs of the request then come to this client.
+    """
+
+    number: int
+    tenant: str
+    request_id: str
+    """The id that the lost client gave to the request."""
 
 
 class Ask(Message, tag="ask"):
@@ -301,6 +324,42 @@ class Drained(Message, tag="drained"):
     """From an engine: the answer to Drain. All clients have left."""
 
     number: int
+
+
+class Servers(Message, tag="servers"):
+    """From an engine that listens at an address: which servers are attached, and which have left lately."""
+
+    present: list[str]
+    left: list[str]
+
+
+class Held(Message):
+    """A held request, and its answer so far. Token ids are 32-bit numbers in native order."""
+
+    request: Request
+    """The request without its prompt."""
+    prompt: bytes
+    note: bytes
+    tokens: bytes
+    """Tokens of the answer since the request came to this engine."""
+    logprobs: list[TokenLogprobs]
+    """Log probabilities of `tokens`, if the request asks for them."""
+    cached_tokens: int
+    cached_by_tier: tuple[int, int, int]
+    scheduled_at: float
+    finish_reason: FinishReason | None
+    ended: bool
+    """Whether no more tokens come."""
+
+
+class Adopted(Message, tag="adopted"):
+    """From an engine that listens at an address: the answer to Adopt."""
+
+    number: int
+    held: Held | None = None
+    """The request, if its client is lost or it has ended. None: it is not held, or its client is there."""
+    yours: bool = False
+    """Whether it belongs to this client from now on. An ended request stays with its client while that is there."""
 
 
 class AppReady(Message, tag="app-ready"):
@@ -422,34 +481,36 @@ class Submitted(Message, tag="submit"):
 
     request: Request
     prompt: bytes
+    note: bytes = b""
 
     @classmethod
-    def of(cls, request: Request) -> Submitted:
+    def of(cls, submit: Submit) -> Submitted:
         """Pack a request. Raises OverflowError for tokens that exceed 32 bits."""
-        return cls(replace(request, prompt=()), array("I", request.prompt).tobytes())
+        request = submit.request
+        return cls(replace(request, prompt=()), array("I", request.prompt).tobytes(), submit.note)
 
     def submit(self) -> Submit:
         """Unpack the request. Raises ValueError if the bytes end within a number."""
         data = self.prompt
         if len(data) % 4:
             raise ValueError(f"a prompt of {len(data)} bytes, which is not a whole number of tokens")
-        return Submit(replace(self.request, prompt=array("I", data)))
+        return Submit(replace(self.request, prompt=array("I", data)), self.note)
 
 
 ToEngine = (
-    Start | StartApp | Attach | Detach | Drain | Submit | Infer | Abort | Ask | Watch | Tick | Shutdown
-    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    Start | StartApp | Attach | Detach | Introduce | Drain | Submit | Infer | Abort | Adopt | Ask | Watch | Tick
+    | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 FromEngine = (
-    Hello | Progress | Ready | Attached | Draining | Drained | AppReady | Outputs | Results | Refused | ContractRefusal
-    | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure
+    Hello | Progress | Ready | Attached | Draining | Drained | Servers | Adopted | AppReady | Outputs | Results
+    | Refused | ContractRefusal | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure
     | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
-    Start | StartApp | Attach | Detach | Drain | Submitted | Infer | Abort | Ask | Watch | Tick | Shutdown
-    | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    Start | StartApp | Attach | Detach | Introduce | Drain | Submitted | Infer | Abort | Adopt | Ask | Watch | Tick
+    | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -457,7 +518,7 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 def encode(message: Message) -> bytes:
     """A message as bytes. Raises ValueError beyond MESSAGE_LIMIT."""
-    return _bounded(_encode(Submitted.of(message.request) if isinstance(message, Submit) else message))
+    return _bounded(_encode(Submitted.of(message) if isinstance(message, Submit) else message))
 
 
 def decode_to_engine(data: bytes) -> ToEngine:

@@ -239,6 +239,8 @@ async def serve(
         gc.collect()
         gc.freeze()  # Without this, a full collection over all modules stops every stream for 50 to 100 ms.
         await start_jobs(jobs)
+        if responses is not None:
+            responses.begin_takeovers()
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 import uuid
 from collections import Counter
@@ -22,12 +23,13 @@ from holdfast.core.types import (
     ALONE,
     BATCH_CLASS,
     MAX_DEADLINE,
+    MAX_SEED,
     FinishReason,
     SamplingParams,
     TokenLogprobs,
     UserBatch,
 )
-from holdfast.engine.client.client import Delta, EngineClient
+from holdfast.engine.client.client import Adoption, Delta, EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
@@ -249,6 +251,12 @@ class Service:
             return wanted
         return wanted if wanted.service_tier is None else wanted.changed(service_tier="default")
 
+    def seeded(self, wanted: Sampled) -> Sampled:
+        """Give a request that draws a seed, so that each server draws the same."""
+        if wanted.seed is not None and wanted.seed >= 0:
+            return wanted
+        return wanted.changed(seed=secrets.randbelow(MAX_SEED + 1))
+
     def answer(
         self,
         wanted: ChatRequest | CompletionRequest,
@@ -362,6 +370,14 @@ class Answer:
         """Whether any choice was sent to the engine."""
         self.id = ""
         """Id by which later requests may name this answer; empty: none can."""
+        self.note = b""
+        """What another server needs to continue the answer; empty: none can."""
+        self.adopted: Adoption | None = None
+        """The request of an ended server that this answer continues, if an engine holds it."""
+
+    def hold(self, note: bytes, adopted: Adoption | None) -> None:
+        """Let another server continue the answer by a note, and continue that of an ended server."""
+        self.note, self.adopted = note, adopted
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) pairs as they come. Closing the generator aborts running choices. Raises ApiError."""
@@ -501,6 +517,8 @@ class Answer:
                 batch=self.batch,
                 contract=self.contract,
                 arrival=self.arrival if self.contract else 0.0,
+                note=self.note,
+                adopted=self.adopted,
             )
             self.sent = True
             async with aclosing(stream) as deltas:

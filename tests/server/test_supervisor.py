@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -173,6 +174,57 @@ def test_sighup_replaces_all_processes_and_refuses_no_request(served: Served) ->
     assert load.failures == []
     assert load.answered > 20
     assert served.chat() == CACHED, "the engine went on"
+LONG = {"model": "holdfast-tiny", "input": SAID, "temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
+
+
+def numbered(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    return (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+
+
+def whole(served: Served) -> str:
+    """The answer to LONG, from an undisturbed server."""
+    return text_of(served.ask("POST", "/v1/responses", json={**LONG, "store": False}).json())
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_stream_goes_on_after_its_last_event_when_all_api_processes_are_killed(
+    served: Served, background: bool
+) -> None:
+    expected, events = whole(served), list[dict[str, Any]]()
+    body = {**LONG, "stream": True, "background": background}
+    with suppress(httpx.TransportError), httpx.stream("POST", f"{served.url}/v1/responses", json=body) as reply:
+        for event in numbered(reply.iter_lines()):
+            events.append(event)
+            if len(events) == 20:
+                for pid in served.workers():
+                    os.kill(pid, signal.SIGKILL)
+    response = events[0]["response"]["id"]
+    assert not any(event["type"] == "response.incomplete" for event in events), "killed too late"
+    path = f"/v1/responses/{response}?stream=true&starting_after={events[-1]['sequence_number']}"
+    events += numbered(iter(served.ask("GET", path).text.splitlines()))
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert "".join(event.get("delta", "") for event in events) == expected
+    assert events[-1]["type"] == "response.incomplete" and text_of(events[-1]["response"]) == expected
+    ids = {event["item_id"] for event in events if "item_id" in event}
+    assert ids == {item["id"] for item in events[-1]["response"]["output"]}
+    assert text_of(served.ask("GET", f"/v1/responses/{response}").json()) == expected
+    late = numbered(iter(served.ask("GET", f"/v1/responses/{response}?stream=true").text.splitlines()))
+    assert [event["type"] for event in late] == [event["type"] for event in events]
+
+
+def test_another_api_process_finishes_a_background_response_that_nobody_reads(served: Served) -> None:
+    expected = whole(served)
+    begun = served.ask("POST", "/v1/responses", json={**LONG, "background": True}).json()
+    for pid in served.workers():
+        os.kill(pid, signal.SIGKILL)
+    path = f"/v1/responses/{begun['id']}"
+    until(lambda: served.ask("GET", path).json()["status"] not in ("queued", "in_progress"))
+    ended = served.ask("GET", path).json()
+    assert (ended["status"], text_of(ended)) == ("incomplete", expected)
 
 
 def test_a_signal_ends_all_processes_and_leaves_no_file(served: Served) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -129,6 +130,43 @@ class Delta:
     """The stop string that ended the answer, if one did. It comes with the final Delta."""
 
 
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A request that another client has begun, with its answer so far."""
+
+    request: Request
+    note: bytes
+    tokens: Sequence[int]
+    """Tokens of the answer, except those that the request's prompt ends with."""
+    logprobs: tuple[TokenLogprobs, ...]
+    cached_tokens: int
+    cached_by_tier: tuple[int, int, int]
+    scheduled: float
+    """Time of its first step, on the engine's monotonic clock; 0 before it."""
+    finish_reason: FinishReason | None
+    ended: bool
+    """Whether no more tokens come."""
+    yours: bool
+    """Whether it belongs to this client now, which must run it or give it up."""
+    later: list[SequenceOutput]
+    """Outputs that have come since."""
+
+    @property
+    def answered(self) -> int:
+        """Number of tokens of the answer."""
+        return self.request.answered + len(self.tokens)
+
+    @property
+    def output(self) -> SequenceOutput:
+        """The whole answer so far as one output."""
+        prompt = self.request.prompt
+        tokens = (*prompt[self.request.answer_start :], *self.tokens)
+        return SequenceOutput(
+            self.request.id, tokens, self.finish_reason, self.cached_tokens, self.scheduled, 0, self.logprobs,
+            cached_by_tier=self.cached_by_tier,
+        )  # fmt: skip
+
+
 class AdapterError(ValueError):
     """An adapter that could not be loaded or unloaded. The message has the reason; it names no directory."""
 
@@ -154,6 +192,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         listen: str = "",
         listen_key: str = "",
         connect: Connect = connect_child,
+        lasting: bool = False,
     ) -> None:
         """Not for callers, who use `start` or `attach`."""
         self.config = config
@@ -172,6 +211,13 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Called with the engine's steps, a few at a time."""
         self.on_activity: Callable[[messages.Activity], None] = lambda activity: None
         """Called with the engine's activity while it is watched (`watch`)."""
+        self._on_servers: Callable[[], None] = lambda: None
+        self.servers = messages.Servers([], [])
+        """The servers that are attached to the engine, and those that have left lately."""
+        self._adopted: dict[str, Adoption] = {}
+        """Adopted requests that do not run here yet, by id."""
+        self.adopts = lasting
+        """Whether the engine outlives this client, so that another client can adopt its requests."""
         self.adapters: dict[str, AdapterInfo] = {}
         """The adapters that requests may name, by name."""
         self.version = __version__
@@ -240,8 +286,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, welcome.config)
             client = cls(
-                welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end)
-            )
+                welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end),
+                lasting=True,
+            )  # fmt: skip
         except BaseException as error:
             await attachment.close()
             if isinstance(error, (ValueError, OSError)):
@@ -297,6 +344,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         batch: UserBatch = ALONE,
         contract: Contract = NO_CONTRACT,
         arrival: float = 0.0,
+        note: bytes = b"",
+        adopted: Adoption | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
@@ -310,9 +359,15 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
         Raises RequestRefused at once for a request that can never be served, QueueFull, ContractRefused if the engine
         cannot keep the contract, and EngineDead, even while it runs.
+
+        With a `note`, another client of the engine can adopt the request, and gets the note (`adopt`). Its deltas then
+        have one token each. `adopted` is such a request, which this client continues: the deltas begin with its first
+        token, and the prompt and the options are its own.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
+        if adopted is not None:
+            return self.run(continued(self.text, adopted, shown), adopted)
         return self.run(
             prepare(
                 self.info,
@@ -329,8 +384,53 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 batch,
                 contract,
                 arrival,
+                note,
             )
         )
+
+    async def adopt(self, tenant: str, request_id: str) -> Adoption | None:
+        """Adopt a request whose client is lost, by the id that this client gave it. Raises EngineDead.
+
+        None if the engine does not hold it, or if its client is there. An ended request is given to all who ask.
+        """
+        asked = self._questions.ask(lambda number: messages.Adopt(number, tenant, request_id))
+        try:
+            found: Adoption | None = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(self._give_up_late)
+            raise
+        return found
+
+    def _give_up_late(self, asked: asyncio.Future[Adoption | None]) -> None:
+        """Give up a request that came after its caller had left."""
+        if not asked.cancelled() and asked.exception() is None and (found := asked.result()) is not None:
+            self.give_up(found)
+
+    def has_adopted(self, adoption: Adoption) -> bool:
+        """Whether an adopted request belongs to this client and waits to be run."""
+        return self._adopted.get(adoption.request.id) is adoption
+
+    def give_up(self, adoption: Adoption) -> None:
+        """Abort an adopted request that this client does not run, unless it has ended."""
+        if not self.has_adopted(adoption):
+            return
+        del self._adopted[adoption.request.id]
+        if not (adoption.ended or self.dead.is_set()):
+            self._child.send(messages.Abort(adoption.request.id))
+
+    @property
+    def gone(self) -> set[str]:
+        """Servers that have left the engine lately."""
+        return {*self.servers.left} - {*self.servers.present}
+
+    def introduce(self, server: str, on_change: Callable[[], None]) -> None:
+        """Let the engine's other clients know the name of this client's server.
+
+        `on_change` is called when `servers` has changed.
+        """
+        self._on_servers = on_change
+        if self.adopts and not self.dead.is_set():
+            self._child.send(messages.Introduce(server))
 
     @property
     def chunk_address(self) -> str:
@@ -462,21 +562,36 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self.text.close()
         await super().close()
 
-    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
-        """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does."""
+    async def run(self, stream: Stream, adopted: Adoption | None = None) -> AsyncGenerator[Delta, None]:
+        """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does.
+
+        An `adopted` request runs already: its deltas so far come first.
+        """
         request_id = stream.request.id
-        self._admit(request_id)  # again, because this may be long after `stream` was called
+        self._admit(request_id, counts=adopted is None)  # again, because this may be long after `stream` was called
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
-            request = stream.request
-            there = replace(request, arrival=request.arrival + self.ahead) if self.ahead else request
-            self._child.send(messages.Submit(there))
+            if adopted is None:
+                request = stream.request
+                there = replace(request, arrival=request.arrival + self.ahead) if self.ahead else request
+                self._child.send(messages.Submit(there, stream.note))
+            else:
+                self._join(stream, adopted)
             while not stream.given:
                 yield await stream.next()
         finally:
             if self._forget(request_id) and not self.dead.is_set():
                 self._child.send(messages.Abort(request_id))
+
+    def _join(self, stream: Stream, adopted: Adoption) -> None:
+        """Give a stream the answer of its adopted request so far, and the outputs that have come since."""
+        self._adopted.pop(adopted.request.id, None)
+        now = time.monotonic()
+        if adopted.answered or adopted.ended:
+            self._deliver(adopted.output, now)
+        for output in adopted.later:
+            self._deliver(output, now)
 
     def _forget(self, request_id: str) -> bool:
         """Drop a request's stream. Returns whether there was one."""
@@ -485,12 +600,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._streams.pop(request_id, None)
         return known
 
-    def _admit(self, request_id: str) -> None:
-        """Raise if a request with this id cannot be taken now."""
+    def _admit(self, request_id: str, *, counts: bool = True) -> None:
+        """Raise if a request with this id cannot be taken now. One that `counts` needs a place in the queue."""
         self._check_alive()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
-        if self.full:
+        if counts and self.full:
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
@@ -513,6 +628,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self._fail_stream(request_id, RequestRefused(reason, param))
             case messages.ContractRefusal(request_id, refusal):
                 self._fail_stream(request_id, ContractRefused(refusal))
+            case messages.Adopted(number, held, yours):
+                self._questions.answer(number, self._take_adopted(held, yours=yours))
+            case messages.Servers():
+                self.servers = message
+                self._on_servers()
             case ChunksFound(number, device, host, lower):
                 self._questions.answer(number, Found(device, host, lower))
             case ChunksFetched(number, tokens, reason):
@@ -533,13 +653,28 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             case JobStarted() | JobChanged() | JobRefused() | JobProgress():
                 self.tuning.take(message)
 
+    def _take_adopted(self, held: messages.Held | None, *, yours: bool) -> Adoption | None:
+        """Read the answer to Adopt. Outputs of a request that is ours are kept from now on."""
+        if held is None:
+            return None
+        request = replace(held.request, prompt=array("I", held.prompt), arrival=held.request.arrival - self.ahead)
+        adoption = Adoption(
+            request, held.note, array("I", held.tokens), tuple(held.logprobs), held.cached_tokens,
+            held.cached_by_tier, held.scheduled_at, held.finish_reason, held.ended, yours, [],
+        )  # fmt: skip
+        if yours:
+            self._adopted[request.id] = adoption
+        return adoption
+
     def _deliver(self, output: SequenceOutput, now: float) -> None:
         """Hand a stream its output of one step.
 
         The text is decoded here and not by the reader, because a slow reader must not delay the abort after a stop
         string.
         """
-        if output.request_id not in self._streams:  # its reader has left
+        if output.request_id not in self._streams:  # its reader has left, or is not there yet
+            if output.request_id in self._adopted:
+                self._adopted[output.request_id].later.append(output)
             return
         stream = self._streams[output.request_id]
         self._waiting.discard(output.request_id)
@@ -547,7 +682,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         if stream.finish_reason is not None:
             self._forget(output.request_id)
             if output.finish_reason is None:  # ended by a stop string, which only the client looks for
-                self._child.send(messages.Abort(output.request_id))
+                self._child.send(messages.Abort(output.request_id, complete=True))
 
     def _fail_stream(self, request_id: str, error: Exception) -> None:
         """End a request's stream with an error. Its reader may have left."""
@@ -565,10 +700,15 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
 
 class Stream:
-    """One request in progress, from the engine's outputs to deltas. Outputs that are not read yet are merged."""
+    """One request in progress, from the engine's outputs to deltas. Outputs that are not read yet are merged.
 
-    def __init__(self, request: Request, text: TextStream) -> None:
+    The deltas of a request with a note have one token each, so they are the same whoever reads them, and whenever.
+    """
+
+    def __init__(self, request: Request, text: TextStream, note: bytes = b"") -> None:
         self.request = request
+        self.note = note
+        """What another client needs to continue the request; empty: none can."""
         self.contract = request.contract
         """The contract that the client asked for. An engine after the first one may promise less (`resume`)."""
         self.finish_reason: FinishReason | None = None
@@ -590,6 +730,8 @@ class Stream:
         """The error that ends the stream, if there is one."""
         self._changed = asyncio.Event()
         self._answer = array("I")
+        self._single: deque[tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]] = deque()
+        """Text, token and log probabilities of each delta to come, if the request has a note."""
         self._told = self._told_again = 0
 
     @property
@@ -623,7 +765,9 @@ class Stream:
 
     def _forget_error(self) -> None:
         self._errors.clear()
-        if not (self._tokens or self._prompt_logprobs):
+        if self._tokens or self._prompt_logprobs or self._single:
+            self._changed.set()
+        else:
             self._changed.clear()
 
     def broken(self, at: float = 0.0) -> Term | None:
@@ -654,7 +798,9 @@ class Stream:
         self._last = now
         # The token that stopped the sequence is not part of its text.
         visible = tokens[:-1] if reason is FinishReason.STOP else tokens
-        if len(visible) > 1 and self.request.params.stop:
+        if self.note:
+            tokens = self._take_singly(tokens, visible, output.logprobs, ended=ended)
+        elif len(visible) > 1 and self.request.params.stop:
             # Tokens after the end of a stop string do not count, as if each token had come alone.
             for count, token in enumerate(visible, 1):
                 self._pieces.append(self._text.push((token,), last=ended and count == len(visible)))
@@ -664,9 +810,10 @@ class Stream:
         else:
             self._pieces.append(self._text.push(visible, last=ended))
         self._count += len(tokens)
-        self._tokens.extend(tokens)
         self._answer.extend(tokens)
-        if output.logprobs:
+        if not self.note:
+            self._tokens.extend(tokens)
+        if output.logprobs and not self.note:
             self._logprobs.extend(output.logprobs[: len(visible)])
         if output.prompt_logprobs:
             again = min(self._told_again, len(output.prompt_logprobs))
@@ -675,6 +822,23 @@ class Stream:
             self._prompt_logprobs.extend(output.prompt_logprobs[again:])
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
+
+    def _take_singly(
+        self, tokens: tuple[int, ...], visible: tuple[int, ...], logprobs: Sequence[TokenLogprobs], *, ended: bool
+    ) -> tuple[int, ...]:
+        """Make a delta of each token. Returns the tokens up to the end of a stop string; all if there is none.
+
+        The deltas depend on the tokens alone, not on the steps in which they came: a token that ends the answer, which
+        has no text, has a delta of its own.
+        """
+        for at, token in enumerate(visible):
+            last = ended and at == len(tokens) - 1
+            self._single.append((self._text.push((token,), last=last), (token,), tuple(logprobs[at : at + 1])))
+            if self._text.stopped:
+                return tokens[: at + 1]
+        if ended and len(visible) < max(1, len(tokens)):
+            self._single.append((self._text.push((), last=True), tokens[len(visible) :], ()))
+        return tokens
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error."""
@@ -691,7 +855,11 @@ class Stream:
         prompt = tuple(self._prompt_logprobs)
         for taken in (self._pieces, self._tokens, self._logprobs, self._prompt_logprobs):
             taken.clear()
-        if self.finish_reason is None:
+        if self._single:
+            text, tokens, logprobs = self._single.popleft()
+        if self._single:
+            self._changed.set()
+        if self.finish_reason is None or self._single:
             return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
@@ -716,6 +884,7 @@ def prepare(
     batch: UserBatch = ALONE,
     contract: Contract = NO_CONTRACT,
     arrival: float = 0.0,
+    note: bytes = b"",
 ) -> Stream:
     """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
@@ -743,4 +912,10 @@ def prepare(
         text_stream = TextStream(text, params.stop, params.min_tokens, shown)
     except ValueError as error:
         raise RequestRefused(str(error), "stop") from error
-    return Stream(request, text_stream)
+    return Stream(request, text_stream, note)
+
+
+def continued(text: Text, adopted: Adoption, shown: Collection[int]) -> Stream:
+    """The stream of an adopted request. It gets the answer so far when it runs."""
+    params = adopted.request.params
+    return Stream(adopted.request, TextStream(text, params.stop, params.min_tokens, shown), adopted.note)

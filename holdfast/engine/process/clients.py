@@ -1,7 +1,8 @@
 """Clients: all clients of an engine with the interface of one. Each has its own request ids and numbers.
 
 An attached client is dropped when its connection closes, when it is silent, when its queue is full, or when it sends
-what is no message. Its requests are then aborted, and nothing else of the engine notices.
+what is no message. Its requests are then aborted, except those that are held: for a while another client may adopt
+them. Nothing else of the engine notices.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,11 +18,13 @@ from typing import Any, get_args
 
 import msgspec
 
+from holdfast.core.types import NO_OUTPUT
 from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.link import Parent
 from holdfast.engine.process.activity_ids import with_ids
 from holdfast.engine.process.door import Door
+from holdfast.engine.process.held import HeldRequest, HeldRequests
 from holdfast.engine.wire import WIRE, knows, mismatch
 from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, UnloadAdapter
 from holdfast.lm.parts.message import Message
@@ -34,6 +38,10 @@ CHECK_SECONDS = 1.0
 """Seconds between two looks for silent clients."""
 MOST_CLIENTS = 256
 """Most clients that are attached at a time."""
+CLOSING_SECONDS = 0.001
+"""Seconds between the report that a connection has closed and the time at which sending to it fails."""
+LEFT_SECONDS = 120.0
+"""Seconds for which new clients learn that a server has left."""
 MARK = ":"
 """Stands in the engine's id of a request between the client's number and the client's own id."""
 PRIVATE = (messages.Start, messages.StartApp, messages.Infer, messages.Shutdown, messages.Attach, messages.Drain)
@@ -67,6 +75,10 @@ class Client:
         """Its own ids of the requests that have not ended."""
         self.jobs: set[str] = set()
         """The tuning jobs that it started and that are open."""
+        self.server = ""
+        """The name of its server; empty until it says it."""
+        self._adopted: dict[str, str] = {}
+        """The engine's ids of the requests that it has adopted, by the client's own ids."""
 
     def note_message(self, now: float) -> None:
         """Record that a message came."""
@@ -76,18 +88,33 @@ class Client:
         """Record whether the client watches."""
         self.watches = seconds > 0
 
+    def note_server(self, server: str) -> None:
+        """Record the name of its server."""
+        self.server = server
+
+    def adopt(self, held: HeldRequest) -> None:
+        """Record that a request of another client belongs to this one."""
+        self._adopted[held.request.id] = held.id
+        if held.ended_at is None:
+            self.requests.add(held.request.id)
+
     def leave(self) -> None:
         """Record that the client is gone."""
         self.gone = True
 
+    def new_id_of(self, request: str) -> str:
+        """The engine's id of a new request, from the client's own id, under which it may have adopted one before."""
+        self._adopted.pop(request, None)
+        return self.id_of(request)
+
     def id_of(self, request: str) -> str:
         """The engine's id of a request, from the client's own id."""
-        return f"{self.number}{MARK}{request}"
+        return self._adopted.get(request, f"{self.number}{MARK}{request}")
 
     def own_id(self, request: str) -> str:
         """The client's own id of a request, from the engine's id. Another client's request keeps the engine's id."""
-        number, _, own = request.partition(MARK)
-        return own if number == str(self.number) else request
+        own = request.partition(MARK)[2]
+        return own if self.id_of(own) == request else request
 
 
 def _send_nobody(message: Message) -> None:
@@ -106,6 +133,7 @@ class Clients:
     ) -> None:
         """`welcome` is what a new client gets. `clock` gives seconds that never go back."""
         parent.watch(door.socket)
+        parent.watch(door.closings)
         self._parent, self._door, self._welcome, self._clock = parent, door, welcome, clock
         self._first = Client(0, parent.send)
         """The client that started the engine. It is never dropped: the engine ends with it."""
@@ -120,6 +148,9 @@ class Clients:
         """Messages to the engine's loop, each with its sender."""
         self._sender = self._first
         """The sender of the message that the loop took last."""
+        self._held = HeldRequests()
+        self._left: dict[str, float] = {}
+        """Time at which a server left, by name, for LEFT_SECONDS."""
         self._checked_at = 0.0
         self._drains: list[messages.Drain] = []
         """The orders to drain that were not answered yet."""
@@ -171,8 +202,13 @@ class Clients:
         """The messages that have arrived. Does not wait for more. Raises ValueError if the parent's is invalid."""
         for message in self._parent.waiting():
             self._take(self._first, message)
+        closed = self._door.take_closings()
+        if closed:
+            time.sleep(CLOSING_SECONDS)
         for key, data in self._door.waiting():
             self._read(key, data)
+        if closed:
+            self._find_closed()
         self._check_silence()
         self._answer_drains()
         while self._arrived:
@@ -255,7 +291,8 @@ class Clients:
             self._drop(key, reason)
 
     def _drop(self, key: bytes, reason: str, level: int = logging.WARNING) -> None:
-        """Forget an attached client, abort its requests, and give up the adapters and jobs that it alone used.
+        """Forget an attached client, abort the requests that are not held, and give up the adapters and jobs that it
+        alone used.
 
         `level` is that of the line in the log.
         """
@@ -266,8 +303,11 @@ class Clients:
         log.log(level, "holdfast: client %d is gone, with %d requests: %s", client.number, open_requests, reason)
         client.leave()
         self._forget_arrived(client)
-        for request in client.requests:
-            self._arrived.append((NOBODY, messages.Abort(client.id_of(request))))
+        kept = {held.id for held in self._held.of(client.number)}
+        for id in map(client.id_of, client.requests):
+            if id not in kept:
+                self._arrived.append((NOBODY, messages.Abort(id)))
+        self._note_loss(client)
         for job in client.jobs:
             self._leave(job)
         for adapter in [id for id, holders in self._holders.items() if client in holders]:
@@ -275,12 +315,54 @@ class Clients:
         if client.watches and not any(each.watches for each in self._all()):
             self._arrived.append((NOBODY, messages.Watch(0)))
 
+    def _note_loss(self, client: Client) -> None:
+        """Let all other clients know that the server of a client has left, and keep its held requests for them."""
+        now = self._clock()
+        for held in self._held.of(client.number):
+            held.lose(now)
+        if client.server:
+            self._left[client.server] = now
+            self._report_servers()
+
+    def _report_servers(self) -> None:
+        """Send all attached clients the servers that are attached, and those that have left lately."""
+        now = self._clock()
+        self._left = {server: at for server, at in self._left.items() if now <= at + LEFT_SECONDS}
+        present = [client.server for client in self._attached.values() if client.server]
+        report = messages.Servers(present, [server for server in self._left if server not in present])
+        for client in [*self._attached.values()]:
+            client.send(report)
+
+    def _adopt(self, client: Client, number: int, tenant: str, own_id: str) -> None:
+        """Give a client a held request, if it has ended or its own client is lost."""
+        held = self._held.find(tenant, own_id)
+        owner = next((each for each in self._all() if held and each.number == held.owner), NOBODY)
+        if held is not None and held.ended_at is None and owner is not NOBODY:
+            owner.send(messages.Clock(self._clock()))  # It fails, and drops the owner, if the connection has closed.
+        if held is None or (held.ended_at is None and held.lost_at is None):
+            client.send(messages.Adopted(number))
+            return
+        yours = held.lost_at is not None
+        if yours:
+            held.move(client.number)
+            client.adopt(held)
+        client.send(messages.Adopted(number, _message(held), yours))
+
     def _forget_arrived(self, client: Client) -> None:
-        """Forget the messages of a client that the loop has not taken."""
+        """Forget the messages of a client that the loop has not taken, except requests that are held."""
         for sender, message in self._arrived:
             if sender is client and type(message) in NUMBERED and not isinstance(message, StopFetch):
                 self._asked.pop(message.number)  # type: ignore[union-attr]
-        self._arrived = deque(each for each in self._arrived if each[0] is not client)
+        self._arrived = deque(
+            (sender, message)
+            for sender, message in self._arrived
+            if sender is not client or (isinstance(message, messages.Submit) and self._held.get(message.request.id))
+        )
+
+    def _find_closed(self) -> None:
+        """Drop the clients whose connection has closed: they cannot be sent the time."""
+        for client in [*self._attached.values()]:
+            client.send(messages.Clock(self._clock()))
 
     def _check_silence(self) -> None:
         """Drop the clients that have not been heard of for a while. All that has arrived was read before."""
@@ -291,6 +373,9 @@ class Clients:
         for key, client in [*self._attached.items()]:
             if now > client.seen + SILENT_SECONDS:
                 self._refuse(key, f"it was silent for {now - client.seen:.1f} s")
+        for held in self._held.due(now):
+            log.warning("holdfast: no client has adopted request %s in time, and it is aborted", held.request.id)
+            self._arrived.append((NOBODY, messages.Abort(held.id)))
 
     def _take(self, client: Client, message: messages.ToEngine) -> None:
         """Queue a client's message for the loop, with the engine's ids and numbers in place of the client's own."""
@@ -300,14 +385,23 @@ class Clients:
         match message:
             case messages.Submit(request) if request.id in client.requests:
                 client.send(messages.Refused(request.id, f"request id {request.id} is in use", "request_id"))
-            case messages.Submit(request):
+            case messages.Submit(request, note):
                 client.requests.add(request.id)
-                yield messages.Submit(replace(request, id=client.id_of(request.id)))
-            case messages.Abort(request_id):
+                id = client.new_id_of(request.id)
+                if note:
+                    self._held.add(HeldRequest(id, request, note, client.number))
+                yield messages.Submit(replace(request, id=id))
+            case messages.Abort(request_id, complete):
                 client.requests.discard(request_id)
+                self._note_abort(client.id_of(request_id), complete=complete)
                 yield messages.Abort(client.id_of(request_id))
             case messages.Drain():
                 self._drain(message)
+            case messages.Introduce(server):
+                client.note_server(server)
+                self._report_servers()
+            case messages.Adopt(number, tenant, request_id):
+                self._adopt(client, number, tenant, request_id)
             case NotePause(request_id):
                 yield msgspec.structs.replace(message, request_id=client.id_of(request_id))
             case messages.Watch(seconds):
@@ -324,6 +418,21 @@ class Clients:
                 yield msgspec.structs.replace(message, number=self._ask(client, message.number))  # type: ignore[union-attr]
             case _:
                 yield message
+
+    def _note_abort(self, id: str, *, complete: bool) -> None:
+        """Hold a request no longer that its client aborts, unless its answer is complete."""
+        held = self._held.get(id)
+        if held is None:
+            return
+        if complete:
+            held.end(self._clock())
+        else:
+            self._held.drop(held)
+
+    def _owner(self, id: str) -> int:
+        """The number of the client that a request belongs to, by the engine's id."""
+        held = self._held.get(id)
+        return int(id.partition(MARK)[0]) if held is None else held.owner
 
     def _ask(self, client: Client, number: int) -> int:
         """The engine's number for a client's question."""
@@ -346,8 +455,11 @@ class Clients:
         """Send each client the outputs of its own requests. Outputs of dropped clients go to nobody."""
         columns = {name: getattr(outputs, name) for name in outputs.__struct_fields__}
         rows: dict[int, list[int]] = {}
+        whole, now = outputs.outputs, self._clock()
         for at, id in enumerate(columns.pop("request_id")):
-            rows.setdefault(int(id.partition(MARK)[0]), []).append(at)
+            rows.setdefault(self._owner(id), []).append(at)
+            if self._held.get(id) is not None:
+                self._held.take(whole[at], now)
         for client in self._all():
             if (mine := rows.get(client.number)) is not None:
                 self._send_rows(client, outputs.request_id, columns, mine)
@@ -361,7 +473,9 @@ class Clients:
         client.send(messages.Outputs(own, **chosen))
 
     def _send_refusal(self, message: messages.Refused | messages.ContractRefusal) -> None:
-        number = int(message.request_id.partition(MARK)[0])
+        number = self._owner(message.request_id)
+        if (held := self._held.get(message.request_id)) is not None:
+            self._held.drop(held)
         for client in self._all():
             if client.number == number:
                 id = client.own_id(message.request_id)
@@ -402,3 +516,12 @@ class Clients:
         if not self._holders[adapter]:
             del self._holders[adapter]
             self._arrived.append((NOBODY, UnloadAdapter(self._ask(NOBODY, 0), adapter)))
+
+
+def _message(held: HeldRequest) -> messages.Held:
+    """A held request as a message. Its first output, if there is one, says what of the prompt was cached."""
+    first, prompt = held.first or NO_OUTPUT, array("I", held.request.prompt).tobytes()
+    return messages.Held(
+        replace(held.request, prompt=()), prompt, held.note, held.tokens.tobytes(), [*held.logprobs],
+        first.cached_tokens, first.cached_by_tier, first.scheduled_at, held.finish_reason, held.ended_at is not None,
+    )  # fmt: skip

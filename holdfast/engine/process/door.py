@@ -34,6 +34,8 @@ class Door:
         self._guard = contextlib.ExitStack()
         self.socket = self._context.socket(zmq.ROUTER)
         """The socket, to wait for messages."""
+        self.closings: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """The socket of reports that connections have closed, to wait for them."""
         try:
             self._limit(limit)
             if self._path is None:
@@ -65,8 +67,19 @@ class Door:
             return "its connection is closed"
         return ""
 
+    def take_closings(self) -> bool:
+        """Whether connections have closed since the last call. `send` finds out which, a moment later."""
+        closed = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.closings.recv_multipart(zmq.NOBLOCK)
+                closed = True
+        return closed
+
     def close(self) -> None:
         """Let the last messages leave, close the socket, and remove its file."""
+        self.socket.disable_monitor()
+        self.closings.close(linger=0)
         self.socket.close(LINGER_MS)
         self._guard.close()
         self._context.term()

@@ -150,6 +150,14 @@ leases = Table(
 The server renews `seen`, and stops a response that is `cancelled`.
 """
 
+recipes = Table(
+    "recipes",
+    tables,
+    Column("response", NAME, primary_key=True),
+    Column("recipe", LargeBinary, nullable=False),
+)
+"""Recipes: responses that another server can write if theirs ends (`recipe.Recipe`). Each has a lease."""
+
 
 def _turns(db: Connection) -> None:
     threads.create(db)
@@ -206,7 +214,8 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    leases.create(db, checkfirst=True)  # This table has no version, because its rows do not outlive a server.
+    for table in (leases, recipes):  # These have no version: an older server does not mind, and rows are short-lived.
+        table.create(db, checkfirst=True)
 
 
 def data_directory() -> Path:

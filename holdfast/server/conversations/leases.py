@@ -1,6 +1,6 @@
 """Leases: record which server writes each running response, and which one changes a conversation.
 
-A server that ends stops renewing its leases.
+A server that ends stops renewing its leases. Another one then takes over the responses that have a recipe.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 
 from sqlalchemy import Connection, delete, insert, select, text, update
 
-from holdfast.server.conversations.database import Database, leases
-from holdfast.server.conversations.values import ConversationBusy
+from holdfast.server.conversations.database import Database, leases, recipes
+from holdfast.server.conversations.values import Conflict, ConversationBusy
 
 LEASE_SECONDS = 15.0
 """Seconds for which a lease holds without renewal.
@@ -21,6 +21,10 @@ This also allows for the clocks of servers with one database, which may differ b
 """
 RENEW_SECONDS = 1.0
 """Seconds between two renewals. A server checks at the same interval which of its responses others cancelled."""
+MOST_LEFT = 64
+"""Most responses that a server takes over at a time."""
+TAKEN_OVER = "another server has taken over this response, because this one did not renew its lease in time"
+"""Message of the Conflict."""
 BUSY = "another response or edit of this conversation is in progress; try again when it has ended"
 """Message of ConversationBusy."""
 KEPT_SECONDS = 100 * LEASE_SECONDS
@@ -30,9 +34,9 @@ _BY = leases.c
 _LOCK = text(
     "INSERT INTO leases (response, server, seen, cancelled) VALUES (:key, :server, :now, false) "
     "ON CONFLICT (response) DO UPDATE SET server = excluded.server, seen = excluded.seen "
-    "WHERE leases.server = excluded.server OR leases.seen < :ended"
+    "WHERE leases.server = excluded.server OR leases.seen < :ended OR leases.server = :former"
 )
-"""Takes a conversation's lease, unless a server that runs holds it."""
+"""Takes a conversation's lease, unless a server that runs holds it, or `former` does."""
 
 
 def conversation_key(tenant: str, conversation: str) -> str:
@@ -49,18 +53,60 @@ class Leases:
         self._database = database
         self._now = now
 
-    def begin(self, db: Connection, response: str) -> None:
-        """Record that this server writes a response, within the transaction that stores the response's beginning."""
+    def begin(self, db: Connection, response: str, recipe: bytes = b"") -> None:
+        """Record that this server writes a response, within the transaction that stores the response's beginning.
+
+        With a `recipe`, another server can write it if this one ends.
+        """
         db.execute(insert(leases).values(response=response, server=self.server, seen=self._now(), cancelled=False))
+        if recipe:
+            db.execute(insert(recipes).values(response=response, recipe=recipe))
 
     def end(self, db: Connection, response: str) -> None:
-        """Remove a lease, within the transaction that stores a response's end or deletes it."""
+        """Remove a lease, within the transaction that deletes a response."""
         db.execute(delete(leases).where(_BY.response == response))
+        db.execute(delete(recipes).where(recipes.c.response == response))
 
-    def lock(self, key: str) -> None:
-        """Take the lease of a conversation. Raises ConversationBusy if another server holds it."""
+    def end_own(self, db: Connection, response: str) -> None:
+        """Remove a lease, within the transaction that stores a response's end. Raises Conflict if it is not ours."""
+        if not db.execute(delete(leases).where(_BY.response == response, _BY.server == self.server)).rowcount:
+            raise Conflict(TAKEN_OVER)
+        db.execute(delete(recipes).where(recipes.c.response == response))
+
+    def release(self, server: str) -> None:
+        """Let the leases of a server end now, because it has ended. If it has not, it renews them."""
+        with self._database.write() as db:
+            ended = self._now() - 2 * LEASE_SECONDS
+            db.execute(update(leases).where(_BY.server == server, _BY.seen > ended).values(seen=ended))
+
+    def leave(self, response: str) -> None:
+        """Let this server's lease of a response end now, so that another server takes it over."""
+        with self._database.write() as db:
+            own = _BY.response == response, _BY.server == self.server
+            db.execute(update(leases).where(*own).values(seen=self._now() - 2 * LEASE_SECONDS))
+
+    def left(self) -> list[tuple[str, bytes]]:
+        """Return the responses that no server writes now, oldest first, each with its recipe."""
+        with self._database.read() as db:
+            both = select(_BY.response, recipes.c.recipe).join(recipes, recipes.c.response == _BY.response)
+            rows = db.execute(both.where(_BY.seen < self._now() - LEASE_SECONDS).order_by(_BY.seen).limit(MOST_LEFT))
+            return [(row.response, row.recipe) for row in rows]
+
+    def take_over(self, response: str) -> bool:
+        """Take the lease of a response that no server writes now. Returns False if another server was faster."""
+        free = _BY.response == response, _BY.seen < self._now() - LEASE_SECONDS
+        with self._database.write() as db:
+            taken = update(leases).where(*free).values(server=self.server, seen=self._now())
+            return bool(db.execute(taken).rowcount)
+
+    def lock(self, key: str, former: str = "") -> None:
+        """Take the lease of a conversation. Raises ConversationBusy if another server holds it.
+
+        A `former` server, which has ended, loses the lease.
+        """
         now = self._now()
-        given = {"key": key, "server": self.server, "now": now, "ended": now - LEASE_SECONDS}
+        ended = now - LEASE_SECONDS
+        given = {"key": key, "server": self.server, "now": now, "ended": ended, "former": former}
         with self._database.write() as db:
             if not db.execute(_LOCK, given).rowcount:
                 raise ConversationBusy(BUSY)
@@ -71,9 +117,12 @@ class Leases:
             db.execute(delete(leases).where(_BY.response == key, _BY.server == self.server))
 
     def held(self, db: Connection, responses: Collection[str]) -> set[str]:
-        """Return the given responses that another server is writing."""
+        """Return the given responses that another server is writing, or will take over."""
+        if not responses:
+            return set()
         other = _BY.response.in_(responses), _BY.server != self.server, _BY.seen >= self._now() - LEASE_SECONDS
-        return {*db.execute(select(_BY.response).where(*other)).scalars()} if responses else set()
+        left = select(recipes.c.response).where(recipes.c.response.in_(responses))
+        return {*db.execute(select(_BY.response).where(*other)).scalars(), *db.execute(left).scalars()}
 
     def elsewhere(self, response: str) -> bool:
         """Whether another server writes a response."""
@@ -90,6 +139,8 @@ class Leases:
         mine = _BY.server == self.server, _BY.response.in_(responses)
         with self._database.write() as db:
             db.execute(update(leases).where(*mine).values(seen=self._now()))
-            db.execute(delete(leases).where(_BY.seen < self._now() - KEPT_SECONDS))
+            old = select(_BY.response).where(_BY.seen < self._now() - KEPT_SECONDS)
+            for table in (recipes, leases):
+                db.execute(delete(table).where(table.c.response.in_(old)))
             going = select(_BY.response).where(*mine, ~_BY.cancelled)
             return {*responses} - {*db.execute(going).scalars()}

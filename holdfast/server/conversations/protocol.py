@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -346,7 +347,7 @@ class ResponseShape:
         self.response = self.response | {"status": "in_progress"}
         yield self._event("response.in_progress", response=self.response)
         if self.reading is not None and self.reading.plain:
-            yield from self._add(new_item("assistant", ""))
+            yield from self._add(self._named(new_item("assistant", "")))
 
     def part(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
         """Yield the events of the answer's next part. `logprobs` are the records of the part's tokens."""
@@ -354,22 +355,23 @@ class ResponseShape:
         match part:
             case Said(text):
                 if kind != "message":
-                    yield from self._add(new_item("assistant", ""))
+                    yield from self._add(self._named(new_item("assistant", "")))
                 self.output[-1]["content"][0]["text"] += text
                 self.add_logprobs(logprobs)
                 yield self._part("response.output_text.delta", delta=text, logprobs=_in_event(logprobs))
             case Reasoning(text):
                 if kind != "reasoning":
-                    yield from self._add(reasoning_item(""))
+                    yield from self._add(self._named(reasoning_item("")))
                 self.output[-1]["content"][0]["text"] += text
                 yield self._part("response.reasoning_text.delta", delta=text)
             case CallBegin(name) if name == SEARCH_TOOL.name and search_results(self.response["tools"]):
-                yield from self._add(search_item())
+                yield from self._add(self._named(search_item()))
                 self.searches[len(self.output) - 1] = ""
                 yield self._of_item("response.web_search_call.in_progress")
             case CallBegin(name):
                 assert self.reading is not None
-                yield from self._add(call_item(name, self.reading.format.calls.new_id()))
+                call = self.reading.format.calls.id_of(self._digest("call"))
+                yield from self._add(self._named(call_item(name, call)))
             case Arguments(text) if kind == "web_search_call":
                 self.searches[len(self.output) - 1] += text
             case Arguments(text):
@@ -510,10 +512,22 @@ class ResponseShape:
     def _ended(self, status: str) -> list[Item]:
         """Return the final items. If the model wrote nothing, they are one empty message."""
         if not self.output:
-            self.output.append(new_item("assistant", ""))
+            self.output.append(self._named(new_item("assistant", "")))
         if self.output[-1]["type"] != "web_search_call":
             self.output[-1] |= {"status": status}
         return [item | {"status": "failed"} if at in self.searches else item for at, item in enumerate(self.output)]
+
+    def _named(self, item: Item) -> Item:
+        """Return a new item with the id of its place, so that each server that writes this response gives it the same.
+
+        The response's own id is random, so nobody can guess it.
+        """
+        kind = item["id"].partition("_")[0]
+        return item | {"id": f"{kind}_{self._digest(kind)[:32]}"}
+
+    def _digest(self, kind: str) -> str:
+        """Return hexadecimal digits that belong to the next item of the output, for ids of a kind."""
+        return hashlib.sha256(f"{self.response['id']}/{len(self.output)}/{kind}".encode()).hexdigest()
 
     def _event(self, kind: str, **fields: Any) -> Event:
         if kind.startswith("response.content_part."):  # Not in OpenAI's types, but clients of llama-stack read it.

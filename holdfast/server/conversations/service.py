@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from holdfast.engine.client.client import Adoption
 from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import BUSY, RENEW_SECONDS, conversation_key
 from holdfast.server.conversations.protocol import (
@@ -22,16 +24,25 @@ from holdfast.server.conversations.protocol import (
     replay,
     replay_begun,
 )  # fmt: skip
+from holdfast.server.conversations.recipe import Recipe
 from holdfast.server.conversations.store import AsyncStore, Store
-from holdfast.server.conversations.values import RUNNING, Context, ConversationBusy, Turn
+from holdfast.server.conversations.values import GOOD, RUNNING, Context, ConversationBusy, Turn
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.replies import RequestUsage, encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
 
+log = logging.getLogger("holdfast.server")
+
 POLL_SECONDS = 0.25
 """Seconds between two checks whether another server's response has ended."""
+SWEEP_SECONDS = 5.0
+"""Seconds between two looks for responses of servers that have ended. The end of a server is mostly known at once."""
+BUSY_SECONDS = 0.3
+"""Seconds after which a conversation is tried again whose server may have ended just now."""
+PASSING = frozenset({"queue_full", "no_replica", "engine_dead"})
+"""Codes of errors that this server has for now. Another server, or this one later, may write the response."""
 KEPT_EVENTS = 1 << 16
 """Maximum number of kept events of ended background responses. Readers that reconnect get them."""
 KEPT_BYTES = 64 << 20
@@ -54,6 +65,13 @@ class Responses:
         self._kept_events = self._kept_bytes = 0
         self._renewing: asyncio.Task[None] | None = None
         """Task that renews this server's leases. It ends when there are none."""
+        self._sweeping: asyncio.Task[None] | None = None
+        """Task that takes over the responses of servers that have ended."""
+        self._servers_changed = asyncio.Event()
+        self._released: set[str] = set()
+        """Servers that have ended and whose leases were released."""
+        self._adopting = asyncio.Lock()
+        """Held while a response is adopted, so that no other request for it finds it neither here nor there."""
 
     def write(
         self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None, batch: str = ""
@@ -73,10 +91,90 @@ class Responses:
         except BaseException:
             background.task.cancel()
             raise
-        self._background[writing.id] = background
+        self._keep(background)
+        return background
+
+    def _keep(self, background: Background) -> None:
+        """Keep a response that runs in the background, until it ends."""
+        self._background[background.writing.id] = background
         self._keep_renewing()
         background.task.add_done_callback(lambda task: self._end(background))
-        return background
+
+    def begin_takeovers(self) -> None:
+        """Take over the responses of servers that end, from now on, if engines outlive their servers."""
+        if self.service.client.adopts:
+            self.service.client.introduce(self.store.server, self._servers_changed.set)
+            self._sweeping = asyncio.create_task(self._take_over())
+
+    async def _take_over(self) -> None:
+        """Take over the responses that no server writes, at the end of each server and every few seconds."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._servers_changed.wait(), SWEEP_SECONDS)
+            self._servers_changed.clear()
+            with suppress(ApiError):  # The store failed, and has logged the reason.
+                gone = self.service.client.gone
+                for server in gone - self._released:
+                    await self.store.run(partial(_release, server))
+                self._released = gone
+                for response, recipe in await self.store.read(lambda store: store.leases.left()):
+                    await self._take_over_one(response, recipe)
+
+    async def _take_over_one(self, response: str, data: bytes) -> None:
+        """Write a response that no server writes now, unless another server is faster or this one is full."""
+        try:
+            recipe = Recipe.read(data)
+            writing = Writing(self, recipe.wanted, recipe.tenant, None, None, "", recipe)
+        except (ValueError, ApiError) as error:
+            log.warning("response %s of an ended server is not taken over now: %s", response, error)
+            return
+        if response in self._background or not await self.store.run(partial(_taken, response)):
+            return
+        writing.adopt(await self.service.client.adopt(recipe.tenant, response))
+        log.warning("response %s of an ended server goes on here", response)
+        self._keep(Background(writing))
+
+    async def _adopt(self, tenant: str, response: str) -> Background | None:
+        """Continue a streamed response whose server has ended and that is not stored; None if no engine holds it.
+
+        Raises ApiError if this server cannot take it now.
+        """
+        client = self.service.client
+        async with self._adopting:
+            if not client.adopts or (running := self.running(tenant, response)) is not None:
+                return running if client.adopts else None
+            adopted = await client.adopt(tenant, response)
+            if adopted is None or not adopted.yours:
+                return None
+            try:
+                recipe = Recipe.read(adopted.note)
+                if recipe.wanted.background:  # Its client has deleted it.
+                    client.give_up(adopted)
+                    return None
+                background = Background(self._written_before(recipe, adopted))
+            except BaseException:
+                client.give_up(adopted)
+                raise
+            self._keep(background)
+            return background
+
+    def _written_before(self, recipe: Recipe, adopted: Adoption) -> Writing:
+        """Return a response that another server began, with the request that an engine holds. Raises ApiError."""
+        return Writing(self, recipe.wanted, recipe.tenant, None, None, "", recipe, adopted)
+
+    async def _exact_events(self, tenant: str, stored: Response) -> list[Event]:
+        """Return the events of an ended response as they were sent first; none if no engine holds its tokens."""
+        client = self.service.client
+        if not client.adopts or stored["status"] not in GOOD:
+            return []
+        adopted = await client.adopt(tenant, stored["id"])
+        if adopted is None:
+            return []
+        client.give_up(adopted)
+        with suppress(ValueError, ApiError):
+            writing = self._written_before(Recipe.read(adopted.note), adopted)
+            return [event async for event in writing.again(adopted, stored)]
+        return []
 
     def _keep_renewing(self) -> None:
         """Begin to renew leases, unless this is in progress."""
@@ -92,7 +190,8 @@ class Responses:
                     if begun.writing.running and not begun.stored_running:
                         await self.store.run(partial(_run, begun.writing.id))
                         begun.stored_running = True
-                for id in await self.store.run(partial(_renewed, [*self._background, *self._locked])):
+                stored = [id for id, begun in self._background.items() if begun.writing.begun]
+                for id in await self.store.run(partial(_renewed, [*stored, *self._locked])):
                     if (background := self._background.get(id)) is not None:
                         await background.stop()
 
@@ -104,12 +203,23 @@ class Responses:
         return response
 
     async def _elsewhere(self, tenant: str, response: Response, after: int) -> AsyncGenerator[Event, None]:
-        """Yield the events above `after` of a response that another server writes. All text comes at the end."""
+        """Yield the events above `after` of a response that another server writes. All text comes at the end.
+
+        If that server ends and this one takes over, the events come from here.
+        """
         for event in replay_begun(response):
             if event["sequence_number"] > after:
                 yield event
                 after = event["sequence_number"]
-        for event in replay(await self._ended_elsewhere(tenant, response), after):
+        while response["status"] in RUNNING:
+            await asyncio.sleep(POLL_SECONDS)
+            if (background := self.running(tenant, response["id"])) is not None:
+                async for event in background.follow(after):
+                    yield event
+                return
+            response = await self.retrieve(tenant, response["id"])
+        exact = await self._exact_events(tenant, response)
+        for event in exact[after + 1 :] if exact else replay(response, after):
             yield event
 
     def _end(self, background: Background) -> None:
@@ -129,17 +239,24 @@ class Responses:
         self._kept_bytes -= size
 
     async def events(self, tenant: str, response: str) -> Events:
-        """Return the events of a background response. Raises ApiError: 404, or 400 if it is not in the background."""
+        """Return the events of a response that runs in the background, or whose tokens an engine holds.
+
+        Raises ApiError: 404, or 400 if it is neither.
+        """
         stored = await self.retrieve(tenant, response)
-        if not stored["background"]:
-            raise invalid("only a response with background: true can be streamed again", "stream")
         background, (kept, _) = self.running(tenant, response), self._ended.get(response, (None, 0))
         if background is None and stored["status"] in RUNNING:
             return Events(None, lambda after: self._elsewhere(tenant, stored, after))
         if background is not None:
-            return Events(len(background.events) - 1, background.follow)
+            known = not background.writing.former  # Its client may have seen events that do not exist here yet.
+            return Events(len(background.events) - 1 if known else None, background.follow)
         if kept is not None:
             return Events(len(kept) - 1, lambda after: each(kept[after + 1 :]))
+        if exact := await self._exact_events(tenant, stored):
+            return Events(len(exact) - 1, lambda after: each(exact[after + 1 :]))
+        if not stored["background"]:
+            reason = "only a response with background: true can be streamed again, or a streamed one soon after its end"
+            raise invalid(reason, "stream")
         return Events(None, lambda after: each(replay(stored, after)))
 
     async def count(self, wanted: InputTokensRequest, tenant: str) -> int:
@@ -184,7 +301,13 @@ class Responses:
         background = self.running(tenant, response)
         if background is not None:
             return background.writing.shape.response
-        stored, elsewhere = await self.store.read(lambda store: store.turns.response(tenant, response))
+        try:
+            stored, elsewhere = await self.store.read(lambda store: store.turns.response(tenant, response))
+        except ApiError as error:
+            background = await self._adopt(tenant, response) if error.status == 404 else None
+            if background is None:
+                raise
+            return background.writing.shape.response
         if stored["status"] in RUNNING and not elsewhere:  # The server that wrote it has ended.
             return ended(stored, "failed", "server_error", "the server ended before the response was complete")
         return stored
@@ -212,8 +335,11 @@ class Responses:
         self._forget(response)
 
     @asynccontextmanager
-    async def lock(self, tenant: str, conversation: str | None) -> AsyncGenerator[None, None]:
-        """Lock a conversation against other changes, at all servers of the store. Raises ApiError if it is locked."""
+    async def lock(self, tenant: str, conversation: str | None, former: str = "") -> AsyncGenerator[None, None]:
+        """Lock a conversation against other changes, at all servers of the store. Raises ApiError if it is locked.
+
+        A `former` server, which has ended, loses its lock.
+        """
         if conversation is None:
             yield
             return
@@ -223,18 +349,32 @@ class Responses:
         self._locked.add(key)
         self._keep_renewing()
         try:
-            await self.store.run(lambda store: store.leases.lock(key))
+            await self._take_lock(key, former)
             yield
         finally:
             self._locked.discard(key)
             with suppress(ApiError):  # The store failed. The lease ends by itself.
                 await self.store.run(lambda store: store.leases.unlock(key))
 
+    async def _take_lock(self, key: str, former: str) -> None:
+        """Take a conversation's lease. Raises ApiError if another server holds it.
+
+        If that server ended just now, the engines report it within moments, so this tries again once.
+        """
+        try:
+            await self.store.run(lambda store: store.leases.lock(key, former))
+        except ApiError as error:
+            if error.code != ConversationBusy.code or not self.service.client.adopts:
+                raise
+            await asyncio.sleep(BUSY_SECONDS)
+            await self.store.run(lambda store: store.leases.lock(key, former))
+
     async def close(self) -> None:
         """Stop the background responses and close the store."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+        tasks = [task for task in (self._renewing, self._sweeping) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for background in list(self._background.values()):
             await background.stop()
         if self.search is not None:
@@ -244,6 +384,14 @@ class Responses:
 
 def _run(id: str, store: Store) -> None:
     store.turns.run(id)
+
+
+def _release(server: str, store: Store) -> None:
+    store.leases.release(server)
+
+
+def _taken(response: str, store: Store) -> bool:
+    return store.leases.take_over(response)
 
 
 def _renewed(ids: Sequence[str], store: Store) -> set[str]:
@@ -324,7 +472,11 @@ class Background:
                     self._add(event)
         except Exception as error:
             refusal = error if isinstance(error, ApiError) else internal(error)
-            if not writing.begun:
+            if not (writing.begun or writing.former):
                 raise refusal from None
+            if writing.begun and writing.lasting and refusal.code in PASSING:
+                await writing.leave()
+                return
             self._add(writing.shape.failed(refusal))
-            await writing.end(writing.shape.response)
+            if writing.begun:
+                await writing.end(writing.shape.response)

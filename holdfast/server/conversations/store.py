@@ -99,6 +99,11 @@ class AsyncStore:
         self._upkeep = Upkeep(store.database, self._writer)
 
     @property
+    def server(self) -> str:
+        """Name of this server in the store's leases."""
+        return self._store.leases.server
+
+    @property
     def up(self) -> bool:
         """Whether both the last read and the last write reached a working database."""
         return not self._failing

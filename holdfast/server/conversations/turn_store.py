@@ -95,9 +95,11 @@ class TurnStore:
                 if found is None:
                     raise Conflict("the response was deleted while it was written")
                 replaced = found
-                self._leases.end(db, turn.id)
+                self._leases.end_own(db, turn.id)
+            elif db.execute(_EXISTS, {"id": turn.id}).scalar() is not None:
+                raise Conflict("another server has stored this response")
             if status in RUNNING:
-                self._leases.begin(db, turn.id)
+                self._leases.begin(db, turn.id, turn.recipe)
             start = self._shared(db, turn)
             row = {
                 "response": encode(turn.response),

@@ -86,6 +86,8 @@ class Turn:
     """Number of leading tokens that were taken unchanged from the context."""
     characters: int = 0
     digest: bytes = b""
+    recipe: bytes = b""
+    """The recipe by which another server can write a response that is stored before its end; empty: none can."""
 
     @property
     def id(self) -> str:

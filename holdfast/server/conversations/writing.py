@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from holdfast.core.types import FinishReason
-from holdfast.engine.client.client import Delta
+from holdfast.engine.client.client import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.items import messages, searched_item, text_size
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
+from holdfast.server.conversations.recipe import Recipe
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, RUNNING, Context, Item, Turn
 from holdfast.server.formats.parts import Part, Said
@@ -33,8 +34,8 @@ class Server(Protocol):
     store: AsyncStore
     search: WebSearch | None
 
-    def lock(self, tenant: str, conversation: str | None) -> AbstractAsyncContextManager[None]:
-        """Lock a conversation against other changes. Raises ApiError if it is locked already."""
+    def lock(self, tenant: str, conversation: str | None, former: str = "") -> AbstractAsyncContextManager[None]:
+        """Lock a conversation against other changes. Raises ApiError if any server but `former` locks it."""
 
     def running(self, tenant: str, response: str) -> object | None:
         """Return a background response that this server is writing; None if it writes no such response."""
@@ -55,12 +56,14 @@ class Writing:
     """One response in progress. It is stored when it ends, so nothing is stored if the client leaves earlier."""
 
     def __init__(
-        self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None, batch: str
-    ) -> None:
+        self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None, batch: str,
+        recipe: Recipe | None = None, adopted: Adoption | None = None,
+    ) -> None:  # fmt: skip
+        """`recipe` is that of a response that an ended server began. `adopted` is its request if an engine holds it."""
         service = server.service
         service.check_model(wanted.model, tenant)
         wanted = service.settled(wanted, lane)
-        self.input: list[Item] = wanted.items()
+        self.input: list[Item] = recipe.input if recipe else wanted.items()
         (lane or service.lane).admission.check(1, tenant)
         self.server = server
         self.wanted = wanted
@@ -73,17 +76,30 @@ class Writing:
             raise invalid(reason, place, "unsupported_parameter")
         self.searched = 0
         """Number of web searches so far."""
-        self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
+        response = recipe.response if recipe else new_response(wanted, wanted.model)
+        self.shape = ResponseShape(response, self.reading)
+        self.former = recipe.server if recipe else ""
+        """Name of the server that began the response; empty: this one."""
+        self.lasting = service.client.adopts and wanted.store and (wanted.background or wanted.stream)
+        self.lasting = self.lasting and not (batch or wanted.search_results)
+        """Whether another server can write the response if this one ends. A web search cannot be repeated."""
+        self.recipe = b""
+        if self.lasting:
+            wanted = self.wanted = service.seeded(wanted)
+            begun = Recipe(wanted, tenant, response, self.input, server.store.server)
+            self.recipe = begun.encoded()
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
-        self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name, batch)
+        own = self.id if self.lasting else name
+        self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, own, batch)
         self.answer.id = self.id
+        self.answer.hold(self.recipe, adopted)
         self.known = 0
         """Number of leading prompt tokens that came from the store: the minimum over all answers."""
         self.name = name
         self.prepared = asyncio.Event()
         """Set once the engine can take the response: its prompt is composed, and its beginning is stored if needed."""
-        self.begun = False
+        self.begun = recipe is not None and wanted.background
         """Whether the beginning of a background response is stored, so that clients can poll it."""
         self.settled = False
         """Whether the end of the response was sent to the store. It can then no longer be cancelled."""
@@ -100,14 +116,14 @@ class Writing:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the response's events as it is written. The last one holds the whole response. Raises ApiError."""
-        async with self.server.lock(self.tenant, self.wanted.conversation_id):
+        async with self.server.lock(self.tenant, self.wanted.conversation_id, self.former):
             if self.wanted.background:
                 for event in self.shape.queued():
                     yield event
             reasoning = 0
             while True:
                 written = Written()
-                async with aclosing(self._round(written)) as events:
+                async with aclosing(self._round(written, self.answer.deltas())) as events:
                     async for event in events:
                         yield event
                 reasoning += written.reasoning
@@ -125,7 +141,28 @@ class Writing:
             for event in self.shape.closing():
                 yield event
 
-    async def _round(self, written: Written) -> AsyncGenerator[Event, None]:
+    async def again(self, adopted: Adoption, stored: Response) -> AsyncGenerator[Event, None]:
+        """Yield the events of a response that has ended, from its tokens. `stored` is its final state.
+
+        Yields nothing if the tokens are not complete.
+        """
+        stream = continued(self.server.service.client.text, adopted, self.reading.shown)
+        stream.take(adopted.output, 0.0, 0.0)
+        if stream.finish_reason is None:
+            return
+        if self.wanted.background:
+            for event in self.shape.queued():
+                yield event
+        async with aclosing(self._round(Written(), deltas_of(stream))) as events:
+            async for event in events:
+                yield event
+        self.shape.response = stored
+        for event in self.shape.closing():
+            yield event
+
+    async def _round(
+        self, written: Written, choices: AsyncGenerator[tuple[int, Delta], None]
+    ) -> AsyncGenerator[Event, None]:
         """Yield the events of one answer of the model, and record the answer in `written`.
 
         A response that searches the web has several answers.
@@ -133,7 +170,7 @@ class Writing:
         reader: AnswerReader | None = None
         logprobs: list[dict[str, Any]] = []
         before = len(self.shape.output)
-        async with aclosing(self.answer.deltas()) as deltas:
+        async with aclosing(choices) as deltas:
             async for _, delta in deltas:
                 if reader is None:
                     reader = self.reading.reader()
@@ -258,8 +295,8 @@ class Writing:
         self.prompt = await self.compose(service.client.info.max_model_len)
         self.known = self.prompt.known
         check_length(len(self.prompt.tokens), service.client, self.wanted)
-        if self.wanted.background:
-            await self._keep(self._turn(self.shape.response))
+        if self.wanted.background and not self.begun:
+            await self._keep(replace(self._turn(self.shape.response), recipe=self.recipe))
             self.begun = True
         self.prepared.set()
         return [self.prompt.tokens]
@@ -320,6 +357,16 @@ class Writing:
     async def _keep(self, turn: Turn) -> None:
         await self.server.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
 
+    def adopt(self, adopted: Adoption | None) -> None:
+        """Continue the request of the server that began the response; None: no engine holds it, so it runs again."""
+        self.answer.hold(self.recipe, adopted)
+
+    async def leave(self) -> None:
+        """Leave the response to another server. Its beginning is stored."""
+        self.settled = True
+        with suppress(ApiError):  # The store failed. The lease ends by itself.
+            await self.server.store.run(lambda store: store.leases.leave(self.id))
+
     async def end(self, response: Response) -> None:
         """Store the final state of a background response that failed or was cancelled.
 
@@ -329,3 +376,9 @@ class Writing:
         self.settled = True
         with suppress(ApiError):  # The client has deleted it meanwhile.
             await self._keep(self._turn(response))
+
+
+async def deltas_of(stream: Stream) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Yield the deltas of a stream that has ended, as those of the first choice."""
+    while not stream.given:
+        yield 0, await stream.next()

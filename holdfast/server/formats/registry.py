@@ -64,10 +64,14 @@ class CallFormat:
 
     def new_id(self) -> str:
         """Return a new id for a call."""
-        letters = string.ascii_letters + string.digits
-        if self.short_ids:
-            return "".join(secrets.choice(letters) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+        return self.id_of(secrets.token_hex(32))
+
+    def id_of(self, digest: str) -> str:
+        """Return the id for a call that has this digest, in hexadecimal digits."""
+        if not self.short_ids:
+            return f"call_{digest[:24]}"
+        letters, number = string.ascii_letters + string.digits, int(digest, 16)
+        return "".join(letters[number // len(letters) ** place % len(letters)] for place in range(9))
 
 
 def _schemas(toolset: Toolset) -> dict[str, Mapping[str, Any]]:

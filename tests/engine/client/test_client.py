@@ -107,7 +107,7 @@ async def test_a_stop_string_ends_the_text_and_frees_the_blocks(client, sent):
     assert cut == text[: text.index(stop)]
     assert last.finish_reason is FinishReason.STOP
     assert last.usage.completion_tokens == len(tokens) < 60
-    assert sent[1] == Abort("stopped")
+    assert sent[1] == Abort("stopped", complete=True)
     assert (stats.running, stats.blocks_used) == (0, 0)
 
 

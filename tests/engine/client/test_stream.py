@@ -232,3 +232,64 @@ async def test_an_end_without_a_token_ends_the_stream() -> None:
     take(stream, output("aE"), output("", FinishReason.ABORT))
     last = await deltas(stream)
     assert (last.text, last.finish_reason) == ("aE", FinishReason.ABORT)
+
+
+async def all_deltas(stream: Stream) -> list[tuple[str, tuple[int, ...], FinishReason | None, Any]]:
+    got = []
+    while not stream.given:
+        each = await deltas(stream)
+        got.append((each.text, each.tokens, each.finish_reason, each.logprobs))
+    return got
+
+
+def noted(*, stop: Sequence[str] = ()) -> Stream:
+    plain = stream_of(stop=stop)
+    return Stream(plain.request, TextStream(Letters(), stop), b"note")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stop", [(), ("llo",), ("lx",), ("!",)])
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 3), (1, 2, 3, 4, 5), (5,)])
+async def test_deltas_of_a_request_with_a_note_do_not_depend_on_steps_or_readers(
+    stop: tuple[str, ...], reason: FinishReason, cuts: tuple[int, ...]
+) -> None:
+    def outputs() -> list[SequenceOutput]:
+        ends = [*cuts, 6]
+        pieces = ["hello!"[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        told = [logprobs(*range(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
+        last = len(pieces) - 1
+        return [
+            output(piece, reason if at == last else None, logprobs=told[at]) for at, piece in enumerate(pieces) if piece
+        ]
+
+    whole = noted(stop=stop)
+    take(whole, output("hello!", reason, logprobs=logprobs(*range(6))))
+    expected = await all_deltas(whole)
+    assert all(len(tokens) == 1 for _, tokens, _, _ in expected)
+    assert [end for _, _, end, _ in expected[:-1]] == [None] * (len(expected) - 1)
+    at_once, one_by_one, got = noted(stop=stop), noted(stop=stop), list[Any]()
+    for each in outputs():
+        if not at_once.finish_reason:
+            take(at_once, each)
+    assert await all_deltas(at_once) == expected
+    for each in outputs():
+        if not one_by_one.finish_reason:
+            take(one_by_one, each)
+        for _ in each.tokens:
+            if not one_by_one.given and len(got) < len(expected) and one_by_one._single:
+                delta = await deltas(one_by_one)
+                got.append((delta.text, delta.tokens, delta.finish_reason, delta.logprobs))
+    assert got == expected
+
+
+async def test_a_request_with_a_note_goes_on_at_another_engine_with_all_deltas() -> None:
+    stream = noted()
+    take(stream, output("he"))
+    stream.fail(EngineDead("gone"))
+    with pytest.raises(EngineDead):
+        await deltas(stream)
+    stream.resume(now=103.0)
+    assert [await deltas(stream), await deltas(stream)] == [Delta("h", (104,)), Delta("e", (101,))]
+    assert [*stream.request.prompt] == [*map(ord, "abche")] and stream.request.answered == 2
+    take(stream, output("y", FinishReason.LENGTH))
+    assert (await deltas(stream)).text == "y"

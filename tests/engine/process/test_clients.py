@@ -17,8 +17,9 @@ from holdfast.engine import messages
 from holdfast.engine.activity import StepRecord
 from holdfast.engine.link import Parent
 from holdfast.engine.process import clients
-from holdfast.engine.process.clients import Clients
+from holdfast.engine.process.clients import LEFT_SECONDS, Clients
 from holdfast.engine.process.door import Door
+from holdfast.engine.process.held import GRACE_SECONDS
 from holdfast.engine.spawn import Link
 from holdfast.engine.wire import WIRE
 from holdfast.lm.config import EngineConfig
@@ -417,3 +418,158 @@ def stats(waiting: int) -> SchedulerStats:
 def activity(request: str) -> messages.Activity:
     step = StepRecord(step=1, at=0.0, seconds=0.1, tokens=1, decodes=1, prefill=0, segments=1, preempted=[request])
     return messages.Activity(1.0, False, [step], [])
+
+
+def noted(id: str, tenant: str = "") -> messages.Submit:
+    """A request that another client can adopt."""
+    plain = submit(id).request
+    return messages.Submit(dataclasses.replace(plain, identity=Identity("m", tenant=tenant)), b"note")
+
+
+def leave(house: House, peer: Peer) -> None:
+    """Close a client's connection as a killed process does, and wait until the engine has noticed."""
+    before = len(house.clients._attached)
+    peer.socket.close(linger=0)
+    until = time.monotonic() + 5
+    while len(house.clients._attached) == before:
+        assert time.monotonic() < until, "nobody noticed"
+        assert not [each for each in house.take(0) if not isinstance(each, messages.Abort)]
+
+
+def adopt(house: House, peer: Peer, id: str, tenant: str = "") -> messages.Adopted:
+    peer.send(messages.Adopt(9, tenant, id))
+    house.take(0)
+    while not isinstance(answer := peer.read(), messages.Adopted):
+        pass
+    assert answer.number == 9
+    return answer
+
+
+def test_a_closed_connection_is_noticed_before_the_next_output(house: House) -> None:
+    one = house.attach()
+    one.send(submit("a"))
+    (mine,) = ids(house.take(1))
+    one.socket.close(linger=0)
+    assert [each.request_id for each in house.take(1)] == [mine]
+
+
+def test_a_request_with_a_note_outlives_its_client_and_another_one_gets_the_rest(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(noted("a"), submit("plain"))
+    mine, plain = ids(house.take(2))
+    house.outputs(**{mine: False, plain: False})
+    one.socket.close(linger=0)
+    assert house.take(1) == [messages.Abort(plain)]
+    assert isinstance(two.read(), messages.Clock), "this is how the engine finds out which connection has closed"
+    house.outputs(**{mine: False})
+    assert two.reads_nothing()
+    found = adopt(house, two, "a")
+    assert found.yours and found.held is not None
+    assert (found.held.request.id, found.held.prompt, found.held.note) == ("a", submitted_prompt(1, 2), b"note")
+    assert found.held.tokens == submitted_prompt(0, 0) and not found.held.ended
+    house.outputs(**{mine: True})
+    (rest,) = two.read().outputs
+    assert (rest.request_id, rest.finish_reason) == ("a", FinishReason.LENGTH)
+    two.send(messages.Abort("a"))
+    assert house.take(1) == [messages.Abort(mine)], "the engine knows it under its first id"
+
+
+def submitted_prompt(*tokens: int) -> bytes:
+    return messages.Submitted.of(messages.Submit(dataclasses.replace(submit("a").request, prompt=tokens))).prompt
+
+
+def test_a_request_is_not_adopted_from_a_client_that_lives_or_by_another_tenant(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(noted("a", "ada"))
+    house.take(1)
+    assert adopt(house, two, "a", "ada") == messages.Adopted(9)
+    leave(house, one)
+    assert adopt(house, two, "a", "ben") == messages.Adopted(9)
+    assert adopt(house, two, "b", "ada") == messages.Adopted(9)
+    assert adopt(house, two, "a", "ada").yours
+    three = house.attach()
+    assert adopt(house, three, "a", "ada") == messages.Adopted(9), "it has a client again"
+
+
+def test_an_adopted_request_outlives_its_second_client_too(house: House) -> None:
+    one, two, three = house.attach(), house.attach(), house.attach()
+    one.send(noted("a"))
+    (mine,) = ids(house.take(1))
+    leave(house, one)
+    assert adopt(house, two, "a").yours
+    house.outputs(**{mine: False})
+    leave(house, two)
+    found = adopt(house, three, "a")
+    assert found.yours and found.held is not None and found.held.tokens == submitted_prompt(0)
+
+
+def test_an_ended_answer_is_read_by_all_and_belongs_to_the_first_after_its_client(house: House) -> None:
+    one, two, three = house.attach(), house.attach(), house.attach()
+    one.send(noted("a"))
+    (mine,) = ids(house.take(1))
+    house.outputs(**{mine: True})
+    found = adopt(house, two, "a")
+    assert not found.yours and found.held is not None and found.held.ended
+    assert found.held.finish_reason is FinishReason.LENGTH
+    leave(house, one)
+    assert adopt(house, two, "a").yours
+    assert not adopt(house, three, "a").yours
+
+
+def test_nobody_adopts_what_its_client_has_aborted_unless_the_answer_is_complete(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(noted("a"), noted("whole"))
+    house.take(2)
+    one.send(messages.Abort("a"), messages.Abort("whole", complete=True))
+    house.take(2)
+    assert adopt(house, two, "a") == messages.Adopted(9)
+    found = adopt(house, two, "whole")
+    assert found.held is not None and found.held.ended and found.held.finish_reason is None
+    one.send(noted("refused"))
+    (mine,) = ids(house.take(1))
+    house.clients.send(messages.Refused(mine, "too long"))
+    leave(house, one)
+    assert adopt(house, two, "refused") == messages.Adopted(9)
+
+
+def test_a_request_that_nobody_adopts_is_aborted_after_a_while(house: House) -> None:
+    one = house.attach()
+    one.send(noted("a"))
+    (mine,) = ids(house.take(1))
+    one.send(messages.Detach())
+    assert house.take(0) == []
+    house.now += GRACE_SECONDS + 2
+    assert house.take(1) == [messages.Abort(mine)]
+
+
+def test_a_request_that_the_loop_has_not_taken_goes_on_without_its_client(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(noted("a"), submit("plain"), messages.Detach())
+    time.sleep(0.3)  # All three arrive before the loop takes the first.
+    arrived = house.take(2)
+    assert ids(arrived[:1]) and isinstance(arrived[1], messages.Abort)
+    assert adopt(house, two, "a").yours
+
+
+def test_all_clients_learn_which_servers_are_attached_and_which_have_left(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    one.send(messages.Introduce("first"))
+    house.take(0)
+    two.send(messages.Introduce("second"))
+    house.take(0)
+    assert [one.read(), one.read()] == [messages.Servers(["first"], []), messages.Servers(["first", "second"], [])]
+    two.send(messages.Detach())
+    house.take(0)
+    assert one.read() == messages.Servers(["first"], ["second"])
+    again = house.attach()
+    again.send(messages.Introduce("second"))
+    house.take(0)
+    assert one.read() == messages.Servers(["first", "second"], []), "it is back"
+    again.send(messages.Detach())
+    house.take(0)
+    house.now += LEFT_SECONDS + 1
+    one.send(messages.Introduce("first"))
+    house.take(0)
+    while (latest := one.read()).left:
+        pass
+    assert latest == messages.Servers(["first"], []), "it left long ago"

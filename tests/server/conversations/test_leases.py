@@ -20,7 +20,7 @@ from holdfast.server.conversations import service
 from holdfast.server.conversations.database import Database, leases
 from holdfast.server.conversations.leases import LEASE_SECONDS, Leases, conversation_key
 from holdfast.server.conversations.store import Store
-from holdfast.server.conversations.values import Bounds, Context, ConversationBusy, Turn
+from holdfast.server.conversations.values import Bounds, Conflict, Context, ConversationBusy, Turn
 from holdfast.server.run import open_store
 
 ANSWER = "".join(WORDS)
@@ -277,3 +277,87 @@ def test_a_turn_that_lost_its_lease_is_refused_with_the_same_code(stores: list[S
         with pytest.raises(ConversationBusy) as refused:
             store.turns.commit(turn)
         assert refused.value.code == "conversation_busy"
+
+
+class Pair:
+    """The leases of two servers over one database, with a clock that the test moves."""
+
+    def __init__(self, where: str) -> None:
+        self.now = 1000.0
+        self.store = Store.open(where, Bounds(seconds=1e9, threads=9, bytes=1e9), lambda: self.now)
+        self.one, self.two = (Leases(self.store.database, lambda: self.now) for _ in range(2))
+
+    def begin(self, response: str, recipe: bytes = b"recipe") -> None:
+        with self.store.database.write() as db:
+            self.one.begin(db, response, recipe)
+
+
+@pytest.fixture
+def pair(where: str) -> Iterator[Pair]:
+    made = Pair(where)
+    yield made
+    made.store.close()
+
+
+def test_a_response_of_an_ended_server_is_taken_over_by_one_server_alone(pair: Pair) -> None:
+    pair.begin("a")
+    assert pair.two.left() == [] and not pair.two.take_over("a"), "its server runs"
+    pair.now += LEASE_SECONDS + 1
+    assert pair.two.left() == [("a", b"recipe")]
+    third = Leases(pair.store.database, lambda: pair.now)
+    assert (pair.two.take_over("a"), third.take_over("a")) == (True, False)
+    assert third.left() == [] and pair.one.renew(["a"]) == {"a"}, "its first server must stop it"
+    with pytest.raises(Conflict, match="has taken over"), pair.store.database.write() as db:
+        pair.one.end_own(db, "a")
+    with pair.store.database.write() as db:
+        pair.two.end_own(db, "a")
+    pair.now += LEASE_SECONDS + 1
+    assert pair.two.left() == [] and not pair.two.elsewhere("a")
+
+
+def test_leases_of_a_server_that_has_ended_are_free_at_once_and_those_of_others_are_not(pair: Pair) -> None:
+    pair.begin("a")
+    key = conversation_key("ada", "conv_1")
+    pair.one.lock(key)
+    with pytest.raises(ConversationBusy):
+        pair.two.lock(key)
+    pair.two.release("nobody")
+    assert pair.two.left() == []
+    pair.two.release(pair.one.server)
+    assert pair.two.left() == [("a", b"recipe")]
+    pair.two.lock(key)
+    assert pair.one.renew(["a"]) == set(), "it renews its lease if it runs after all"
+    assert pair.two.left() == []
+
+
+def test_a_server_leaves_a_response_to_another_one(pair: Pair) -> None:
+    pair.begin("a")
+    pair.two.leave("a")
+    assert pair.two.left() == [], "only its own server can leave it"
+    pair.one.leave("a")
+    assert pair.two.left() == [("a", b"recipe")]
+
+
+def test_a_former_server_loses_a_conversation_before_its_lease_ends(pair: Pair) -> None:
+    key = conversation_key("ada", "conv_1")
+    pair.one.lock(key)
+    with pytest.raises(ConversationBusy):
+        pair.two.lock(key, "nobody")
+    pair.two.lock(key, pair.one.server)
+
+
+def test_a_response_with_a_recipe_counts_as_running_after_the_end_of_its_server(pair: Pair) -> None:
+    pair.begin("a")
+    pair.begin("plain", b"")
+    pair.now += LEASE_SECONDS + 1
+    assert (pair.two.elsewhere("a"), pair.two.elsewhere("plain")) == (True, False)
+    pair.now += leases_module.KEPT_SECONDS
+    pair.two.renew(["other"])
+    assert not pair.two.elsewhere("a"), "nobody has taken it over for long"
+
+
+def test_a_cancelled_response_stays_cancelled_when_another_server_takes_it_over(pair: Pair) -> None:
+    pair.begin("a")
+    pair.two.cancel("a")
+    pair.now += LEASE_SECONDS + 1
+    assert pair.two.take_over("a") and pair.two.renew(["a"]) == {"a"}

@@ -1,0 +1,141 @@
+"""Held requests: what a client needs to continue a request whose own client is lost, for a limited time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from holdfast.core.types import FinishReason, Request, SequenceOutput, TokenLogprobs
+
+GRACE_SECONDS = 30.0
+"""Seconds that a request whose client is lost goes on without one. It is aborted then."""
+ENDED_SECONDS = 60.0
+"""Seconds for which the tokens of an ended request are held."""
+HELD_TOKENS = 1 << 22
+"""Most tokens that are held, prompts included. The requests that ended first are dropped beyond it."""
+LOGPROBS_COST = 64
+"""Number of tokens that one token's log probabilities count for."""
+
+
+@dataclass(eq=False)
+class HeldRequest:
+    """One request, its answer so far, and the number of the client that it belongs to."""
+
+    id: str
+    """The engine's id of the request."""
+    request: Request
+    """The request under its client's own id."""
+    note: bytes
+    owner: int
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first: SequenceOutput | None = None
+    """The first output; None before it."""
+    finish_reason: FinishReason | None = None
+    ended_at: float | None = None
+    lost_at: float | None = None
+    """Time at which its client was lost; None while it has one."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Tenant, and the client's own id."""
+        return self.request.identity.tenant, self.request.id
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that it counts for."""
+        return len(self.request.prompt) + len(self.tokens) + LOGPROBS_COST * len(self.logprobs)
+
+    def take(self, output: SequenceOutput, now: float) -> None:
+        """Add the output of one step."""
+        self.first = self.first or output
+        self.tokens.extend(output.tokens)
+        self.logprobs.extend(output.logprobs)
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.end(now)
+
+    def end(self, now: float) -> None:
+        """Record that no more tokens come."""
+        self.ended_at = now
+
+    def lose(self, now: float) -> None:
+        """Record that its client is lost."""
+        self.lost_at = now
+
+    def move(self, owner: int) -> None:
+        """Give it to another client."""
+        self.owner, self.lost_at = owner, None
+
+    def due(self, now: float) -> bool:
+        """Whether it was held for long enough."""
+        if self.ended_at is not None:
+            return now > self.ended_at + ENDED_SECONDS
+        return self.lost_at is not None and now > self.lost_at + GRACE_SECONDS
+
+
+class HeldRequests:
+    """All held requests of an engine, in the order of their arrival."""
+
+    def __init__(self, limit: int = HELD_TOKENS) -> None:
+        """`limit` is the most tokens that are held."""
+        self._limit = limit
+        self._size = 0
+        self._by_id: dict[str, HeldRequest] = {}
+        self._by_key: dict[tuple[str, str], HeldRequest] = {}
+
+    def add(self, held: HeldRequest) -> bool:
+        """Hold a request from its arrival on. Returns False, and holds nothing, if there is no room for its prompt."""
+        self._make_room(held.size)
+        if self._size + held.size > self._limit:
+            return False
+        if held.key in self._by_key:
+            self.drop(self._by_key[held.key])
+        self._by_id[held.id] = self._by_key[held.key] = held
+        self._size += held.size
+        return True
+
+    def get(self, id: str) -> HeldRequest | None:
+        """The request with the engine's id, if it is held."""
+        return self._by_id.get(id)
+
+    def find(self, tenant: str, own_id: str) -> HeldRequest | None:
+        """The tenant's request under its client's own id, if it is held."""
+        return self._by_key.get((tenant, own_id))
+
+    def take(self, output: SequenceOutput, now: float) -> None:
+        """Add an output of one step to its request, if that is held."""
+        held = self._by_id.get(output.request_id)
+        if held is not None:
+            self._size -= held.size
+            held.take(output, now)
+            self._size += held.size
+            self._make_room(0)
+
+    def drop(self, held: HeldRequest) -> None:
+        """Hold a request no longer."""
+        if self._by_id.pop(held.id, None) is not None:
+            self._size -= held.size
+            self._by_key.pop(held.key, None)
+
+    def of(self, owner: int) -> list[HeldRequest]:
+        """The requests of a client."""
+        return [held for held in self._by_id.values() if held.owner == owner]
+
+    def due(self, now: float) -> Iterator[HeldRequest]:
+        """Drop the requests that were held for long enough, and yield those of them that still run."""
+        for held in [held for held in self._by_id.values() if held.due(now)]:
+            self.drop(held)
+            if held.ended_at is None:
+                yield held
+
+    def _make_room(self, size: int) -> None:
+        """Drop the requests that ended first, until `size` more tokens fit or only running requests are left."""
+        if self._size + size <= self._limit:
+            return
+        ended = [(held.ended_at, held) for held in self._by_id.values() if held.ended_at is not None]
+        for _, held in sorted(ended, key=lambda pair: pair[0]):
+            self.drop(held)
+            if self._size + size <= self._limit:
+                return

@@ -30,6 +30,8 @@ TASK = "search"
 PIECE, PIECE_BYTES = 50, 1 << 18
 """Maximum number of conversations, and bytes of their items, after which a transaction of this task ends."""
 
+WORDS_INDEX = "CREATE INDEX search_words ON search_text USING gin (words) WITH (fastupdate = off)"
+"""PostgreSQL's index of words. Without fastupdate no single turn has to sort in the words of many earlier ones."""
 NUMBER = BigInteger().with_variant(Integer, "sqlite")
 """Column type of numbers that the database gives."""
 
@@ -133,8 +135,7 @@ class PostgresIndex(TextIndex):
 
     def create(self, db: Connection) -> None:
         db.exec_driver_sql("CREATE TABLE search_text (number bigint PRIMARY KEY, words tsvector NOT NULL)")
-        # Without fastupdate no single turn has to sort in the words of many earlier ones.
-        db.exec_driver_sql("CREATE INDEX search_words ON search_text USING gin (words) WITH (fastupdate = off)")
+        db.exec_driver_sql(WORDS_INDEX)
 
     def put(self, db: Connection, documents: Sequence[Document]) -> None:
         rows = [{"number": number, "words": [_tenant_word(number), *words]} for number, words in documents]

@@ -34,6 +34,7 @@ TEXTS = 20_000
 SQLITE_FILLING = (
     "PRAGMA synchronous=OFF", "PRAGMA secure_delete=OFF", "PRAGMA cache_size=-1500000",
     "PRAGMA wal_autocheckpoint=100000", "INSERT INTO search_text (search_text, rank) VALUES ('hashsize', 134217728)",
+    "INSERT INTO search_text (search_text, rank) VALUES ('automerge', 8)",
 )  # fmt: skip
 """Settings of the filling connection: nothing is flushed, and the index's words are sorted in memory."""
 HASH_SIZE = 1 << 20
@@ -179,6 +180,7 @@ class SqliteFilling:
         """Bring the file to the state of one that a server wrote, and gather the statistics of its indexes."""
         cursor = self._connection.cursor()
         cursor.execute("INSERT INTO search_text (search_text, rank) VALUES ('hashsize', ?)", (HASH_SIZE,))
+        cursor.execute("INSERT INTO search_text (search_text, rank) VALUES ('automerge', 0)")
         cursor.execute("PRAGMA analysis_limit=1000")
         cursor.execute("ANALYZE")
         cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

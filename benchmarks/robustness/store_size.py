@@ -1,15 +1,15 @@
 """Fills a store with many conversations, and measures its start, its routes and its searches.
 
-    python benchmarks/robustness/store_size.py --conversations 1000000 --store /tmp/store.sqlite --json result.json
+    python -m benchmarks.robustness.store_size --conversations 1000000 --store /tmp/store.sqlite --json result.json
 
-Half of the conversations belong to one tenant, and the others to a thousand tenants. Each conversation has two messages
-of 30 words, and one in ten has a turn. The words are drawn from 20,000, the common ones more often. Each call is made
-through the store's methods, as the routes make them, without HTTP. A store that this has filled is filled up.
+`store_fill.py` says what is in the store. Each call is made through the store's methods, as the routes make them,
+without HTTP. Upkeep runs beside them, as in a server. A store that this has filled is filled up.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -17,33 +17,27 @@ import platform
 import random
 import shlex
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import func, insert, select, text
+from sqlalchemy import text
 
+from benchmarks.robustness.store_fill import DAY, LARGE, RARE, Writer, fill, name, tenant_of
 from holdfast.core.version import __version__
-from holdfast.server.conversations.database import conversations, items, sqlite_path, threads, turns
-from holdfast.server.conversations.search_index import CONVERSATIONS, PLACES, index_of, indexed, tenants
+from holdfast.server.conversations.database import sqlite_path
 from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.upkeep import Upkeep
 from holdfast.server.conversations.values import Bounds, Context, Turn
-from holdfast.server.conversations.words import words_of
-from holdfast.server.jobs.tables import STEPS, create_indexes
-from holdfast.server.replies import encode
+from holdfast.server.jobs.tables import create_indexes
+from holdfast.server.schema import SCHEMA
 
-LARGE = "large"
-OTHERS = 1000
-AT_ONCE = 2000
-"""Number of conversations that one transaction of the filling stores."""
-WORDS_OF_MESSAGE = 30
-RARE = "quokka"
-"""Word in one of 10,000 conversations."""
 CALLS = 300
 """Number of calls of each kind."""
-DAY = 86400.0
 
 
 def main() -> None:
@@ -51,27 +45,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=100_000, help="number of conversations to fill in")
     parser.add_argument("--store", required=True, help="SQLite file, or postgresql://…; empty, or filled by this")
+    parser.add_argument("--words", type=int, default=30, help="number of words of each message")
+    parser.add_argument("--fill-only", action="store_true", help="fill the store, and measure nothing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the result")
     asked = parser.parse_args()
     draw = random.Random(asked.seed)
-    filled = fill(asked.store, asked.conversations, draw)
+    filled = filled_up(asked.store, asked.conversations, Writer(draw, asked.words))
+    if asked.fill_only:
+        return
+    gc.collect()
+    gc.freeze()  # As the server does.
     began = time.perf_counter()
     store = opened(asked.store)
     started = time.perf_counter() - began
     there = asked.conversations
     result = {
         "command": shlex.join(["python", *sys.argv]), "version": __version__, "python": platform.python_version(),
-        "processors": os.cpu_count(), "database": described(store), "conversations": there, "fill_s": filled,
-        "file_bytes": size_of(asked.store), "start_s": started, "calls_ms": measured(store, there, draw),
+        "processors": os.cpu_count(), "words": asked.words, "database": described(store), "conversations": there,
+        "fill_s": filled, "bytes": size_of(store), "start_s": started, "flush_ms": flushes(asked.store),
+        "calls_ms": measured(store, there, asked.words, draw),
     }  # fmt: skip
     store.close()
-    print(f"{there:,} conversations, start {started:.3f} s, filled in {filled:.0f} s, {result['file_bytes']:,} bytes")
-    for name, each in result["calls_ms"].items():
-        print(
-            f"{name:34} median {each['median']:8.2f} ms   P99 {each['p99']:8.2f} ms   most {each['most']:8.2f} ms   "
-            f"P99 of processor time {each['p99_of_processor']:8.2f} ms"
-        )
+    print(f"{there:,} conversations, start {started:.3f} s, filled in {filled:.0f} s, {result['bytes']:,} bytes")
+    for kind, each in {"a flush of the disk": result["flush_ms"], **result["calls_ms"]}.items():
+        print(f"{kind:34} median {each['median']:8.2f} ms   P99 {each['p99']:8.2f} ms   most {each['most']:8.2f} ms")
     if asked.json is not None:
         asked.json.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -79,7 +77,16 @@ def main() -> None:
 def opened(where: str) -> Store:
     """Open the store, without bounds."""
     bounds = Bounds(seconds=36500 * DAY, threads=math.inf, bytes=math.inf)
-    return Store.open(where, bounds, more=STEPS, additions=[create_indexes])
+    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes])
+
+
+def filled_up(where: str, count: int, writer: Writer) -> float:
+    """Store conversations until there are `count`. Returns the seconds that this took."""
+    store = opened(where)
+    try:
+        return fill(store, count, writer, lambda there: print(f"{there:,} conversations", file=sys.stderr, flush=True))
+    finally:
+        store.close()
 
 
 def described(store: Store) -> str:
@@ -90,123 +97,31 @@ def described(store: Store) -> str:
         return f"{engine.dialect.name} {db.execute(text(query)).scalar_one()}"
 
 
-def size_of(where: str) -> int | None:
-    """Return the size in bytes of a SQLite file; None for another database."""
-    path = sqlite_path(where)
-    return None if path is None else path.stat().st_size
+def size_of(store: Store) -> int:
+    """Return the size of the database in bytes."""
+    query = "SELECT pg_database_size(current_database())"
+    if store.database.engine.dialect.name == "sqlite":
+        query = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+    with store.database.read() as db:
+        return int(db.execute(text(query)).scalar_one())
 
 
-def name(number: int) -> str:
-    """Return the id of a conversation. The ids are in no order, as real ones."""
-    return f"conv_{number * 2654435761 % (1 << 32):08x}{number:08x}"
+def flushes(where: str) -> dict[str, float]:
+    """Return how long it takes to write 64 KiB to the disk of the store, for comparison with the writes of a store."""
+    folder = (sqlite_path(where) or Path("/tmp/x")).parent
+    with tempfile.TemporaryFile(dir=folder) as file:
+
+        def flush() -> None:
+            file.write(b"x" * (1 << 16))
+            file.flush()
+            os.fdatasync(file.fileno())
+
+        return times(flush)
 
 
-def tenant_of(number: int) -> str:
-    """Return the tenant of a conversation."""
-    return LARGE if number % 2 == 0 else f"tenant{number // 2 % OTHERS}"
-
-
-class Writer:
-    """Draws messages."""
-
-    def __init__(self, draw: random.Random) -> None:
-        self._draw = draw
-        letters = "abcdefghijklmnopqrstuvwxyz"
-        self._words = ["the", *("".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(20_000))]
-        self._weights = list(_running([1 / (rank + 1) for rank in range(len(self._words))]))
-
-        self._texts = [
-            " ".join(draw.choices(self._words, cum_weights=self._weights, k=WORDS_OF_MESSAGE)) for _ in range(20_000)
-        ]
-
-    def message(self, id: str, role: str, last: str = "") -> dict[str, Any]:
-        """Return a message. One text in 20,000 is drawn."""
-        said = f"{self._draw.choice(self._texts)} {last}"
-        return {"id": id, "type": "message", "role": role, "content": [{"type": "input_text", "text": said}]}
-
-
-def _running(numbers: Sequence[float]) -> Iterator[float]:
-    total = 0.0
-    for number in numbers:
-        total += number
-        yield total
-
-
-def fill(where: str, count: int, draw: random.Random) -> float:
-    """Store conversations until there are `count`. Returns the seconds that this took."""
-    store, writer, began = opened(where), Writer(draw), time.perf_counter()
-    with store.database.write() as db:
-        there = db.execute(select(func.max(indexed.c.number))).scalar() or 0
-        if not there:
-            names = [LARGE, *(f"tenant{number}" for number in range(OTHERS))]
-            db.execute(insert(tenants), [{"number": number, "tenant": each} for number, each in enumerate(names, 1)])
-    for first in range(there, count, AT_ONCE):
-        fill_some(store, range(first, min(count, first + AT_ONCE)), writer)
-    with store.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as db:
-        db.execute(text("ANALYZE"))
-        if store.database.engine.dialect.name == "postgresql":
-            for table in (indexed, tenants):
-                given = {"last": db.execute(select(func.max(table.c.number))).scalar_one()}
-                db.execute(text(f"SELECT setval(pg_get_serial_sequence('{table.name}', 'number'), :last)"), given)
-    store.close()
-    return time.perf_counter() - began
-
-
-def fill_some(store: Store, numbers: range, writer: Writer) -> None:
-    """Store some conversations in one transaction, as many calls of the API would have."""
-    rows: dict[str, list[dict[str, Any]]] = {
-        "threads": [],
-        "conversations": [],
-        "items": [],
-        "turns": [],
-        "indexed": [],
-    }
-    documents = []
-    for number in numbers:
-        id, tenant, title = name(number), tenant_of(number), {"title": f"number {number}"}
-        of_tenant = 1 if tenant == LARGE else int(tenant.removeprefix("tenant")) + 2
-        first = (of_tenant * CONVERSATIONS + number + 1) * PLACES
-        said = [writer.message(f"msg_{number}_0", "user", RARE if number % 10_000 == 0 else "")]
-        said.append(writer.message(f"msg_{number}_1", "assistant"))
-        blobs = [encode(each) for each in said]
-        documents.append((first, words_of(title["title"])))
-        documents += [(first + at, words_of(each["content"][0]["text"])) for at, each in enumerate(said, 1)]
-        rows["threads"].append(
-            {"id": id, "tenant": tenant, "active": time.time() - DAY + number / 1000, "bytes": sum(map(len, blobs))}
-        )
-        rows["conversations"].append(
-            {"id": id, "thread": id, "tenant": tenant, "created": int(time.time()), "metadata": encode(title),
-             "head": f"resp_{number}" if number % 10 == 0 else None}
-        )  # fmt: skip
-        rows["items"] += [
-            {"conversation": id, "position": at, "id": each["id"], "item": blob}
-            for at, (each, blob) in enumerate(zip(said, blobs, strict=True))
-        ]
-        rows["indexed"].append({"number": number + 1, "conversation": id, "tenant": of_tenant})
-        if number % 10 == 0:
-            response = {
-                "id": f"resp_{number}",
-                "status": "completed",
-                "created_at": 0,
-                "metadata": {},
-                "output": said[1:],
-            }
-            rows["turns"].append(
-                {"id": f"resp_{number}", "thread": id, "tenant": tenant, "parent": None, "visible": True,
-                 "status": "completed", "response": encode(response), "input": encode(said[:1]), "history": b"[]",
-                 "start": 0, "tokens": b"\0" * 400, "characters": 0, "digest": b""}
-            )  # fmt: skip
-    with store.database.write() as db:
-        tables = {"threads": threads, "conversations": conversations, "items": items, "turns": turns}
-        for table, some in rows.items():
-            if some:
-                db.execute(insert(tables.get(table, indexed)), some)
-        index_of(db).put(db, documents)
-
-
-def measured(store: Store, there: int, draw: random.Random) -> dict[str, dict[str, float]]:
+def measured(store: Store, there: int, words: int, draw: random.Random) -> dict[str, dict[str, float]]:
     """Return for each kind of call its median, P99 and longest time in milliseconds."""
-    writer = Writer(random.Random(0))
+    drawn = Writer(random.Random(0), words)
     run = uuid.uuid4().hex[:8]  # Another run measured the same store before.
     made = (f"{run}_{number}" for number in range(1 << 30))
 
@@ -225,9 +140,9 @@ def measured(store: Store, there: int, draw: random.Random) -> dict[str, dict[st
             "status": "completed",
             "created_at": 0,
             "metadata": {},
-            "output": [writer.message(f"{fresh}_b", "assistant")],
+            "output": [drawn.message(f"{fresh}_b", "assistant")],
         }
-        given = [writer.message(f"{fresh}_a", "user")]
+        given = [drawn.message(f"{fresh}_a", "user")]
         new = Turn(
             response=response, tenant=tenant_of(number), input=given, context=context, conversation=name(number),
             tokens=[1] * 100,
@@ -257,7 +172,7 @@ def measured(store: Store, there: int, draw: random.Random) -> dict[str, dict[st
         "POST conversations": lambda: store.conversations.create(LARGE, f"fresh_{next(made)}", {"title": "new"}, []),
         "POST conversation": lambda: store.conversations.update(*conversation(), {"title": "changed"}),
         "POST items": lambda: store.conversations.add_items(
-            *conversation(), [writer.message(f"added_{next(made)}", "user")]
+            *conversation(), [drawn.message(f"added_{next(made)}", "user")]
         ),
         "turn": turn,
         "DELETE conversation": lambda: store.conversations.delete(LARGE, f"fresh_{gone()}"),
@@ -277,31 +192,37 @@ def measured(store: Store, there: int, draw: random.Random) -> dict[str, dict[st
         if not fresh:
             fresh.extend(next(made) for _ in range(CALLS))
             for each in fresh:
-                store.conversations.create(LARGE, f"fresh_{each}", {}, [writer.message(f"gone_{each}", "user")])
+                store.conversations.create(LARGE, f"fresh_{each}", {}, [drawn.message(f"gone_{each}", "user")])
         return fresh.pop()
 
     gone()
-    return {kind: times(call) for kind, call in calls.items()}
+    writer = ThreadPoolExecutor(max_workers=1)
+    upkeep = Upkeep(store.database, writer)
+
+    def write(call: Callable[[], Any]) -> dict[str, float]:
+        def once() -> None:
+            writer.submit(call).result()
+            upkeep.wake()
+
+        return times(once)
+
+    found = {kind: (times if kind.startswith(("GET", "search")) else write)(call) for kind, call in calls.items()}
+    upkeep.close()
+    writer.shutdown()
+    return found
 
 
 def times(call: Callable[[], Any]) -> dict[str, float]:
-    """Call CALLS times, at most 20 s. Returns the median, P99 and longest time in milliseconds, and their number.
-
-    The P99 of the processor time leaves out waits for the disk and for other programs.
-    """
+    """Call CALLS times, at most 20 s. Returns the median, P99 and longest time in milliseconds, and their number."""
     took: list[float] = []
-    worked: list[float] = []
     while len(took) < CALLS - 1 and sum(took) < 20_000:
-        began, began_work = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         call()
         took.append(1000 * (time.perf_counter() - began))
-        worked.append(1000 * (time.thread_time() - began_work))
     took.sort()
-    worked.sort()
     return {
         "calls": len(took), "median": took[len(took) // 2], "p99": took[math.ceil(0.99 * len(took)) - 1],
         "most": took[-1],
-        "p99_of_processor": worked[math.ceil(0.99 * len(worked)) - 1],
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ which knows nothing of counters, keeps them right, too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy
@@ -152,6 +152,12 @@ def held(db: Connection) -> dict[str, Held]:
     return {row.tenant: Held(**{name: int(row._mapping[name]) for name in _NOTHING}) for row in rows}
 
 
+def sums(db: Connection) -> Held:
+    """Return what all tenants hold together. It takes some 0.1 ms for each thousand tenants."""
+    columns = (func.coalesce(func.sum(counters.c[name]), 0) for name in _NOTHING)
+    return Held(*map(int, db.execute(select(*columns)).one()))
+
+
 def complete(db: Connection) -> bool:
     """Whether all rows of an older store are counted."""
     return all(db.execute(select(upkeep.c.done).where(upkeep.c.task.in_(COUNTED))).scalars())
@@ -221,8 +227,3 @@ def _items(db: Connection, cursor: str) -> Sequence[Any]:
         piece, conversations, conversations.c.id == piece.c.key, isouter=True
     )
     return db.execute(query.order_by(piece.c.key)).all()
-
-
-def total(each: Iterable[Held]) -> Held:
-    """Return the sums over several tenants."""
-    return Held(*map(sum, zip(*each, strict=True))) if (each := list(each)) else Held(0, 0, 0, 0)

@@ -48,6 +48,11 @@ MIGRATION_LOCK = 0x486F6C6466617374
 """Key of PostgreSQL's advisory lock that a server holds while it migrates: `Holdfast` in ASCII."""
 BUSY_SECONDS = 5.0
 """Seconds that a write waits for the lock of another program."""
+LOG_PAGES = 16_384
+"""Number of pages in SQLite's write-ahead log (64 MiB) after which a turn itself moves them into the file.
+
+Upkeep moves them earlier, so that no turn waits for it.
+"""
 SWITCH_PAUSE = 0.01
 """Seconds between two tries to switch a file to writing ahead."""
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
@@ -285,9 +290,13 @@ class Database:
             yield db
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """Begin a transaction that takes the write lock at its beginning."""
-        with self.engine.connect().execution_options(holdfast_write=True) as db, db.begin():
+    def write(self, *, lasting: bool = True) -> Iterator[Connection]:
+        """Begin a transaction that takes the write lock at its beginning.
+
+        Its commit is on the disk before this returns. If it is not `lasting`, the next lasting commit takes it to the
+        disk: until then it survives the end of the server, but not a loss of power.
+        """
+        with self.engine.connect().execution_options(holdfast_write=True, holdfast_lasting=lasting) as db, db.begin():
             yield db
 
     def check(self) -> None:
@@ -315,6 +324,21 @@ class Database:
             connection.close()
         return True
 
+    def move_log(self) -> int:
+        """Copy SQLite's write-ahead log into the database file. Nobody waits for anybody meanwhile.
+
+        Returns the number of pages of the log. Pages that are written meanwhile stay in the log. It begins anew with
+        the first write after a call during which nothing was written.
+        """
+        if self.single:  # A store in memory has no log.
+            return 0
+        connection = self.engine.raw_connection()
+        try:
+            _, pages, _ = connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            return int(pages)
+        finally:
+            connection.close()
+
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
@@ -340,8 +364,7 @@ def _connect(where: str) -> Engine:
         if not url.drivername.startswith("postgresql"):
             raise ValueError(f"{url.drivername} is not supported; give sqlite:///FILE or postgresql://…")
         engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
-    if engine.dialect.name == "sqlite":
-        _prepare_sqlite(engine)
+    (_prepare_sqlite if engine.dialect.name == "sqlite" else _prepare_postgresql)(engine)
     return engine
 
 
@@ -362,16 +385,30 @@ def switch_to_wal(connection: sqlite3.Connection) -> None:
 
 
 def _prepare_sqlite(engine: Engine) -> None:
-    """Turn on write-ahead logging, flush every commit to the disk, and send BEGIN explicitly."""
+    """Turn on write-ahead logging, flush every lasting commit to the disk, and send BEGIN explicitly."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # Python's own BEGIN would leave reads outside the transaction.
         switch_to_wal(connection)
-        for pragma in ("synchronous=FULL", "secure_delete=ON"):
+        for pragma in ("secure_delete=ON", f"wal_autocheckpoint={LOG_PAGES}"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def begin(db: Connection) -> None:
+        options = db.get_execution_options()
+        if not options.get("holdfast_write"):
+            db.exec_driver_sql("BEGIN")
+            return
+        db.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options['holdfast_lasting'] else 'NORMAL'}")
         # A writer takes its lock at once. If it read first, another writer could commit before it gets the lock.
-        db.exec_driver_sql("BEGIN IMMEDIATE" if db.get_execution_options().get("holdfast_write") else "BEGIN")
+        db.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _prepare_postgresql(engine: Engine) -> None:
+    """Let a commit that need not last return before it is on the disk."""
+
+    @event.listens_for(engine, "begin")
+    def begin(db: Connection) -> None:
+        if not db.get_execution_options().get("holdfast_lasting", True):
+            db.exec_driver_sql("SET LOCAL synchronous_commit TO OFF")

@@ -45,7 +45,10 @@ def conversation_key(tenant: str, conversation: str) -> str:
 
 
 class Leases:
-    """Leases of all servers with one database. Each response that is stored before its end has a lease."""
+    """Leases of all servers with one database. Each response that is stored before its end has a lease.
+
+    The lock of a conversation does not wait for the disk: a loss of power ends the servers that hold locks, too.
+    """
 
     def __init__(self, database: Database, now: Callable[[], float]) -> None:
         self.server = uuid.uuid4().hex
@@ -107,13 +110,13 @@ class Leases:
         now = self._now()
         ended = now - LEASE_SECONDS
         given = {"key": key, "server": self.server, "now": now, "ended": ended, "former": former}
-        with self._database.write() as db:
+        with self._database.write(lasting=False) as db:
             if not db.execute(_LOCK, given).rowcount:
                 raise ConversationBusy(BUSY)
 
     def unlock(self, key: str) -> None:
         """Give up the lease of a conversation, if this server holds it."""
-        with self._database.write() as db:
+        with self._database.write(lasting=False) as db:
             db.execute(delete(leases).where(_BY.response == key, _BY.server == self.server))
 
     def held(self, db: Connection, responses: Collection[str]) -> set[str]:
@@ -137,7 +140,7 @@ class Leases:
     def renew(self, responses: Collection[str]) -> set[str]:
         """Renew the leases of this server's responses. Returns the cancelled and deleted responses, which must stop."""
         mine = _BY.server == self.server, _BY.response.in_(responses)
-        with self._database.write() as db:
+        with self._database.write(lasting=False) as db:
             db.execute(update(leases).where(*mine).values(seen=self._now()))
             old = select(_BY.response).where(_BY.seen < self._now() - KEPT_SECONDS)
             for table in (recipes, leases):

@@ -21,7 +21,7 @@ def check(where: str) -> Held:
     try:
         database.check()
         with database.read() as db:
-            counted, found = counters.total(counters.held(db).values()), counters.recount(db)
+            counted, found = counters.sums(db), counters.recount(db)
             complete = counters.complete(db)
         if complete and counted != found:
             raise ValueError(f"its counters say {_listed(counted)}, and it has {_listed(found)}")

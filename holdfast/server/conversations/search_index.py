@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import BigInteger, Column, Connection, Integer, Table, Text, delete, insert, select, text
+from sqlalchemy import BigInteger, Boolean, Column, Connection, Integer, Table, Text, delete, func, insert, select, text
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from holdfast.server.conversations.counters import begin_task, end_piece, locked_task, upkeep
@@ -30,6 +30,16 @@ TASK = "search"
 PIECE, PIECE_BYTES = 50, 1 << 18
 """Maximum number of conversations, and bytes of their items, after which a transaction of this task ends."""
 
+WORDS_INDEX = "CREATE INDEX search_words ON search_text USING gin (words) WITH (fastupdate = off)"
+"""PostgreSQL's index of words. Without fastupdate no single turn has to sort in the words of many earlier ones."""
+APPLIED = 64
+"""Number of documents that one transaction brings into SQLite's index. It takes some 5 ms."""
+MOST_PENDING = 1024
+"""Number of waiting documents from which on a turn itself brings APPLIED of them into the index."""
+MERGED_PAGES = 32
+"""Number of pages of 4 KiB that one transaction of upkeep merges. It takes some 3 ms."""
+MOST_SEGMENTS = 64
+"""Number of segments of the index after which they are merged at once, because upkeep has not kept up."""
 NUMBER = BigInteger().with_variant(Integer, "sqlite")
 """Column type of numbers that the database gives."""
 
@@ -51,6 +61,16 @@ indexed = Table(
     sqlite_autoincrement=True,
 )
 """Conversations in the index. The later one was created, the higher is its number. `tenant` is its tenant's number."""
+
+pending = Table(
+    "search_pending",
+    tables,
+    Column("id", NUMBER, primary_key=True, autoincrement=True),
+    Column("number", NUMBER, nullable=False, index=True),
+    Column("words", Text, nullable=False),
+    Column("added", Boolean, nullable=False),
+)
+"""Documents in SQLite that were added or removed, in this order, and that its index does not know yet."""
 
 Document = tuple[int, Iterable[str]]
 """Number of a document, and its words."""
@@ -78,20 +98,35 @@ class TextIndex(ABC):
     def remove(self, db: Connection, documents: Sequence[Document]) -> None:
         """Remove documents. Their words are those with which they were added."""
 
+    def prepare(self, db: Connection) -> None:  # noqa: B027
+        """Set how the index is kept in order, at each start."""
+
+    def tidy(self, db: Connection) -> bool:
+        """Bring a small part of what turns have added into order. Returns whether there may be more to do."""
+        return False
+
     @abstractmethod
     def newest(self, db: Connection, words: Sequence[str], places: Places, limit: int) -> Sequence[int]:
         """Return documents that have all words, the last one maybe as the beginning of a word, highest number first."""
 
 
 class SqliteIndex(TextIndex):
-    """FTS5 table without the texts. It reads the documents of a word in the order of their numbers, and may stop."""
+    """FTS5 table without the texts. It reads the documents of a word in the order of their numbers, and may stop.
 
-    _PUT = text("INSERT INTO search_text (rowid, words) VALUES (:number, :words)")
-    _REMOVE = text("INSERT INTO search_text (search_text, rowid, words) VALUES ('delete', :number, :words)")
+    A turn only records its changes in `pending`, and a search reads them from there. Upkeep applies many of them at
+    once, because FTS5 writes a segment for each transaction, and merges segments in small steps.
+    """
+
+    _APPLY: ClassVar = {
+        True: text("INSERT INTO search_text (rowid, words) VALUES (:number, :words)"),
+        False: text("INSERT INTO search_text (search_text, rowid, words) VALUES ('delete', :number, :words)"),
+    }
+    _SET = text("INSERT INTO search_text (search_text, rank) VALUES (:name, :value)")
     _NEWEST = text(
         "SELECT rowid FROM search_text WHERE search_text MATCH :words AND rowid >= :first AND rowid < :end "
         "ORDER BY rowid DESC LIMIT :limit"
     )
+    _WAITING = select(func.max(pending.c.id) - func.min(pending.c.id))
 
     def create(self, db: Connection) -> None:
         # `prefix` makes beginnings of words as fast as words. `detail=none` keeps no positions within a document.
@@ -100,18 +135,58 @@ class SqliteIndex(TextIndex):
             "prefix='1 2 3 4 5 6 7 8 9 10', tokenize=\"ascii tokenchars '_'\")"
         )
 
+    def prepare(self, db: Connection) -> None:
+        pending.create(db, checkfirst=True)
+        settings = {"automerge": 0, "crisismerge": MOST_SEGMENTS}
+        db.execute(self._SET, [{"name": name, "value": value} for name, value in settings.items()])
+
     def put(self, db: Connection, documents: Sequence[Document]) -> None:
-        db.execute(self._PUT, self._rows(documents))
+        self._record(db, documents, added=True)
 
     def remove(self, db: Connection, documents: Sequence[Document]) -> None:
-        db.execute(self._REMOVE, self._rows(documents))
+        self._record(db, documents, added=False)
+
+    def _record(self, db: Connection, documents: Sequence[Document], *, added: bool) -> None:
+        rows = [{"number": number, "words": joined(words), "added": added} for number, words in documents]
+        db.execute(insert(pending), rows)
+        if (db.execute(self._WAITING).scalar() or 0) > MOST_PENDING:
+            self._apply(db)
+
+    def tidy(self, db: Connection) -> bool:
+        return self._apply(db) or self._merge(db)
+
+    def _apply(self, db: Connection) -> bool:
+        """Bring some of the recorded changes into the index. Returns whether there were any."""
+        rows = db.execute(select(pending).order_by(pending.c.id).limit(APPLIED)).all()
+        for row in sorted(rows, key=lambda row: row.number):  # FTS5 writes a segment where a number is below the last.
+            db.execute(self._APPLY[row.added], {"number": row.number, "words": row.words})
+        if rows:
+            db.execute(delete(pending).where(pending.c.id <= rows[-1].id))
+        return bool(rows)
+
+    def _merge(self, db: Connection) -> bool:
+        """Merge some pages of segments. Returns whether there were any to merge."""
+        connection = db.connection.dbapi_connection
+        assert connection is not None
+        before = connection.total_changes
+        db.execute(self._SET, {"name": "merge", "value": MERGED_PAGES})
+        return bool(connection.total_changes - before > 1)  # FTS5 counts one change if there was nothing to merge.
 
     def newest(self, db: Connection, words: Sequence[str], places: Places, limit: int) -> Sequence[int]:
         query = " ".join(f'"{word}"' for word in words) + " *"
-        return db.execute(self._NEWEST, {"words": query, **places._asdict(), "limit": limit}).scalars().all()
+        within = select(pending).where(pending.c.number >= places.first, pending.c.number < places.end)
+        # Sorted here, so that SQLite reads the range of numbers and no other tenant's changes.
+        changed = {row.number: row for row in sorted(db.execute(within).all(), key=lambda row: row.id)}
+        given = {"words": query, **places._asdict(), "limit": limit + len(changed)}
+        found = [number for number in db.execute(self._NEWEST, given).scalars() if number not in changed]
+        found += [number for number, row in changed.items() if row.added and _has(row.words, words)]
+        return sorted(found, reverse=True)[:limit]
 
-    def _rows(self, documents: Sequence[Document]) -> list[dict[str, Any]]:
-        return [{"number": number, "words": joined(words)} for number, words in documents]
+
+def _has(text: str, words: Sequence[str]) -> bool:
+    """Whether a document's joined words include all these, the last one maybe as the beginning of a word."""
+    there = text.split(" ")
+    return {*words[:-1]} <= {*there} and any(each.startswith(words[-1]) for each in there)
 
 
 class PostgresIndex(TextIndex):
@@ -133,8 +208,7 @@ class PostgresIndex(TextIndex):
 
     def create(self, db: Connection) -> None:
         db.exec_driver_sql("CREATE TABLE search_text (number bigint PRIMARY KEY, words tsvector NOT NULL)")
-        # Without fastupdate no single turn has to sort in the words of many earlier ones.
-        db.exec_driver_sql("CREATE INDEX search_words ON search_text USING gin (words) WITH (fastupdate = off)")
+        db.exec_driver_sql(WORDS_INDEX)
 
     def put(self, db: Connection, documents: Sequence[Document]) -> None:
         rows = [{"number": number, "words": [_tenant_word(number), *words]} for number, words in documents]
@@ -169,12 +243,12 @@ def index_of(db: Connection) -> TextIndex:
 
 def create(db: Connection) -> None:
     """Create the index with its tables, unless they exist. An older server works on a database that has them."""
-    if sqlalchemy.inspect(db).has_table(tenants.name):
-        return
-    tenants.create(db)
-    indexed.create(db)
-    index_of(db).create(db)
-    begin_task(db, TASK, conversations.name)
+    if not sqlalchemy.inspect(db).has_table(tenants.name):
+        tenants.create(db)
+        indexed.create(db)
+        index_of(db).create(db)
+        begin_task(db, TASK, conversations.name)
+    index_of(db).prepare(db)
 
 
 def tenant_places(db: Connection, tenant: str) -> Places:

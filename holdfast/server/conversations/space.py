@@ -40,7 +40,7 @@ RECOUNT, RECOUNT_OVER_BOUNDS = 256, 32
 """Number of writes between two counts of the stored sizes: within the bounds, and beyond them.
 
 Counters are read again because other servers may write to the same database. Beyond the bounds this happens sooner,
-because others may have dropped threads. The database keeps one counter for each tenant.
+because others may have dropped threads. Only there is the counter of each tenant read, else their sum.
 """
 LOG_SECONDS = 60.0
 """Minimum number of seconds between two lines of the log about dropped threads."""
@@ -83,10 +83,15 @@ _INHABITED = union_all(
 
 @dataclass
 class Held:
-    """Number and size of one tenant's threads, at the last count plus this server's changes since."""
+    """Number and size of threads, of one tenant or of all, at the last count plus this server's changes since."""
 
     threads: int = 0
     bytes: int = 0
+
+    def add(self, threads: int, size: int) -> None:
+        """Add a number of threads and bytes."""
+        self.threads += threads
+        self.bytes += size
 
 
 class DropLog:
@@ -123,13 +128,15 @@ class Space:
     def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
         self._bounds = bounds
         self.now = now
+        self._total = Held()
         self._held: dict[str, Held] = {}
+        """What each tenant holds, while the store is beyond a bound. Within the bounds, no write counts all tenants."""
         self._log = DropLog(bounds)
         self._writes = RECOUNT
 
     def bytes(self) -> int:
         """Number of stored bytes of all tenants, at the last count plus this server's changes since."""
-        return sum(each.bytes for each in list(self._held.values()))
+        return self._total.bytes
 
     def oldest(self) -> float:
         """Time before which a thread's last activity is too old for it to be kept or found."""
@@ -142,11 +149,10 @@ class Space:
             raise ThreadTooLarge(
                 f"this conversation takes up more than {most} bytes with all its branches; begin a new one"
             )
-        held = self._held.setdefault(tenant, Held())
-        if not db.execute(_GROW, {"thread": thread, "now": now, "size": size}).rowcount:
+        fresh = not db.execute(_GROW, {"thread": thread, "now": now, "size": size}).rowcount
+        if fresh:
             db.execute(insert(threads).values(id=thread, tenant=tenant, active=now, bytes=size))
-            held.threads += 1
-        held.bytes += size
+        self._change(tenant, int(fresh), size)
         self.drop_old(db, spare=thread)
 
     def drop_old(self, db: Connection, spare: str = "") -> None:
@@ -155,9 +161,11 @@ class Space:
         Never drops the thread `spare`.
         """
         self._writes += 1
-        if self._writes > (RECOUNT_OVER_BOUNDS if self._over_bounds() else RECOUNT):
+        if self._writes > (RECOUNT_OVER_BOUNDS if self._over_bounds else RECOUNT):
+            total = counters.sums(db)
+            self._total, self._held, self._writes = Held(total.threads, total.bytes), {}, 0
+        if self._over_bounds and not self._held:
             self._held = {tenant: Held(each.threads, each.bytes) for tenant, each in counters.held(db).items()}
-            self._writes = 0
         old = displaced = 0
         for _ in range(BATCH):
             row = db.execute(_IDLE, {"spare": spare}).first()
@@ -168,28 +176,36 @@ class Space:
             else:
                 break
             self._drop(db, row.id)
-            held = self._held.setdefault(row.tenant, Held())
-            held.threads -= 1
-            held.bytes -= row.bytes
+            self._change(row.tenant, -1, -row.bytes)
         self._log.add(self.now(), old=old, displaced=displaced)
+
+    def _change(self, tenant: str, threads: int, size: int) -> None:
+        """Count a tenant's new or dropped threads and bytes."""
+        self._total.add(threads, size)
+        if self._held:
+            self._held.setdefault(tenant, Held()).add(threads, size)
 
     def _displaced(self, db: Connection, spare: str) -> Row[Any, Any, Any, Any] | None:
         """Return the thread that is dropped next if a bound is exceeded."""
-        for tenant in self._over_bounds():
+        for tenant in self._largest():
             row = db.execute(_IDLE_OF, {"spare": spare, "tenant": tenant}).first()
             if row is not None:
                 return row
         return None
 
-    def _over_bounds(self) -> list[str]:
+    @property
+    def _over_bounds(self) -> bool:
+        return self._total.bytes > self._bounds.bytes or self._total.threads > self._bounds.threads
+
+    def _largest(self) -> list[str]:
         """Return all tenants if a bound is exceeded, else an empty list.
 
         Tenants with the most bytes come first, or with the most threads if only the bound on threads is exceeded.
         """
-        held, bounds = self._held, self._bounds
-        if self.bytes() > bounds.bytes:
+        held = self._held
+        if self._total.bytes > self._bounds.bytes:
             return sorted(held, key=lambda tenant: -held[tenant].bytes)
-        if sum(each.threads for each in held.values()) > bounds.threads:
+        if self._total.threads > self._bounds.threads:
             return sorted(held, key=lambda tenant: -held[tenant].threads)
         return []
 

@@ -127,7 +127,10 @@ class AsyncStore:
                     raise
                 return work(store)
 
-        return await self._call(self._writer, write, param)
+        try:
+            return await self._call(self._writer, write, param)
+        finally:
+            self._upkeep.wake()
 
     async def _call(self, thread: ThreadPoolExecutor, work: Callable[[Store], T], param: str | None) -> T:
         began, outcome = time.perf_counter(), "refused"

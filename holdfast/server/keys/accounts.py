@@ -96,10 +96,11 @@ class Accounts:
         """Set after the first exchange."""
         self._closing = asyncio.Event()
 
-    async def admit(self, key: Key, tokens: int) -> Charge:
+    async def admit(self, key: Key, tokens: int | None) -> Charge:
         """Charge an arriving request to its key, with its estimated prompt tokens. Raises ApiError 429.
 
-        The first request starts the exchange with the store, which ends with `close`.
+        `tokens` is None for a request that computes no tokens. The first request starts the exchange with the store,
+        which ends with `close`.
         """
         self._begin()
         if not self._first.is_set():

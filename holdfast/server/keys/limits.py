@@ -90,26 +90,32 @@ class Account:
             self._buckets = fresh(limits, self._buckets, now)
             self.limits = limits
 
-    def admit(self, tokens: int, now: float) -> Charge:
-        """Charge an arriving request with its estimated prompt tokens. Raises ApiError 429, which charges nothing."""
-        limits, needed = self.limits, {"requests": 1, "tokens": tokens}
-        if limits.budget_tokens is not None and self.spent + self.reserved >= limits.budget_tokens:
+    def admit(self, tokens: int | None, now: float) -> Charge:
+        """Charge an arriving request with its estimated prompt tokens. Raises ApiError 429, which charges nothing.
+
+        `tokens` is None for a request that computes no tokens. No limit on tokens holds it up.
+        """
+        limits = self.limits
+        needed = {"requests": 1} | ({} if tokens is None else {"tokens": tokens})
+        spent = limits.budget_tokens is not None and self.spent + self.reserved >= limits.budget_tokens
+        if spent and tokens is not None:
             reason = f"this API key has used its budget of {limits.budget_tokens} tokens for this month"
             raise ApiError(reason, status=429, code="insufficient_quota")
         if limits.streams is not None and self.in_progress >= limits.streams:
             reason = f"this API key has {self.in_progress} requests in progress, and at most {limits.streams} are taken"
             raise ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded", retry_after=1)
-        for name, bucket in self._buckets.items():
-            if (wait := bucket.wait(needed[name], now)) > 0:
+        for name, amount in needed.items():
+            bucket = self._buckets.get(name)
+            if bucket is not None and (wait := bucket.wait(amount, now)) > 0:
                 reason = (
                     f"Rate limit reached for this API key on {name} per min: limit {bucket.limit}, "
-                    f"requested {needed[name]}. Please try again in {duration(wait)}"
+                    f"requested {amount}. Please try again in {duration(wait)}"
                 )
                 raise ApiError(reason, status=429, code="rate_limit_exceeded", retry_seconds=wait)
-        self._charge(1, tokens, now)
+        self._charge(1, tokens or 0, now)
         self.in_progress += 1
-        self.reserved += tokens
-        return Charge(self, tokens)
+        self.reserved += tokens or 0
+        return Charge(self, tokens or 0)
 
     def settle(self, charge: Charge, tokens: int, now: float) -> None:
         """End a request. `tokens` are those of its prompt and answer, and replace the estimate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +45,8 @@ METERED = {
 
 A batch counts as one request. Its lines are counted when they are answered.
 """
+INFERENCE = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer")
+"""Paths whose POST requests are limited, but not counted: applications compute no tokens."""
 BYTES_PER_TOKEN = 4
 """Number of bytes of a request's body that are estimated as one prompt token, until the tokens are counted."""
 
@@ -138,12 +141,14 @@ class Meter:
         self.accounts = accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST" or scope["path"] not in METERED:
+        path = scope["path"]
+        inference = INFERENCE.fullmatch(path) is not None
+        if scope["method"] != "POST" or not (inference or path in METERED):
             await self.app(scope, receive, send)
             return
         key: Key = scope["state"]["api_key"]
         try:
-            charge = await self.accounts.admit(key, estimated_tokens(scope))
+            charge = await self.accounts.admit(key, None if inference else estimated_tokens(scope))
         except ApiError as error:
             headers = NO_RETRY if error.code == "insufficient_quota" else {}
             await refuse(error, scope, receive, send, {**self.accounts.headers(key), **headers})
@@ -169,10 +174,11 @@ class Meter:
         state = scope["state"]
         usage: RequestUsage = (state.get("usage") if computed else None) or RequestUsage()
         background: asyncio.Task[None] | None = state.get("background")
+        kind = METERED.get(scope["path"], "")
         if background is None:
-            self._settle(charge, METERED[scope["path"]], usage)
+            self._settle(charge, kind, usage)
         else:
-            background.add_done_callback(lambda task: self._settle(charge, METERED[scope["path"]], usage))
+            background.add_done_callback(lambda task: self._settle(charge, kind, usage))
 
     def _settle(self, charge: Charge, kind: str, usage: RequestUsage) -> None:
         model = "" if usage.wanted is None else usage.wanted.model

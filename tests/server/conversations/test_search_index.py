@@ -16,10 +16,12 @@ from holdfast.server.conversations.search_index import Places, conversation_plac
 from holdfast.server.conversations.store import Store
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """An empty store."""
-    sqlite = request.param == "sqlite"
+@pytest.fixture(params=["sqlite", "sqlite, applied by turns", "postgresql"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty store. In SQLite, changes of the index wait for upkeep, or each turn applies them itself."""
+    if request.param.endswith("turns"):
+        monkeypatch.setattr(search_index, "MOST_PENDING", -1)
+    sqlite = request.param.startswith("sqlite")
     where = str(tmp_path / "store.sqlite" if sqlite else request.getfixturevalue("postgresql_schema"))
     store = Store.open(where, AMPLE, lambda: 1000.0)
     yield store

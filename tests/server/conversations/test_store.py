@@ -678,7 +678,7 @@ def make_older(path: Path, *more: str) -> None:
     """Remove from a file what the version before counters and the index of searches did not have."""
     with sqlite3.connect(path) as db:
         triggers = db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall()
-        names = "counters", "upkeep", "search_tenants", "search_conversations", "search_text"
+        names = "counters", "upkeep", "search_tenants", "search_conversations", "search_text", "search_pending"
         for change in (*(f"DROP TRIGGER {name}" for (name,) in triggers), *(f"DROP TABLE {name}" for name in names)):
             db.execute(change)
         for change in more:

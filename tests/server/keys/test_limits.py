@@ -117,6 +117,17 @@ def test_a_budget_counts_what_is_spent_and_what_is_in_progress() -> None:
     account.admit(1, 0.0)
 
 
+def test_a_request_without_tokens_waits_for_no_limit_on_tokens() -> None:
+    account = Account("acme", Limits(tokens_per_minute=60, budget_tokens=100, requests_per_minute=3), 0.0)
+    account.settle(account.admit(1, 0.0), 150, 0.0)
+    assert refused(account, 1, 0.0).code == "insufficient_quota"
+    account.settle(account.admit(None, 0.0), 0, 0.0)
+    assert (account.spent, account.tokens, account.requests) == (150, 150, 2)
+    account.admit(None, 0.0)
+    with pytest.raises(ApiError, match=r"requests per min: limit 3, requested 1"):
+        account.admit(None, 0.0)
+
+
 def test_a_changed_limit_applies_at_once_and_what_was_taken_stays_taken() -> None:
     account = Account("acme", Limits(requests_per_minute=10), 0.0)
     for _ in range(10):

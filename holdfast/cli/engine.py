@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -16,8 +18,16 @@ from holdfast.cli.output import stage_printer
 from holdfast.core.config import option
 from holdfast.engine.address import check_address, is_local, new_key, read_key
 from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.unattended import until_unattended
 from holdfast.lm.config import EngineConfig
 from holdfast.server.run import signals
+
+log = logging.getLogger("holdfast")
+
+
+MOST_SECONDS = 30 * 86400.0
+"""Longest time without a server, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +41,17 @@ class ListenConfig:
     engine_key: str | None = option(
         None, "with HOST:PORT: the file with the key that servers must have, too; it is made if it does not exist"
     )
+    end_unattended: float | None = option(
+        None, "seconds without any attached server after which the engine ends; default: it waits without a limit"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("warning", "lowest level that is logged")
 
     def __post_init__(self) -> None:
         check_address(self.listen, self.engine_key)
+        if self.end_unattended is not None and not 1 <= self.end_unattended <= MOST_SECONDS:
+            raise ValueError(
+                f"end_unattended is {self.end_unattended:g}; it must lie between 1 and {MOST_SECONDS:g} seconds"
+            )
 
 
 async def run(config: ListenConfig, engine: EngineConfig) -> int:
@@ -57,16 +74,34 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
             console.print(
                 Text(f"holdfast serve --engines {config.listen}{option} serves it", style="dim"), soft_wrap=True
             )
-            died, stop = asyncio.create_task(client.dead.wait()), asyncio.create_task(received.get())
-            await asyncio.wait({died, stop}, return_when=asyncio.FIRST_COMPLETED)
-            died.cancel()
-            stop.cancel()
+            await first_of(client.dead.wait(), received.get(), no_server(client, config.end_unattended))
         if client.dead.is_set():
-            logging.getLogger("holdfast").error("the engine has ended: %s", client.reason)
+            log.error("the engine has ended: %s", client.reason)
             return 1
         return 0
     finally:
         await client.close()
+
+
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of these ends, and cancel the others. Raises its exception."""
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def no_server(client: EngineClient, seconds: float | None) -> None:
+    """Wait until no server has been attached for `seconds`, or without a limit."""
+    if seconds is None:
+        await asyncio.Event().wait()
+        return
+    with suppress(EngineDead):
+        await until_unattended(client, seconds)
+        log.warning("no server was attached for %g s, so the engine ends", seconds)
 
 
 def key_of(config: ListenConfig) -> str:

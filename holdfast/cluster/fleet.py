@@ -94,7 +94,7 @@ class Fleet:
             ended = await asyncio.gather(*starts, return_exceptions=True)
             for number, engine in zip(numbers, ended, strict=True):
                 if isinstance(engine, EngineClient):
-                    await self._spawner.stop(number, engine)
+                    await self._spawner.leave(number, engine)
             await self._spawner.close()
             raise
 
@@ -253,7 +253,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         engines = [(replica.number, replica.engine) for replica in self.members if replica.engine is not None]
-        await asyncio.gather(*(self._spawner.stop(number, engine) for number, engine in engines))
+        await asyncio.gather(*(self._spawner.leave(number, engine) for number, engine in engines))
         await self._spawner.close()
 
     def end(self, reason: str) -> None:

@@ -89,6 +89,10 @@ class LocalSpawner:
         """See `Spawner.stop`."""
         await engine.close()
 
+    async def leave(self, number: int, engine: EngineClient) -> None:
+        """See `Spawner.leave`."""
+        await engine.close()
+
     async def close(self) -> None:
         """See `Spawner.close`."""
 

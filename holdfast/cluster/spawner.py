@@ -46,6 +46,12 @@ class Spawner(Protocol):
         Does not raise if the engine is already gone.
         """
 
+    async def leave(self, number: int, engine: EngineClient) -> None:
+        """Give up an engine because this server ends. One that outlives servers goes on, and any other is stopped.
+
+        Does not raise if the engine is already gone.
+        """
+
     async def close(self) -> None:
         """Stop processes that belong to no replica. Called after all replicas were stopped, possibly more than once."""
 
@@ -60,16 +66,23 @@ def make_spawner(
 ) -> Spawner:
     """Create the spawner for this configuration. `process` and `ledger` are for LocalSpawner.
 
-    `tuning_state` is for RaySpawner: the server's directory of tuning jobs. Raises EngineStartError.
+    `tuning_state` is for engines on Ray: the server's directory of tuning jobs. Raises EngineStartError.
     """
     if cluster.engines:
         return AttachSpawner(cluster.addresses, key_in(cluster.engine_key))
     if cluster.ray is None:
         return LocalSpawner(config, cluster.most, process, ledger)
-    from holdfast.cluster.ray_spawner import RaySpawner  # Ray is an extra, and takes a second to import.
+    from holdfast.cluster.ray_cluster import RayCluster  # Ray is an extra, and takes a second to import.
 
     shared = Path(tuning_state) if config.tuning and tuning_state is not None else None
-    return RaySpawner(config, cluster.ray, cluster.ray_cpus, shared)
+    members = RayCluster(config, cluster.ray, cluster.ray_cpus, shared)
+    if cluster.ray_keep is None:
+        from holdfast.cluster.ray_spawner import RaySpawner
+
+        return RaySpawner(members)
+    from holdfast.cluster.ray_kept import KeptRaySpawner
+
+    return KeptRaySpawner(members, cluster.ray_keep, cluster.ray_keep_seconds)
 
 
 def key_in(path: str | None) -> str:

@@ -423,7 +423,8 @@ ToEngine = (
 )  # fmt: skip
 FromEngine = (
     Hello | Progress | Ready | Attached | AppReady | Outputs | Results | Refused | ContractRefusal | Failed | Stats
-    | Clock | ClientCount | Steps | Activity | AppAnswer | Failure | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
+    | Clock | ClientCount | Steps | Activity | AppAnswer | Failure
+    | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

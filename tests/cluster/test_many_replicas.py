@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.cluster.config import MOST_REPLICAS, ClusterConfig
-from holdfast.cluster.priced import Pricing, PricedRouter, RoutingRules
+from holdfast.cluster.priced import PricedRouter, Pricing, RoutingRules
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.turns import ReplicaView, Turn
 from holdfast.core.cost import CostModel

@@ -159,6 +159,9 @@ class Scripts:
     async def stop(self, number: int, engine: EngineClient) -> None:
         await engine.close()
 
+    async def leave(self, number: int, engine: EngineClient) -> None:
+        await engine.close()
+
     async def close(self) -> None:
         pass
 

@@ -1,0 +1,135 @@
+"""Engines on Ray that outlive their server: found by name, with their cache; ended by command, or when left alone.
+
+Skipped without Ray: pip install 'holdfast[ray]', then pytest -m ray.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.cli import main
+from holdfast.cluster.config import ClusterConfig
+from tests.cluster.ray_nodes import Nodes, ray_nodes
+from tests.served import Serving, environment, make_checkpoint, started
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+STORY = "Once upon a time there was a small engine that went on when its server had ended. "
+GREEDY: Any = {"temperature": 0.0, "max_tokens": 4}
+
+
+def test_the_name_of_kept_engines_needs_ray_and_is_checked() -> None:
+    assert ClusterConfig(ray="auto", ray_keep="llama-3.1_8b").many
+    with pytest.raises(ValueError, match="ray_keep is llama, and ray is not given"):
+        ClusterConfig(ray_keep="llama")
+    for name in ("", "-llama", "two words", "a/b", "x" * 64):
+        with pytest.raises(ValueError, match="it must be a name of up to 63 letters"):
+            ClusterConfig(ray="auto", ray_keep=name)
+    with pytest.raises(ValueError, match="ray_keep_seconds is 9; it must lie between 10 and 2592000"):
+        ClusterConfig(ray="auto", ray_keep="llama", ray_keep_seconds=9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["ray"], "ACTION is missing; it must be one of list, end"),
+        (["ray", "stop"], "ACTION is stop; it must be one of list, end"),
+        (["ray", "list", "engine"], "list takes no NAME, and engine is given"),
+        (["ray", "end", "two words"], "ray_keep is 'two words'"),
+        (["ray", "list", "--ray", "nowhere"], "ray is 'nowhere'; it must be the address of a Ray cluster"),
+    ],
+)
+def test_the_command_names_what_is_wrong(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes(2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("kept") / "model")
+
+
+Serve = Callable[..., AbstractContextManager[Serving]]
+
+
+@pytest.fixture
+def serve(nodes: Nodes, checkpoint: Path, tmp_path: Path) -> Iterator[Serve]:
+    """Starts a server with two kept engines, which are ended at the end."""
+
+    def serve(*more: str) -> AbstractContextManager[Serving]:
+        options = ["--load-format", "random", "--cache-gb", "0.02", "--store", str(tmp_path / "store.db")]
+        kept = ["--ray", nodes.address, "--replicas", "2", "--routing", "prefix-tree", "--ray-keep", "story"]
+        return started(str(checkpoint), *options, *kept, *more)
+
+    yield serve
+    holdfast_ray(nodes, "end", "story")
+
+
+def holdfast_ray(nodes: Nodes, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.cli", "ray", *arguments, "--ray", nodes.address]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def pids(serving: Serving) -> list[int]:
+    """Processes of the actors, by number of the replica."""
+    return [int(each["pid"]) for each in httpx.get(f"{serving.url}/replicas").json()["data"]]
+
+
+def cached(serving: Serving) -> int:
+    """Ask for an answer. Returns the number of prompt tokens found in the cache."""
+    client = serving.client()
+    answer = client.completions.create(model=client.models.list().data[0].id, prompt=STORY, **GREEDY)
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.2)
+
+
+def children(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(pid) for each in found for pid in each.read_text().split()]
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_server_after_a_killed_one_finds_the_engines_with_their_cache(serve: Serve, nodes: Nodes) -> None:
+    with serve() as first:
+        assert cached(first) == 0
+        assert cached(first) == 80, "the whole blocks of the prompt but the last token"
+        first.process.kill()
+    listed = holdfast_ray(nodes, "list")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["story-0", "story-1"], listed.stderr
+    began = time.monotonic()
+    with serve() as second:
+        assert time.monotonic() - began < 30
+        assert cached(second) == 80
+        second.process.send_signal(signal.SIGTERM)
+        assert second.process.wait(20) == 0
+    ended = holdfast_ray(nodes, "end", "story")
+    assert ended.stdout == "ended story-0, story-1\n", ended.stderr
+    assert holdfast_ray(nodes, "list").stdout == ""
+    again = holdfast_ray(nodes, "end", "story")
+    assert again.returncode == 1 and "no engine is named story-0 or so" in again.stderr

@@ -20,7 +20,7 @@ from holdfast.lm.config import EngineConfig
 
 try:
     import ray
-    from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+    from ray.exceptions import OutOfMemoryError, RayError
     from ray.util.placement_group import PlacementGroup, placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -34,6 +34,8 @@ LINE_LIMIT = 400
 """Maximum number of characters of an error in one line."""
 CAUSE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .*$", re.MULTILINE)
 """The last line of a Python traceback, which names the exception."""
+ADDRESS = re.compile(r"\bip[=:] ?([\w.:]+)")
+"""The node's IP address in Ray's own errors."""
 EXIT = re.compile(r"Worker exit type: (\w+)")
 OUT_OF_MEMORY = ("NODE_OUT_OF_MEMORY", "low on memory")
 """Texts by which Ray says that its memory monitor has ended a process."""
@@ -202,13 +204,14 @@ def out_of_memory(error: Exception) -> bool:
 def one_line(error: Exception) -> str:
     """Return the reason of an error in one line. Of a traceback that Ray passes on, only the exception is kept."""
     text = str(error)
-    where = f"on {error.ip}: " if isinstance(error, RayTaskError) else ""
+    found = ADDRESS.search(text) if isinstance(error, RayError) else None
+    where = f"on {found[1]}: " if found else ""
     if out_of_memory(error):
         return f"{where}the node was low on memory, so Ray ended the engine's process"
     if named := CAUSE.findall(text):
         return shortened(f"{where}{with_hint(named[-1])}")
     if ended := EXIT.search(text):
-        return f"the engine's Ray process has ended ({ended[1]}); the logs of its node may say why"
+        return f"{where}the engine's Ray process has ended ({ended[1]}); the logs of its node may say why"
     return shortened(where + (" ".join(text.split()) or type(error).__name__))
 
 

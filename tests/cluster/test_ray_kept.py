@@ -87,11 +87,6 @@ def holdfast_ray(nodes: Nodes, *arguments: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-def pids(serving: Serving) -> list[int]:
-    """Processes of the actors, by number of the replica."""
-    return [int(each["pid"]) for each in httpx.get(f"{serving.url}/replicas").json()["data"]]
-
-
 def cached(serving: Serving) -> int:
     """Ask for an answer. Returns the number of prompt tokens found in the cache."""
     client = serving.client()
@@ -133,3 +128,68 @@ def test_a_server_after_a_killed_one_finds_the_engines_with_their_cache(serve: S
     assert holdfast_ray(nodes, "list").stdout == ""
     again = holdfast_ray(nodes, "end", "story")
     assert again.returncode == 1 and "no engine is named story-0 or so" in again.stderr
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_killed_engine_starts_again_in_its_place_and_a_drained_one_ends(serve: Serve, nodes: Nodes) -> None:
+    with serve("--max-replicas", "3", "--scale-up-ms", "3600000") as serving:
+        places = replicas(serving)
+        keeper = actor(nodes, "story-1")
+        (engine,) = children(keeper)
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: replicas(serving).get("1", {}).get("state") != "ready", 20)
+        until(lambda: [each["state"] for each in replicas(serving).values()] == ["ready", "ready"])
+        assert replicas(serving)["1"]["place"] == places["1"]["place"]
+        assert actor(nodes, "story-1") == keeper, "the actor keeps the room for its next engine"
+
+        assert httpx.post(f"{serving.url}/replicas/1/drain").status_code == 200
+        until(lambda: "1" not in replicas(serving))
+        until(lambda: "story-1" not in holdfast_ray(nodes, "list").stdout)
+        assert cached(serving) == 0
+        assert httpx.post(f"{serving.url}/replicas").status_code == 200, "its room is free again"
+        until(lambda: replicas(serving).get("1", {}).get("state") == "ready")
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_server_with_other_options_than_the_engines_is_told_the_first_one(serve: Serve) -> None:
+    with serve():
+        said = r"Ray node .*: the engine that runs has max_sequences None, and this server asks for 3; end the engines"
+        with pytest.raises(AssertionError, match=said), serve("--max-sequences", "3"):
+            pass
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_engines_without_any_server_end_after_their_time(serve: Serve, nodes: Nodes) -> None:
+    with serve("--ray-keep-seconds", "10") as serving:
+        processes = [child for each in ("story-0", "story-1") for child in children(actor(nodes, each))]
+        assert len(processes) == 2
+        time.sleep(12)
+        assert all(Path(f"/proc/{pid}").exists() for pid in processes), "a server is attached"
+        serving.process.kill()
+        began = time.monotonic()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 40)
+        assert time.monotonic() - began > 4
+    until(lambda: holdfast_ray(nodes, "list").stdout == "")
+    with serve() as serving:
+        assert cached(serving) == 0, "their room is free for new ones"
+
+
+def replicas(serving: Serving) -> dict[str, dict[str, Any]]:
+    """The replicas by name."""
+    return {each["name"]: each for each in httpx.get(f"{serving.url}/replicas").json()["data"]}
+
+
+def actor(nodes: Nodes, name: str) -> int:
+    """Process of an actor, by Ray's own list."""
+    code = (
+        "import ray, sys; ray.init(address=sys.argv[1], namespace='holdfast', logging_level='ERROR')\n"
+        "print(ray.get(ray.get_actor(sys.argv[2]).about.remote()).pid)"
+    )
+    command = [sys.executable, "-c", code, nodes.address, name]
+    return int(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60).stdout)

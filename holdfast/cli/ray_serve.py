@@ -64,8 +64,8 @@ def refuse(options: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         if name in options:
             raise UsageError(f"{name} is {options[name]}: {why}")
-    if options.get("store", MEMORY) == MEMORY:
+    if (store := options.get("store")) in (None, MEMORY):
         raise UsageError(
-            f"store is {options.get('store', 'not given')}: API processes share one; give a database URL, or a file if "
+            f"store is {store or 'not given'}: API processes share one; give a database URL, or a file if "
             "all of them run on one host"
         )

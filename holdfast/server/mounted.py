@@ -1,4 +1,4 @@
-"""Mounted: the HTTP application within a server that is not ours, such as Ray Serve's, with its clients and its store."""
+"""Mounted: the HTTP application within a server that is not ours, such as Ray Serve's, with its clients and store."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ async def test_a_node_without_holdfast_is_told_apart_from_one_with_another_versi
         bare = nodes.add(str(tmp_path))
         said = await reason(nodes, model, keep)
         expected = (
-            r"Ray could not start replica 0: on [\d.]+: ModuleNotFoundError: No module named 'holdfast'; install Holdfast "
-            r"there, in the same version as here \(Holdfast [\d.]+ on Python [\d.]+\)"
+            r"Ray could not start replica 0: on [\d.]+: ModuleNotFoundError: No module named 'holdfast'; install "
+            r"Holdfast there, in the same version as here \(Holdfast [\d.]+ on Python [\d.]+\)"
         )
         assert re.fullmatch(expected, said), said
         nodes.kill(bare)
@@ -133,7 +133,7 @@ def test_a_replica_larger_than_any_node_is_refused_with_both_sizes() -> None:
     room = room_of(EngineConfig(tp=2, pp=2, device="cuda"), 1.5, nodes)
     assert room.words == "1.5 CPUs and 4 GPUs" and room_of(EngineConfig(tp=2, device="cpu"), 1, nodes).gpus == 0
     with pytest.raises(
-        EngineStartError, match="tp is 4 and pp is 2, so a replica needs 8 GPUs of one node, and .* has 4"
+        EngineStartError, match=r"tp is 4 and pp is 2, so a replica needs 8 GPUs of one node, and .* has 4"
     ):
         room_of(EngineConfig(tp=4, pp=2), 1.0, nodes)
     with pytest.raises(EngineStartError, match="device is cuda, and no node of the Ray cluster has a GPU"):

@@ -30,7 +30,7 @@ from holdfast.engine.client.connection import EngineStartError
 from tests.cluster.ray_nodes import ray_nodes
 from tests.served import ROOT, environment, make_checkpoint
 
-EXAMPLE = ROOT / "examples" / "ray_serve.yaml"
+EXAMPLE = ROOT / "docs" / "ray-serve.yaml"
 HAS_SERVE = all(importlib.util.find_spec(name) is not None for name in ("ray", "watchfiles"))
 needs_serve = pytest.mark.skipif(not HAS_SERVE, reason="Ray Serve is not installed")
 OPERATOR = {"authorization": "Bearer op"}

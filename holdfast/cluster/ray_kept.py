@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -33,10 +33,16 @@ class KeptRaySpawner:
     most: int | None = None  # Unknown: Ray may add nodes for replicas that wait.
 
     def __init__(self, cluster: RayCluster, name: str, seconds: float) -> None:
-        """`name` identifies the engines. Without a server for `seconds`, an engine ends itself. Raises RayError."""
+        """`name` identifies the engines. Without a server for `seconds`, an engine ends itself.
+
+        Raises EngineStartError if Ray does not answer.
+        """
         self._cluster, self._seconds = cluster, seconds
         self._engines = Places(name)
-        self._key = self._engines.key()
+        try:
+            self._key = self._engines.key()
+        except (RayError, RuntimeError) as error:
+            raise EngineStartError(f"Ray does not give the key of the engines: {one_line(error)}") from error
         self._attacher = Attacher()
         self._keepers: dict[int, Any] = {}
         """Actor of each replica."""
@@ -45,6 +51,14 @@ class KeptRaySpawner:
     def place(self, number: int) -> str:
         """See `Spawner.place`."""
         return self._places.get(number, f"no Ray node with {self._cluster.room.words} yet")
+
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        """See `Spawner.first`. An earlier server may have added replicas."""
+        try:
+            running = await asyncio.to_thread(self._engines.numbers)
+        except RayError as error:
+            raise EngineStartError(f"Ray does not say which engines run: {one_line(error)}") from error
+        return [*range(count), *(number for number in running if count <= number < most)]
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         """See `Spawner.start`. Waits until a node has room."""

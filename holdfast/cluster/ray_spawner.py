@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +65,10 @@ class RaySpawner:
     def place(self, number: int) -> str:
         """See `Spawner.place`."""
         return self._places.get(number, f"no Ray node with {self._cluster.room.words} yet")
+
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        """See `Spawner.first`."""
+        return range(count)
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         """See `Spawner.start`. Waits until a node has room."""

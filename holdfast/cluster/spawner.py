@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +32,12 @@ class Spawner(Protocol):
 
     def place(self, number: int) -> str:
         """Return the place of a replica for display, for example "cpu", "cuda:1" or "node 10.0.0.7"."""
+
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        """Return the numbers to start with, in order: the first `count`, and further ones below `most` whose engine runs already.
+
+        Raises EngineStartError.
+        """
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         """Start an engine, and wait until it accepts requests. `on_progress` receives the name of each stage.

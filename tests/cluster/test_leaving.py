@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from holdfast.cluster.config import ClusterConfig
@@ -20,10 +22,15 @@ class Noted(Scripts):
         self.refused = refused
         self.stopped: list[int] = []
         self.left: list[int] = []
+        self.running: list[int] = []
+        """Numbers of the engines of an earlier server."""
 
     def refuse(self, engine: Scripted) -> None:
         if engine.number == self.refused:
             raise EngineStartError("no room")
+
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        return [*range(count), *(number for number in self.running if count <= number < most)]
 
     async def stop(self, number: int, engine: EngineClient) -> None:
         self.stopped.append(number)
@@ -51,3 +58,16 @@ async def test_a_start_that_fails_leaves_the_engines_that_were_ready() -> None:
     with pytest.raises(EngineStartError, match="no room"):
         await Replicas.start(ClusterConfig(replicas=3, routing="least-loaded"), noted)
     assert (noted.stopped, noted.left) == ([], [0, 1])
+
+
+async def test_a_server_begins_with_the_engines_that_an_earlier_one_had_added() -> None:
+    noted = Noted()
+    noted.running = [0, 3, 5]
+    config = ClusterConfig(replicas=2, max_replicas=5, routing="least-loaded", scale_down_seconds=3600)
+    replicas = await Replicas.start(config, noted)
+    assert [each.name for each in replicas.members] == ["0", "1", "3"], "5 is beyond the maximum"
+    assert {each.name: each.engine.number for each in replicas.members} == {"0": 0, "1": 1, "3": 3}  # type: ignore[union-attr]
+    assert replicas.fleet.add().name == "2"
+    await until(lambda: len(replicas.serving) == 4)
+    await replicas.close()
+    assert sorted(noted.left) == [0, 1, 2, 3]

@@ -180,6 +180,20 @@ def test_engines_without_any_server_end_after_their_time(serve: Serve, nodes: No
         assert cached(serving) == 0, "their room is free for new ones"
 
 
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_engine_of_a_lost_node_starts_on_another_one(serve: Serve, nodes: Nodes) -> None:
+    with serve() as serving:
+        lost = replicas(serving)["0"]["place"].partition("(")[2].rstrip(")")
+        nodes.kill(lost)
+        until(lambda: replicas(serving)["0"]["state"] != "ready", 20)
+        assert replicas(serving)["1"]["state"] == "ready" and cached(serving) == 0
+        added = nodes.add()
+        until(lambda: [each["state"] for each in replicas(serving).values()] == ["ready", "ready"], 90)
+        assert added[:8] in replicas(serving)["0"]["place"]
+
+
 def replicas(serving: Serving) -> dict[str, dict[str, Any]]:
     """The replicas by name."""
     return {each["name"]: each for each in httpx.get(f"{serving.url}/replicas").json()["data"]}

@@ -150,6 +150,9 @@ class Scripts:
     def place(self, number: int) -> str:
         return "nowhere"
 
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        return range(count)
+
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         engine = Scripted(number)
         self.prepare(engine)

@@ -550,7 +550,7 @@ def ray_command() -> Command:
     return Command(
         run=run,
         description="Look after the engines on a Ray cluster that outlive their servers (serve --ray-keep). `list` "
-        "shows them with their nodes. `end` ends those of one NAME, also if servers use them.",
+        "shows them with their nodes. `end` ends those of one NAME, whose servers must have ended before.",
         groups={ray_engines.RayConfig: "the cluster"},
         model=f"one of {', '.join(ray_engines.ACTIONS)}",
         operand="ACTION",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from holdfast.cli.flags import CommandError
@@ -10,6 +13,9 @@ from holdfast.core.config import option
 
 ACTIONS = ("list", "end")
 """Values of ACTION."""
+NOTICE_SECONDS = 12.0
+"""Seconds in which an engine notices that a server was killed."""
+WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +46,22 @@ async def run(config: RayConfig, action: str | None, name: str | None) -> int:
             for engine in await kept_engines():
                 print(f"{engine.name}  {engine.place}")
             return 0
-        ended = await Places(str(kept)).end()
+        places = Places(str(kept))
+        await no_servers(places.servers)
+        ended = await places.end()
     if not ended:
         raise CommandError(f"no engine is named {kept}-0 or so; holdfast ray list shows all")
     print(f"ended {', '.join(ended)}")
     return 0
+
+
+async def no_servers(count: Callable[[], Awaitable[int]]) -> None:
+    """Wait for the engines to notice that their servers have ended. Raises CommandError if they have not."""
+    until = time.monotonic() + NOTICE_SECONDS
+    while attached := await count():
+        if time.monotonic() >= until:
+            raise CommandError(
+                f"{attached} server{'s are' if attached > 1 else ' is'} attached to these engines, and would start them "
+                "again; end servers first"
+            )
+        await asyncio.sleep(WAIT_SECONDS)

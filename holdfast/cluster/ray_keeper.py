@@ -86,6 +86,13 @@ class EngineKeeper:
             finally:
                 self._seen = time.monotonic()
 
+    async def servers(self) -> int:
+        """Return the number of servers that are attached to the engine; 0 if it does not answer, or does not run."""
+        if self._served is not None:
+            with suppress(EngineDead, TimeoutError):
+                return await self._served[0].count_clients(CHECK_SECONDS)
+        return 0
+
     async def end(self) -> None:
         """End the engine, give the resources back to Ray, and so end this actor."""
         if self._served is not None:

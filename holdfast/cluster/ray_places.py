@@ -74,6 +74,15 @@ class Places:
         found = (re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name) for name in actor_names())
         return sorted(int(each[1]) for each in found if each)
 
+    async def servers(self) -> int:
+        """Return the largest number of servers that are attached to one of the engines."""
+        counts = [0]
+        for number in await asyncio.to_thread(self.numbers):
+            with suppress(ValueError, RayError, TimeoutError):
+                keeper = ray.get_actor(f"{self._name}-{number}", namespace=NAMESPACE)
+                counts.append(await asyncio.wait_for(answer(keeper.servers.remote()), 2 * ASK_SECONDS))
+        return max(counts)
+
     async def end(self) -> list[str]:
         """End all engines of this name, and free their resources. Returns their names."""
         numbers = await asyncio.to_thread(self.numbers)

@@ -34,7 +34,7 @@ class Spawner(Protocol):
         """Return the place of a replica for display, for example "cpu", "cuda:1" or "node 10.0.0.7"."""
 
     async def first(self, count: int, most: int) -> Sequence[int]:
-        """Return the numbers to start with, in order: the first `count`, and further ones below `most` whose engine runs already.
+        """Return the numbers to start with, in order: the first `count`, and others below `most` whose engine runs.
 
         Raises EngineStartError.
         """

@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.cli import main
+from holdfast.cli import main, ray_engines
+from holdfast.cli.flags import CommandError
 from holdfast.cluster.config import ClusterConfig
 from tests.cluster.ray_nodes import Nodes, ray_nodes
 from tests.served import Serving, environment, make_checkpoint, started
@@ -79,7 +80,8 @@ def serve(nodes: Nodes, checkpoint: Path, tmp_path: Path) -> Iterator[Serve]:
         return started(str(checkpoint), *options, *kept, *more)
 
     yield serve
-    holdfast_ray(nodes, "end", "story")
+    ended = holdfast_ray(nodes, "end", "story")
+    assert ended.returncode == 0 or "no engine is named story-0" in ended.stderr, ended
 
 
 def holdfast_ray(nodes: Nodes, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -121,6 +123,8 @@ def test_a_server_after_a_killed_one_finds_the_engines_with_their_cache(serve: S
     with serve() as second:
         assert time.monotonic() - began < 30
         assert cached(second) == 80
+        refused = holdfast_ray(nodes, "end", "story")
+        assert refused.returncode == 1 and "1 server is attached to these engines" in refused.stderr
         second.process.send_signal(signal.SIGTERM)
         assert second.process.wait(20) == 0
     ended = holdfast_ray(nodes, "end", "story")
@@ -207,3 +211,21 @@ def actor(nodes: Nodes, name: str) -> int:
     )
     command = [sys.executable, "-c", code, nodes.address, name]
     return int(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60).stdout)
+
+
+async def test_engines_are_ended_once_the_last_server_is_gone_and_not_while_one_stays() -> None:
+    counts = [2, 1, 0]
+
+    async def fewer() -> int:
+        return counts.pop(0)
+
+    async def one() -> int:
+        return 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_engines, "WAIT_SECONDS", 0.01)
+        await ray_engines.no_servers(fewer)
+        assert counts == []
+        patch.setattr(ray_engines, "NOTICE_SECONDS", 0.05)
+        with pytest.raises(CommandError, match="1 server is attached to these engines"):
+            await ray_engines.no_servers(one)

@@ -61,7 +61,7 @@ async def no_servers(count: Callable[[], Awaitable[int]]) -> None:
     while attached := await count():
         if time.monotonic() >= until:
             raise CommandError(
-                f"{attached} server{'s are' if attached > 1 else ' is'} attached to these engines, and would start them "
-                "again; end servers first"
+                f"{attached} server{'s are' if attached > 1 else ' is'} attached to these engines, and would start "
+                "them again; end servers first"
             )
         await asyncio.sleep(WAIT_SECONDS)

@@ -538,6 +538,26 @@ def store_command() -> Command:
     )
 
 
+def ray_command() -> Command:
+    """Return the command `holdfast ray`."""
+    from holdfast.cli import ray_engines
+
+    def run(asked: Asked) -> int:
+        config, flags = asked.config(ray_engines.RayConfig), asked.flags
+        with value_errors_as_usage():
+            return run_in_loop(ray_engines.run(config, flags.get("action"), flags.get("name")))
+
+    return Command(
+        run=run,
+        description="Look after the engines on a Ray cluster that outlive their servers (serve --ray-keep). `list` "
+        "shows them with their nodes. `end` ends those of one NAME, whose servers must have ended before.",
+        groups={ray_engines.RayConfig: "the cluster"},
+        model=f"one of {', '.join(ray_engines.ACTIONS)}",
+        operand="ACTION",
+        others=(("NAME", "the engines to end, as named by --ray-keep; default: engine"),),
+    )
+
+
 def completion_command() -> Command:
     """Return the command `holdfast completion`."""
 
@@ -574,13 +594,15 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
     "keys": ("add, list, rotate, limit and revoke a server's API keys", keys_command),
     "store": ("check or copy the store of conversations", store_command),
+    "ray": ("list and end the engines on a Ray cluster that outlive servers", ray_command),
     "completion": ("print a completion script for bash, zsh or fish", completion_command),
 }
 """For each command: its line in the help, and the function that imports it."""
 
 
 OPERANDS = {
-    "batch": "FILE", "tune": "DATA", "keys": "ACTION [NAME]", "store": "ACTION [FILE]", "completion": "SHELL"
+    "batch": "FILE", "tune": "DATA", "keys": "ACTION [NAME]", "store": "ACTION [FILE]", "ray": "ACTION [NAME]",
+    "completion": "SHELL",
 }  # fmt: skip
 """Positional arguments of the commands that do not take [MODEL], for their usage."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +18,16 @@ from holdfast.core.config import option
 from holdfast.engine.address import check_address, is_local, new_key, read_key
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.unattended import until_unattended
 from holdfast.engine.client.warming import warm_up
 from holdfast.lm.config import EngineConfig
 from holdfast.server.conversations.database import data_directory
 from holdfast.server.run import signals
 
 log = logging.getLogger("holdfast.engine")
+
+MOST_SECONDS = 30 * 86400.0
+"""Longest time without a server, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +46,19 @@ class ListenConfig:
         "time after SIGTERM or Ctrl-C in which running requests finish, and conversations move to the servers' other "
         "engines (with --chunk-host); the engine ends earlier once all servers have left",
     )
+    end_unattended: float | None = option(
+        None, "seconds without any attached server after which the engine ends; default: it waits without a limit"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("warning", "lowest level that is logged")
 
     def __post_init__(self) -> None:
         check_address(self.listen, self.engine_key)
         if not 0 <= self.drain_seconds <= 86400:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; it must lie between 0 and 86400")
+        if self.end_unattended is not None and not 1 <= self.end_unattended <= MOST_SECONDS:
+            raise ValueError(
+                f"end_unattended is {self.end_unattended:g}; it must lie between 1 and {MOST_SECONDS:g} seconds"
+            )
 
 
 async def run(config: ListenConfig, engine: EngineConfig) -> int:
@@ -80,15 +92,19 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
 
 
 async def until_ended(client: EngineClient, config: ListenConfig, received: asyncio.Queue[int]) -> int:
-    """Wait until the engine has ended, or for a signal, which drains it. Returns the exit code.
+    """Wait until the engine has ended or no server needs it, or for a signal, which drains it. Returns the exit code.
 
     The drain ends once all servers have left, at its time limit, or at a second signal.
     """
     died, stop = asyncio.create_task(client.dead.wait()), asyncio.create_task(received.get())
-    await asyncio.wait({died, stop}, return_when=asyncio.FIRST_COMPLETED)
-    again, drain = asyncio.create_task(received.get()), asyncio.create_task(drained(client, config.drain_seconds))
-    tasks: set[asyncio.Task[Any]] = {died, stop, again, drain}
+    alone = asyncio.create_task(no_server(client, config.end_unattended))
+    tasks: set[asyncio.Task[Any]] = {died, stop, alone}
     try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.done():
+            return 0
+        again, drain = asyncio.create_task(received.get()), asyncio.create_task(drained(client, config.drain_seconds))
+        tasks |= {again, drain}
         await asyncio.wait({died, again, drain}, return_when=asyncio.FIRST_COMPLETED)
         return 128 + again.result() if again.done() else 0
     finally:
@@ -124,6 +140,16 @@ def local_key() -> str:
         return read_key(str(path))
     except (ValueError, OSError) as error:
         raise UsageError(f"the key of this user's engines cannot be used: {error}") from None
+
+
+async def no_server(client: EngineClient, seconds: float | None) -> None:
+    """Wait until no server has been attached for `seconds`, or without a limit."""
+    if seconds is None:
+        await asyncio.Event().wait()
+        return
+    with suppress(EngineDead):
+        await until_unattended(client, seconds)
+        log.warning("no server was attached for %g s, so the engine ends", seconds)
 
 
 def key_of(config: ListenConfig) -> str:

@@ -25,36 +25,32 @@ LATER_SECONDS = 1e9
 log = logging.getLogger("holdfast.cluster")
 
 
-class AttachSpawner:
-    """Attaches to engines. All must serve the same model."""
+class Attacher:
+    """Attaches to engines that listen at addresses. All must serve the same model."""
 
-    kind = "attached"
-
-    def __init__(self, addresses: Sequence[str], key: str = "") -> None:
-        """`addresses` are as `engine.address` reads them. `key` is the secret key of those on TCP."""
-        self.most: int | None = len(addresses)
-        self._addresses, self._key = addresses, key
-        self._reached: set[int] = set()
-        """Numbers of the replicas that were attached before."""
+    def __init__(self) -> None:
         self._infos: list[EngineInfo] = []
         """The first engine's description, once it is known."""
         self._kept = tempfile.TemporaryDirectory(prefix="holdfast-profiles-")
 
-    def place(self, number: int) -> str:
-        """See `Spawner.place`."""
-        return self._addresses[number]
+    async def attach(
+        self,
+        number: int,
+        address: str,
+        key: str,
+        seconds: float = 0.0,
+        here: Callable[[Attached], Attached] = lambda welcome: welcome,
+    ) -> EngineClient:
+        """Attach to the engine of a replica. Waits at most `seconds` for it to listen.
 
-    async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
-        """See `Spawner.start`. Waits for an engine that does not listen yet."""
-        address = self._addresses[number]
-        on_progress(f"attaching to the engine at {address}")
-        seconds = LATER_SECONDS if number in self._reached else FIRST_SECONDS
+        `here` changes the engine's welcome to what holds on this host. Raises EngineStartError.
+        """
         try:
-            attachment, welcome = await Attachment.open(address, self._key, seconds)
+            attachment, welcome = await Attachment.open(address, key, seconds)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         try:
-            welcome = self._checked(address, welcome, number)
+            welcome = here(self._checked(address, welcome, number))
         except BaseException:
             await attachment.close()
             raise
@@ -63,16 +59,10 @@ class AttachSpawner:
                 "the engine at %s is Holdfast %s, and this server is %s; they work together during an upgrade",
                 address, welcome.version or "of an earlier version", __version__,
             )  # fmt: skip
-        client = await started_warm(EngineClient.attach(attachment, welcome))
-        self._reached.add(number)
-        return client
+        return await started_warm(EngineClient.attach(attachment, welcome))
 
-    async def stop(self, number: int, engine: EngineClient) -> None:
-        """See `Spawner.stop`. The engine goes on."""
-        await engine.close()
-
-    async def close(self) -> None:
-        """See `Spawner.close`. Engines go on."""
+    def close(self) -> None:
+        """Remove the engines' profiles from this host."""
         self._kept.cleanup()
 
     def _checked(self, address: str, welcome: Attached, number: int) -> Attached:
@@ -91,3 +81,46 @@ class AttachSpawner:
             here.write_bytes(welcome.profile_content)
             return msgspec.structs.replace(welcome, info=replace(mine, profile_path=str(here)), profile_content=b"")
         return welcome
+
+
+class AttachSpawner:
+    """Attaches to engines at given addresses."""
+
+    kind = "attached"
+
+    def __init__(self, addresses: Sequence[str], key: str = "") -> None:
+        """`addresses` are as `engine.address` reads them. `key` is the secret key of those on TCP."""
+        self.most: int | None = len(addresses)
+        self._addresses, self._key = addresses, key
+        self._reached: set[int] = set()
+        """Numbers of the replicas that were attached before."""
+        self._attacher = Attacher()
+
+    def place(self, number: int) -> str:
+        """See `Spawner.place`."""
+        return self._addresses[number]
+
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        """See `Spawner.first`."""
+        return range(count)
+
+    async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
+        """See `Spawner.start`. Waits for an engine that does not listen yet."""
+        address = self._addresses[number]
+        on_progress(f"attaching to the engine at {address}")
+        seconds = LATER_SECONDS if number in self._reached else FIRST_SECONDS
+        client = await self._attacher.attach(number, address, self._key, seconds)
+        self._reached.add(number)
+        return client
+
+    async def stop(self, number: int, engine: EngineClient) -> None:
+        """See `Spawner.stop`. The engine goes on."""
+        await engine.close()
+
+    async def leave(self, number: int, engine: EngineClient) -> None:
+        """See `Spawner.leave`."""
+        await engine.close()
+
+    async def close(self) -> None:
+        """See `Spawner.close`. Engines go on."""
+        self._attacher.close()

@@ -10,8 +10,12 @@ from holdfast.core.config import option
 from holdfast.engine.address import check_address
 from holdfast.lm.config import EngineConfig
 
-MOST_REPLICAS = 64
+MOST_REPLICAS = 256
+"""Most replicas of a server. Choosing one of 256 for a turn takes 1.5 ms of a core."""
 AUTO = "auto"
+KEPT = "engine"
+"""Name of engines that outlive the server, unless one is given."""
+KEPT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,13 @@ class ClusterConfig:
         None, "with engines at HOST:PORT: the file with the key that they share with their clients"
     )
     ray_cpus: float = option(1.0, "with ray: CPUs of a node for each replica; it also gets tp times pp GPUs")
+    ray_keep: str | None = option(
+        None,
+        "with ray: keep the engines when the server ends. They are actors with this name and a number; a server with "
+        "the same name attaches to them; holdfast ray end NAME ends them",
+        bare=KEPT,
+    )
+    ray_keep_seconds: float = option(600.0, "with ray_keep: time without any server after which an engine ends itself")
     routing: RouterName = option(  # noqa: RUF009  a string
         "priced",
         "which replica a request goes to; priced: where its first token comes soonest, by the wait and the state there",
@@ -58,6 +69,7 @@ class ClusterConfig:
         for name, low, high in (
             ("replicas", 1, MOST_REPLICAS),
             ("ray_cpus", 0, 1024),
+            ("ray_keep_seconds", 10, 30 * 86400),
             ("scale_up_ms", 1, 3_600_000),
             ("scale_down_seconds", 1, 86400),
             ("replica_drain_seconds", 0, 86400),
@@ -69,10 +81,22 @@ class ClusterConfig:
             self._check_engines()
         if self.ray is not None and self.ray != AUTO and not re.fullmatch(r"[^/\s]+:\d+", self.ray):
             raise ValueError(f"ray is {self.ray!r}; it must be the address of a Ray cluster, host:port, or {AUTO}")
+        self._check_kept()
         if self.max_replicas is not None and not self.replicas <= self.max_replicas <= MOST_REPLICAS:
             raise ValueError(
                 f"max_replicas is {self.max_replicas}; it must lie between replicas, {self.replicas}, "
                 f"and {MOST_REPLICAS}"
+            )
+
+    def _check_kept(self) -> None:
+        if self.ray_keep is None:
+            return
+        if self.ray is None:
+            raise ValueError(f"ray_keep is {self.ray_keep}, and ray is not given: only engines on Ray are kept so")
+        if not KEPT_NAME.fullmatch(self.ray_keep):
+            raise ValueError(
+                f"ray_keep is {self.ray_keep!r}; it must be a name of up to 63 letters, digits, dots, hyphens and "
+                "underscores that begins with a letter or digit"
             )
 
     def _check_engines(self) -> None:

@@ -75,6 +75,8 @@ class Fleet:
         self.before_end: Callable[[Replica], Awaitable[None]]
         """Awaited, for a limited time, before the engine of a drained replica is stopped."""
         self._config, self._spawner, self._on_progress = config, spawner, on_progress
+        self._first: Sequence[int] = ()
+        """Numbers of the first engines."""
         self._paths: dict[str, str] = {}
         """Directories of adapters that were loaded while the server ran, by adapter name."""
         self._changing = asyncio.Lock()
@@ -86,7 +88,7 @@ class Fleet:
 
     async def start(self) -> list[EngineClient]:
         """Start the first engines in parallel. Returns when all are ready. Raises EngineStartError."""
-        numbers = range(self._config.count)
+        self._first = numbers = await self._spawner.first(self._config.count, self._config.most)
         starts = [asyncio.create_task(self._spawner.start(number, self._progress(number))) for number in numbers]
         try:
             return await asyncio.gather(*starts)
@@ -96,14 +98,14 @@ class Fleet:
             ended = await asyncio.gather(*starts, return_exceptions=True)
             for number, engine in zip(numbers, ended, strict=True):
                 if isinstance(engine, EngineClient):
-                    await self._spawner.stop(number, engine)
+                    await self._spawner.leave(number, engine)
             await self._spawner.close()
             raise
 
     def begin(self, engines: Sequence[EngineClient]) -> None:
         """Let the first engines serve, and start monitoring them."""
         self.adapters.update(engines[0].adapters)
-        for number, engine in enumerate(engines):
+        for number, engine in zip(self._first, engines, strict=True):
             replica = Replica(number, self._spawner.place(number))
             self.members.append(replica)
             self._adopt(replica, engine)
@@ -255,7 +257,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         engines = [(replica.number, replica.engine) for replica in self.members if replica.engine is not None]
-        await asyncio.gather(*(self._spawner.stop(number, engine) for number, engine in engines))
+        await asyncio.gather(*(self._spawner.leave(number, engine) for number, engine in engines))
         await self._spawner.close()
 
     def end(self, reason: str) -> None:

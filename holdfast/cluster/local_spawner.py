@@ -66,6 +66,10 @@ class LocalSpawner:
         """See `Spawner.place`."""
         return f"GPU {','.join(self._gpus_of(number))}" if self._gpus else "CPU"
 
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        """See `Spawner.first`."""
+        return range(count)
+
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         """See `Spawner.start`."""
         if number:
@@ -89,6 +93,10 @@ class LocalSpawner:
 
     async def stop(self, number: int, engine: EngineClient) -> None:
         """See `Spawner.stop`."""
+        await engine.close()
+
+    async def leave(self, number: int, engine: EngineClient) -> None:
+        """See `Spawner.leave`."""
         await engine.close()
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp
 
 from holdfast.cluster.baselines import ready
@@ -22,6 +23,8 @@ DIGEST = 32
 """Size of a digest in bytes."""
 EQUAL = 1.0
 """Maximum difference in ms between prices that count as equal."""
+PREFILLS = 4096
+"""Maximum number of remembered durations. Most replicas lack all of a prompt, so their prices share one duration."""
 RECENT = 64
 """Maximum number of a replica's idle conversations, the most recently used, that are considered for moves at a time."""
 
@@ -72,9 +75,13 @@ class Pricing:
         self._cost, self._step_tokens = cost, step_tokens
         self.step = cost.linear(step_tokens) * 1e3
         """Milliseconds of a full step, without its attention."""
+        self._durations = lru_cache(PREFILLS)(self._duration)
 
     def prefill(self, start: int, stop: int) -> float:
         """Return the ms to compute positions [start, stop) of a prompt in full steps."""
+        return self._durations(start, stop)
+
+    def _duration(self, start: int, stop: int) -> float:
         tokens = stop - start
         if tokens <= 0:
             return 0.0

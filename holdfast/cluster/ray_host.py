@@ -34,6 +34,11 @@ class About(NamedTuple):
     """Free memory of the node in GB."""
 
     @property
+    def host(self) -> str:
+        """IP address as the first part of HOST:PORT."""
+        return f"[{self.address}]" if ":" in self.address else self.address
+
+    @property
     def place(self) -> str:
         """Name of the node for display. Nodes may share an address, so it includes part of the id."""
         return f"Ray node {self.address} ({self.node[:8]})"
@@ -49,8 +54,7 @@ class EngineHost:
 
     def about(self) -> About:
         """Return the properties that are known before the engine loads."""
-        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return About(address, node, self._process.pid, self._public, version(), free_gb())
+        return about_this_node(self._process.pid, self._public)
 
     def mark(self, path: str) -> str:
         """Return the mark of a shared directory as this node sees it; empty if there is none."""
@@ -68,6 +72,12 @@ class EngineHost:
         """Return the cost profile that the engine found or measured. Raises OSError."""
         with open_file(path) as file:
             return file.read(PROFILE_LIMIT)
+
+
+def about_this_node(pid: int, key: str) -> About:
+    """Return the properties of an engine, or of its actor, on the node of this process."""
+    address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+    return About(address, node, pid, key, version(), free_gb())
 
 
 def version() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,12 @@ class Spawner(Protocol):
     def place(self, number: int) -> str:
         """Return the place of a replica for display, for example "cpu", "cuda:1" or "node 10.0.0.7"."""
 
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        """Return the numbers to start with, in order: the first `count`, and others below `most` whose engine runs.
+
+        Raises EngineStartError.
+        """
+
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         """Start an engine, and wait until it accepts requests. `on_progress` receives the name of each stage.
 
@@ -42,6 +48,12 @@ class Spawner(Protocol):
 
     async def stop(self, number: int, engine: EngineClient) -> None:
         """Stop an engine at once, and free its place. The engine must have no requests left, or be dead.
+
+        Does not raise if the engine is already gone.
+        """
+
+    async def leave(self, number: int, engine: EngineClient) -> None:
+        """Give up an engine because this server ends. One that outlives servers goes on, and any other is stopped.
 
         Does not raise if the engine is already gone.
         """
@@ -60,16 +72,23 @@ def make_spawner(
 ) -> Spawner:
     """Create the spawner for this configuration. `process` and `ledger` are for LocalSpawner.
 
-    `tuning_state` is for RaySpawner: the server's directory of tuning jobs. Raises EngineStartError.
+    `tuning_state` is for engines on Ray: the server's directory of tuning jobs. Raises EngineStartError.
     """
     if cluster.engines:
         return AttachSpawner(cluster.addresses, key_in(cluster.engine_key))
     if cluster.ray is None:
         return LocalSpawner(config, cluster.most, process, ledger)
-    from holdfast.cluster.ray_spawner import RaySpawner  # Ray is an extra, and takes a second to import.
+    from holdfast.cluster.ray_cluster import RayCluster  # Ray is an extra, and takes a second to import.
 
     shared = Path(tuning_state) if config.tuning and tuning_state is not None else None
-    return RaySpawner(config, cluster.ray, cluster.ray_cpus, shared)
+    members = RayCluster(config, cluster.ray, cluster.ray_cpus, shared)
+    if cluster.ray_keep is None:
+        from holdfast.cluster.ray_spawner import RaySpawner
+
+        return RaySpawner(members)
+    from holdfast.cluster.ray_kept import KeptRaySpawner
+
+    return KeptRaySpawner(members, cluster.ray_keep, cluster.ray_keep_seconds)
 
 
 def key_in(path: str | None) -> str:

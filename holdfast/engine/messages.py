@@ -266,6 +266,12 @@ class Ask(Message, tag="ask"):
     number: int
 
 
+class CountClients(Message, tag="count-clients"):
+    """To an engine that listens at an address: answer with ClientCount."""
+
+    number: int
+
+
 class Watch(Message, tag="watch"):
     """To the engine: send Activity for `seconds` seconds from now on; 0 stops it."""
 
@@ -433,6 +439,14 @@ class Stats(Message, tag="stats"):
     stats: SchedulerStats
 
 
+class ClientCount(Message, tag="client-count"):
+    """From an engine that listens at an address: the answer to CountClients."""
+
+    number: int
+    count: int
+    """Number of attached clients. The process that started the engine is none of them."""
+
+
 class Steps(Message, tag="steps"):
     """From the engine: the steps that computed tokens since the last such message, oldest first."""
 
@@ -498,19 +512,19 @@ class Submitted(Message, tag="submit"):
 
 
 ToEngine = (
-    Start | StartApp | Attach | Detach | Introduce | Drain | Submit | Infer | Abort | Adopt | Ask | Watch | Tick
-    | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    Start | StartApp | Attach | Detach | Introduce | Drain | Submit | Infer | Abort | Adopt | Ask | CountClients
+    | Watch | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 FromEngine = (
     Hello | Progress | Ready | Attached | Draining | Drained | Servers | Adopted | AppReady | Outputs | Results
-    | Refused | ContractRefusal | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure
+    | Refused | ContractRefusal | Failed | Stats | Clock | ClientCount | Steps | Activity | AppAnswer | Failure
     | adapters.FromEngine | tuning.FromEngine | moves.FromEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
-    Start | StartApp | Attach | Detach | Introduce | Drain | Submitted | Infer | Abort | Adopt | Ask | Watch | Tick
-    | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
+    Start | StartApp | Attach | Detach | Introduce | Drain | Submitted | Infer | Abort | Adopt | Ask | CountClients
+    | Watch | Tick | Shutdown | adapters.ToEngine | tuning.ToEngine | moves.ToEngine | pauses.ToEngine
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

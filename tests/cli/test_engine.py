@@ -40,6 +40,7 @@ def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tm
     [
         (["engine", "--listen", "host:80"], "--engine-key"),
         (["engine", "--listen", "here"], "port from 1 to 65535"),
+        (["engine", "--end-unattended", "0"], "end_unattended is 0; it must lie between 1 and 2.592e+06 seconds"),
         (["serve", "--engines", "./a", "some-model"], "MODEL is for an engine that is started here"),
         (["serve", "--engines", "./a", "--max-sequences", "4"], "--max-sequences is for an engine"),
         (["serve", "--api-processes", "0"], "api_processes is 0; it must lie between 1 and 64"),
@@ -58,3 +59,13 @@ def test_the_key_of_an_engine_on_tcp_is_made_and_a_path_needs_none(tmp_path: Pat
     file = tmp_path / "key"
     assert len(key_of(ListenConfig(listen="host:80", engine_key=str(file)))) == 40
     assert key_of(ListenConfig(listen="./engine.sock")) == ""
+
+
+def test_an_engine_that_no_server_attaches_to_ends_after_the_given_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", f"{tmp_path}/engine.sock"]
+    sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
+    ended = subprocess.run(
+        [*command, *sizes, "--end-unattended", "1"], env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0
+    assert "no server was attached for 1 s, so the engine ends" in ended.stderr

@@ -228,7 +228,7 @@ def test_advice_has_the_layout_in_its_command():
 @pytest.mark.parametrize(
     ("replicas", "hosts", "ray", "times"),
     [(4, "the 8 devices of one host", None, 1), (6, "the 12 devices of the hosts of a Ray cluster", "auto", 1),
-     (100, "the 200 devices of the hosts of a Ray cluster", "auto", 2)],
+     (400, "the 800 devices of the hosts of a Ray cluster", "auto", 2)],
 )  # fmt: skip
 def test_advice_serves_replicas_with_holdfasts_own_router(replicas, hosts, ray, times):
     many = Evaluation(Candidate(tp=2), 3.0, FIGURES, 100.0, replicas, None)
@@ -236,7 +236,7 @@ def test_advice_serves_replicas_with_holdfasts_own_router(replicas, hosts, ray, 
     assert f"{replicas} replicas on {hosts}, behind one address" in where
     assert ("run it 2 times" in where) == (times == 2)
     served = parsed(command, ClusterConfig)
-    assert (served.replicas, served.routing, served.ray) == (min(replicas, 64), "prefix-tree", ray)
+    assert (served.replicas, served.routing, served.ray) == (min(replicas, 256), "prefix-tree", ray)
     assert parsed(command).tp == 2
 
 

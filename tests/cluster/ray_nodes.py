@@ -1,8 +1,8 @@
 """A Ray cluster of several nodes on one machine, in a process of its own: run as a script, it takes commands.
 
 It prints its address. Then each line of its input is a command, which it answers with a line: `add` starts a node and
-answers with its id; `kill ID` kills the node whose id has this beginning. It ends with all nodes at the end of its
-input.
+answers with its id; `add PATH` does so with this PYTHONPATH; `kill ID` kills the node whose id has this beginning. It
+ends with all nodes at the end of its input.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Nodes:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self.process_id = process.pid
         self.address = self._answer()
 
-    def add(self) -> str:
-        """Start a node with room for one replica. Returns its id."""
-        return self._tell("add")
+    def add(self, python_path: str = "") -> str:
+        """Start a node with room for one replica. Returns its id. `python_path` replaces its PYTHONPATH."""
+        return self._tell(f"add {python_path}")
 
     def kill(self, node: str) -> None:
         """Kill a node, with all that runs on it. `node` is the beginning of its id."""
@@ -69,7 +70,8 @@ def main() -> None:
     for line in sys.stdin:
         command, *rest = line.split()
         if command == "add":
-            node = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+            path = {"env_vars": {"PYTHONPATH": rest[0]}} if rest else {}
+            node = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, **path)
             nodes[node.node_id] = node
             print(node.node_id, flush=True)
         else:

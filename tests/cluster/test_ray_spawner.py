@@ -22,6 +22,7 @@ import pytest
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
+from holdfast.cluster.spawner import make_spawner
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.client.tuning import JobEnded, JobStep
 from holdfast.lm.config import EngineConfig
@@ -38,9 +39,9 @@ STORY = "Once upon a time"
 
 def test_without_ray_the_start_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "holdfast.cluster.ray_spawner", raising=False)
+    monkeypatch.delitem(sys.modules, "holdfast.cluster.ray_cluster", raising=False)
     with pytest.raises(EngineStartError, match=re.escape("pip install 'holdfast[ray]'")):
-        importlib.import_module("holdfast.cluster.ray_spawner")
+        importlib.import_module("holdfast.cluster.ray_cluster")
 
 
 def test_the_address_of_a_cluster_is_a_host_and_a_port() -> None:
@@ -128,8 +129,8 @@ def test_an_address_without_a_cluster_is_named(tmp_path: Path) -> None:
 @asynccontextmanager
 async def replicas_on(nodes: Nodes, config: EngineConfig, shared: Path) -> AsyncGenerator[Replicas, None]:
     """Two replicas, whose tuning jobs lie below `shared`."""
-    spawner = importlib.import_module("holdfast.cluster.ray_spawner").RaySpawner(config, nodes.address, 1.0, shared)
-    replicas = await Replicas.start(ClusterConfig(replicas=2, ray=nodes.address, routing="least-loaded"), spawner)
+    cluster = ClusterConfig(replicas=2, ray=nodes.address, routing="least-loaded")
+    replicas = await Replicas.start(cluster, make_spawner(config, cluster, tuning_state=str(shared)))
     try:
         yield replicas
     finally:

@@ -151,6 +151,9 @@ class Scripts:
     def place(self, number: int) -> str:
         return "nowhere"
 
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        return range(count)
+
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         engine = Scripted(number)
         self.prepare(engine)
@@ -158,6 +161,9 @@ class Scripts:
         return engine
 
     async def stop(self, number: int, engine: EngineClient) -> None:
+        await engine.close()
+
+    async def leave(self, number: int, engine: EngineClient) -> None:
         await engine.close()
 
     async def close(self) -> None:

@@ -32,6 +32,7 @@ from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
 from holdfast.engine.client.attachment import Attachment
 from holdfast.engine.client.connection import (
+    HEALTH_SECONDS,
     Connect,
     EngineConnection,
     EngineDead,
@@ -562,6 +563,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self.text.close()
         await super().close()
 
+    async def count_clients(self, timeout: float = HEALTH_SECONDS) -> int:
+        """Return the number of clients that are attached to the engine. It must listen at an address.
+
+        Raises EngineDead, TimeoutError.
+        """
+        count: int = await asyncio.wait_for(self._questions.ask(messages.CountClients), timeout)
+        return count
+
     async def run(self, stream: Stream, adopted: Adoption | None = None) -> AsyncGenerator[Delta, None]:
         """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does.
 
@@ -648,6 +657,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self.draining.set()
             case AdapterUnloaded(number):
                 self._questions.answer(number, None)
+            case messages.ClientCount(number, count):
+                self._questions.answer(number, count)
             case AdapterRefused(number, reason):
                 self._questions.refuse(number, AdapterError(reason))
             case JobStarted() | JobChanged() | JobRefused() | JobProgress():

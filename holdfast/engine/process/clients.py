@@ -406,6 +406,8 @@ class Clients:
                 yield msgspec.structs.replace(message, request_id=client.id_of(request_id))
             case messages.Watch(seconds):
                 yield from self._watch(client, seconds)
+            case messages.CountClients(number):
+                client.send(messages.ClientCount(number, len(self._attached)))
             case StopFetch(number):
                 yield from (StopFetch(ours) for ours, asked in self._asked.items() if asked == (client, number))
             case UnloadAdapter(number, adapter) if self._holders.get(adapter, set()) - {client}:

@@ -1,0 +1,73 @@
+"""The end of a server leaves engines to their spawner; a drained replica, or an ended engine, is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.replicas import Replicas
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineStartError
+from tests.cluster.test_replicas import Scripted, Scripts, until
+
+
+class Noted(Scripts):
+    """Scripted engines whose spawner notes which of them are stopped and left."""
+
+    def __init__(self, refused: int | None = None) -> None:
+        """The engine of the number `refused` cannot start."""
+        super().__init__(self.refuse)
+        self.refused = refused
+        self.stopped: list[int] = []
+        self.left: list[int] = []
+        self.running: list[int] = []
+        """Numbers of the engines of an earlier server."""
+
+    def refuse(self, engine: Scripted) -> None:
+        if engine.number == self.refused:
+            raise EngineStartError("no room")
+
+    async def first(self, count: int, most: int) -> Sequence[int]:
+        return [*range(count), *(number for number in self.running if count <= number < most)]
+
+    async def stop(self, number: int, engine: EngineClient) -> None:
+        self.stopped.append(number)
+        await engine.close()
+
+    async def leave(self, number: int, engine: EngineClient) -> None:
+        self.left.append(number)
+
+
+async def test_engines_are_left_when_the_server_ends_and_stopped_when_they_are_drained() -> None:
+    noted = Noted()
+    replicas = await Replicas.start(ClusterConfig(replicas=3, routing="least-loaded"), noted)
+    replicas.fleet.drain("1")
+    await until(lambda: len(replicas.members) == 2)
+    assert (noted.stopped, noted.left) == ([1], [])
+    noted.engines[2].die()
+    await until(lambda: len(noted.engines) == 4)
+    assert (noted.stopped, noted.left) == ([1, 2], [])
+    await replicas.close()
+    assert (noted.stopped, sorted(noted.left)) == ([1, 2], [0, 2])
+
+
+async def test_a_start_that_fails_leaves_the_engines_that_were_ready() -> None:
+    noted = Noted(refused=2)
+    with pytest.raises(EngineStartError, match="no room"):
+        await Replicas.start(ClusterConfig(replicas=3, routing="least-loaded"), noted)
+    assert (noted.stopped, noted.left) == ([], [0, 1])
+
+
+async def test_a_server_begins_with_the_engines_that_an_earlier_one_had_added() -> None:
+    noted = Noted()
+    noted.running = [0, 3, 5]
+    config = ClusterConfig(replicas=2, max_replicas=5, routing="least-loaded", scale_down_seconds=3600)
+    replicas = await Replicas.start(config, noted)
+    assert [each.name for each in replicas.members] == ["0", "1", "3"], "5 is beyond the maximum"
+    assert {each.name: each.engine.number for each in replicas.members} == {"0": 0, "1": 1, "3": 3}  # type: ignore[union-attr]
+    assert replicas.fleet.add().name == "2"
+    await until(lambda: len(replicas.serving) == 4)
+    await replicas.close()
+    assert sorted(noted.left) == [0, 1, 2, 3]

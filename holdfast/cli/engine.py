@@ -16,8 +16,11 @@ from holdfast.cli.output import stage_printer
 from holdfast.core.config import option
 from holdfast.engine.address import check_address, is_local, new_key, read_key
 from holdfast.engine.client.client import EngineClient
+from holdfast.engine.logs import fields, log_as
 from holdfast.lm.config import EngineConfig
 from holdfast.server.run import signals
+
+log = logging.getLogger("holdfast.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,9 @@ class ListenConfig:
         None, "with HOST:PORT: the file with the key that servers must have, too; it is made if it does not exist"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("warning", "lowest level that is logged")
+    log_format: Literal["text", "json"] = option(
+        "text", "form of the log's lines: text for people, or json with a field for each value"
+    )
 
     def __post_init__(self) -> None:
         check_address(self.listen, self.engine_key)
@@ -39,8 +45,8 @@ class ListenConfig:
 
 async def run(config: ListenConfig, engine: EngineConfig) -> int:
     """Run the engine until a signal, or until it ends. Returns the exit code. Raises EngineStartError, UsageError."""
-    logging.basicConfig(format="holdfast: %(message)s", level=config.log_level.upper())
-    console = Console(highlight=False)
+    log_as(config.log_format, config.log_level)
+    console = Console(highlight=False, quiet=config.log_format == "json")
     key = key_of(config)
     client = await EngineClient.start(
         engine,
@@ -52,6 +58,11 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
     )
     try:
         with signals() as received:
+            log.info(
+                "ready at %s",
+                config.listen,
+                extra=fields(model=client.info.model, listen=config.listen, seconds=client.info.started_in),
+            )
             option = f" --engine-key {config.engine_key}" if key else ""
             console.print(Text(f"{client.info.model} is ready at {config.listen} in {client.info.started_in:.1f} s"))
             console.print(
@@ -62,7 +73,7 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
             died.cancel()
             stop.cancel()
         if client.dead.is_set():
-            logging.getLogger("holdfast").error("the engine has ended: %s", client.reason)
+            log.error("the engine has ended: %s", client.reason)
             return 1
         return 0
     finally:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.flags import UsageError
+from holdfast.cli.notify import notify
 from holdfast.cli.output import stage_printer
 from holdfast.core.config import option
 from holdfast.engine.address import check_address, is_local, new_key, read_key
@@ -58,6 +59,7 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
     )
     try:
         with signals() as received:
+            notify("READY=1")
             log.info(
                 "ready at %s",
                 config.listen,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.notify import notify
 from holdfast.cli.output import stage_printer
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
@@ -58,6 +59,7 @@ async def run(
             *([] if engines.model is None else [engines.model.info.model]),
             *(app.info.name for app in engines.apps),
         ]
+        notify("READY=1")
         log.info("ready at %s", url, extra=fields(url=url, models=served, version=__version__))
         if engine is not None and engines.model is not None:
             announce(console, engines.model.config, server, engines.model.info, url, replicas_of(engines.model))

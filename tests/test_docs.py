@@ -94,7 +94,7 @@ def test_pages_that_code_and_messages_name_exist() -> None:
     files = [
         *(file for folder in ("holdfast", "scripts", "benchmarks") for file in (ROOT / folder).rglob("*.py")),
         *(ROOT / "docker").iterdir(),
-        *(ROOT / "deploy").iterdir(),
+        *(file for file in (ROOT / "deploy").rglob("*") if file.is_file()),
         ROOT / "Makefile",
         ROOT / "pyproject.toml",
     ]

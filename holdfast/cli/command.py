@@ -252,6 +252,7 @@ def serve_command() -> Command:
         server, engine, apps, cluster, threads = serve_configs(asked)
         # Imported here, because the help needs only the options.
         from holdfast.engine.checkpoint import Checkpoint, settled
+        from holdfast.engine.logs import FORMAT_VARIABLE
         from holdfast.engine.spawn import EngineProcess
         from holdfast.server.address import check_tls, listen, reserve
 
@@ -265,7 +266,8 @@ def serve_command() -> Command:
                     found = Checkpoint.of(engine)
                 if cluster.ray is None:
                     engine = settled(engine, found)
-                    process = held.enter_context(EngineProcess(engine.device))
+                    form = {FORMAT_VARIABLE: server.log_format}
+                    process = held.enter_context(EngineProcess(engine.device, environment=form))
             from holdfast.cli import serve  # This takes half a second, during which the engine loads PyTorch.
 
             return run_in_loop(serve.run(engine, server, apps, listener, process, cluster=cluster, threads=threads))

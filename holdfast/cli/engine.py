@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.flags import UsageError
+from holdfast.cli.notify import notify
 from holdfast.cli.output import stage_printer
 from holdfast.core.config import option
 from holdfast.engine.address import check_address, is_local, new_key, read_key
@@ -20,6 +21,7 @@ from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.unattended import until_unattended
 from holdfast.engine.client.warming import warm_up
+from holdfast.engine.logs import fields, log_as
 from holdfast.lm.config import EngineConfig
 from holdfast.server.conversations.database import data_directory
 from holdfast.server.run import signals
@@ -50,6 +52,9 @@ class ListenConfig:
         None, "seconds without any attached server after which the engine ends; default: it waits without a limit"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("warning", "lowest level that is logged")
+    log_format: Literal["text", "json"] = option(
+        "text", "form of the log's lines: text for people, or json with a field for each value"
+    )
 
     def __post_init__(self) -> None:
         check_address(self.listen, self.engine_key)
@@ -63,8 +68,8 @@ class ListenConfig:
 
 async def run(config: ListenConfig, engine: EngineConfig) -> int:
     """Run the engine until a signal, or until it ends. Returns the exit code. Raises EngineStartError, UsageError."""
-    logging.basicConfig(format="holdfast: %(message)s", level=config.log_level.upper())
-    console = Console(highlight=False)
+    log_as(config.log_format, config.log_level)
+    console = Console(highlight=False, quiet=config.log_format == "json")
     key = key_of(config)
     client = await EngineClient.start(
         engine,
@@ -76,6 +81,12 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
     )
     try:
         with signals() as received:
+            notify("READY=1")
+            log.info(
+                "ready at %s",
+                config.listen,
+                extra=fields(model=client.info.model, listen=config.listen, seconds=client.info.started_in),
+            )
             option = f" --engine-key {config.engine_key}" if key else ""
             console.print(Text(f"{client.info.model} is ready at {config.listen} in {client.info.started_in:.1f} s"))
             console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.notify import notify
 from holdfast.cli.output import stage_printer
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
@@ -18,6 +20,7 @@ from holdfast.core.config import DEFAULT_SEQUENCES, AppConfig
 from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
 from holdfast.engine.client.client import EngineClient
+from holdfast.engine.logs import fields
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
@@ -26,6 +29,8 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import Engines, log_as
 from holdfast.server.run import run as run_server
+
+log = logging.getLogger("holdfast.server")
 
 GB = 1e9
 HELLO = "Hi! My name is Ada."
@@ -47,9 +52,15 @@ async def run(
     is the number of CPU threads of each application's engine. Raises EngineStartError, StoreError.
     """
     log_as(server)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=server.log_format == "json")
 
     def ready(engines: Engines, url: str) -> None:
+        served = [
+            *([] if engines.model is None else [engines.model.info.model]),
+            *(app.info.name for app in engines.apps),
+        ]
+        notify("READY=1")
+        log.info("ready at %s", url, extra=fields(url=url, models=served, version=__version__))
         if engine is not None and engines.model is not None:
             announce(console, engines.model.config, server, engines.model.info, url, replicas_of(engines.model))
         if engines.apps:

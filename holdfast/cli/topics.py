@@ -48,7 +48,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "ServerConfig": {
         "the address": (
             "host", "port", "api_processes", "api_key", "allowed_host", "allowed_origin", "root_path", "ssl_certfile",
-            "ssl_keyfile", "log_level",
+            "ssl_keyfile",
         ),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser"),
         "limits of requests and connections": (
@@ -56,7 +56,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "body_seconds", "idle_seconds", "write_seconds", "health_seconds", "lame_duck_seconds",
             "drain_seconds",
         ),
-        "tracing": ("otlp_traces_endpoint",),
+        "logs and traces": ("log_level", "log_format", "slow_ms", "otlp_traces_endpoint"),
         "what is kept": (
             "store", "store_days", "store_conversations", "store_gb", "files", "max_file_mb", "files_gb",
             "tuning_state", "adapter_root",

@@ -82,7 +82,7 @@ class App(FastAPI):
                 stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
                 allow_private_network=True, expose_headers=EXPOSED,
             )  # fmt: skip
-        return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing)
+        return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing, self.config.slow_seconds)
 
 
 def create_app(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from holdfast.core.config import option
-from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days
+from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days, seconds_of_ms
 from holdfast.server.default_contracts import DefaultContracts
 from holdfast.server.formats.registry import check_names
 
@@ -46,6 +47,12 @@ class ServerConfig:
     ssl_keyfile: str | None = option(None, "the certificate's key in PEM, if it is in a file of its own")
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "warning", "lowest level that is logged; info has a line for each request, debug also has health checks"
+    )
+    log_format: Literal["text", "json"] = option(
+        "text", "form of the log's lines: text for people, or json with a field for each value"
+    )
+    slow_ms: float | None = option(
+        None, "log a line with the parts of its time for each request that takes longer; default: none", unit="ms"
     )
     tool_call_parser: str | None = option(
         None,
@@ -151,6 +158,7 @@ class ServerConfig:
             ("store_gb", 0.001, 1 << 20),
             ("max_file_mb", 0.001, 1 << 20),
             ("files_gb", 0.001, 1 << 20),
+            ("slow_ms", 0, 86_400_000),
             ("health_seconds", 0.05, 600),
             ("lame_duck_seconds", 0, 3600),
             ("drain_seconds", 0, 86400),
@@ -178,6 +186,11 @@ class ServerConfig:
                 raise ValueError(f"{name} is empty or holds something other than visible ASCII; choose another key")
         if set(self.api_key) & set(self.operator_key):
             raise ValueError("operator_key is among the API keys; give operators a key of their own")
+
+    @property
+    def slow_seconds(self) -> float:
+        """Seconds from which a request counts as slow; infinity if none does."""
+        return math.inf if self.slow_ms is None else seconds_of_ms(self.slow_ms)
 
     @property
     def max_body_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,12 +13,18 @@ from prometheus_client.registry import Collector
 from holdfast.engine.messages import Steps
 from holdfast.lm.types import SchedulerStats
 
+if TYPE_CHECKING:
+    from holdfast.engine.client.client import Timings
+
 SHARED_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the directory in which API processes of one port keep their metrics. The client library
 reads it when it is imported.
 """
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LENGTHS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+"""Upper bounds of the numbers of tokens of a prompt or an answer, as in vLLM."""
+COUNTS = (1, 2, 5, 10, 20)
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_LOSSES = 16
 """Maximum number of tuning jobs that have a gauge of their own."""
@@ -120,6 +126,14 @@ VLLM = {
     "tbt_seconds": "inter_token_latency_seconds",
     "e2e_seconds": "e2e_request_latency_seconds",
     "queue_seconds": "request_queue_time_seconds",
+    "prefill_seconds": "request_prefill_time_seconds",
+    "decode_seconds": "request_decode_time_seconds",
+    "inference_seconds": "request_inference_time_seconds",
+    "mean_tbt_seconds": "request_time_per_output_token_seconds",
+    "choice_prompt_tokens": "request_prompt_tokens",
+    "choice_generated_tokens": "request_generation_tokens",
+    "choice_max_tokens": "request_params_max_tokens",
+    "request_choices": "request_params_n",
     "step_tokens": "iteration_tokens_total",
     "prompt_tokens": "prompt_tokens",
     "generated_tokens": "generation_tokens",
@@ -150,6 +164,8 @@ class Metrics(Collector):
         """Directory of the metrics of all API processes; empty if there is only this one."""
         self._own = CollectorRegistry() if self._shared else self.registry
         """The metrics that this process counts."""
+        self._vllm: list[Histogram | Counter] = []
+        """The metrics among them that vLLM has, too."""
         self.registry.register(self)
         self.stats: SchedulerStats | None = None
         """State of the engine's queues and memory at the last scrape; None if the engine did not answer."""
@@ -189,6 +205,14 @@ class Metrics(Collector):
         self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
         self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)
         self.queue = self._histogram("queue_seconds", "Time from a request's arrival to its first step", LONG)
+        self.prefill = self._histogram("prefill_seconds", "Time from a choice's first step to its first token", LONG)
+        self.decode = self._histogram("decode_seconds", "Time from a choice's first token to its last one", LONG)
+        self.inference = self._histogram("inference_seconds", "Time from a choice's first step to its last token", LONG)
+        self.mean_tbt = self._histogram("mean_tbt_seconds", "Mean time between the tokens of a choice", SHORT)
+        self.choice_prompt = self._histogram("choice_prompt_tokens", "Prompt tokens of a choice", LENGTHS)
+        self.choice_generated = self._histogram("choice_generated_tokens", "Generated tokens of a choice", LENGTHS)
+        self.choice_limit = self._histogram("choice_max_tokens", "Limit of the tokens of a choice", LENGTHS)
+        self.request_choices = self._histogram("request_choices", "Choices that a request asks for", COUNTS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished choices")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.step_seconds = self._histogram("step_seconds", "Time that the device spent on a step", SHORT)
@@ -209,6 +233,23 @@ class Metrics(Collector):
         for stage, time in enumerate(steps.stages):
             self.stage_seconds.labels(str(stage)).inc(time)
 
+    def choice(self, timings: Timings, prompt: int, limit: int) -> None:
+        """Observe a finished choice: its times, the number of its prompt's tokens, and the limit of its own ones."""
+        self.queue.observe(timings.queued)
+        self.prefill.observe(timings.prefill)
+        self.decode.observe(timings.decode)
+        self.inference.observe(timings.prefill + timings.decode)
+        if timings.tokens > 1:
+            self.mean_tbt.observe(timings.decode / (timings.tokens - 1))
+        self.choice_prompt.observe(prompt)
+        self.choice_generated.observe(timings.tokens)
+        self.choice_limit.observe(limit)
+
+    def asked(self, choices: int, prompts: int) -> None:
+        """Observe a finished request that asks for so many choices of each of its prompts."""
+        for _ in range(prompts):
+            self.request_choices.observe(choices)
+
     def loss_of(self, job: str, loss: float) -> None:
         """Set the loss of a tuning job's last step."""
         self._with_loss.pop(job, None)
@@ -224,10 +265,14 @@ class Metrics(Collector):
         self.requests.labels(route, outcome).inc()
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"holdfast_{name}", help, buckets=buckets, registry=self._own)
+        made = Histogram(f"holdfast_{name}", help, buckets=buckets, registry=self._own)
+        self._vllm += [made] if name in VLLM else []
+        return made
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"holdfast_{name}", help, labels, registry=self._own)
+        made = Counter(f"holdfast_{name}", help, labels, registry=self._own)
+        self._vllm += [made] if name in VLLM else []
+        return made
 
     def _gauge(
         self,
@@ -260,9 +305,7 @@ class Metrics(Collector):
         """The metrics that API processes count, over all of them."""
         if self._shared:
             return [*multiprocess.MultiProcessCollector(None, self._shared).collect()]  # type: ignore[no-untyped-call]
-        own = [self.ttft, self.tbt, self.e2e, self.queue, self.step_tokens]
-        counted = [self.prompt_tokens, self.generated_tokens, self.finished]
-        return [found for each in (*own, *counted) for found in each.collect()]
+        return [found for each in self._vllm for found in each.collect()]
 
     def _engine(self) -> Iterator[Metric]:
         """Yield the engine's metrics of the last scrape; without stats, only that the engine does not answer."""

@@ -22,6 +22,7 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.spawner import make_spawner
 from holdfast.core.config import AppConfig
+from holdfast.engine import logs
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineStartError
@@ -186,9 +187,7 @@ def report_stage(on_progress: Callable[[str], None], app: str, stage: str) -> No
 
 def log_as(config: ServerConfig) -> None:
     """Configure this process's log, which goes to standard error."""
-    verbose = config.log_level in ("debug", "info")
-    logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
-    logging.getLogger("holdfast").setLevel(config.log_level.upper())
+    logs.log_as(config.log_format, config.log_level, timed=config.log_level in ("debug", "info"))
 
 
 def open_store(config: ServerConfig) -> Store:

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from holdfast.server.formats.toolset import Tool
+from holdfast.server.time_spent import spending
 
 log = logging.getLogger("holdfast.server")
 
@@ -71,7 +72,8 @@ class WebSearch:
         """Return at most `most` results, shortened. Raises SearchFailed."""
         params = {"q": query[:MOST_QUERY], "format": "json"}
         try:
-            body = await self._get(params)
+            with spending("search"):
+                body = await self._get(params)
             found = msgspec.json.decode(body, type=_Reply).results
         except (httpx.HTTPError, msgspec.MsgspecError, UnicodeError) as error:
             log.warning("a web search failed: %s", f"{error}" or type(error).__name__)

@@ -29,7 +29,7 @@ from holdfast.core.types import (
     TokenLogprobs,
     UserBatch,
 )
-from holdfast.engine.client.client import Adoption, Delta, EngineClient
+from holdfast.engine.client.client import Adoption, Delta, EngineClient, Timings
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
@@ -42,6 +42,7 @@ from holdfast.server.metrics import Metrics
 from holdfast.server.pauses import BATCH, BRANCH, PERSON
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, invalid
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
+from holdfast.server.time_spent import current, spending
 from holdfast.server.tools import chat_toolset
 from holdfast.server.truncation import Truncation
 
@@ -368,6 +369,10 @@ class Answer:
         """Tokens of the prompts. Empty until they are tokenized."""
         self.sent = False
         """Whether any choice was sent to the engine."""
+        self._timings: Timings | None = None
+        """Times of the choice that ended last; None before the first one ends."""
+        self._placed = 0.0
+        """Longest time in seconds that a choice has waited for a place in the engine's queue."""
         self.id = ""
         """Id by which later requests may name this answer; empty: none can."""
         self.note = b""
@@ -386,7 +391,8 @@ class Answer:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
             raise invalid(reason, "n")
         with self.lane.admission.admit(self.num_choices, self.tenant):
-            self.prompts = await self._prompts()
+            with spending("text"):
+                self.prompts = await self._prompts()
             try:
                 choices = [self._choices(number, prompt) for number, prompt in enumerate(self.prompts)]
                 async with aclosing(side_by_side(choices)) as merged:
@@ -394,6 +400,8 @@ class Answer:
                         yield choice, delta
                 if not self.goes_on:
                     self.ended("ok")
+                    if self.lane.timed:
+                        self.service.metrics.asked(self.wanted.n, len(self.prompts))
             except (asyncio.CancelledError, GeneratorExit):
                 self.ended("left")
                 raise
@@ -405,6 +413,18 @@ class Answer:
                 raise refused(error, self.wanted, self.service.client) from None
             except ContractRefused as error:
                 raise contract_refused(error.refusal) from None
+            finally:
+                self._note_time()
+
+    def _note_time(self) -> None:
+        """Add the time of the choice that took longest to the parts of the request's time."""
+        spent = current()
+        spent.add("place", self._placed)
+        if self._timings is not None:
+            # With a contract, the engine's client counts from the request's arrival.
+            before = spent.seconds["text"] + self._placed if self.contract else 0.0
+            spent.add_engine(self._timings, before)
+        self._placed, self._timings = 0.0, None
 
     async def whole(self, shape: Shape) -> Reply:
         """Collect all choices, and return the whole answer. Raises ApiError."""
@@ -502,8 +522,10 @@ class Answer:
         if self.id:
             self.service.answered.add(self.tenant, self.id, request_id)
         async with AsyncExitStack() as started:
+            asked = time.monotonic()
             for place in lane.places:
                 await started.enter_async_context(place)
+            self._placed = max(self._placed, time.monotonic() - asked)
             stream = self.service.client.stream(
                 prompt,
                 params,
@@ -537,6 +559,7 @@ class Answer:
                         metrics.generated_tokens.inc(len(delta.tokens))
                         self.usage.completion_tokens += 0 if self.most_tokens == 0 else len(delta.tokens)
                     if delta.usage is not None:
+                        self._timings = delta.timings or self._timings
                         self.service.client.note_pause(request_id, ending.pause())
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
@@ -550,7 +573,7 @@ class Answer:
                         metrics.cached_tokens.inc(delta.usage.cached_tokens)
                         if lane.timed:
                             if delta.timings is not None:
-                                metrics.queue.observe(delta.timings.queued)
+                                metrics.choice(delta.timings, len(prompt), params.max_tokens)
                             metrics.e2e.observe(now - self.arrival)
                     yield delta
 

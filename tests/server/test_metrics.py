@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import httpx
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.cluster.fleet import GAUGES
+from holdfast.engine.client.client import Timings
 from holdfast.engine.messages import Steps
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.metrics import STATS, VLLM, Metrics
@@ -70,6 +74,40 @@ def test_metrics_that_vllm_also_has_appear_under_its_names_with_the_same_value()
     assert all(any(name.startswith(f"vllm:{theirs}") for name in names) for theirs in VLLM.values())
 
 
+def test_each_finished_choice_is_observed_under_vllms_names_for_its_times_and_lengths() -> None:
+    metrics = Metrics("tiny")
+    timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.75, finish=4.75, tokens=5)
+    metrics.choice(timings, prompt=30, limit=200)
+    found = {name: each for name, each in samples(metrics).items() if name.startswith("vllm:request_")}
+    assert {name: each for name, each in found.items() if name.endswith("_sum") and each} == {
+        "vllm:request_queue_time_seconds_sum": 0.5,
+        "vllm:request_prefill_time_seconds_sum": 1.25,
+        "vllm:request_decode_time_seconds_sum": 2.0,
+        "vllm:request_inference_time_seconds_sum": 3.25,
+        "vllm:request_time_per_output_token_seconds_sum": 0.5,
+        "vllm:request_prompt_tokens_sum": 30,
+        "vllm:request_generation_tokens_sum": 5,
+        "vllm:request_params_max_tokens_sum": 200,
+    }
+    assert found["vllm:request_prompt_tokens_bucket le=20.0"] == 0
+    assert found["vllm:request_prompt_tokens_bucket le=50.0"] == 1
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    metrics = Metrics("tiny")
+    metrics.choice(Timings(1.0, 1.5, 2.0, 2.0, tokens=1), prompt=3, limit=1)
+    found = samples(metrics)
+    assert found["holdfast_mean_tbt_seconds_count"] == 0
+    assert found["holdfast_decode_seconds_count"] == 1
+
+
+def test_the_number_of_choices_is_observed_for_each_prompt_of_a_request() -> None:
+    metrics = Metrics("tiny")
+    metrics.asked(3, 2)
+    found = samples(metrics)
+    assert (found["vllm:request_params_n_count"], found["vllm:request_params_n_sum"]) == (2, 6)
+
+
 def test_an_engine_that_does_not_answer_has_no_gauges_under_either_name() -> None:
     found = samples(Metrics("tiny"))
     assert found["holdfast_engine_up"] == 0
@@ -78,3 +116,16 @@ def test_an_engine_that_does_not_answer_has_no_gauges_under_either_name() -> Non
 
 def test_gauges_do_not_include_an_ended_replica() -> None:
     assert {name for name, (kind, *_) in STATS.items() if kind == "gauge"} == GAUGES
+
+
+async def test_a_request_over_http_counts_its_choices_once_and_each_choice_with_its_limit(
+    http: Callable[..., httpx.AsyncClient],
+) -> None:
+    wanted = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "n": 3, "max_tokens": 2}
+    async with http() as api:
+        await api.post("/v1/chat/completions", json=wanted)
+        text = (await api.get("/metrics")).text
+    found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert (found["vllm:request_params_n_count"], found["vllm:request_params_n_sum"]) == (1, 3)
+    assert (found["vllm:request_params_max_tokens_count"], found["vllm:request_params_max_tokens_sum"]) == (3, 6)
+    assert found["vllm:request_generation_tokens_sum"] == 6

@@ -92,6 +92,8 @@ class Timings:
     finish: float
     tokens: int
     """Number of generated tokens."""
+    preemptions: int = 0
+    """Number of times that the request lost its blocks or its row to others."""
 
     @property
     def ttft(self) -> float:
@@ -104,10 +106,19 @@ class Timings:
         return self.scheduled - self.arrival
 
     @property
+    def prefill(self) -> float:
+        """Seconds from the first step to the first token."""
+        return self.first_token - self.scheduled
+
+    @property
+    def decode(self) -> float:
+        """Seconds from the first token to the last one."""
+        return self.finish - self.first_token
+
+    @property
     def tokens_per_second(self) -> float:
         """Generation rate after the first token; 0 if there is only one."""
-        seconds = self.finish - self.first_token
-        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
+        return (self.tokens - 1) / self.decode if self.tokens > 1 and self.decode > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -734,6 +745,7 @@ class Stream:
         self._count = 0
         self._cached = 0
         self._by_tier = 0, 0, 0
+        self._preemptions = 0
         self._scheduled = self._first = self._last = 0.0
         self._gap = 0.0
         """Longest time between two outputs, in seconds."""
@@ -806,7 +818,7 @@ class Stream:
         elif self.contract:
             self._gap = max(self._gap, now - self._last)
         self._vector = output.vector or self._vector
-        self._last = now
+        self._last, self._preemptions = now, output.preemptions
         # The token that stopped the sequence is not part of its text.
         visible = tokens[:-1] if reason is FinishReason.STOP else tokens
         if self.note:
@@ -875,7 +887,9 @@ class Stream:
         self.given = True
         request = self.request
         usage = Usage(request.answer_start, self._count, self._cached, self._by_tier)
-        timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
+        timings = Timings(
+            request.arrival, self._scheduled, self._first, self._last, self._count, self._preemptions
+        )  # fmt: skip
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
 

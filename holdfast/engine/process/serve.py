@@ -32,6 +32,7 @@ from holdfast.engine.link import (
     exit_at_end_of_input,
     one_line,
 )
+from holdfast.engine.logs import log_as_parent
 from holdfast.engine.process.clients import Clients
 from holdfast.engine.process.door import Door
 from holdfast.engine.process.handler import Gate, Handler, Router
@@ -75,6 +76,7 @@ log = logging.getLogger("holdfast.engine")
 def main(parent_pid: int, device: str, builder: str) -> int:
     """Build the engine that the client asks for and run it until the client ends it. Returns the exit status."""
     die_with_parent(parent_pid)
+    log_as_parent()
     loading = Loading(device, builder)
     parent = Parent(await_link())
     exit_at_end_of_input()

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.engine.link import FAILED, die_with_parent, end_process, exit_at_end_of_input, one_line
+from holdfast.engine.logs import log_as_parent
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.mailbox import Mailbox
 from holdfast.engine.ranks.part_results import split
@@ -36,6 +37,7 @@ IDLE_SECONDS = 60.0
 def main(parent_pid: int, seat: str) -> int:
     """Do a rank's work until rank 0 ends it. Returns the exit status."""
     die_with_parent(parent_pid)
+    log_as_parent()
     exit_at_end_of_input()
     rank = Rank(Seat.from_json(seat))
     try:

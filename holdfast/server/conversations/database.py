@@ -348,7 +348,9 @@ def _connect(where: str) -> Engine:
     url = sqlalchemy.make_url(where) if "://" in where else sqlalchemy.URL.create("sqlite", database=where)
     in_memory = url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:")
     if where == MEMORY or in_memory:
-        engine = sqlalchemy.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+        engine = sqlalchemy.create_engine(
+            "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}, hide_parameters=True
+        )
     elif url.drivername.startswith("sqlite"):
         path = Path(url.database or "").expanduser()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -357,13 +359,14 @@ def _connect(where: str) -> Engine:
         engine = sqlalchemy.create_engine(
             url.set(database=str(path)),
             connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
+            hide_parameters=True,  # Messages of errors reach the log, and parameters hold texts.
         )
     else:
         if url.drivername in ("postgres", "postgresql"):
             url = url.set(drivername="postgresql+psycopg")
         if not url.drivername.startswith("postgresql"):
             raise ValueError(f"{url.drivername} is not supported; give sqlite:///FILE or postgresql://…")
-        engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
+        engine = sqlalchemy.create_engine(url, pool_pre_ping=True, hide_parameters=True)
     (_prepare_sqlite if engine.dialect.name == "sqlite" else _prepare_postgresql)(engine)
     return engine
 

@@ -21,6 +21,7 @@ from holdfast.server.conversations.upkeep import Upkeep
 from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
+from holdfast.server.time_spent import current
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,9 @@ class AsyncStore:
                 self._failing.discard(thread)
             self._metrics.store_up.set(self.up)
             self._metrics.store_operations.labels(outcome).inc()
-            self._metrics.store_seconds.observe(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._metrics.store_seconds.observe(seconds)
+            current().add("store", seconds)
 
     def close(self) -> None:
         """Finish the current work and close the store."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from holdfast.engine.logs import fields
 from holdfast.server.replies import RequestUsage
+from holdfast.server.time_spent import TimeSpent, watched
 from holdfast.server.tracing import Tracing
 
 MAX_ID = 128
@@ -20,19 +24,30 @@ MAX_SHOWN = 256
 LEFT = 499
 """Logged status of a request whose client disconnected before its answer began."""
 
+MAX_TENANT = 16
+"""Number of a tenant's characters in the log. The tenant of a configured key is a digest of the key."""
+
 log = logging.getLogger("holdfast.requests")
+slow_log = logging.getLogger("holdfast.slow")
 
 
 class Edge:
     """Wraps the application. Each answer has the header x-request-id, with the client's id or a new one."""
 
     def __init__(
-        self, app: ASGIApp, root_path: str = "", quiet: Collection[str] = (), tracing: Tracing | None = None
+        self,
+        app: ASGIApp,
+        root_path: str = "",
+        quiet: Collection[str] = (),
+        tracing: Tracing | None = None,
+        slow_seconds: float = math.inf,
     ) -> None:
         """`root_path` is removed from the beginning of paths. Requests for `quiet` paths are logged at debug level.
 
-        With `tracing`, each request that generates gets a span.
+        With `tracing`, each request that generates gets a span. One that takes longer than `slow_seconds` has a line
+        in the log of slow requests.
         """
+        self.slow_seconds = slow_seconds
         self.tracing = tracing
         self.app = app
         self.root_path = root_path
@@ -59,15 +74,22 @@ class Edge:
                 size += len(message.get("body", b""))
             await send(message)
 
-        try:
-            await self.app(scope, receive, sent)
-        finally:
-            seconds = time.monotonic() - began
-            if self.tracing is not None and span is not None:
-                self.tracing.end(span, status, state.get("usage"), seconds)
-            level = logging.DEBUG if scope["path"] in self.quiet else logging.INFO
-            if log.isEnabledFor(level):
-                log.log(level, line(scope, state, id, status, size, seconds))
+        with watched() as spent:
+            try:
+                await self.app(scope, receive, sent)
+            finally:
+                seconds = time.monotonic() - began
+                if self.tracing is not None and span is not None:
+                    self.tracing.end(span, status, state.get("usage"), seconds)
+                self.note(Ended(scope, state, id.decode(), status, size, seconds), spent)
+
+    def note(self, ended: Ended, spent: TimeSpent) -> None:
+        """Write the line of an ended request, and another one if it was slow."""
+        level = logging.DEBUG if ended.scope["path"] in self.quiet else logging.INFO
+        if log.isEnabledFor(level):
+            log.log(level, ended.line, extra=fields(message=ended.title, **ended.fields))
+        if ended.seconds > self.slow_seconds:
+            slow_log.warning(slow_line(ended, spent), extra=fields(**ended.fields, **slow_fields(ended, spent)))
 
     def without_root(self, scope: Scope) -> Scope:
         """Return the scope without the root path, which the proxy may already have removed."""
@@ -85,15 +107,95 @@ def request_id(scope: Scope) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
-def line(scope: Scope, state: dict[str, Any], id: bytes, status: int, size: int, seconds: float) -> str:
-    """Return one line of the log, without texts or secrets. A key is shown by its name."""
-    path = "".join(each if each.isprintable() and each != " " else "?" for each in scope["path"][:MAX_SHOWN])
-    parts = [f"{scope['method']} {path} {status} {seconds:.3f}s bytes={size}"]
-    usage = state.get("usage")
-    if isinstance(usage, RequestUsage):
-        parts.append(f"in={usage.prompt_tokens} cached={usage.cached_tokens} out={usage.completion_tokens}")
-    if client := scope.get("client"):
-        parts.append(f"client={client[0]}")
-    if key := state.get("key"):
-        parts.append(f"key={key}")
-    return " ".join([*parts, f"id={id.decode()}"])
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One request that has ended, for the log. It shows no text and no secret. A key is shown by its name."""
+
+    scope: Scope
+    state: dict[str, Any]
+    """The state that the layers inside have set: tenant, key, usage."""
+    id: str
+    status: int
+    size: int
+    """Number of bytes of the answer's body."""
+    seconds: float
+
+    @property
+    def path(self) -> str:
+        """The path, shortened, without characters that could begin a line or a field of their own."""
+        return "".join(each if each.isprintable() and each != " " else "?" for each in self.scope["path"][:MAX_SHOWN])
+
+    @property
+    def usage(self) -> RequestUsage:
+        """The token counts and times of the request; empty if it was refused before it ran."""
+        usage = self.state.get("usage")
+        return usage if isinstance(usage, RequestUsage) else RequestUsage()
+
+    @property
+    def title(self) -> str:
+        """Method, path and status."""
+        return f"{self.scope['method']} {self.path} {self.status}"
+
+    @property
+    def line(self) -> str:
+        """One line of text."""
+        parts = [f"{self.title} {self.seconds:.3f}s bytes={self.size}"]
+        usage = self.state.get("usage")
+        if isinstance(usage, RequestUsage):
+            parts.append(f"in={usage.prompt_tokens} cached={usage.cached_tokens} out={usage.completion_tokens}")
+        if client := self.scope.get("client"):
+            parts.append(f"client={client[0]}")
+        if key := self.state.get("key"):
+            parts.append(f"key={key}")
+        return " ".join([*parts, f"id={self.id}"])
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The same values as fields of a JSON object, with times in seconds. None: the request has no such value."""
+        usage, client = self.usage, self.scope.get("client")
+        ran = "usage" in self.state
+        return {
+            "request": self.id,
+            "method": self.scope["method"],
+            "route": getattr(self.scope.get("route"), "path", None),
+            "path": self.path,
+            "status": self.status,
+            "seconds": round(self.seconds, 6),
+            "bytes": self.size,
+            "client": client[0] if client else None,
+            "key": self.state.get("key") or None,
+            "tenant": self.state.get("tenant", "")[:MAX_TENANT] or None,
+            "model": usage.wanted.model if usage.wanted is not None else None,
+            "prompt_tokens": usage.prompt_tokens if ran else None,
+            "cached_tokens": usage.cached_tokens if ran else None,
+            "completion_tokens": usage.completion_tokens if ran else None,
+            "queue_seconds": rounded(usage.queued),
+            "ttft_seconds": rounded(usage.ttft),
+        }
+
+
+def rounded(seconds: float | None) -> float | None:
+    """Return a time with microseconds."""
+    return None if seconds is None else round(seconds, 6)
+
+
+def slow_fields(ended: Ended, spent: TimeSpent) -> dict[str, Any]:
+    """Return the parts of a slow request's time in seconds, the longest one, and what it shared or lost."""
+    parts = {part: round(seconds, 6) for part, seconds in spent.seconds.items() if seconds}
+    host, disk, remote = ended.usage.cached_by_tier
+    return {
+        "message": f"slow request: {ended.title}",
+        "parts": {**parts, "rest": round(spent.rest(ended.seconds), 6)},
+        "held_by": spent.longest(ended.seconds),
+        "preemptions": spent.preemptions,
+        "tokens_from_host": host,
+        "tokens_from_disk": disk,
+        "tokens_from_remote": remote,
+    }
+
+
+def slow_line(ended: Ended, spent: TimeSpent) -> str:
+    """Return one line of text about a slow request."""
+    found = slow_fields(ended, spent)
+    parts = " ".join(f"{part}={seconds:.3f}s" for part, seconds in found["parts"].items())
+    return f"slow request: {ended.line} {parts} preemptions={spent.preemptions}; most: {found['held_by']}"

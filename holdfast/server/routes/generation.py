@@ -37,6 +37,7 @@ from holdfast.server.routes.http import (
     wishes,
 )  # fmt: skip
 from holdfast.server.service import Answer, Service, internal, refused
+from holdfast.server.time_spent import spending
 
 SMALL = 1 << 14
 """Number of bytes from which a body is parsed off the event loop. Converting a grammar takes up to 1 us per byte."""
@@ -67,16 +68,22 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
 
     A request without a model name is for the served model, as in vLLM.
     """
-    body = await read_body(request, service.config)
-    large = len(body) >= SMALL
-    more = wishes(request)
-    wanted = await service.off_loop(len(body), lambda: parse(body, shape, more)) if large else parse(body, shape, more)
+    with spending("read"):
+        wanted = await read_fields(request, service, shape)
     if getattr(wanted, "model", None) == "":
         model = service.client.info.model
         if isinstance(wanted, SampledRequest):  # Its grammar is already built.
             return wanted.changed(model=model)
         wanted = replace_struct(wanted, model=model)
     return wanted
+
+
+async def read_fields(request: Request, service: Service, shape: type[Body]) -> Body:
+    """Read and parse the request's body, in a thread if it is large. Raises ApiError."""
+    body, more = await read_body(request, service.config), wishes(request)
+    if len(body) < SMALL:
+        return parse(body, shape, more)
+    return await service.off_loop(len(body), lambda: parse(body, shape, more))
 
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:

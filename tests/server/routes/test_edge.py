@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeClient
+
+from holdfast.engine.logs import JsonFormatter
 
 Http = Callable[..., httpx.AsyncClient]
 CHAT = "/v1/chat/completions"
@@ -87,6 +90,32 @@ class TestLog:
         assert all("in=11 cached=3 out=4" in each for each in lines()[:3])
         assert all("key=" in each and each.endswith("id=abc") for each in lines())
         assert not any("hello" in each or "secret" in each or "Ahoy" in each for each in lines())
+
+    async def test_json_has_a_field_for_each_value_and_the_route_without_ids(
+        self, http: Http, client: FakeClient, lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        client.cached = 3
+        headers = {"authorization": "Bearer secret", "x-request-id": "abc"}
+        async with http(headers, api_key=("secret",)) as api:
+            made = (await api.post("/v1/responses", json={"model": "tiny", "input": "hello"})).json()
+            await api.get(f"/v1/responses/{made['id']}")
+            await api.get("/v1/models", headers={"authorization": "Bearer wrong"})
+        form = JsonFormatter()
+        created, read, refused = (
+            json.loads(form.format(each)) for each in caplog.records if each.name == "holdfast.requests"
+        )
+        assert len(lines()) == 3
+        times = {"seconds": created["seconds"], "ttft_seconds": created["ttft_seconds"], "time": created["time"]}
+        tenant = created["tenant"]
+        assert created == times | {
+            "level": "info", "logger": "holdfast.requests", "message": "POST /v1/responses 200", "request": "abc",
+            "method": "POST", "route": "/v1/responses", "path": "/v1/responses", "status": 200,
+            "bytes": created["bytes"], "client": "127.0.0.1", "key": tenant[:8], "tenant": tenant, "model": "tiny",
+            "prompt_tokens": 11, "cached_tokens": 3, "completion_tokens": 4, "queue_seconds": 0.5,
+        }  # fmt: skip
+        assert len(tenant) == 16
+        assert read["route"] == "/v1/responses/{response_id}" and "model" not in read and "prompt_tokens" not in read
+        assert refused["status"] == 401 and "key" not in refused and "tenant" not in refused
 
     async def test_health_checks_are_logged_only_for_debugging(
         self, http: Http, lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture

@@ -48,28 +48,34 @@ class Parked:
     def __init__(self, kind: Believing, source: Source) -> None:
         self._kind, self._source = kind, source
         self._beliefs = kind.beliefs
-        self._worths = self._highest = source.worths
+        self.worths = self._highest = source.worths
         """The worths as last seen, and the highest that they were since this object was made."""
         self._fell = False
-        self.entries: dict[tuple[float, int], None] = {}
-        """Last uses of the groups."""
+        self.entries: dict[tuple[float, int], float] = {}
+        """Scale of the forecast of each group, by its last use."""
 
-    def add(self, use: tuple[float, int], worths: Sequence[float]) -> None:
-        """Add the group with this last use, which was parked by these worths of the source."""
-        self.entries[use] = None
-        if worths is not self._worths:
-            self._compare(worths)
+    def add(self, use: tuple[float, int], scale: float) -> None:
+        """Add the group with this last use and this scale of its forecast."""
+        self.entries[use] = scale
+        self._compare()
 
     @property
     def holds(self) -> bool:
         """Whether the bound still holds for all groups. Once it does not, it never does again."""
-        worths = self._source.worths
-        if worths is not self._worths:
-            self._compare(worths)
+        self._compare()
         return not self._fell and self._kind.beliefs == self._beliefs
 
-    def _compare(self, worths: Sequence[float]) -> None:
-        self._worths = worths
+    def begin_again(self) -> bool:
+        """Let the bound be one of what is known now. Returns False if the kind's forecasts go by something else now."""
+        self.worths = self._highest = self._source.worths
+        self._fell = False
+        return self._kind.beliefs == self._beliefs
+
+    def _compare(self) -> None:
+        worths = self._source.worths
+        if worths is self.worths:
+            return
+        self.worths = worths
         for now, highest in zip(worths, self._highest, strict=True):
             if now < SLACK * highest:
                 self._fell = True

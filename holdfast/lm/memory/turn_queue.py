@@ -140,6 +140,17 @@ class Bucket:
             self._heap = [*self.entries.values()]
             heapify(self._heap)
 
+    def renew(self, group: Group) -> Entry | None:
+        """The lowest entry after the first chunk of the group of the lowest one was removed, or None if there is none."""
+        entries, heap = self.entries, self._heap
+        if not group.blocks:
+            heappop(heap)
+            return self.first()
+        _, use, number, _, scale = heap[0]
+        entries[use] = entry = group.cost() / scale, use, number, group, scale
+        heapreplace(heap, entry)
+        return entry if heap[0] is entry else self.first()
+
     def first(self) -> Entry | None:
         """The lowest entry, or None if there is none. An entry may be lower than its group, and is then renewed."""
         heap, entries = self._heap, self.entries
@@ -339,10 +350,9 @@ class TurnQueue:
         else:
             source, scale = NOTHING if use[0] == -inf else self._tracker.forecast(group.turn)
             at = bin_of((now - use[0]) / scale) if source is not NOTHING.source else 0
-            worths = source.worths
-            end = stays_above(worths, at, self.level * scale / group.cost())
+            end = stays_above(source.worths, at, self.level * scale / group.cost())
             if end > at:
-                self._park(group, source, worths, inf if end == BINS else use[0] + EDGES[end] * scale)
+                self._park(group, source, scale, inf if end == BINS else use[0] + EDGES[end] * scale)
                 return
             bucket = self._bucket(source, at)
             lasts = source is NOTHING.source or at + 1 == BINS
@@ -356,12 +366,12 @@ class TurnQueue:
             bucket = self._buckets[key] = Bucket(source, at)
         return bucket
 
-    def _park(self, group: Group, source: Worths, worths: Sequence[float], due: float) -> None:
-        """Park a group until a time, by what its source has of worths now."""
+    def _park(self, group: Group, source: Worths, scale: float, due: float) -> None:
+        """Park a group until a time."""
         key = group.turn.kind, source
         if (parked := self._parked.get(key)) is None:
             parked = self._parked[key] = Parked(*key)
-        parked.add(group.use, worths)
+        parked.add(group.use, scale)
         self._stay(group.use, parked, due)
 
     def _stay(self, use: Use, place: Bucket | Parked, due: float) -> None:
@@ -378,7 +388,7 @@ class TurnQueue:
         self._now = now
         if now >= self._check_level:
             self._lower_level(now)
-        for key in [key for key, parked in self._parked.items() if not (parked.entries and parked.holds)]:
+        for key in [key for key, parked in self._parked.items() if not parked.entries or self._is_broken(parked)]:
             for use in [*self._parked.pop(key).entries]:
                 self._place(self._groups[use], now)
         while self._due and self._due[0][0] <= now:
@@ -390,28 +400,44 @@ class TurnQueue:
             for bucket in [*self._kept.values()]:
                 self._release(bucket, now)
 
+    def _is_broken(self, parked: Parked) -> bool:
+        """Whether parked groups may be worth no more than the level. Above a level of 0 is all that is worth anything."""
+        return self.level > 0.0 and not parked.holds
+
     def _lower_level(self, now: float) -> None:
         """Park more groups from now on, if less was given up lately. Nothing was: the level stays."""
         if self._highest > 0.0:
             self.level = min(self.level, MARGIN * self._highest)
         self._highest, self._check_level = 0.0, now + LEVEL_KEPT
 
-    def given_up(self, value: float) -> None:
-        """Note the value of a chunk that was given up."""
-        if self._highest < value < inf:
-            self._highest = value
-
     def look_at_more(self) -> bool:
         """Raise the level, as all groups below it are given up. Returns whether any was parked."""
-        groups = [self._groups[use] for parked in self._parked.values() for use in parked.entries]
-        if not groups:
+        uses = [use for parked in self._parked.values() for use in parked.entries]
+        if not uses:
             return False
-        values = sorted(self._value(group) for group in groups[:: 1 + len(groups) // SAMPLE])
+        values = sorted(self._value(self._groups[use]) for use in uses[:: 1 + len(uses) // SAMPLE])
         self.level = max(MARGIN * self.level, values[len(values) // SHARE_LOOKED_AT])
-        self._parked.clear()
-        for group in groups:
-            self._place(group, self._now)
+        for use in [use for parked in self._parked.values() for use in self._park_again(parked)]:
+            self._place(self._groups[use], self._now)
+        heapify(self._due)
         return True
+
+    def _park_again(self, parked: Parked) -> list[Use]:
+        """Note until when groups stay parked by the level as it is now. Returns the last uses of those that do not."""
+        if not parked.begin_again():
+            return [*parked.entries]
+        leaving, worths, groups, places = list[Use](), parked.worths, self._groups, self._places
+        for use, scale in parked.entries.items():
+            at = bin_of((self._now - use[0]) / scale)
+            end = stays_above(worths, at, self.level * scale / groups[use].cost())
+            if end == at:
+                leaving.append(use)
+                continue
+            due = inf if end == BINS else use[0] + EDGES[end] * scale
+            places[use] = parked, due
+            if due < inf:
+                self._due.append((due, use))
+        return leaving
 
     def _value(self, group: Group) -> float:
         """Value of the first chunk of a group that nobody wants kept."""
@@ -442,8 +468,10 @@ class TurnQueue:
         yield from self._buckets.values()
         yield from self._kept.values()
 
-    def pop(self, group: Group) -> list[int]:
-        """Remove the first chunk of a group. Returns its blocks."""
+    def pop(self, group: Group, value: float) -> list[int]:
+        """Remove the first chunk of a group, which has this value. Returns its blocks."""
+        if self._highest < value < inf:
+            self._highest = value
         blocks = group.pop()
         for block in blocks:
             del self.blocks[block]
@@ -462,31 +490,32 @@ class TurnVictims:
         self._begin()
 
     def _begin(self) -> None:
-        self._heads = [head for bucket in self._queue.buckets() if (head := self._head(bucket, bucket.level))]
+        self._heads.clear()
+        for bucket in self._queue.buckets():
+            if (entry := bucket.first()) is not None:
+                self._heads.append(self._head(entry, bucket.level, bucket))
         heapify(self._heads)
 
-    def _head(self, bucket: Bucket, level: float) -> Head | None:
-        entry = bucket.first()
-        return None if entry is None else (level * entry[0], entry[1], next(self._numbers), level, bucket, entry[3])
+    def _head(self, entry: Entry, level: float, bucket: Bucket) -> Head:
+        weight, use, _, group, _ = entry
+        return level * weight, use, next(self._numbers), level, bucket, group
 
     def pop(self, below: float = inf) -> Chunk | None:
         """Remove the chunk of the lowest value. Returns None if there is none, or if its value is not `below` this."""
-        queue = self._queue
-        while not self._heads or self._heads[0][0] > queue.level:  # a parked group may be of a lower value
+        queue, heads = self._queue, self._heads
+        while not heads or heads[0][0] > queue.level:  # a parked group may be of a lower value
             if below <= queue.level or not queue.look_at_more():
                 break
             self._begin()
-        heads = self._heads
         if not heads or (heads[0][0] >= below and below < inf):
             return None
         value, use, _, level, bucket, group = heads[0]
-        chunk = Chunk(value, queue.pop(group), use)
-        queue.given_up(value)
-        head = self._head(bucket, level)
-        if head is None:
+        chunk = Chunk(value, queue.pop(group, value), use)
+        entry = bucket.renew(group)
+        if entry is None:
             heappop(heads)
         else:
-            heapreplace(heads, head)
+            heapreplace(heads, self._head(entry, level, bucket))
         return chunk
 
 

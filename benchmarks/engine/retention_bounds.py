@@ -106,9 +106,10 @@ class FarthestFirst:
 class TrueGaps(Fixed):
     """Gaps whose law is known."""
 
-    def worth(self, at: int) -> float:
-        """The worth at an age in bin `at`."""
-        return self.rates.worth[at]
+    @property
+    def worths(self) -> Sequence[float]:
+        """The worth by the bin of the age."""
+        return self.rates.worth
 
 
 class TrueKind(Kind):

@@ -10,7 +10,9 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import add, mul
 from typing import NamedTuple, Protocol
 
 BINS_PER_DOUBLING = 3
@@ -63,11 +65,20 @@ class Rates:
     def __init__(self, chances: Sequence[float]) -> None:
         """`chances` has, for each bin, the probability that a gap which lasts to its start ends within it; below 1."""
         self.chances = tuple(chances)
-        self._rates = [-math.log1p(-chance) / width for chance, width in zip(chances, WIDTHS, strict=True)]
-        self._survival = [1.0]
-        for chance in self.chances[:-1]:
-            self._survival.append(self._survival[-1] * (1.0 - chance))
-        self.worth = tuple(self._worth())
+
+    # What follows is computed when it is first asked for: most rates are only what those of another kind begin with.
+
+    @cached_property
+    def _rates(self) -> list[float]:
+        return [-math.log1p(-chance) / width for chance, width in zip(self.chances, WIDTHS, strict=True)]
+
+    @cached_property
+    def _survival(self) -> list[float]:
+        """Probability that a gap lasts to the start of each bin."""
+        return [1.0, *accumulate((1.0 - chance for chance in self.chances[:-1]), mul)]
+
+    @cached_property
+    def worth(self) -> tuple[float, ...]:
         """For each bin, the worth of holding a state that has been idle until its start, per unit of cost and second.
 
         The worth is the largest ratio, over all times to give up at, of the probability that the state is needed by
@@ -77,6 +88,7 @@ class Rates:
         exactly while cost times worth is above that price. The state of least cost times worth is therefore the one
         to evict. With a rate of return of a / t the worth is a / t: then the order is Pensieve's cost over idle time.
         """
+        return tuple(self._worth())
 
     def _worth(self) -> list[float]:
         """Merge each bin with the bins after it while that raises the ratio. O(bins)."""
@@ -309,9 +321,10 @@ class GapHistogram:
             self._ended_changed = 0.0
         return self._ended_rates
 
-    def worth(self, at: int) -> float:
-        """The worth of holding a state whose age is in bin `at` (`Rates.worth`)."""
-        return self.rates.worth[at]
+    @property
+    def worths(self) -> Sequence[float]:
+        """The worth of holding a state by the bin of its age (`Rates.worth`). A new object once they have changed."""
+        return self.rates.worth
 
     def _compute(self) -> Rates:
         """The rates of all gaps, with the open ones."""
@@ -320,13 +333,13 @@ class GapHistogram:
     def _chances(self, open_gaps: Sequence[float], parent: Rates) -> Rates:
         """The chance of each bin: those that ended in it, of those that reached it; half of the open ones count."""
         prior = self._prior_weight * self._weight(self._latest)
-        reached, chances = 0.0, []
-        for ended, still, given in zip(
-            reversed(self._ended), reversed(open_gaps), reversed(parent.chances), strict=True
-        ):
-            reached += ended + max(0.0, still)
-            chance = (ended + prior * given) / (reached - max(0.0, still) / 2 + prior)
-            chances.append(min(chance, MOST_CERTAIN))
+        ended = self._ended[::-1]
+        still = [weight if weight > 0.0 else 0.0 for weight in reversed(open_gaps)]
+        columns = zip(ended, still, reversed(parent.chances), accumulate(map(add, ended, still)), strict=True)
+        chances = [
+            min((end + prior * given) / (reached - lasting / 2 + prior), MOST_CERTAIN)
+            for end, lasting, given, reached in columns
+        ]
         return Rates(chances[::-1])
 
 
@@ -458,6 +471,11 @@ class Kind:
         return pace.after(logarithm - self._typical)
 
     @property
+    def beliefs(self) -> tuple[bool, bool]:
+        """Whether hints are believed, and whether paces are. Forecasts of this kind's gaps go by both."""
+        return self.believes_hints, self.believes_paces
+
+    @property
     def believes_hints(self) -> bool:
         """Whether hints have predicted the gaps of this kind better than the gaps before them did."""
         return self.trust > 0.0
@@ -488,7 +506,9 @@ class Kinds:
         """The kind of this name, a new one if the tenant has none. The one used longest ago makes room for it."""
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             self._tenants.popitem(last=False)
-        kinds = self._tenants.setdefault(tenant, OrderedDict({"": Kind()}))
+        kinds = self._tenants.get(tenant)
+        if kinds is None:
+            kinds = self._tenants[tenant] = OrderedDict({"": Kind()})
         self._tenants.move_to_end(tenant)
         kinds.move_to_end("")
         if kind not in kinds:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from math import inf
-from typing import NamedTuple
 
-from holdfast.lm.memory.gaps import BINS, EDGES, bin_of
+from holdfast.lm.memory.gaps import BINS, EDGES, Kind, bin_of
+from holdfast.lm.memory.parked import Parked, stays_above
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.retention import UNTRACKED, Chunk, RetentionRule, Turns, Use
 from holdfast.lm.memory.turns import APPRAISALS, NOTHING, Turn, TurnTracker, Worths
@@ -18,19 +18,20 @@ TICK = 0.01
 """Least time in seconds after which a group's bucket is looked at again."""
 SHARES_CHECKED = 1.0
 """Seconds after which it is checked again whether tenants keep more than their shares."""
+MARGIN = 1.5
+"""Groups are looked at whose value is at most this many times the highest that was given up lately."""
+SHARE_LOOKED_AT, SAMPLE = 8, 512
+"""When the groups that are looked at do not suffice, so are the lowest of so many parked ones, by a sample."""
+LEVEL_KEPT = 10.0
+"""Seconds after which the level up to which groups are looked at may fall."""
 
 
-class Entry(NamedTuple):
-    """A group's place in a bucket. The lowest goes first."""
+Entry = tuple[float, Use, int, "Group", float]
+"""A group's place in a bucket: its weight, last use, a number, the group, and a scale. The lowest goes first.
 
-    weight: float
-    """Cost of the group's cheapest chunk, over `scale`."""
-    use: Use
-    number: int
-    """Orders entries that are equal otherwise."""
-    group: Group
-    scale: float
-    """Scale of the forecast by which the group has its place."""
+The weight is the cost of the group's cheapest chunk over the scale, which is that of the forecast by which the group has
+its place. The number orders entries that are equal otherwise.
+"""
 
 
 class Group:
@@ -47,6 +48,10 @@ class Group:
         """Blocks that were added, by chunk. Some may have been removed since."""
         self._order: list[tuple[float, int, int]] = []
         """Heap of the chunks by cost and rank. Some may have no block left."""
+        self._is_whole = True
+        """Whether no block was removed of a chunk that is here."""
+        self._cost: float | None = None
+        """Cost of the chunk that goes first; None: it has to be looked up."""
 
     def learn(self, turn: Turn) -> None:
         """More is known of the turn. It is of the same tenant."""
@@ -56,6 +61,12 @@ class Group:
         """No longer keep its blocks for the client."""
         self.is_released = True
 
+    @property
+    def kept_until(self) -> float:
+        """Time until which its blocks are kept for the client; minus infinity if they are not."""
+        pause = self.turn.pause
+        return -inf if pause.keep_until is None or self.is_released or pause.superseded else pause.keep_until
+
     def add(self, block: int, chunk: int, cost: float, rank: int) -> bool:
         """Add a block of a chunk with this cost and rank. Returns whether the chunk is now the first of the group."""
         self.blocks[block] = chunk
@@ -64,24 +75,46 @@ class Group:
             return False
         self._added[chunk] = [block]
         heappush(self._order, (cost, rank, chunk))
-        return self._order[0][2] == chunk
+        if self._order[0][2] != chunk:
+            return False
+        self._cost = cost
+        return True
+
+    def discard(self, block: int) -> bool:
+        """Remove a block. Returns whether any is left."""
+        del self.blocks[block]
+        self._cost, self._is_whole = None, False
+        return bool(self.blocks)
 
     def cost(self) -> float:
         """Cost of the chunk that goes first. The group must not be empty."""
+        if self._cost is None:
+            self._cost = self._look_up()
+        return self._cost
+
+    def _look_up(self) -> float:
+        """The cost of the first chunk that has a block left. Chunks without one are forgotten."""
+        here = self.blocks
         while True:
             cost, _, chunk = self._order[0]
-            if any(self.blocks.get(block) == chunk for block in self._added[chunk]):
+            if self._is_whole:
                 return cost
+            for block in self._added[chunk]:
+                if here.get(block) == chunk:
+                    return cost
             heappop(self._order)
             del self._added[chunk]
 
     def pop(self) -> list[int]:
-        """Remove the chunk that goes first. Returns its blocks. The group must not be empty."""
-        self.cost()
+        """Remove the chunk that goes first, as `cost` has found it. Returns its blocks."""
+        here = self.blocks
         _, _, chunk = heappop(self._order)
-        blocks = [block for block in dict.fromkeys(self._added.pop(chunk)) if self.blocks.get(block) == chunk]
+        blocks = self._added.pop(chunk)
+        if not self._is_whole:
+            blocks = [block for block in dict.fromkeys(blocks) if here.get(block) == chunk]
         for block in blocks:
-            del self.blocks[block]
+            del here[block]
+        self._cost = None
         return blocks
 
 
@@ -97,28 +130,45 @@ class Bucket:
     @property
     def level(self) -> float:
         """Value of a unit of weight."""
-        return self._worths.worth(self._at)
+        return self._worths.worths[self._at]
 
     def push(self, entry: Entry) -> None:
         """Add the entry of a group, or a newer one in place of the one it has. O(log n) amortised."""
-        self.entries[entry.use] = entry
+        self.entries[entry[1]] = entry
         heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self.entries) + 64:
             self._heap = [*self.entries.values()]
             heapify(self._heap)
 
+    def renew(self, group: Group) -> Entry | None:
+        """The lowest entry after the first chunk of the group of the lowest one was removed, or None if there is none."""
+        entries, heap = self.entries, self._heap
+        if not group.blocks:
+            heappop(heap)
+            return self.first()
+        _, use, number, _, scale = heap[0]
+        entries[use] = entry = group.cost() / scale, use, number, group, scale
+        heapreplace(heap, entry)
+        return entry if heap[0] is entry else self.first()
+
     def first(self) -> Entry | None:
         """The lowest entry, or None if there is none. An entry may be lower than its group, and is then renewed."""
-        heap = self._heap
+        heap, entries = self._heap, self.entries
         while heap:
             entry = heap[0]
-            if self.entries.get(entry.use) is not entry:
+            before, use, number, group, scale = entry
+            if entries.get(use) is not entry:
                 heappop(heap)
-            elif (weight := entry.group.cost() / entry.scale) > entry.weight:
-                self.push(entry._replace(weight=weight))
+            elif (weight := group.cost() / scale) > before:
+                entries[use] = renewed = weight, use, number, group, scale
+                heapreplace(heap, renewed)
             else:
                 return entry
         return None
+
+
+Head = tuple[float, Use, int, float, Bucket, Group]
+"""Value of the first chunk of a bucket, its last use, a number, the bucket's level, the bucket, and the chunk's group."""
 
 
 class KeptBucket(Bucket):
@@ -134,8 +184,8 @@ class KeptBucket(Bucket):
 
     def latest_first(self) -> list[Group]:
         """Its groups, first the one to be kept for longest."""
-        groups = [entry.group for entry in self.entries.values()]
-        return sorted(groups, key=lambda group: -(group.turn.pause.keep_until or 0.0))
+        groups = [group for *_, group, _ in self.entries.values()]
+        return sorted(groups, key=lambda group: -group.kept_until)
 
 
 class TurnQueue:
@@ -146,6 +196,11 @@ class TurnQueue:
     bin of ages have a bucket, in which the group of least cost goes first. A group changes its bucket when its age
     passes into the next bin. That is looked up when victims are asked for, so it costs O(log n) for each group and bin,
     whatever its number of blocks.
+
+    Most groups are worth much more than what is given up. Those of more than `MARGIN` times that value are parked: they
+    have no bucket, and nobody looks at them until their age may bring their value down to that level. The order is the
+    same as if all groups had buckets. Only if more must be given up than there are groups below the level, or if what
+    is known of a kind has changed much, are parked groups looked at before.
 
     State that a client wants kept goes last, as far as its tenant keeps no more than an equal share of this tier.
     """
@@ -161,8 +216,14 @@ class TurnQueue:
         self._buckets: dict[tuple[Worths, int], Bucket] = {}
         self._kept: dict[str, KeptBucket] = {}
         """Groups that clients want kept, by tenant."""
-        self._places: dict[Use, tuple[Bucket, float]] = {}
-        """The bucket of each group, and the time at which it leaves it."""
+        self._parked: dict[tuple[Kind, Worths], Parked] = {}
+        """Groups whose value is above `level`."""
+        self.level = 0.0
+        """Value above which groups are parked."""
+        self._highest, self._check_level = 0.0, -inf
+        """Highest value that was given up since the level was checked, and the time to check it again."""
+        self._places: dict[Use, tuple[Bucket | Parked, float]] = {}
+        """The place of each group, and the time at which it leaves it."""
         self._due: list[tuple[float, Use]] = []
         self._tenants: Counter[str] = Counter()
         """Number of groups of each tenant."""
@@ -226,8 +287,7 @@ class TurnQueue:
     def take(self, block: int) -> Use:
         """Remove a block. Returns its last use."""
         group = self.blocks.pop(block)
-        del group.blocks[block]
-        if not group.blocks:
+        if not group.discard(block):
             self._end(group)
         return group.use
 
@@ -245,8 +305,7 @@ class TurnQueue:
             if group is None:
                 others.append(block)
                 continue
-            del group.blocks[block]
-            if not group.blocks:
+            if not group.discard(block):
                 self._end(group)
         return others
 
@@ -280,25 +339,44 @@ class TurnQueue:
             self._place(group, max(self._now, use[0]))
 
     def _place(self, group: Group, now: float) -> None:
-        """Put a group into the bucket that it has at `now`."""
-        use, pause = group.use, group.turn.pause
-        last, until = use[0], pause.keep_until
-        if until is not None and until > now and not group.is_released and not pause.superseded:
+        """Put a group into the bucket that it has at `now`, or park it."""
+        use = group.use
+        old = self._places.get(use)
+        if old is not None:
+            old[0].entries.pop(use, None)
+        if (until := group.kept_until) > now:
             bucket: Bucket = self._kept.setdefault(group.turn.tenant, KeptBucket())
             scale, due = 1.0, until
         else:
-            source, scale = NOTHING if last == -inf else self._tracker.forecast(group.turn)
-            at = bin_of((now - last) / scale) if source is not NOTHING.source else 0
-            key = source, at
-            if key not in self._buckets:
-                self._buckets[key] = Bucket(source, at)
-            bucket = self._buckets[key]
+            source, scale = NOTHING if use[0] == -inf else self._tracker.forecast(group.turn)
+            at = bin_of((now - use[0]) / scale) if source is not NOTHING.source else 0
+            end = stays_above(source.worths, at, self.level * scale / group.cost())
+            if end > at:
+                self._park(group, source, scale, inf if end == BINS else use[0] + EDGES[end] * scale)
+                return
+            bucket = self._bucket(source, at)
             lasts = source is NOTHING.source or at + 1 == BINS
-            due = inf if lasts else max(last + EDGES[at + 1] * scale, now + TICK)
-        old, _ = self._places.get(use, (bucket, inf))
-        old.entries.pop(use, None)
-        self._places[use] = bucket, due
-        bucket.push(Entry(group.cost() / scale, use, next(self._numbers), group, scale))
+            due = inf if lasts else max(use[0] + EDGES[at + 1] * scale, now + TICK)
+        bucket.push((group.cost() / scale, use, next(self._numbers), group, scale))
+        self._stay(use, bucket, due)
+
+    def _bucket(self, source: Worths, at: int) -> Bucket:
+        key = source, at
+        if (bucket := self._buckets.get(key)) is None:
+            bucket = self._buckets[key] = Bucket(source, at)
+        return bucket
+
+    def _park(self, group: Group, source: Worths, scale: float, due: float) -> None:
+        """Park a group until a time."""
+        key = group.turn.kind, source
+        if (parked := self._parked.get(key)) is None:
+            parked = self._parked[key] = Parked(*key)
+        parked.add(group.use, scale)
+        self._stay(group.use, parked, due)
+
+    def _stay(self, use: Use, place: Bucket | Parked, due: float) -> None:
+        """Note the place of a group, and the time at which it leaves it."""
+        self._places[use] = place, due
         if due < inf:
             heappush(self._due, (due, use))
         if len(self._due) > 2 * len(self._places) + 64:
@@ -306,8 +384,13 @@ class TurnQueue:
             heapify(self._due)
 
     def _settle(self, now: float) -> None:
-        """Put each group into the bucket that it has at `now`."""
+        """Put each group into the bucket that it has at `now`, unless it is parked."""
         self._now = now
+        if now >= self._check_level:
+            self._lower_level(now)
+        for key in [key for key, parked in self._parked.items() if not parked.entries or self._is_broken(parked)]:
+            for use in [*self._parked.pop(key).entries]:
+                self._place(self._groups[use], now)
         while self._due and self._due[0][0] <= now:
             due, use = heappop(self._due)
             if self._places.get(use, (None, inf))[1] == due:
@@ -317,10 +400,53 @@ class TurnQueue:
             for bucket in [*self._kept.values()]:
                 self._release(bucket, now)
 
+    def _is_broken(self, parked: Parked) -> bool:
+        """Whether parked groups may be worth no more than the level. Above a level of 0 is all that is worth anything."""
+        return self.level > 0.0 and not parked.holds
+
+    def _lower_level(self, now: float) -> None:
+        """Park more groups from now on, if less was given up lately. Nothing was: the level stays."""
+        if self._highest > 0.0:
+            self.level = min(self.level, MARGIN * self._highest)
+        self._highest, self._check_level = 0.0, now + LEVEL_KEPT
+
+    def look_at_more(self) -> bool:
+        """Raise the level, as all groups below it are given up. Returns whether any was parked."""
+        uses = [use for parked in self._parked.values() for use in parked.entries]
+        if not uses:
+            return False
+        values = sorted(self._value(self._groups[use]) for use in uses[:: 1 + len(uses) // SAMPLE])
+        self.level = max(MARGIN * self.level, values[len(values) // SHARE_LOOKED_AT])
+        for use in [use for parked in self._parked.values() for use in self._park_again(parked)]:
+            self._place(self._groups[use], self._now)
+        heapify(self._due)
+        return True
+
+    def _park_again(self, parked: Parked) -> list[Use]:
+        """Note until when groups stay parked by the level as it is now. Returns the last uses of those that do not."""
+        if not parked.begin_again():
+            return [*parked.entries]
+        leaving, worths, groups, places = list[Use](), parked.worths, self._groups, self._places
+        for use, scale in parked.entries.items():
+            at = bin_of((self._now - use[0]) / scale)
+            end = stays_above(worths, at, self.level * scale / groups[use].cost())
+            if end == at:
+                leaving.append(use)
+                continue
+            due = inf if end == BINS else use[0] + EDGES[end] * scale
+            places[use] = parked, due
+            if due < inf:
+                self._due.append((due, use))
+        return leaving
+
+    def _value(self, group: Group) -> float:
+        """Value of the first chunk of a group that nobody wants kept."""
+        return group.cost() * self._tracker.forecast(group.turn).worth(self._now - group.use[0])
+
     def _release(self, bucket: KeptBucket, now: float) -> None:
         """No longer keep what a tenant has kept beyond its share, first what it wants kept for longest."""
         most = self._capacity // max(1, len(self._tenants))
-        excess = sum(len(entry.group.blocks) for entry in bucket.entries.values()) - most
+        excess = sum(len(group.blocks) for group in bucket.latest_first()) - most
         for group in bucket.latest_first() if excess > 0 else ():
             if excess <= 0:
                 break
@@ -335,11 +461,17 @@ class TurnQueue:
             del self._buckets[key]
         for tenant in [tenant for tenant, bucket in self._kept.items() if not bucket.entries]:
             del self._kept[tenant]
-        return TurnVictims(self, (*self._buckets.values(), *self._kept.values()))
+        return TurnVictims(self)
 
-    def pop(self, entry: Entry) -> list[int]:
-        """Remove the first chunk of a group. Returns its blocks."""
-        group = entry.group
+    def buckets(self) -> Iterator[Bucket]:
+        """All groups that are not parked."""
+        yield from self._buckets.values()
+        yield from self._kept.values()
+
+    def pop(self, group: Group, value: float) -> list[int]:
+        """Remove the first chunk of a group, which has this value. Returns its blocks."""
+        if self._highest < value < inf:
+            self._highest = value
         blocks = group.pop()
         for block in blocks:
             del self.blocks[block]
@@ -351,28 +483,39 @@ class TurnQueue:
 class TurnVictims:
     """Evicts chunks by ascending value. O(buckets) to begin with, O(log n) for each chunk."""
 
-    def __init__(self, queue: TurnQueue, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, queue: TurnQueue) -> None:
         self._queue = queue
-        self._heads: list[tuple[float, Use, int, float, Bucket]] = []
-        """Value of the first chunk, its last use, a number, the bucket's level, and the bucket."""
         self._numbers = count()
-        for bucket in buckets:
-            self._push(bucket, bucket.level)
+        self._heads: list[Head] = []
+        self._begin()
 
-    def _push(self, bucket: Bucket, level: float) -> None:
-        entry = bucket.first()
-        if entry is not None:
-            heappush(self._heads, (level * entry.weight, entry.use, next(self._numbers), level, bucket))
+    def _begin(self) -> None:
+        self._heads.clear()
+        for bucket in self._queue.buckets():
+            if (entry := bucket.first()) is not None:
+                self._heads.append(self._head(entry, bucket.level, bucket))
+        heapify(self._heads)
+
+    def _head(self, entry: Entry, level: float, bucket: Bucket) -> Head:
+        weight, use, _, group, _ = entry
+        return level * weight, use, next(self._numbers), level, bucket, group
 
     def pop(self, below: float = inf) -> Chunk | None:
         """Remove the chunk of the lowest value. Returns None if there is none, or if its value is not `below` this."""
-        if not self._heads or (self._heads[0][0] >= below and below < inf):
+        queue, heads = self._queue, self._heads
+        while not heads or heads[0][0] > queue.level:  # a parked group may be of a lower value
+            if below <= queue.level or not queue.look_at_more():
+                break
+            self._begin()
+        if not heads or (heads[0][0] >= below and below < inf):
             return None
-        value, _, _, level, bucket = heappop(self._heads)
-        entry = bucket.first()
-        assert entry is not None
-        chunk = Chunk(value, self._queue.pop(entry), entry.use)
-        self._push(bucket, level)
+        value, use, _, level, bucket, group = heads[0]
+        chunk = Chunk(value, queue.pop(group, value), use)
+        entry = bucket.renew(group)
+        if entry is None:
+            heappop(heads)
+        else:
+            heapreplace(heads, self._head(entry, level, bucket))
         return chunk
 
 

@@ -59,8 +59,9 @@ NOTHING_SAID = Departure()
 class Worths(Protocol):
     """The worth of holding idle state by its age, per unit of its cost and of time. Hashable."""
 
-    def worth(self, at: int) -> float:
-        """The worth at an age in bin `at`, as far as known now."""
+    @property
+    def worths(self) -> Sequence[float]:
+        """The worth by the bin of the age, as far as known now. A new object once any has changed."""
         ...
 
 
@@ -73,18 +74,14 @@ class Forecast(NamedTuple):
 
     def worth(self, age: float) -> float:
         """Worth per unit of cost and second, of state that has been idle for `age` seconds."""
-        return self.source.worth(bin_of(age / self.scale)) / self.scale
+        return self.source.worths[bin_of(age / self.scale)] / self.scale
 
 
 class Constant:
     """Worths that never change."""
 
     def __init__(self, worths: Sequence[float]) -> None:
-        self._worths = worths
-
-    def worth(self, at: int) -> float:
-        """The worth at an age in bin `at`."""
-        return self._worths[at]
+        self.worths = worths
 
 
 NOTHING = Forecast(Constant((0.0,) * BINS))
@@ -100,10 +97,11 @@ class KeptAwhile:
 
     gaps: GapHistogram
 
-    def worth(self, at: int) -> float:
-        """The worth at an age in bin `at`."""
-        is_kept = EDGES[at] < self.gaps.rates.quantile(TTL_SHARE)
-        return BY_AGE.worth(at) + KEPT * is_kept
+    @property
+    def worths(self) -> Sequence[float]:
+        """The worth by the bin of the age."""
+        time = self.gaps.rates.quantile(TTL_SHARE)
+        return tuple(worth + KEPT * (edge < time) for worth, edge in zip(BY_AGE.worths, EDGES, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

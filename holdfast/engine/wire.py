@@ -14,7 +14,9 @@ from __future__ import annotations
 
 WIRE = 2
 """The version of the messages. Peers that send none, as they had no version yet, count as 1."""
-SINCE = {"drain": 2, "drained": 2, "draining": 2}
+SINCE = dict.fromkeys(
+    ("adopt", "adopted", "client-count", "count-clients", "drain", "drained", "draining", "introduce", "servers"), 2
+)
 """The version in which each kind of message came, by its tag. All others are of version 1."""
 
 

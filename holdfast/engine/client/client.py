@@ -46,6 +46,7 @@ from holdfast.engine.client.pooling import NONE, find_pooling
 from holdfast.engine.client.text import Text, TextStream
 from holdfast.engine.client.tuning import TuningClient
 from holdfast.engine.spawn import EngineProcess, Process
+from holdfast.engine.wire import knows
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.digests import DigestCache, usable_blocks
@@ -229,7 +230,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._adopted: dict[str, Adoption] = {}
         """Adopted requests that do not run here yet, by id."""
         self.adopts = lasting
-        """Whether the engine outlives this client, so that another client can adopt its requests."""
+        """Whether the engine outlives this client and knows how to let another one adopt its requests."""
         self.adapters: dict[str, AdapterInfo] = {}
         """The adapters that requests may name, by name."""
         self.version = __version__
@@ -299,7 +300,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             checkpoint = await asyncio.to_thread(Checkpoint.of, welcome.config)
             client = cls(
                 welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end),
-                lasting=True,
+                lasting=knows(welcome.wire, "adopt"),
             )  # fmt: skip
         except BaseException as error:
             await attachment.close()
@@ -405,6 +406,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
         None if the engine does not hold it, or if its client is there. An ended request is given to all who ask.
         """
+        if not self.adopts:
+            return None
         asked = self._questions.ask(lambda number: messages.Adopt(number, tenant, request_id))
         try:
             found: Adoption | None = await asyncio.shield(asked)

@@ -331,7 +331,8 @@ class Clients:
         present = [client.server for client in self._attached.values() if client.server]
         report = messages.Servers(present, [server for server in self._left if server not in present])
         for client in [*self._attached.values()]:
-            client.send(report)
+            if knows(client.wire, "servers"):
+                client.send(report)
 
     def _adopt(self, client: Client, number: int, tenant: str, own_id: str) -> None:
         """Give a client a held request, if it has ended or its own client is lost."""

@@ -159,8 +159,8 @@ def test_the_parent_is_one_of_the_clients(house: House) -> None:
 
 def test_a_client_whose_request_id_is_in_use_is_refused(house: House) -> None:
     one = house.attach()
-    one.send(submit("a"), submit("a"))
-    (id,) = ids(house.take(1))
+    one.send(submit("a"), submit("a"), messages.Ask(1))
+    id = house.take(2)[0].request.id
     refused = one.read()
     assert (refused.request_id, refused.param) == ("a", "request_id")
     house.outputs(**{id: True})

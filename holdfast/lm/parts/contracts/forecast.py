@@ -17,8 +17,6 @@ CONTEXT_GRAIN = 128
 """Contexts are priced as the next multiple of this number of positions, so that few prices have to be computed."""
 MOST_PRICES = 1 << 16
 """Most prices of chunks that are remembered."""
-ROW_LAG = 2
-"""Number of steps after a sequence's last one until its row can be used: its result has to come first."""
 
 
 class Prompt(NamedTuple):
@@ -156,11 +154,13 @@ class Room:
         if most <= 0:
             return 0
 
-        def fits(tokens: int) -> bool:
-            seconds = prices.linear(rows, held + tokens) + attention + prices.chunk(start, start + tokens)
-            return seconds <= limit
+        def seconds(tokens: int) -> float:
+            return prices.linear(rows, held + tokens) + attention + prices.chunk(start, start + tokens)
 
-        low = most if fits(most) else self._most_tiles(fits, most)
+        def fits(tokens: int) -> bool:
+            return seconds(tokens) <= limit
+
+        low = most if fits(most) else self._most_tiles(seconds, most, limit)
         if low < most:  # prices rise only where a tile of the step or of the chunk, or a grain of contexts, is full
             tile = prices.tile
             ends = (low - low % tile + tile, low + CONTEXT_GRAIN - (start + low) % CONTEXT_GRAIN)
@@ -170,13 +170,30 @@ class Room:
             self._attention = attention + prices.chunk(start, start + low)
         return low
 
-    def _most_tiles(self, fits: Callable[[int], bool], most: int) -> int:
-        """The most tokens below `most` with which the step is of whole tiles and fits; 0 if none do."""
+    def _most_tiles(self, seconds: Callable[[int], float], most: int, limit: float) -> int:
+        """The most tokens below `most` with which the step is of whole tiles and fits; 0 if none do.
+
+        `seconds` gives the price of the step with a number of tokens. Prices are nearly linear in it, so the search
+        interpolates: most searches end after two or three prices.
+        """
         tile, filled = self._prices.tile, self._rows + self.tokens
-        low, high = filled // tile, (filled + most - 1) // tile
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle * tile - filled) else (low, middle - 1)
+        low, high = filled // tile, (filled + most - 1) // tile + 1  # tiles that count as fitting, and as too many
+        if low + 1 == high:
+            return max(0, low * tile - filled)
+        least, highest = self.seconds, seconds(most)
+        while high - low > 1:
+            guess = low + int((high - low) * (limit - least) / (highest - least)) if highest > least else low
+            guess = min(max(guess, low + 1), high - 1)
+            price = seconds(guess * tile - filled)
+            if price > limit:
+                high, highest = guess, price
+                continue
+            low, least = guess, price
+            if high - low > 1:  # it is mostly the last one that fits
+                price = seconds((low + 1) * tile - filled)
+                if price > limit:
+                    break
+                low, least = low + 1, price
         return max(0, low * tile - filled)
 
 
@@ -319,13 +336,17 @@ class Forecast:
     contexts are upper limits, too: they count from the first step in which a sequence could decode.
     """
 
-    def __init__(self, prices: Prices, *, max_sequences: int = 1 << 20, margin: float = 0.0) -> None:
-        """At most `max_sequences` run.
+    def __init__(
+        self, prices: Prices, *, max_sequences: int = 1 << 20, in_flight: int = 1, margin: float = 0.0
+    ) -> None:
+        """At most `max_sequences` run, in up to `in_flight` steps at once.
 
         Sums over sequences of unknown lengths count as their mean and `margin` standard deviations.
         """
         self.prices = prices
         self._max_sequences, self._margin = max_sequences, margin
+        self._in_flight = in_flight
+        """Steps from a sequence's last one to the first that can use its row: its result has to come first."""
 
     def follow(
         self, prompts: Sequence[Prompt], decodes: Decodes, *, start: float, bound: float, factor: float
@@ -408,7 +429,7 @@ class Forecast:
                 cell += step is None
             if step is None:
                 return False
-            ended[index] += step + ROW_LAG
+            ended[index] += step + self._in_flight
         return True
 
     def _free_within(self, cell: int, ends: Sequence[int], most: int) -> int | None:

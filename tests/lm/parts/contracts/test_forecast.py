@@ -2,7 +2,7 @@
 
 import random
 
-from holdfast.lm.parts.contracts.forecast import ROW_LAG, Decodes, Forecast, Prices, Prompt, Room
+from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prices, Prompt, Room
 from tests.lm.parts.contracts.world import EXACT
 
 TILE, CEILING = 32, 256
@@ -103,9 +103,9 @@ def test_steps_after_the_prompts_are_as_long_as_decodes_alone():
 
 
 def test_a_prompt_waits_until_a_row_is_free():
-    forecast = Forecast(prices(), max_sequences=2)
+    forecast = Forecast(prices(), max_sequences=2, in_flight=3)
     waiting = Prompt(10, 10, 5, has_row=False)
     decodes = Decodes([(20, 100), (30, 100)])
     outlook = forecast.follow([waiting, waiting], decodes, start=0.0, bound=1.0, factor=1.0)
-    assert outlook.ended == (20 + ROW_LAG, 30 + ROW_LAG)
+    assert outlook.ended == (20 + 3, 30 + 3)
     assert outlook.firsts == tuple(outlook.timeline.after(end + 1) for end in outlook.ended)

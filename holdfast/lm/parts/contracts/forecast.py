@@ -68,7 +68,7 @@ class Prices:
         self.tile, self.ceiling = tile, ceiling
         self._predictor = predictor
         self._chunks: dict[tuple[int, int], float] = {}
-        self._linear: dict[tuple[int, int], float] = {}
+        self._curves: dict[int, Sequence[float]] = {}
         self._lines: dict[int, tuple[float, float]] = {}
 
     def decodes(self, contexts: list[int]) -> float:
@@ -94,19 +94,25 @@ class Prices:
 
     def linear(self, rows: int, tokens: int) -> float:
         """Seconds of everything but attention in a step of `rows` decodes and `tokens` tokens of prompts."""
-        key = rows, -(-(rows + tokens) // self.tile) if tokens else 0
-        seconds = self._linear.get(key)
-        if seconds is None:
-            if len(self._linear) >= MOST_PRICES:
-                self._linear.clear()
-            seconds = self._linear[key] = self._whole_tiles(*key)
-        return seconds
+        return self.curve(rows)[-(-(rows + tokens) // self.tile)] if tokens else self._alone(rows)
 
-    def _whole_tiles(self, rows: int, tiles: int) -> float:
-        """Seconds of everything but attention in a step of this many tiles; of decodes alone for none."""
+    def curve(self, rows: int) -> Sequence[float]:
+        """Seconds of everything but attention in a step of `rows` decodes and prompts, by its number of whole tiles.
+
+        They rise with the number, which reaches two tiles beyond the largest step.
+        """
+        curve = self._curves.get(rows)
+        if curve is None:
+            tile, mixed = self.tile, self._predictor.mixed
+            whole = range(rows // tile + 1, -(-max(rows, self.ceiling) // tile) + 3)
+            prices = [self._alone(rows)] * whole.start + [mixed(rows, tiles * tile - rows) for tiles in whole]
+            curve = self._curves[rows] = list(accumulate(prices, max))
+        return curve
+
+    def _alone(self, rows: int) -> float:
+        """Seconds of everything but attention in a step of this many decodes alone."""
         predictor = self._predictor
-        alone = max(predictor.mixed(rows, 0), predictor.drafted(rows, [])) if rows else 0.0
-        return max(alone, predictor.mixed(rows, tiles * self.tile - rows)) if tiles else alone
+        return max(predictor.mixed(rows, 0), predictor.drafted(rows, [])) if rows else 0.0
 
     def chunk(self, start: int, stop: int) -> float:
         """Seconds of the attention of the chunk [start, stop) of a prompt."""
@@ -149,20 +155,20 @@ class Room:
 
     def take(self, start: int, stop: int, limit: float) -> int:
         """Add as many tokens of the chunk [start, stop) as let the step end within `limit` seconds; returns them."""
-        prices, rows, held, attention = self._prices, self._rows, self.tokens, self._attention
-        most = min(stop - start, prices.ceiling - rows - held)
+        prices, held, attention = self._prices, self.tokens, self._attention
+        filled, tile = self._rows + held, prices.tile
+        most = min(stop - start, prices.ceiling - filled)
         if most <= 0:
             return 0
-
-        def seconds(tokens: int) -> float:
-            return prices.linear(rows, held + tokens) + attention + prices.chunk(start, start + tokens)
+        curve = prices.curve(self._rows)
 
         def fits(tokens: int) -> bool:
-            return seconds(tokens) <= limit
+            return curve[-(-(filled + tokens) // tile)] + attention + prices.chunk(start, start + tokens) <= limit
 
-        low = most if fits(most) else self._most_tiles(seconds, most, limit)
-        if low < most:  # prices rise only where a tile of the step or of the chunk, or a grain of contexts, is full
-            tile = prices.tile
+        low = most if fits(most) else self._most_tiles(fits, most, bisect_right(curve, limit - attention) - 1)
+        full = -(-(filled + low) // tile)
+        if low < most and curve[full + 1] + attention + (prices.chunk(start, start + low) if low else 0.0) <= limit:
+            # Prices rise only where a tile of the step or of the chunk, or a grain of contexts, is full.
             ends = (low - low % tile + tile, low + CONTEXT_GRAIN - (start + low) % CONTEXT_GRAIN)
             low = max((tokens for tokens in ends if tokens <= most and fits(tokens)), default=low)
         if low:
@@ -170,30 +176,14 @@ class Room:
             self._attention = attention + prices.chunk(start, start + low)
         return low
 
-    def _most_tiles(self, seconds: Callable[[int], float], most: int, limit: float) -> int:
-        """The most tokens below `most` with which the step is of whole tiles and fits; 0 if none do.
-
-        `seconds` gives the price of the step with a number of tokens. Prices are nearly linear in it, so the search
-        interpolates: most searches end after two or three prices.
-        """
+    def _most_tiles(self, fits: Callable[[int], bool], most: int, tiles: int) -> int:
+        """The most tokens below `most` with which the step is of at most `tiles` whole tiles and fits; 0 if none do."""
         tile, filled = self._prices.tile, self._rows + self.tokens
-        low, high = filled // tile, (filled + most - 1) // tile + 1  # tiles that count as fitting, and as too many
-        if low + 1 == high:
-            return max(0, low * tile - filled)
-        least, highest = self.seconds, seconds(most)
-        while high - low > 1:
-            guess = low + int((high - low) * (limit - least) / (highest - least)) if highest > least else low
-            guess = min(max(guess, low + 1), high - 1)
-            price = seconds(guess * tile - filled)
-            if price > limit:
-                high, highest = guess, price
-                continue
-            low, least = guess, price
-            if high - low > 1:  # it is mostly the last one that fits
-                price = seconds((low + 1) * tile - filled)
-                if price > limit:
-                    break
-                low, least = low + 1, price
+        low, high = filled // tile, min(tiles, (filled + most - 1) // tile)
+        middle = high  # chunks of short contexts cost little, so that mostly the step's tiles decide
+        while low < high:
+            low, high = (middle, high) if fits(middle * tile - filled) else (low, middle - 1)
+            middle = (low + high + 1) // 2
         return max(0, low * tile - filled)
 
 
@@ -262,6 +252,17 @@ class Timeline:
         if steps:
             self._steps.append(self._steps[-1] + steps)
             self._times.append(self._times[-1] + steps * seconds)
+
+    def before(self, time: float) -> int:
+        """Number of steps that have ended by a time, of those that are known."""
+        right = bisect_right(self._times, time)
+        if right == len(self._times):
+            return self._steps[-1]
+        if not right:
+            return 0
+        left = right - 1
+        share = (time - self._times[left]) / (self._times[right] - self._times[left])
+        return self._steps[left] + int(share * (self._steps[right] - self._steps[left]))
 
     def after(self, steps: int) -> float:
         """Time at which this many steps have ended. They must be known."""
@@ -344,8 +345,8 @@ class Forecast:
         Sums over sequences of unknown lengths count as their mean and `margin` standard deviations.
         """
         self.prices = prices
-        self._max_sequences, self._margin = max_sequences, margin
-        self._in_flight = in_flight
+        self._max_sequences, self.margin = max_sequences, margin
+        self.in_flight = in_flight
         """Steps from a sequence's last one to the first that can use its row: its result has to come first."""
 
     def follow(
@@ -424,12 +425,12 @@ class Forecast:
         for number, index in enumerate(late, 1):
             step = None
             while step is None and cell < len(GRID):
-                unsure, _ = later.sums(GRID[cell]).upper(self._margin, 0)
+                unsure, _ = later.sums(GRID[cell]).upper(self.margin, 0)
                 step = self._free_within(cell, ends, self._max_sequences - number - unsure)
                 cell += step is None
             if step is None:
                 return False
-            ended[index] += step + self._in_flight
+            ended[index] += step + self.in_flight
         return True
 
     def _free_within(self, cell: int, ends: Sequence[int], most: int) -> int | None:
@@ -456,7 +457,7 @@ class Forecast:
                 rows += 1
                 positions += prompt.context + min(prompt.most, edge)
         if decodes.pool.count:
-            unsure, wide = decodes.pool.at(step).upper(self._margin, edge)
+            unsure, wide = decodes.pool.at(step).upper(self.margin, edge)
             rows, positions = rows + min(unsure, decodes.pool.count), positions + wide
         return self._price(rows, positions)
 
@@ -470,7 +471,7 @@ class Forecast:
         while timeline.steps < later.steps:
             step = timeline.steps
             edge = next_edge(step)
-            rows, attention = self._price(*later.load(step, edge, self._margin))
+            rows, attention = self._price(*later.load(step, edge, self.margin))
             seconds = self.prices.linear(rows, 0) + attention
             if seconds > limit:
                 return False

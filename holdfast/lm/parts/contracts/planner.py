@@ -65,6 +65,7 @@ class ContractPart(Part):
             self._promises,
             lateness,
             max_sequences=max_sequences,
+            confidence=confidence,
             **limits,
         )
         self._progress = Progress(cost, lateness, stages)

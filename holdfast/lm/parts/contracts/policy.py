@@ -213,7 +213,7 @@ class ContractPolicy(Policy):
         contexts = [
             entry.cache.planned + 1 for entry in step.running if not has_contract(entry) and is_ready(entry, step)
         ]
-        low, high = 0, len(contexts)
+        low, high = 0, min(len(contexts), self._prices.ceiling - step.num_tokens)
         while low < high:
             middle = (low + high + 1) // 2
             if room.with_decodes(middle, self._prices.decodes(contexts[:middle])) <= limit:

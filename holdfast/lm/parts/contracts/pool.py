@@ -80,6 +80,16 @@ class Pool:
                 self.steps = left
         self._sums = summed(groups, cell_of(self.steps - 1) + 1 if self.steps else 0, self.count + others)
 
+    def most_blocks(self, margin: float, block_size: int) -> int:
+        """Blocks of `block_size` positions that the sequences need together in any step: `margin` deviations above the
+        mean, rounded up for each sequence.
+        """
+        most = 0
+        for cell, sums in enumerate(self._sums):
+            rows, positions = sums.upper(margin, 4 << cell)
+            most = max(most, -(-positions // block_size) + min(rows, self.count))
+        return most
+
     def at(self, step: int) -> Sums:
         """The sums in this step and all later ones at the most."""
         return self._sums[cell_of(step)] if step < self.steps else NOBODY

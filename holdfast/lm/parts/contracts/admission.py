@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -109,6 +109,10 @@ class ContractAdmission:
         self._known: tuple[Decodes, Sequence[End]] = Decodes(), ()
         self._known_at = -1
         """Stamp of the promises that `_known` is made of."""
+        self._prompts: dict[Entry, Prompt] = {}
+        """The part of its prompt that each sequence lacks that was looked up since the latest step."""
+        self._prompts_at = -1
+        """Stamp of the promises at that step."""
 
     def decide(
         self,
@@ -143,16 +147,36 @@ class ContractAdmission:
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
         asking = {entry for entry, _ in more}  # a contract that is asked for must be kept whole
-        leaving = Departures(pool, self._forecast.in_flight)
         decodes, ends = self._decoding()
         return Queue(
             [entry for entry, _ in lacking],
-            [prompt_of(entry, promise, pool, -inf if entry in asking else start, leaving) for entry, promise in lacking],
+            self._prompts_of(lacking, asking, pool, start),
             decodes,
             min([self._longest_step(promise) for _, promise in everyone], default=inf),
             ends,
             len(everyone),
         )
+
+    def _prompts_of(
+        self, lacking: Sequence[tuple[Entry, Promise]], asking: Collection[Entry], pool: AnyMemory, start: float
+    ) -> Sequence[Prompt]:
+        """What these sequences lack, in their order. It changes only with a step, so it is looked up once per step."""
+        stamp, known = self._promises.stamp, self._prompts
+        if self._prompts_at != stamp:
+            known.clear()
+            self._prompts_at = stamp
+        prompts = []
+        for entry, promise in lacking:
+            prompt = known.get(entry)
+            if prompt is None:
+                prompt = known[entry] = prompt_of(entry, promise, pool)
+            if entry not in asking and (prompt.due <= start or prompt.complete <= start):
+                prompt = prompt.without(start)  # a contract that is broken already refuses nobody
+            prompts.append(prompt)
+        if pool.host is None:
+            return prompts
+        leaving = Departures(pool, self._forecast.in_flight)
+        return [prompt.after(*leaving.before(entry)) for prompt, (entry, _) in zip(prompts, lacking, strict=True)]
 
     def _decoding(self) -> tuple[Decodes, Sequence[End]]:
         """The accepted sequences that decode, and the ends of those that must complete in time, made once per step."""
@@ -381,7 +405,7 @@ def decodes_of(sequences: Iterable[tuple[Entry, Promise]], *, least: int) -> Dec
         if promise.survival is CERTAIN:
             pairs.append((left, length))
         else:
-            answers.append(Answer(promise.survival, so_far, left, length))
+            answers.append((promise.survival, so_far, left, length))
     return Decodes(pairs, Pool(answers))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil, sqrt
 from typing import NamedTuple
 
-from holdfast.lm.parts.contracts.lengths import Survival, bin_of, cell_of
+from holdfast.lm.parts.contracts.lengths import BINS, Survival, bin_of, cell_of
 
 COARSE = 2
 """Number of bins of the tokens so far that are taken together. Each counts as the first of them."""
@@ -59,15 +59,14 @@ class Pool:
     (Greenwood's variance of the Kaplan-Meier estimate, and Cauchy's inequality for the sum of deviations).
     """
 
-    def __init__(self, answers: Iterable[Answer] = (), *, others: int = 0) -> None:
-        """`others` is the number of sequences in other pools that are added to this one."""
+    def __init__(self, answers: Iterable[tuple[Survival, int, int, int]] = (), *, others: int = 0) -> None:
+        """`answers` has the fields of an `Answer` for each. `others` is the number of sequences in pools that are added."""
         groups: dict[tuple[Survival, int, int], list[int]] = {}
-        self.count = 0
-        """Number of the sequences."""
-        self.steps = 0
-        """Most steps that any of them takes."""
+        bins, short = BINS, len(BINS) - 1
+        count = steps = 0
         for survival, so_far, left, positions in answers:
-            key = survival, bin_of(so_far + 1) // COARSE * COARSE, cell_of(left - 1)
+            first = (bins[so_far + 1] if so_far < short else bin_of(so_far + 1)) // COARSE * COARSE
+            key = survival, first, (left - 1).bit_length()
             group = groups.get(key)
             if group is None:
                 groups[key] = [1, positions, positions * positions]
@@ -75,10 +74,14 @@ class Pool:
                 group[0] += 1
                 group[1] += positions
                 group[2] += positions * positions
-            self.count += 1
-            if left > self.steps:
-                self.steps = left
-        self._sums = summed(groups, cell_of(self.steps - 1) + 1 if self.steps else 0, self.count + others)
+            count += 1
+            if left > steps:
+                steps = left
+        self.count = count
+        """Number of the sequences."""
+        self.steps = steps
+        """Most steps that any of them takes."""
+        self._sums = summed(groups, cell_of(steps - 1) + 1 if steps else 0, count + others)
 
     def most_blocks(self, margin: float, block_size: int) -> int:
         """Blocks of `block_size` positions that the sequences need together in any step: `margin` deviations above the
@@ -99,19 +102,30 @@ def summed(groups: dict[tuple[Survival, int, int], list[int]], cells: int, among
     """The sums at the first step of each of `cells` cells, with the error that is common to `among` sequences.
 
     `groups` has the number of the sequences, the sum of their positions and that of the squares, by survival, bin of
-    the tokens so far and last cell.
+    the tokens so far, and number of bits of their last step.
     """
+    going: dict[tuple[Survival, int], list[list[int]]] = {}
+    for (survival, first, bits), group in groups.items():  # those that may go on in each cell
+        of_cells = going.get((survival, first))
+        if of_cells is None:
+            of_cells = going[survival, first] = [[0, 0, 0] for _ in range(cells)]
+        last = of_cells[max(0, bits - 2)]
+        last[0] += group[0]
+        last[1] += group[1]
+        last[2] += group[2]
     rows, positions, variance, spread = ([0.0] * cells for _ in range(4))
-    for (survival, first, last), (count, total, squares) in groups.items():
-        doubt = 1 + among / survival.weight_above(first)
-        unsure, wide = count * doubt, squares * doubt
-        for cell, (chance, product) in enumerate(survival.chances(first)):
-            if cell > last:
-                break
-            rows[cell] += chance * count
-            positions[cell] += chance * total
-            variance[cell] += product * unsure
-            spread[cell] += product * wide
+    for (survival, first), of_cells in going.items():
+        doubt, chances = 1 + among / survival.weight_above(first), survival.chances(first)
+        count = total = squares = 0
+        for cell in range(cells - 1, -1, -1):
+            more = of_cells[cell]
+            count, total, squares = count + more[0], total + more[1], squares + more[2]
+            if count:
+                chance, product = chances[cell]
+                rows[cell] += chance * count
+                positions[cell] += chance * total
+                variance[cell] += product * count * doubt
+                spread[cell] += product * squares * doubt
     return [*map(Sums, rows, positions, variance, spread)]
 
 

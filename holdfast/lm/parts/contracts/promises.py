@@ -205,21 +205,17 @@ class Departures:
         return self._in_flight + -(-min(short, blocks) // pool.max_copies), pool.copy_seconds(short) or 0.0
 
 
-def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory, start: float, leaving: Departures) -> Prompt:
-    """A sequence that lacks a part of its prompt, as a forecast sees it, less the times that are over by `start`.
-
-    Its blocks are free once the copies of `leaving` before it are complete.
-    """
+def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
+    """A sequence that lacks a part of its prompt, as a forecast sees it."""
     so_far, need = answered(entry), needed(entry, pool)
-    steps, seconds = leaving.before(entry)
     return Prompt(
         need.positions,
         entry.sequence.length,
         promise.tokens_left(entry),
-        promise.due if promise.due > start else inf,
-        promise.complete_by if promise.complete_by > start and not promise.outgrown else inf,
-        copying=seconds + need.seconds,
-        pauses=steps + entry.cache.most_cuts(entry.sequence.length),
+        promise.due,
+        inf if promise.outgrown else promise.complete_by,
+        copying=need.seconds,
+        pauses=entry.cache.most_cuts(entry.sequence.length),
         joining=JOINING if need.copies else 0,
         has_row=entry.cache.capacity > 0,
         survival=promise.survival,

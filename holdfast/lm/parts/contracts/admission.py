@@ -175,7 +175,7 @@ class ContractAdmission:
             prompts.append(prompt)
         if pool.host is None:
             return prompts
-        leaving = Departures(pool, self._forecast.in_flight)
+        leaving = Departures(pool, len(self._promises) - len(lacking), self._forecast.in_flight)
         return [prompt.after(*leaving.before(entry)) for prompt, (entry, _) in zip(prompts, lacking, strict=True)]
 
     def _decoding(self) -> tuple[Decodes, Sequence[End]]:
@@ -322,8 +322,8 @@ class ContractAdmission:
         Those that decode are summed step by step. The others may start in any step, so the most of each step counts.
         """
         margin = self._forecast.margin
-        waiting = [(entry, promise) for entry, promise in (*self._promises, asking) if not entry.decoding]
-        decoding = [(entry, promise) for entry, promise in self._promises if entry.decoding]
+        waiting = [asking, *(pair for pair in self._promises if not pair[0].decoding)]
+        decoding = [pair for pair in self._promises if pair[0].decoding]
         total = 0
         for pairs in (waiting, decoding):
             learned = [(entry, promise) for entry, promise in pairs if promise.survival is not CERTAIN]

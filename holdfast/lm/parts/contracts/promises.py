@@ -184,10 +184,13 @@ class Promises:
 class Departures:
     """The copies to the host that make room on the device for waiting sequences, in the order in which they start."""
 
-    def __init__(self, pool: AnyMemory, in_flight: int) -> None:
-        """The room is that of `pool`. A block can be used once the plan that copies it has ended: `in_flight` steps."""
+    def __init__(self, pool: AnyMemory, decoding: int, in_flight: int) -> None:
+        """The room is that of `pool`, less a block for each of `decoding` sequences, which may need one first.
+
+        A block can be used once the plan that copies it has ended, which is `in_flight` steps later.
+        """
         self._pool, self._in_flight = pool, in_flight
-        self._room = pool.allocatable
+        self._room = pool.allocatable - max(0, decoding)
 
     def before(self, entry: Entry) -> tuple[int, float]:
         """Steps in which a sequence waits for its blocks, and the seconds of the copies in them.

@@ -255,7 +255,8 @@ class ContractAdmission:
             if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
                 return None
             ends = [end for end in ends_of(queue, outlook) if end.by > start]
-            late = [end for end in ends if outlook.timeline.after(end.steps) > end.by]
+            timeline = outlook.timeline
+            late = [end for end in ends if end.by < timeline.end and timeline.after(end.steps) > end.by]
             if not late or self._is_unlikely(ends, outlook, queue.count):
                 return bound if self._is_efficient(queue, bound, factor, least) else None
             if max(end.steps for end in late) > outlook.backlog:  # a shorter bound makes the backlog last longer
@@ -271,8 +272,9 @@ class ContractAdmission:
         The risk of each is that before its first token. So the mean over all contracts stays as low, too: a contract
         that has ended had its share of the sum while it was open.
         """
-        before = outlook.timeline.before
-        return sum(end.risk(before(end.by)) for end in ends) <= (1 - self._confidence) * count
+        timeline = outlook.timeline
+        risks = (end.risk(timeline.before(end.by)) for end in ends if end.by < timeline.end)
+        return sum(risks) <= (1 - self._confidence) * count
 
     def _is_efficient(self, queue: Queue, bound: float, factor: float, least: float) -> bool:
         """Whether steps within the bound compute prompts at this share of the rate of the largest steps, at least."""
@@ -399,7 +401,9 @@ def decodes_of(sequences: Iterable[tuple[Entry, Promise]], *, least: int) -> Dec
     for entry, promise in sequences:
         length = entry.sequence.length
         so_far = length - promise.answer_start
-        left = max(least, promise.most - so_far)
+        left = promise.most - so_far
+        if left < least:
+            left = least
         if left <= 0:
             continue
         if promise.survival is CERTAIN:

@@ -430,16 +430,15 @@ class Forecast:
         """
         apart = set(late)
         others = [(prompt, ended[index]) for index, prompt in enumerate(prompts) if index not in apart]
-        later, cell = Later(decodes, others), 0
+        later, cell, rows = Later(decodes, others), 0, self._max_sequences
         ends = later.ends
+        unsure, _ = later.sums(0).upper(self.margin, 0)
         for number, index in enumerate(late, 1):
-            step = None
-            while step is None and cell < len(GRID):
+            while (step := self._free_within(cell, ends, rows - number - unsure)) is None:
+                cell += 1
+                if cell == len(GRID):
+                    return False
                 unsure, _ = later.sums(GRID[cell]).upper(self.margin, 0)
-                step = self._free_within(cell, ends, self._max_sequences - number - unsure)
-                cell += step is None
-            if step is None:
-                return False
             ended[index] += step + self.in_flight
         return True
 

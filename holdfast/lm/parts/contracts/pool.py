@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, sqrt
+from operator import mul
 from typing import NamedTuple
 
 from holdfast.lm.parts.contracts.lengths import BINS, Survival, bin_of, cell_of
@@ -61,27 +63,19 @@ class Pool:
 
     def __init__(self, answers: Iterable[tuple[Survival, int, int, int]] = (), *, others: int = 0) -> None:
         """`answers` has the fields of an `Answer` for each. `others` is the number of sequences in pools that are added."""
-        groups: dict[tuple[Survival, int, int], list[int]] = {}
+        groups = defaultdict[tuple[Survival, int, int], list[int]](list)
         bins, short = BINS, len(BINS) - 1
-        count = steps = 0
+        steps = 0
         for survival, so_far, left, positions in answers:
-            first = (bins[so_far + 1] if so_far < short else bin_of(so_far + 1)) // COARSE * COARSE
-            key = survival, first, (left - 1).bit_length()
-            group = groups.get(key)
-            if group is None:
-                groups[key] = [1, positions, positions * positions]
-            else:
-                group[0] += 1
-                group[1] += positions
-                group[2] += positions * positions
-            count += 1
+            first = bins[so_far + 1] if so_far < short else bin_of(so_far + 1)
+            groups[survival, first // COARSE * COARSE, (left - 1).bit_length()].append(positions)
             if left > steps:
                 steps = left
-        self.count = count
+        self.count = sum(map(len, groups.values()))
         """Number of the sequences."""
         self.steps = steps
         """Most steps that any of them takes."""
-        self._sums = summed(groups, cell_of(steps - 1) + 1 if steps else 0, count + others)
+        self._sums = summed(groups, cell_of(steps - 1) + 1 if steps else 0, self.count + others)
 
     def most_blocks(self, margin: float, block_size: int) -> int:
         """Blocks of `block_size` positions that the sequences need together in any step: `margin` deviations above the
@@ -98,11 +92,11 @@ class Pool:
         return self._sums[cell_of(step)] if step < self.steps else NOBODY
 
 
-def summed(groups: dict[tuple[Survival, int, int], list[int]], cells: int, among: int) -> Sequence[Sums]:
+def summed(groups: Mapping[tuple[Survival, int, int], list[int]], cells: int, among: int) -> Sequence[Sums]:
     """The sums at the first step of each of `cells` cells, with the error that is common to `among` sequences.
 
-    `groups` has the number of the sequences, the sum of their positions and that of the squares, by survival, bin of
-    the tokens so far, and number of bits of their last step.
+    `groups` has the positions of each sequence by survival, bin of the tokens so far, and number of bits of its last
+    step.
     """
     going: dict[tuple[Survival, int], list[list[int]]] = {}
     for (survival, first, bits), group in groups.items():  # those that may go on in each cell
@@ -110,9 +104,9 @@ def summed(groups: dict[tuple[Survival, int, int], list[int]], cells: int, among
         if of_cells is None:
             of_cells = going[survival, first] = [[0, 0, 0] for _ in range(cells)]
         last = of_cells[max(0, bits - 2)]
-        last[0] += group[0]
-        last[1] += group[1]
-        last[2] += group[2]
+        last[0] += len(group)
+        last[1] += sum(group)
+        last[2] += sum(map(mul, group, group))
     rows, positions, variance, spread = ([0.0] * cells for _ in range(4))
     for (survival, first), of_cells in going.items():
         doubt, chances = 1 + among / survival.weight_above(first), survival.chances(first)

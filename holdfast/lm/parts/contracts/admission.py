@@ -85,7 +85,8 @@ class ContractAdmission:
     """Decides on contracts at their arrival, and on the bound of steps once one has ended.
 
     A contract is accepted if rows and blocks are left for the whole of its answer, and if a forecast says that every
-    accepted sequence, the new one among them, gets its tokens in time.
+    accepted sequence, the new one among them, gets its tokens in time. Answers of unknown length may be late, if few
+    enough of all are expected to be.
     """
 
     def __init__(

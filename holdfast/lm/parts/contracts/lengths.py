@@ -147,14 +147,14 @@ class Lengths:
     def survival(self, wider: Survival | None = None) -> Survival:
         """The survival function, estimated when it is first asked for after `see`.
 
-        `wider` is that of the next wider class. Few answers say little of the longest ones, which the wider class knows.
+        `wider` is that of the next wider class. It knows more of the longest answers than a class of few.
         """
         if self._survival is None:
             self._survival = self._estimate() if wider is None else self._estimate_within(wider)
         return self._survival
 
     def _estimate_within(self, wider: Survival) -> Survival:
-        """The survival function of these answers and of PRIOR further ones in each bin, which end as a wider class says."""
+        """The survival function of these answers, and of PRIOR ones in each bin that end as in a wider class."""
         shares, weights, left, newest = [], [], 1.0, self._newest
         at_risk = self._total + newest * sum(self._open)
         trust = PRIOR / (PRIOR + at_risk / newest)

@@ -11,6 +11,7 @@ from holdfast.lm.parts.contracts.forecast import Prices, Room
 from holdfast.lm.parts.contracts.lateness import Lateness
 from holdfast.lm.parts.contracts.order import has_contract
 from holdfast.lm.parts.contracts.promises import Promises
+from holdfast.lm.memory.protocol import Found
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.entries import Entry
@@ -174,6 +175,8 @@ class ContractPolicy(Policy):
         ready = [entry for entry in step.running if has_contract(entry) and is_ready(entry, step)]
         step.budget = len(ready)
         step.decode()
+        # Each may need a block soon. If there are too few, this asks for copies of idle state to the host.
+        step.pool.admits(Found(), len(ready) * step.pool.block_size, 0)
         return Room(self._prices, step.num_tokens, self._prices.decodes(planned_contexts(step.sampling)))
 
     def _prefill(self, step: StepBuilder, room: Room, limit: float) -> bool:

@@ -62,7 +62,9 @@ class Pool:
     """
 
     def __init__(self, answers: Iterable[tuple[Survival, int, int, int]] = (), *, others: int = 0) -> None:
-        """`answers` has the fields of an `Answer` for each. `others` is the number of sequences in pools that are added."""
+        """`answers` has the fields of an `Answer` for each. `others` is the number of sequences in other pools that are
+        added to this one.
+        """
         groups = defaultdict[tuple[Survival, int, int], list[int]](list)
         bins, short = BINS, len(BINS) - 1
         steps = 0

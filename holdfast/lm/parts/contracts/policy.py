@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterable
 
 from holdfast.core.cost import CostModel
+from holdfast.lm.memory.sequence_cache import Found
 from holdfast.lm.parts.contracts.admission import ContractAdmission
 from holdfast.lm.parts.contracts.forecast import Prices, Room
 from holdfast.lm.parts.contracts.lateness import Lateness
 from holdfast.lm.parts.contracts.order import has_contract
 from holdfast.lm.parts.contracts.promises import Promises
-from holdfast.lm.memory.protocol import Found
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.entries import Entry

@@ -352,7 +352,7 @@ class ContractAdmission:
         """The refusal of a contract for want of time."""
         place = queue.entries.index(entry)
         own = queue.prompts[place]
-        alone = Queue([entry], [own], Decodes(), self._longest_step(promise), ())
+        alone = Queue([entry], [prompt_of(entry, promise, pool)], Decodes(), self._longest_step(promise), ())
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
             predicted = self._predict(alone, promise, promise.arrival, factor)

@@ -2,6 +2,7 @@
 
 Run: python -m benchmarks.engine.contracts_sim azure mooncake agents --traces DIR
      python -m benchmarks.engine.contracts_sim azure --traces DIR --loads 3 --systems contracts exact --json FILE
+     python -m benchmarks.engine.contracts_sim azure --traces DIR --skip 3000 --known 500
 
 Half of the requests of a trace are interactive and are promised a first token and a pace; the others are promised an
 end. Prompts that take longer on an idle device are promised more. Agents ask for the contracts of their preset. Every
@@ -13,6 +14,9 @@ client allows answers of up to `--allowed` tokens, so an engine does not know th
   Interactive requests have class 0, all others 1.
   In `deadline`, interactive requests have their first token as deadline. In `edf`, all others have their end as one.
 - bound: no scheduler keeps more, even with hindsight (`holdfast.lab.bounds`). It is for traces of single requests.
+
+An engine that has just started knows nothing about the lengths of answers. With `--known N`, it has answered the N
+requests of the trace before those of the run, without contracts. `--skip` begins the run later in the trace.
 
 The capacity is the highest rate at which `contracts` refuses at most 1% and keeps 99% of what it accepts.
 
@@ -35,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.invocation import provenance
-from holdfast.core.contract import Contract
+from holdfast.core.contract import NO_CONTRACT, Contract
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.bounds import Asked, LeastTimes, most_kept
@@ -55,6 +59,10 @@ TARGET = 0.9
 """TBT target of engines that see no contracts, as a share of the promised pace."""
 PROMPTS = 4.0
 """Multiple of a prompt's time on an idle device that `ttft` and `complete` allow on top."""
+IDLE = 60.0
+"""Seconds between the last request that is `known` and the first one of a run."""
+KNOWN_RATE = 2.0
+"""Requests a second of those that are `known`: few enough for any device."""
 BURST = 1.0
 """Seconds of arrivals below which conversations are one burst, however high their rate."""
 FIGURES = (
@@ -73,6 +81,8 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=32_768, help="max_model_len")
     parser.add_argument("--host-gb", type=float, default=0.0, help="size of the host tier")
     parser.add_argument("--requests", type=int, default=1000, help="requests in a run, at least")
+    parser.add_argument("--skip", type=int, default=0, help="requests of a trace before the run")
+    parser.add_argument("--known", type=int, default=0, help="requests before the run that the engine has answered")
     parser.add_argument("--turns", type=int, default=4, help="most turns of a session")
     parser.add_argument(
         "--loads", type=float, nargs="+", default=[0.8, 1.5, 2.0, 3.0], help="multiples of the capacity"
@@ -98,20 +108,27 @@ class Study:
         self.name, self.args = name, args
         self.config = EngineConfig(max_model_len=args.max_len, host_cache_gb=args.host_gb, max_sequences=256)
         self.profile = deploy(args.model, args.device).profile
-        self.base = prepared(self.conversations(), self.profile, args)
+        drawn = self.conversations()
+        if not 0 <= args.known <= args.skip:
+            raise SystemExit(f"--known is {args.known}; it must be from 0 to --skip, which is {args.skip}")
+        self.base = prepared(drawn[args.skip : args.skip + args.requests], self.profile, args)
+        self.known = prepared(drawn[args.skip - args.known : args.skip], self.profile, args)
+        if not self.base:
+            raise SystemExit(f"{self.name} has {len(drawn)} conversations, and --skip is {args.skip}; skip fewer")
 
     def conversations(self) -> Workload:
+        """All conversations that there are, up to those of the run."""
         args = self.args
         if self.name not in FILES:
-            whole = workloads.sessions(self.name, args.requests, args.seed)
-            drawn: Workload = first_requests(whole, args.turns, args.requests)
+            count = args.skip + args.requests
+            drawn: Workload = first_requests(workloads.sessions(self.name, count, args.seed), args.turns, count)
             drawn = workloads.gamma_arrivals(drawn, 1.0, args.seed)
         else:
             if args.traces is None:
                 raise SystemExit(f"{self.name} needs --traces DIR, with {FILES[self.name]}")
             path = args.traces / FILES[self.name]
             drawn = workloads.azure_csv(path) if path.suffix == ".csv" else workloads.mooncake_jsonl(path)
-        return workloads.fit_context(drawn[: args.requests], args.max_len)
+        return workloads.fit_context(drawn[: args.skip + args.requests], args.max_len)
 
     def at(self, rate: float) -> list[Conversation]:
         """The conversations, arriving `rate` a second, with the bursts of their trace."""
@@ -125,13 +142,28 @@ class Study:
         if system not in ("contracts", "exact"):
             order = {"edf": "deadline"}.get(system, system)
             config = replace(config, contracts="off", order=order, tbt_target=TARGET * TERMS["tbt"] * 1e3)
-        records = simulate(config, self.profile, workload).records
-        lasted = max(each.token_times[-1] for each in records if each.token_times)
+        records = [each for each in simulate(config, self.profile, self.after_known(workload)).records if each.contract]
+        lasted = max(each.token_times[-1] for each in records if each.token_times) - records[0].arrival
         found = contract_figures(records, lasted)
         never = workloads.num_requests(workload) - len(records)
         return {name: found[name] for name in FIGURES} | {
             "never_asked": never, "took": round(time.monotonic() - began, 1), "seconds": lasted,
         }  # fmt: skip
+
+    def after_known(self, workload: Workload) -> list[Conversation]:
+        """The conversations of a run after those that are known, which ask for no contract."""
+        if not self.known:
+            return [*workload]
+
+        def plain(turn: Turn, history: int) -> Turn:
+            return replace(turn, contract=NO_CONTRACT)
+
+        before = [
+            replace(conversation.changed(plain), arrival=number / KNOWN_RATE)
+            for number, conversation in enumerate(self.known)
+        ]
+        shift = before[-1].arrival + IDLE - workload[0].arrival
+        return [*before, *(replace(each, arrival=each.arrival + shift) for each in workload)]
 
     def is_kept(self, rate: float) -> bool:
         """Whether the engine keeps the contracts at this rate. Ends the script if there is no rate that it does not."""

@@ -2,11 +2,12 @@
 
 Run: python -m benchmarks.engine.scheduler_step [steps] [--schedulers stall-free latency-target ...]
      python -m benchmarks.engine.scheduler_step evictions [--conversations 100000]
-     python -m benchmarks.engine.scheduler_step contracts [--running 270]
+     python -m benchmarks.engine.scheduler_step contracts [--running 270] [--queued 100]
 
 Wall time includes other work of the machine; the thread's CPU time does not. `latency-target` is stall-free with a
 target. `evictions` times each eviction order over idle conversations. `contracts` times the decision on a contract at
-its arrival, next to accepted ones that decode and some whose prompts wait.
+its arrival, next to accepted ones that decode and `--queued` ones that wait for their rows. Every fourth contract is
+too hasty and is refused.
 """
 
 import argparse
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--schedulers", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
     parser.add_argument("--arrivals", type=int, default=300, help="of contracts: decisions that are timed")
+    parser.add_argument("--queued", type=int, default=0, help="of contracts: accepted ones that wait for a row")
     parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
     parser.add_argument("--turns", type=int, default=5, help="of evictions: turns before each choice")
     parser.add_argument("--choices", type=int, default=100, help="of evictions")
@@ -204,7 +206,8 @@ def evictions(options: argparse.Namespace) -> None:
 def contracts(options: argparse.Namespace, *, known: bool) -> None:
     """Time decisions on contracts, by whether lengths of answers are `known` ahead or learned."""
     clock, draw = VirtualClock(), random.Random(0)
-    config = EngineConfig(model="invented", max_sequences=options.running + 32)
+    rows = options.running if options.queued else options.running + 32
+    config = EngineConfig(model="invented", max_sequences=rows)
     shape = EngineShape(
         model="invented", precision="bfloat16", num_blocks=1 << 16, token_budget=2048, max_step_tokens=2048,
         max_model_len=8192, vocab_size=1 << 20, tile=128,
@@ -215,22 +218,27 @@ def contracts(options: argparse.Namespace, *, known: bool) -> None:
     identity = Identity("invented", dtype="bfloat16")
     count = 0
 
-    def ask(contract: Contract, most: int) -> bool:
+    def ask(contract: Contract, most: int) -> tuple[bool, float]:
+        """Whether a request is accepted, and the ms that this took."""
         nonlocal count
         count += 1
         prompt = tuple((97 * count + place) % 9973 for place in range(draw.randrange(64, 1024)))
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, stop_token_ids=stop)
+        request = Request(str(count), prompt, params, arrival=clock.now, identity=identity, contract=contract)
+        before, accepted = time.thread_time(), True
         try:
-            loop.add(Request(str(count), prompt, params, arrival=clock.now, identity=identity, contract=contract))
+            loop.add(request)
         except ContractRefused:
-            return False
-        return True
+            accepted = False
+        return accepted, (time.thread_time() - before) * 1e3
 
     def fill() -> None:
         while scheduler.stats().running < options.running:
             if scheduler.stats().waiting < 8:
                 ask(Contract(complete=3600.0), draw.randrange(200, 2000))
             loop.step()
+        while scheduler.stats().waiting < options.queued:
+            ask(Contract(complete=3600.0), draw.randrange(200, 2000))
 
     # Answers that were cut are learned from, too.
     for _ in range(64):
@@ -238,21 +246,27 @@ def contracts(options: argparse.Namespace, *, known: bool) -> None:
     while loop.has_work():
         loop.step()
     fill()
-    taken, accepted = [], 0
+    taken: dict[bool, list[float]] = {True: [], False: []}
     for number in range(options.arrivals):
-        contract = Contract(ttft=60.0, tbt=1.0) if number % 2 else Contract(complete=600.0)
-        before = time.thread_time()
-        accepted += ask(contract, draw.randrange(200, 2000))
-        taken.append((time.thread_time() - before) * 1e3)
+        contract = Contract(ttft=600.0, tbt=1.0) if number % 2 else Contract(complete=900.0)
+        if number % 4 == 3:
+            contract = Contract(ttft=0.02)
+        accepted, took = ask(contract, draw.randrange(200, 2000))
+        taken[accepted].append(took)
         loop.step()
         while scheduler.stats().running > options.running:
             loop.step()
         fill()
-    median, p99 = statistics.median(taken), statistics.quantiles(taken, n=100)[98]
-    print(
-        f"{scheduler.stats().running} running, lengths {'known' if known else 'learned'}, {accepted} of "
-        f"{options.arrivals} accepted: best {min(taken):.2f} ms, median {median:.2f} ms, p99 {p99:.2f} ms a decision"
-    )
+    stats = scheduler.stats()
+    named = f"{stats.running} running, {stats.waiting} waiting, lengths {'known' if known else 'learned'}"
+    for accepted, times in taken.items():
+        if len(times) > 1:
+            median, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
+            print(
+                f"{named}: {len(times)} {'accepted' if accepted else 'refused'}: best {min(times):.2f} ms, "
+                f"median {median:.2f} ms, p99 {p99:.2f} ms a decision",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

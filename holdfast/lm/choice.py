@@ -246,7 +246,16 @@ def make_planning(
         raise ValueError(f"a pipeline has {stages} stages; padded rows run on one")
     policy = policy or choose_policy(config, shape, cost, stages=stages)
     kind = make_kind(config, shape, cost, policy)
-    return Planning(config=config, shape=shape, cost=cost, policy=policy, kind=kind, stages=stages, now=now)
+    return Planning(
+        config=config,
+        shape=shape,
+        cost=cost,
+        policy=policy,
+        kind=kind,
+        stages=stages,
+        in_flight=steps_in_flight(config, stages),
+        now=now,
+    )
 
 
 def compose_scheduler(planning: Planning, policy: Policy, parts: Sequence[Part]) -> Scheduler:

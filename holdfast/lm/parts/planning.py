@@ -25,6 +25,8 @@ class Planning:
     """The memory that the scheduler will plan over, empty."""
     stages: int = 1
     """Number of pipeline stages."""
+    in_flight: int = 2
+    """Number of steps that are planned before the first of them has ended."""
     now: float = 0.0
     """Time at which the contents of the disk tier were listed (`EngineShape.lower`)."""
 

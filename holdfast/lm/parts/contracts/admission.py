@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from holdfast.core.contract import MAX_CONTRACT, NO_CONTRACT, Contract, Refusal
 from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Outlook, Prompt, Room
 from holdfast.lm.parts.contracts.lateness import Lateness
-from holdfast.lm.parts.contracts.lengths import CERTAIN
+from holdfast.lm.parts.contracts.lengths import CERTAIN, Survival
 from holdfast.lm.parts.contracts.pool import Answer, Pool
-from holdfast.lm.parts.contracts.promises import Promise, Promises, answered, prompt_of
+from holdfast.lm.parts.contracts.promises import Departures, Promise, Promises, answered, prompt_of
 from holdfast.lm.scheduler.entries import Entry
 
 LEAST_RATE = 0.25
@@ -36,6 +37,32 @@ class Accepted:
     """Most seconds that a step may take from now on."""
 
 
+class End(NamedTuple):
+    """The completion that a sequence was promised."""
+
+    steps: int
+    """Steps in which it gets all tokens of its answer that are expected at the most."""
+    by: float
+    """Time by which its last token must come."""
+    most: int
+    """Steps in which it gets all tokens that its answer may have."""
+    so_far: int
+    """Tokens of its answer before the first of these steps."""
+    survival: Survival
+    """How long answers like its own are."""
+
+    def risk(self, steps: int) -> float:
+        """Chance, before its first token, that its answer has more tokens than `steps` steps can give it.
+
+        Infinite if it is certain, as nothing may be left to chance then.
+        """
+        if steps >= self.most:
+            return 0.0
+        if self.survival is CERTAIN:
+            return 0.0 if steps >= self.steps else inf
+        return self.survival.most_chance(max(0, self.so_far + steps))
+
+
 @dataclass(frozen=True, slots=True)
 class Queue:
     """The accepted sequences as a forecast sees them."""
@@ -48,15 +75,18 @@ class Queue:
     """The other sequences."""
     tbt: float
     """Shortest of all paces promised, in seconds."""
-    ends: Sequence[tuple[int, float]]
-    """Steps that the other sequences still take, and the time by which each must complete."""
+    ends: Sequence[End]
+    """The completions that the other sequences were promised."""
+    count: int = 1
+    """Number of open contracts, the one that is asked for among them."""
 
 
 class ContractAdmission:
     """Decides on contracts at their arrival, and on the bound of steps once one has ended.
 
     A contract is accepted if rows and blocks are left for the whole of its answer, and if a forecast says that every
-    accepted sequence, the new one among them, gets its tokens in time.
+    accepted sequence, the new one among them, gets its tokens in time. Answers of unknown length may be late, if few
+    enough of all are expected to be.
     """
 
     def __init__(
@@ -67,16 +97,23 @@ class ContractAdmission:
         *,
         max_sequences: int,
         target: float = inf,
+        confidence: float = 1.0,
     ) -> None:
         """At most `max_sequences` run; steps with streams take at most `target` seconds.
+
+        A share of `confidence` of the open contracts is expected to complete in time, however long answers become.
 
         The bound of steps leaves room for the `lateness` of tokens.
         """
         self._forecast, self._promises, self._lateness = forecast, promises, lateness
-        self._max_sequences, self._target = max_sequences, target
-        self._known: tuple[Decodes, Sequence[tuple[int, float]]] = Decodes(), ()
+        self._max_sequences, self._target, self._confidence = max_sequences, target, confidence
+        self._known: tuple[Decodes, Sequence[End]] = Decodes(), ()
         self._known_at = -1
         """Stamp of the promises that `_known` is made of."""
+        self._prompts: dict[Entry, Prompt] = {}
+        """The part of its prompt that each sequence lacks that was looked up since the latest step."""
+        self._prompts_at = -1
+        """Stamp of the promises at that step."""
 
     def decide(
         self,
@@ -96,7 +133,8 @@ class ContractAdmission:
         `factor` times its price.
         """
         usable = pool.num_blocks - pool.lent - headroom
-        refusal = self._lacks_place(promise, usable, now, start) or self._lacks_share(entry, promise, usable, share)
+        refusal = self._lacks_place(entry, promise, pool, usable, now, start)
+        refusal = refusal or self._lacks_share(entry, promise, usable, share)
         if refusal:
             return refusal
         queue = self.queue(pool, start, (entry, promise))
@@ -113,23 +151,45 @@ class ContractAdmission:
         decodes, ends = self._decoding()
         return Queue(
             [entry for entry, _ in lacking],
-            [prompt_of(entry, promise, pool, -inf if entry in asking else start) for entry, promise in lacking],
+            self._prompts_of(lacking, asking, pool, start),
             decodes,
             min([self._longest_step(promise) for _, promise in everyone], default=inf),
             ends,
+            len(everyone),
         )
 
-    def _decoding(self) -> tuple[Decodes, Sequence[tuple[int, float]]]:
+    def _prompts_of(
+        self, lacking: Sequence[tuple[Entry, Promise]], asking: Collection[Entry], pool: AnyMemory, start: float
+    ) -> Sequence[Prompt]:
+        """What these sequences lack, in their order. It changes only with a step, so it is looked up once per step."""
+        stamp, known = self._promises.stamp, self._prompts
+        if self._prompts_at != stamp:
+            known.clear()
+            self._prompts_at = stamp
+        prompts = []
+        for entry, promise in lacking:
+            prompt = known.get(entry)
+            if prompt is None:
+                prompt = known[entry] = prompt_of(entry, promise, pool)
+            if entry not in asking and (prompt.due <= start or prompt.complete <= start):
+                prompt = prompt.without(start)  # a contract that is broken already refuses nobody
+            prompts.append(prompt)
+        if pool.host is None:
+            return prompts
+        leaving = Departures(pool, len(self._promises) - len(lacking), self._forecast.in_flight)
+        return [prompt.after(*leaving.before(entry)) for prompt, (entry, _) in zip(prompts, lacking, strict=True)]
+
+    def _decoding(self) -> tuple[Decodes, Sequence[End]]:
         """The accepted sequences that decode, and the ends of those that must complete in time, made once per step."""
         promises = self._promises
         if self._known_at != promises.stamp:
             decoding = [pair for pair in promises if pair[0].decoding]
             ends = [
-                (left, promise.complete_by)
+                End(left, promise.complete_by, promise.most - so_far, so_far, promise.survival)
                 for entry, promise in decoding
                 if promise.complete_by < inf
                 and not promise.outgrown
-                and (left := promise.tokens + promise.answer_start - entry.sequence.length) > 0
+                and (left := promise.tokens - (so_far := entry.sequence.length - promise.answer_start)) > 0
             ]
             self._known, self._known_at = (decodes_of(decoding, least=1), ends), promises.stamp
         return self._known
@@ -195,15 +255,27 @@ class ContractAdmission:
             pairs = list(zip(queue.prompts, firsts, strict=True))
             if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
                 return None
-            late = [end for end in ends_of(queue, outlook) if outlook.timeline.after(end[0]) > end[1] > start]
-            if not late:
+            ends = [end for end in ends_of(queue, outlook) if end.by > start]
+            timeline = outlook.timeline
+            late = [end for end in ends if end.by < timeline.end and timeline.after(end.steps) > end.by]
+            if not late or self._is_unlikely(ends, outlook, queue.count):
                 return bound if self._is_efficient(queue, bound, factor, least) else None
-            if max(steps for steps, _ in late) > outlook.backlog:  # a shorter bound makes the backlog last longer
+            if max(end.steps for end in late) > outlook.backlog:  # a shorter bound makes the backlog last longer
                 return None
-            bound = min((complete - start) / steps for steps, complete in late) * SLACK
+            bound = min((end.by - start) / end.steps for end in late) * SLACK
             if not bound > 0:
                 return None
         return None
+
+    def _is_unlikely(self, ends: Iterable[End], outlook: Outlook, count: int) -> bool:
+        """Whether few enough of `count` open contracts are expected to be late, as their answers become too long.
+
+        The risk of each is that before its first token. So the mean over all contracts stays as low, too: a contract
+        that has ended had its share of the sum while it was open.
+        """
+        timeline = outlook.timeline
+        risks = (end.risk(timeline.before(end.by)) for end in ends if end.by < timeline.end)
+        return sum(risks) <= (1 - self._confidence) * count
 
     def _is_efficient(self, queue: Queue, bound: float, factor: float, least: float) -> bool:
         """Whether steps within the bound compute prompts at this share of the rate of the largest steps, at least."""
@@ -232,17 +304,37 @@ class ContractAdmission:
         wait = min(other.tokens_left(each) for each, other in own) * self._promises.bound
         return Refusal("the contract cannot be kept now: the share of its API key is promised already", wait)
 
-    def _lacks_place(self, promise: Promise, usable: int, now: float, start: float) -> Refusal | None:
+    def _lacks_place(
+        self, entry: Entry, promise: Promise, pool: AnyMemory, usable: int, now: float, start: float
+    ) -> Refusal | None:
         """A refusal for want of blocks, of which `usable` are for contracts; None if there are enough."""
-        held = sum(other.blocks for _, other in self._promises)
         if promise.blocks > usable:
             needed = f"it may need {promise.blocks} blocks of the KV cache, and contracts can have {usable}"
             return Refusal(f"the contract can never be kept: {needed}", inf)
-        blocks = held + promise.blocks - usable
+        blocks = sum(other.blocks for _, other in self._promises) + promise.blocks - usable
+        if blocks > 0:  # each by itself may need too many, and all together enough
+            blocks = self._blocks((entry, promise), pool.block_size) - usable
         if blocks <= 0:
             return None
         wait = self._until_free(blocks, start) - now
         return Refusal("the contract cannot be kept now: the KV cache is promised to accepted requests", wait)
+
+    def _blocks(self, asking: tuple[Entry, Promise], block_size: int) -> int:
+        """Most blocks that the accepted sequences and the one that is `asking` need in any step.
+
+        Those that decode are summed step by step. The others may start in any step, so the most of each step counts.
+        """
+        margin = self._forecast.margin
+        waiting = [asking, *(pair for pair in self._promises if not pair[0].decoding)]
+        decoding = [pair for pair in self._promises if pair[0].decoding]
+        total = 0
+        for pairs in (waiting, decoding):
+            learned = [(entry, promise) for entry, promise in pairs if promise.survival is not CERTAIN]
+            pool = Pool([answer_of(*pair, least=1) for pair in learned], others=len(self._promises))
+            alone = sum(promise.blocks for _, promise in learned)
+            total += min(alone, pool.most_blocks(margin, block_size))
+            total += sum(promise.blocks for _, promise in pairs) - alone
+        return total
 
     def _until_free(self, blocks: int, start: float) -> float:
         """Time by which accepted sequences have given up this many blocks."""
@@ -260,7 +352,7 @@ class ContractAdmission:
         """The refusal of a contract for want of time."""
         place = queue.entries.index(entry)
         own = queue.prompts[place]
-        alone = Queue([entry], [own], Decodes(), self._longest_step(promise), ())
+        alone = Queue([entry], [prompt_of(entry, promise, pool)], Decodes(), self._longest_step(promise), ())
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
             predicted = self._predict(alone, promise, promise.arrival, factor)
@@ -297,26 +389,35 @@ class ContractAdmission:
         return max(promise.tbt - self._lateness.largest, LEAST_STEP * promise.tbt)
 
 
+def answer_of(entry: Entry, promise: Promise, *, least: int) -> Answer:
+    """The answer of a sequence of learned length, which takes at least this many steps."""
+    length = entry.sequence.length
+    so_far = length - promise.answer_start
+    return Answer(promise.survival, so_far, max(least, promise.most - so_far), length)
+
+
 def decodes_of(sequences: Iterable[tuple[Entry, Promise]], *, least: int) -> Decodes:
     """Sequences that decode, each of which takes at least this many steps."""
     pairs, answers = [], []
     for entry, promise in sequences:
         length = entry.sequence.length
         so_far = length - promise.answer_start
-        left = max(least, promise.most - so_far)
+        left = promise.most - so_far
+        if left < least:
+            left = least
         if left <= 0:
             continue
         if promise.survival is CERTAIN:
             pairs.append((left, length))
         else:
-            answers.append(Answer(promise.survival, so_far, left, length))
+            answers.append((promise.survival, so_far, left, length))
     return Decodes(pairs, Pool(answers))
 
 
-def ends_of(queue: Queue, outlook: Outlook) -> list[tuple[int, float]]:
-    """Steps until each sequence of a queue ends, by its forecast, and the time by which it must, if it was promised."""
+def ends_of(queue: Queue, outlook: Outlook) -> list[End]:
+    """The promised completions of a queue. The steps of a prompt's answer come after those before its first token."""
     prompts = [
-        (ended + prompt.remaining, prompt.complete)
+        End(ended + prompt.remaining, prompt.complete, ended + prompt.most, prompt.so_far - ended, prompt.survival)
         for prompt, ended in zip(queue.prompts, outlook.ended, strict=True)
         if prompt.complete < inf
     ]

@@ -17,8 +17,6 @@ CONTEXT_GRAIN = 128
 """Contexts are priced as the next multiple of this number of positions, so that few prices have to be computed."""
 MOST_PRICES = 1 << 16
 """Most prices of chunks that are remembered."""
-ROW_LAG = 2
-"""Number of steps after a sequence's last one until its row can be used: its result has to come first."""
 
 
 class Prompt(NamedTuple):
@@ -54,6 +52,16 @@ class Prompt(NamedTuple):
         """Most steps in which it decodes."""
         return max(self.remaining, self.allowed)
 
+    def without(self, start: float) -> Prompt:
+        """The same sequence less the times that are over by `start`."""
+        return self._replace(
+            due=self.due if self.due > start else inf, complete=self.complete if self.complete > start else inf
+        )
+
+    def after(self, steps: int, seconds: float) -> Prompt:
+        """The same sequence if it waits so many more steps and `seconds` of copies for its blocks."""
+        return self._replace(pauses=self.pauses + steps, copying=self.copying + seconds) if steps else self
+
     def waits(self, elapsed: float, bound: float) -> int:
         """Number of steps that may compute none of it, if each takes `bound` seconds.
 
@@ -70,7 +78,7 @@ class Prices:
         self.tile, self.ceiling = tile, ceiling
         self._predictor = predictor
         self._chunks: dict[tuple[int, int], float] = {}
-        self._linear: dict[tuple[int, int], float] = {}
+        self._curves: dict[int, Sequence[float]] = {}
         self._lines: dict[int, tuple[float, float]] = {}
 
     def decodes(self, contexts: list[int]) -> float:
@@ -96,23 +104,25 @@ class Prices:
 
     def linear(self, rows: int, tokens: int) -> float:
         """Seconds of everything but attention in a step of `rows` decodes and `tokens` tokens of prompts."""
-        key = rows, -(-(rows + tokens) // self.tile) if tokens else 0
-        seconds = self._linear.get(key)
-        if seconds is None:
-            if len(self._linear) >= MOST_PRICES:
-                self._linear.clear()
-            seconds = self._linear[key] = self._whole_tiles(*key)
-        return seconds
+        return self.curve(rows)[-(-(rows + tokens) // self.tile) if tokens else 0]
 
-    def _whole_tiles(self, rows: int, tiles: int) -> float:
-        """Seconds of everything but attention in a step of this many tiles; of decodes alone for none."""
-        alone = self._decodes_alone(rows) if rows else 0.0
-        return max(alone, self._predictor.mixed(rows, tiles * self.tile - rows)) if tiles else alone
+    def curve(self, rows: int) -> Sequence[float]:
+        """Seconds of everything but attention in a step of `rows` decodes and prompts, by its number of whole tiles.
 
-    def _decodes_alone(self, rows: int) -> float:
+        They rise with the number, which reaches two tiles beyond the largest step.
+        """
+        curve = self._curves.get(rows)
+        if curve is None:
+            tile, mixed = self.tile, self._predictor.mixed
+            whole = range(rows // tile + 1, -(-max(rows, self.ceiling) // tile) + 3)
+            prices = [self._alone(rows)] * whole.start + [mixed(rows, tiles * tile - rows) for tiles in whole]
+            curve = self._curves[rows] = list(accumulate(prices, max))
+        return curve
+
+    def _alone(self, rows: int) -> float:
         """Seconds of everything but attention in a step of at most `rows` decodes, and nothing else."""
         fewer = (point for point in self._predictor.cost.decode_rows if point < rows)
-        return max(self._predictor.drafted(count, []) for count in (*fewer, rows))
+        return max(self._predictor.drafted(count, []) for count in (*fewer, rows)) if rows else 0.0
 
     def chunk(self, start: int, stop: int) -> float:
         """Seconds of the attention of the chunk [start, stop) of a prompt."""
@@ -155,18 +165,20 @@ class Room:
 
     def take(self, start: int, stop: int, limit: float) -> int:
         """Add as many tokens of the chunk [start, stop) as let the step end within `limit` seconds; returns them."""
-        prices, rows, held, attention = self._prices, self._rows, self.tokens, self._attention
-        most = min(stop - start, prices.ceiling - rows - held)
+        prices, held, attention = self._prices, self.tokens, self._attention
+        filled, tile = self._rows + held, prices.tile
+        most = min(stop - start, prices.ceiling - filled)
         if most <= 0:
             return 0
+        curve = prices.curve(self._rows)
 
         def fits(tokens: int) -> bool:
-            seconds = prices.linear(rows, held + tokens) + attention + prices.chunk(start, start + tokens)
-            return seconds <= limit
+            return curve[-(-(filled + tokens) // tile)] + attention + prices.chunk(start, start + tokens) <= limit
 
-        low = most if fits(most) else self._most_tiles(fits, most)
-        if low < most:  # prices rise only where a tile of the step or of the chunk, or a grain of contexts, is full
-            tile = prices.tile
+        low = most if fits(most) else self._most_tiles(fits, most, bisect_right(curve, limit - attention) - 1)
+        full = -(-(filled + low) // tile)
+        if low < most and curve[full + 1] + attention + (prices.chunk(start, start + low) if low else 0.0) <= limit:
+            # Prices rise only where a tile of the step or of the chunk, or a grain of contexts, is full.
             ends = (low - low % tile + tile, low + CONTEXT_GRAIN - (start + low) % CONTEXT_GRAIN)
             low = max((tokens for tokens in ends if tokens <= most and fits(tokens)), default=low)
         if low:
@@ -174,13 +186,14 @@ class Room:
             self._attention = attention + prices.chunk(start, start + low)
         return low
 
-    def _most_tiles(self, fits: Callable[[int], bool], most: int) -> int:
-        """The most tokens below `most` with which the step is of whole tiles and fits; 0 if none do."""
+    def _most_tiles(self, fits: Callable[[int], bool], most: int, tiles: int) -> int:
+        """The most tokens below `most` with which the step is of at most `tiles` whole tiles and fits; 0 if none do."""
         tile, filled = self._prices.tile, self._rows + self.tokens
-        low, high = filled // tile, (filled + most - 1) // tile
+        low, high = filled // tile, min(tiles, (filled + most - 1) // tile)
+        middle = high  # chunks of short contexts cost little, so that mostly the step's tiles decide
         while low < high:
-            middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle * tile - filled) else (low, middle - 1)
+            middle = (low + high + 1) // 2
         return max(0, low * tile - filled)
 
 
@@ -249,6 +262,17 @@ class Timeline:
         if steps:
             self._steps.append(self._steps[-1] + steps)
             self._times.append(self._times[-1] + steps * seconds)
+
+    def before(self, time: float) -> int:
+        """Number of steps that have ended by a time, of those that are known."""
+        right = bisect_right(self._times, time)
+        if right == len(self._times):
+            return self._steps[-1]
+        if not right:
+            return 0
+        left = right - 1
+        share = (time - self._times[left]) / (self._times[right] - self._times[left])
+        return self._steps[left] + int(share * (self._steps[right] - self._steps[left]))
 
     def after(self, steps: int) -> float:
         """Time at which this many steps have ended. They must be known."""
@@ -323,13 +347,17 @@ class Forecast:
     contexts are upper limits, too: they count from the first step in which a sequence could decode.
     """
 
-    def __init__(self, prices: Prices, *, max_sequences: int = 1 << 20, margin: float = 0.0) -> None:
-        """At most `max_sequences` run.
+    def __init__(
+        self, prices: Prices, *, max_sequences: int = 1 << 20, in_flight: int = 1, margin: float = 0.0
+    ) -> None:
+        """At most `max_sequences` run, in up to `in_flight` steps at once.
 
         Sums over sequences of unknown lengths count as their mean and `margin` standard deviations.
         """
         self.prices = prices
-        self._max_sequences, self._margin = max_sequences, margin
+        self._max_sequences, self.margin = max_sequences, margin
+        self.in_flight = in_flight
+        """Steps from a sequence's last one to the first that can use its row: its result has to come first."""
 
     def follow(
         self, prompts: Sequence[Prompt], decodes: Decodes, *, start: float, bound: float, factor: float
@@ -402,17 +430,16 @@ class Forecast:
         """
         apart = set(late)
         others = [(prompt, ended[index]) for index, prompt in enumerate(prompts) if index not in apart]
-        later, cell = Later(decodes, others), 0
+        later, cell, rows = Later(decodes, others), 0, self._max_sequences
         ends = later.ends
+        unsure, _ = later.sums(0).upper(self.margin, 0)
         for number, index in enumerate(late, 1):
-            step = None
-            while step is None and cell < len(GRID):
-                unsure, _ = later.sums(GRID[cell]).upper(self._margin, 0)
-                step = self._free_within(cell, ends, self._max_sequences - number - unsure)
-                cell += step is None
-            if step is None:
-                return False
-            ended[index] += step + ROW_LAG
+            while (step := self._free_within(cell, ends, rows - number - unsure)) is None:
+                cell += 1
+                if cell == len(GRID):
+                    return False
+                unsure, _ = later.sums(GRID[cell]).upper(self.margin, 0)
+            ended[index] += step + self.in_flight
         return True
 
     def _free_within(self, cell: int, ends: Sequence[int], most: int) -> int | None:
@@ -439,7 +466,7 @@ class Forecast:
                 rows += 1
                 positions += prompt.context + min(prompt.most, edge)
         if decodes.pool.count:
-            unsure, wide = decodes.pool.at(step).upper(self._margin, edge)
+            unsure, wide = decodes.pool.at(step).upper(self.margin, edge)
             rows, positions = rows + min(unsure, decodes.pool.count), positions + wide
         return self._price(rows, positions)
 
@@ -453,7 +480,7 @@ class Forecast:
         while timeline.steps < later.steps:
             step = timeline.steps
             edge = next_edge(step)
-            rows, attention = self._price(*later.load(step, edge, self._margin))
+            rows, attention = self._price(*later.load(step, edge, self.margin))
             seconds = self.prices.linear(rows, 0) + attention
             if seconds > limit:
                 return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from math import log2
+from math import log2, sqrt
 
 BINS_PER_OCTAVE = 8
 """Bins of answers' lengths for each doubling: the upper edge of a bin is at most 9% above its lengths."""
@@ -17,7 +17,9 @@ LEAST = 32.0
 LEAST_TAIL = 2.0
 """Least weight of the answers that are at least as long as a quantile."""
 LEAST_POOLED = 8.0
-"""Least weight of the answers that a survival function is estimated from. Its error counts in every sum."""
+"""Least weight of all answers from which survival functions are estimated. Their error counts in every sum."""
+PRIOR = 8.0
+"""Weight of the answers of the next wider class that a class counts in each bin next to its own."""
 MOST_CLASSES = 1024
 """Most classes that are remembered. The class used longest ago is forgotten first."""
 
@@ -63,6 +65,14 @@ class Survival:
         """Probability that an answer of more than `so_far` tokens has more than `so_far + steps`."""
         return self._shares[bin_of(so_far + steps + 1)] / self._shares[bin_of(so_far + 1)]
 
+    def most_chance(self, length: int) -> float:
+        """Probability that an answer has more than `length` tokens, and the standard error of this estimate.
+
+        The error is common to all answers of a class, so it does not become less in a sum over many.
+        """
+        share = self.chance(0, length)
+        return min(1.0, share + sqrt(share * (1 - share) / self._weights[0]))
+
     def chances(self, first: int) -> tuple[tuple[float, float], ...]:
         """For each cell of GRID, the probability p that an answer that has reached bin `first` goes on for as long.
 
@@ -74,6 +84,10 @@ class Survival:
             chances = [shares[bin_of(after + steps)] / shares[first] for steps in GRID]
             known = self._chances[first] = tuple([(chance, chance * (1 - chance)) for chance in chances])
         return known
+
+    def hazard(self, first: int) -> float:
+        """Share of the answers that reach bin `first` that end in it; 0 in the last bin."""
+        return 1 - self._shares[first + 1] / self._shares[first] if first + 1 < NUM_BINS else 0.0
 
     def weight_above(self, first: int) -> float:
         """Weight of the known answers that reached bin `first`."""
@@ -101,7 +115,8 @@ class Lengths:
         self._total = 0.0
         self._open = [0] * NUM_BINS
         """Number of answers that go on, by the first bin that they may end in."""
-        self._survival = CERTAIN
+        self._survival: Survival | None = None
+        """The survival function of the latest `see`; None: it was not asked for yet."""
 
     @property
     def weight(self) -> float:
@@ -119,7 +134,7 @@ class Lengths:
             self._total, self._newest = self._total / self._newest, 1.0
 
     def see(self, lengths: Iterable[int]) -> None:
-        """Estimate the survival function by all that is known now. `lengths`: tokens so far of answers that go on.
+        """Base the survival function on all that is known now. `lengths`: tokens so far of answers that go on.
 
         An answer that goes on was at risk of ending at each of its tokens. Without it, the answers that end first would
         make all look short.
@@ -127,12 +142,31 @@ class Lengths:
         self._open = [0] * NUM_BINS
         for length in lengths:
             self._open[bin_of(length + 1)] += 1
-        self._survival = self._estimate()
+        self._survival = None
 
-    @property
-    def survival(self) -> Survival:
-        """The survival function of the latest estimate."""
+    def survival(self, wider: Survival | None = None) -> Survival:
+        """The survival function, estimated when it is first asked for after `see`.
+
+        `wider` is that of the next wider class. It knows more of the longest answers than a class of few.
+        """
+        if self._survival is None:
+            self._survival = self._estimate() if wider is None else self._estimate_within(wider)
         return self._survival
+
+    def _estimate_within(self, wider: Survival) -> Survival:
+        """The survival function of these answers, and of PRIOR ones in each bin that end as in a wider class."""
+        shares, weights, left, newest = [], [], 1.0, self._newest
+        at_risk = self._total + newest * sum(self._open)
+        trust = PRIOR / (PRIOR + at_risk / newest)
+        for index, (ended, cut, going) in enumerate(zip(self._ended, self._cut, self._open, strict=True)):
+            at_risk -= newest * going
+            shares.append(left)
+            weights.append(max(1.0, at_risk / newest + trust * wider.weight_above(index)))
+            others = PRIOR * newest
+            ending = others * wider.hazard(index)
+            left *= 1 - (ended + ending) / (max(ended, at_risk) + others)
+            at_risk -= ended + cut
+        return Survival(tuple(shares), tuple(weights))
 
     def _estimate(self) -> Survival:
         """The survival function. Beyond the longest answers that are known, it stays as it is."""
@@ -200,11 +234,17 @@ class AnswerLengths:
         return most
 
     def survival(self, tenant: str, prompt: int) -> Survival:
-        """How likely such answers go on; CERTAIN if too few are known."""
-        return next((lengths.survival for lengths in self._known(tenant, prompt, LEAST_POOLED)), CERTAIN)
+        """How likely such answers go on, by the narrowest class that has any; CERTAIN if too few are known in all."""
+        if self._confidence == 1 or self._all.weight < LEAST_POOLED:
+            return CERTAIN
+        survival = self._all.survival()
+        for name in reversed(self._names(tenant, prompt)):
+            if name in self._classes:
+                survival = self._classes[name].survival(survival)
+        return survival
 
     def see(self, going: Iterable[tuple[str, int, int]]) -> None:
-        """Estimate how likely answers go on. `going`: tenant, prompt and tokens so far of each that goes on now."""
+        """Base survival functions on what is known now. `going`: tenant, prompt and tokens so far of open answers."""
         everyone: list[int] = []
         own = defaultdict[tuple[str, int], list[int]](list)
         for tenant, prompt, length in going:

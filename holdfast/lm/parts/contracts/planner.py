@@ -17,6 +17,7 @@ from holdfast.lm.parts.contracts.options import ContractOptions
 from holdfast.lm.parts.contracts.order import ContractOrder
 from holdfast.lm.parts.contracts.policy import ContractPolicy, Progress
 from holdfast.lm.parts.contracts.promises import Promise, Promises, answered
+from holdfast.lm.parts.contracts.tenancy import Tenancy
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.entries import Entry
@@ -47,22 +48,24 @@ class ContractPart(Part):
         confidence: float = ContractOptions.contract_confidence,
         share: float = ContractOptions.contract_share,
         stages: int = 1,
+        in_flight: int = 2,
     ) -> None:
-        """`cost` is that of a step through all `stages` of a pipeline.
+        """`cost` is that of a step through all `stages` of a pipeline. Up to `in_flight` steps are planned at once.
 
         Steps have at most `ceiling` tokens and, while anybody streams, take at most `target` seconds. At most
         `max_sequences` run. `confidence` is that of `AnswerLengths`. One tenant's contracts hold a `share` of rows and
-        blocks, once there are several.
+        blocks while others send requests, too.
         """
         self._promises = Promises()
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
         limits = {} if target is None else {"target": target}
         lateness = Lateness(FIRST_SECONDS if cost.deviation else 0.0)
         self._admission = ContractAdmission(
-            Forecast(self._prices, max_sequences=max_sequences, margin=deviations(confidence)),
+            Forecast(self._prices, max_sequences=max_sequences, in_flight=in_flight, margin=deviations(confidence)),
             self._promises,
             lateness,
             max_sequences=max_sequences,
+            confidence=confidence,
             **limits,
         )
         self._progress = Progress(cost, lateness, stages)
@@ -72,8 +75,7 @@ class ContractPart(Part):
         self._next_news = 1
         """Number of ended answers with which open ones are forecast by what is known then."""
         self._share = share
-        self._tenants: set[str] = set()
-        """Tenants that have sent requests, up to two of them."""
+        self._tenancy = Tenancy()
         self._going: set[Entry] = set()
         """Sequences that have not ended and whose lengths are unknown."""
         self._queues: PartQueues
@@ -91,8 +93,7 @@ class ContractPart(Part):
 
     def accept(self, entry: Entry) -> None:
         contract = entry.sequence.request.contract
-        if len(self._tenants) < 2:
-            self._tenants.add(tenant_of(entry))
+        self._tenancy.note(tenant_of(entry), max(self._now, entry.sequence.request.arrival))
         if contract:
             self._promise(entry, contract)
         if not has_known_length(entry.sequence.request):
@@ -115,7 +116,7 @@ class ContractPart(Part):
             now=now,
             start=self._progress.free_at(now, queues.seconds_apart),
             factor=self._progress.factor,
-            share=self._share if len(self._tenants) > 1 else 1.0,
+            share=self._share if self._tenancy.is_shared(now) else 1.0,
         )
         if isinstance(decision, Refusal):
             self._promises.outcomes.refused += 1
@@ -223,6 +224,7 @@ def make_parts(planning: Planning) -> Sequence[Part]:
             confidence=config.contract_confidence,
             share=config.contract_share,
             stages=planning.stages,
+            in_flight=planning.in_flight,
         ),
     )
 

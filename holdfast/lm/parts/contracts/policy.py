@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from holdfast.core.cost import CostModel
+from holdfast.lm.memory.sequence_cache import Found
 from holdfast.lm.parts.contracts.admission import ContractAdmission
 from holdfast.lm.parts.contracts.forecast import Prices, Room
 from holdfast.lm.parts.contracts.lateness import Lateness
@@ -174,6 +175,8 @@ class ContractPolicy(Policy):
         ready = [entry for entry in step.running if has_contract(entry) and is_ready(entry, step)]
         step.budget = len(ready)
         step.decode()
+        # Each may need a block soon. If there are too few, this asks for copies of idle state to the host.
+        step.pool.admits(Found(), len(ready) * step.pool.block_size, 0)
         return Room(self._prices, step.num_tokens, self._prices.decodes(planned_contexts(step.sampling)))
 
     def _prefill(self, step: StepBuilder, room: Room, limit: float) -> bool:
@@ -213,7 +216,7 @@ class ContractPolicy(Policy):
         contexts = [
             entry.cache.planned + 1 for entry in step.running if not has_contract(entry) and is_ready(entry, step)
         ]
-        low, high = 0, len(contexts)
+        low, high = 0, min(len(contexts), self._prices.ceiling - step.num_tokens)
         while low < high:
             middle = (low + high + 1) // 2
             if room.with_decodes(middle, self._prices.decodes(contexts[:middle])) <= limit:

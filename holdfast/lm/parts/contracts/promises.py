@@ -183,15 +183,42 @@ class Promises:
         return sum(max(0, promise.blocks - len(entry.cache.blocks)) for entry, promise in self)
 
 
-def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory, start: float) -> Prompt:
-    """A sequence that lacks a part of its prompt, as a forecast sees it, less the times that are over by `start`."""
+class Departures:
+    """The copies to the host that make room on the device for waiting sequences, in the order in which they start."""
+
+    def __init__(self, pool: AnyMemory, decoding: int, in_flight: int) -> None:
+        """The room is that of `pool`, less a block for each of `decoding` sequences, which may need one first.
+
+        A block can be used once the plan that copies it has ended, which is `in_flight` steps later.
+        """
+        self._pool, self._in_flight = pool, in_flight
+        self._room = pool.allocatable - max(0, decoding)
+
+    def before(self, entry: Entry) -> tuple[int, float]:
+        """Steps in which a sequence waits for its blocks, and the seconds of the copies in them.
+
+        The sequence counts as started, so that the next one finds less room.
+        """
+        pool = self._pool
+        if entry.cache.capacity or pool.host is None:
+            return 0, 0.0
+        blocks = pool.blocks_for(entry.sequence.length)
+        self._room -= blocks
+        short = min(-self._room, pool.num_blocks)
+        if short <= 0:
+            return 0, 0.0
+        return self._in_flight + -(-min(short, blocks) // pool.max_copies), pool.copy_seconds(short) or 0.0
+
+
+def prompt_of(entry: Entry, promise: Promise, pool: AnyMemory) -> Prompt:
+    """A sequence that lacks a part of its prompt, as a forecast sees it."""
     so_far, need = answered(entry), needed(entry, pool)
     return Prompt(
         need.positions,
         entry.sequence.length,
         promise.tokens_left(entry),
-        promise.due if promise.due > start else inf,
-        promise.complete_by if promise.complete_by > start and not promise.outgrown else inf,
+        promise.due,
+        inf if promise.outgrown else promise.complete_by,
         copying=need.seconds,
         pauses=entry.cache.most_cuts(entry.sequence.length),
         joining=JOINING if need.copies else 0,

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from holdfast.lm.parts.contracts.forecast import ROW_LAG, Decodes, Forecast, Prices, Prompt, Room
+from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prices, Prompt, Room, Timeline
 from tests.lm.parts.contracts.world import EXACT
 
 TILE, CEILING = 32, 256
@@ -111,9 +111,26 @@ def test_steps_after_the_prompts_are_as_long_as_decodes_alone():
 
 
 def test_a_prompt_waits_until_a_row_is_free():
-    forecast = Forecast(prices(), max_sequences=2)
+    forecast = Forecast(prices(), max_sequences=2, in_flight=3)
     waiting = Prompt(10, 10, 5, has_row=False)
     decodes = Decodes([(20, 100), (30, 100)])
     outlook = forecast.follow([waiting, waiting], decodes, start=0.0, bound=1.0, factor=1.0)
-    assert outlook.ended == (20 + ROW_LAG, 30 + ROW_LAG)
+    assert outlook.ended == (20 + 3, 30 + 3)
     assert outlook.firsts == tuple(outlook.timeline.after(end + 1) for end in outlook.ended)
+
+
+def test_the_steps_before_a_time_are_those_that_have_ended():
+    timeline = Timeline(5.0)
+    timeline.extend(3, 2.0)
+    timeline.extend(4, 0.5)
+    for steps in range(8):
+        assert timeline.before(timeline.after(steps) + 1e-6) == steps
+    assert timeline.before(4.0) == 0 and timeline.before(1e9) == 7
+
+
+def test_prices_of_a_step_rise_with_its_tiles():
+    known = prices()
+    for rows in (0, 1, 31, 32, 200, 300):
+        curve = known.curve(rows)
+        assert list(curve) == sorted(curve)
+        assert curve[-1] >= EXACT.linear(max(rows, CEILING))

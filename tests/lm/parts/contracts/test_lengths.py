@@ -102,3 +102,56 @@ def test_nothing_is_learned_where_certainty_is_asked():
     answers.see(())
     assert answers.longest("", 100, 500) == 500
     assert answers.survival("", 100) is CERTAIN
+
+
+def test_a_class_of_few_answers_knows_long_ones_from_the_wider_class():
+    answers = AnswerLengths(0.99)
+    choose = random.Random(0)
+    for _ in range(400):
+        answers.add("a", 5000, max(1, int(choose.lognormvariate(4.5, 0.8))), cut=False)
+    for _ in range(10):
+        answers.add("a", 100, 90, cut=False)
+    answers.see(())
+    wide, narrow = answers.survival("a", 5000), answers.survival("a", 100)
+    assert wide.chance(0, 500) == pytest.approx(0.016, abs=0.01)
+    assert 0.2 * wide.chance(0, 500) < narrow.chance(0, 500) < wide.chance(0, 500)
+    assert narrow.chance(0, 80) > wide.chance(0, 80)
+    assert answers.survival("b", 100).chance(0, 200) == pytest.approx(wide.chance(0, 200), abs=0.05)
+
+
+def test_a_class_of_many_answers_goes_by_its_own():
+    answers = AnswerLengths(0.99)
+    for number in range(2000):
+        answers.add("a", 100, 50, cut=False)
+        answers.add("b", 100, 500 if number % 2 else 5, cut=False)
+    answers.see(())
+    assert answers.survival("a", 100).chance(0, 60) < 0.01
+    assert answers.survival("b", 100).chance(0, 100) == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_cautious_chance_adds_the_error_of_the_estimate():
+    errors = []
+    for count in (50, 800):
+        lengths, choose = Lengths(), random.Random(count)
+        for _ in range(count):
+            lengths.add(max(1, int(choose.lognormvariate(4, 0.8))), cut=False)
+        lengths.see(())
+        survival = lengths.survival()
+        errors.append(survival.most_chance(150) - survival.chance(0, 150))
+        assert survival.most_chance(0) == 1
+    assert errors[0] > 2.5 * errors[1] > 0
+
+
+def test_most_chances_are_as_high_as_those_of_drawn_answers():
+    """Answers that a sample of 100 says are too long with 5% are so in nearly no more cases, over many samples."""
+    choose, longer, asked = random.Random(9), 0, 0
+    for _ in range(60):
+        lengths = Lengths()
+        for _ in range(100):
+            lengths.add(max(1, int(choose.lognormvariate(4, 0.8))), cut=False)
+        lengths.see(())
+        survival = lengths.survival()
+        length = next(length for length in range(1, 5000) if survival.most_chance(length) <= 0.05)
+        longer += sum(choose.lognormvariate(4, 0.8) > length for _ in range(200))
+        asked += 200
+    assert longer <= 0.05 * asked

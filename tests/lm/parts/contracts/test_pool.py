@@ -105,3 +105,27 @@ def test_a_longer_answer_goes_on_by_what_answers_of_its_length_did():
         share = sum(end > so_far + 64 for end in ends) / len(ends)
         assert survival.chance(so_far, 64) == pytest.approx(share, abs=0.07)
         assert survival.chances(bin_of(so_far + 1))[cell_of(64)][0] >= survival.chance(so_far, 64) - 1e-9
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_of_a_pool_suffice_as_often_as_the_margin_says(block_size):
+    choose, within, trials = random.Random(block_size), 0, 60
+    for _ in range(trials):
+        survival = learned(choose, 800)
+        so_far = [choose.choice((0, 0, 20, 60, 150)) for _ in range(100)]
+        contexts = [choose.randrange(100, 1000) + length for length in so_far]
+        pairs = list(zip(so_far, contexts, strict=True))
+        pool = Pool(Answer(survival, length, 2000, context) for length, context in pairs)
+        ends = [longer_than(choose, length) - length for length in so_far]
+        needed = max(
+            sum(-(-(context + step) // block_size) for end, context in zip(ends, contexts, strict=True) if end > step)
+            for step in range(0, 1200, 8)
+        )
+        found = pool.most_blocks(MARGIN, block_size)
+        within += needed <= found
+        assert found < 0.8 * sum(-(-(context + 600) // block_size) for context in contexts)
+    assert within >= 0.97 * trials
+
+
+def test_an_empty_pool_needs_no_blocks():
+    assert Pool().most_blocks(MARGIN, 16) == 0

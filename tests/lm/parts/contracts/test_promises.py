@@ -42,7 +42,7 @@ def test_state_on_the_host_counts_as_copied_at_the_measured_rate():
     need, found = needed(entry, pool), entry.cache.match(prompt)
     assert (need.positions, need.copies) == (325 - 16 * len(found), True) and len(found.host) > 10
     assert need.seconds == pool.copy_seconds(len(found.host)) > 0.0
-    seen = prompt_of(entry, Promise(Contract(ttft=1.0), 0.0, 2, 21), pool, 0.0)
+    seen = prompt_of(entry, Promise(Contract(ttft=1.0), 0.0, 2, 21), pool)
     assert seen[:3] == (need.positions, 325, 2) and (seen.copying, seen.joining) == (need.seconds, JOINING)
     pool.host_link.seconds_per_byte = 1.0
     assert needed(entry, pool).positions == 325, "what is cheaper to compute is computed"

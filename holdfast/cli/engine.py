@@ -17,7 +17,7 @@ from holdfast.core.config import option
 from holdfast.engine.address import check_address, is_local, new_key, read_key
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
-from holdfast.engine.client.warming import warm_up
+from holdfast.engine.client.warming import started_warm
 from holdfast.lm.config import EngineConfig
 from holdfast.server.conversations.database import data_directory
 from holdfast.server.run import signals
@@ -54,7 +54,7 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
     logging.basicConfig(format="holdfast: %(message)s", level=config.log_level.upper())
     console = Console(highlight=False)
     key = key_of(config)
-    client = await EngineClient.start(
+    start = EngineClient.start(
         engine,
         on_progress=stage_printer(console),
         priced=True,
@@ -62,6 +62,7 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
         listen=config.listen,
         listen_key=key,
     )
+    client = await started_warm(start)
     try:
         with signals() as received:
             option = f" --engine-key {config.engine_key}" if key else ""
@@ -69,7 +70,6 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
             console.print(
                 Text(f"holdfast serve --engines {config.listen}{option} serves it", style="dim"), soft_wrap=True
             )
-            await warm_up(client)
             code = await until_ended(client, config, received)
         if client.dead.is_set():
             log.error("the engine has ended: %s", client.reason)

@@ -203,6 +203,7 @@ class Bench:
 
     def _note(self, error: Exception) -> None:
         self.errors.append(f"{self.phase}: {type(error).__name__}: {error}")
+        print(self.errors[-1], flush=True)
 
     async def _answer(self, talk: Talk, turn: Turn) -> None:
         """Ask one turn and read its stream."""
@@ -271,7 +272,8 @@ def programs(folder: str, drain_seconds: float) -> Iterator[tuple[list[Program],
     """Two engines and two servers, which are not started yet, and the servers' URLs. All are killed at the end."""
     sockets = [f"{folder}/engine-{number}.sock" for number in range(2)]
     drain = ["--drain-seconds", str(drain_seconds)]
-    sizes = "--cache-gb 0.05 --host-cache-gb 0.05 --threads 1 --device cpu --chunk-host 127.0.0.1".split()
+    sizes = ["--cache-gb", "0.05", "--host-cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
+    sizes += ["--chunk-host", "127.0.0.1"]
     engines = [
         Program(f"engine {number}", ["engine", "--listen", path, *drain, *sizes]) for number, path in enumerate(sockets)
     ]

@@ -41,11 +41,12 @@ class Served:
         files = ["--store", str(self.store), "--files", str(directory / "files")]
         sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
         command = [sys.executable, "-m", "holdfast.cli", "serve", "--api-processes", "2", *files, *sizes]
-        self.process = subprocess.Popen(
-            [*command, "--port", self.url.rpartition(":")[2]],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=self.log.open("w"),
-            start_new_session=True,
-        )  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", self.url.rpartition(":")[2]],
+                env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
 
     def workers(self) -> list[int]:
         """Process ids of the API processes."""

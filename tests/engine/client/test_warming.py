@@ -36,7 +36,7 @@ async def test_an_engine_is_warmed_up_once_and_leaves_nothing_that_a_request_fin
 
 
 async def test_a_context_shorter_than_the_first_prompts_is_warmed_up_too(small):
-    client = await started_warm(EngineClient.start(small(max_model_len=16)))
+    client = await started_warm(EngineClient.start(small(max_model_len=5)))
     assert (await client.health()).tokens_computed > 0
     await client.close()
 

@@ -1,6 +1,7 @@
 """Conversations over HTTP while two servers and two engines are restarted one after another: does any request fail?
 
-usage: python -m benchmarks.robustness.rolling_upgrade [--clients 6] [--tokens 48] [--seconds 3] [--json FILE]
+usage: python -m benchmarks.robustness.rolling_upgrade [--clients 6] [--tokens 48] [--seconds 3]
+                                                         [--drain-seconds 20] [--json FILE]
 
 Two engines run on their own (`holdfast engine --listen`), and two servers are attached to both, over one SQLite store:
 the built-in model on a CPU, one thread for each engine. A balancer in this process asks `/health/ready` of each server
@@ -45,7 +46,6 @@ CHECK_SECONDS = 0.2
 """Seconds between two checks of a server's readiness."""
 LAME_DUCK_SECONDS = 1.5
 """Seconds for which a server that leaves still serves requests: several checks."""
-DRAIN_SECONDS = 20.0
 TURNS = 8
 """Number of turns of a conversation before its client begins another."""
 FIRST_WORDS = 60
@@ -203,6 +203,7 @@ class Bench:
 
     def _note(self, error: Exception) -> None:
         self.errors.append(f"{self.phase}: {type(error).__name__}: {error}")
+        print(self.errors[-1], flush=True)
 
     async def _answer(self, talk: Talk, turn: Turn) -> None:
         """Ask one turn and read its stream."""
@@ -267,17 +268,18 @@ class Bench:
 
 
 @contextlib.contextmanager
-def programs(folder: str) -> Iterator[tuple[list[Program], list[Program], list[str]]]:
+def programs(folder: str, drain_seconds: float) -> Iterator[tuple[list[Program], list[Program], list[str]]]:
     """Two engines and two servers, which are not started yet, and the servers' URLs. All are killed at the end."""
     sockets = [f"{folder}/engine-{number}.sock" for number in range(2)]
-    sizes = "--cache-gb 0.05 --host-cache-gb 0.05 --threads 1 --device cpu --chunk-host 127.0.0.1".split()
+    drain = ["--drain-seconds", str(drain_seconds)]
+    sizes = ["--cache-gb", "0.05", "--host-cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
+    sizes += ["--chunk-host", "127.0.0.1"]
     engines = [
-        Program(f"engine {number}", ["engine", "--listen", path, "--drain-seconds", str(DRAIN_SECONDS), *sizes])
-        for number, path in enumerate(sockets)
+        Program(f"engine {number}", ["engine", "--listen", path, *drain, *sizes]) for number, path in enumerate(sockets)
     ]
     ports = [free_port() for _ in range(2)]
     kept = ["--store", f"{folder}/store.sqlite", "--files", f"{folder}/files"]
-    times = ["--lame-duck-seconds", str(LAME_DUCK_SECONDS), "--drain-seconds", str(DRAIN_SECONDS)]
+    times = ["--lame-duck-seconds", str(LAME_DUCK_SECONDS), *drain]
     servers = [
         Program(f"server {number}", ["serve", "--port", str(port), "--engines", ",".join(sockets), *kept, *times])
         for number, port in enumerate(ports)
@@ -320,9 +322,12 @@ async def roll(bench: Bench, program: Program, http: httpx.AsyncClient, urls: li
     )  # fmt: skip
 
 
-async def measure(clients: int, tokens: int, seconds: float) -> dict[str, Any]:
+async def measure(clients: int, tokens: int, seconds: float, drain_seconds: float = 20.0) -> dict[str, Any]:
     """Run the whole upgrade. Returns the figures."""
-    with tempfile.TemporaryDirectory(prefix="roll-") as folder, programs(folder) as (engines, servers, urls):
+    with (
+        tempfile.TemporaryDirectory(prefix="roll-") as folder,
+        programs(folder, drain_seconds) as (engines, servers, urls),
+    ):
         for each in (*engines, *servers):
             each.start()
         async with httpx.AsyncClient(timeout=90, limits=httpx.Limits(max_connections=None)) as http:
@@ -363,9 +368,10 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="time of load before, between and after the restarts"
     )
+    parser.add_argument("--drain-seconds", type=float, default=20.0, help="time in which running requests may finish")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    figures = asyncio.run(measure(args.clients, args.tokens, args.seconds))
+    figures = asyncio.run(measure(args.clients, args.tokens, args.seconds, args.drain_seconds))
     figures = dict(provenance(), command=command(), clients=args.clients, **figures)
     print(json.dumps(figures, indent=1))
     if args.json:

@@ -20,7 +20,7 @@ from holdfast.engine.address import check_address, is_local, new_key, read_key
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.unattended import until_unattended
-from holdfast.engine.client.warming import warm_up
+from holdfast.engine.client.warming import started_warm
 from holdfast.engine.logs import fields, log_as
 from holdfast.lm.config import EngineConfig
 from holdfast.server.conversations.database import data_directory
@@ -71,7 +71,7 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
     log_as(config.log_format, config.log_level)
     console = Console(highlight=False, quiet=config.log_format == "json")
     key = key_of(config)
-    client = await EngineClient.start(
+    start = EngineClient.start(
         engine,
         on_progress=stage_printer(console),
         priced=True,
@@ -79,6 +79,7 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
         listen=config.listen,
         listen_key=key,
     )
+    client = await started_warm(start)
     try:
         with signals() as received:
             notify("READY=1")
@@ -92,7 +93,6 @@ async def run(config: ListenConfig, engine: EngineConfig) -> int:
             console.print(
                 Text(f"holdfast serve --engines {config.listen}{option} serves it", style="dim"), soft_wrap=True
             )
-            await warm_up(client)
             code = await until_ended(client, config, received)
         if client.dead.is_set():
             log.error("the engine has ended: %s", client.reason)

@@ -33,8 +33,8 @@ KILL_SECONDS = 60.0
 """Seconds without an answer after which an engine is killed. Its requests continue on other replicas."""
 MOVE_SECONDS = 20.0
 """Maximum number of seconds for moving the conversations of a removed replica to the others."""
-MOVE_SHARE = 0.3
-"""Share of the time that an engine gives its clients to leave that is kept for moving conversations."""
+FINISH_SHARE, MOVE_SHARE = 0.6, 0.25
+"""Shares of the time that an engine gives its clients to leave: for running requests, and for moving conversations."""
 GAUGES = frozenset({
     "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
@@ -388,7 +388,7 @@ class Fleet:
         """Leave an engine that ends soon, and wait for one in its place. Its requests finish or continue elsewhere."""
         replica.state, replica.reason = State.DRAINING, "its engine drains"
         log.warning("replica %s (%s) drains, for at most %.0f s", replica.name, replica.place, engine.drain_seconds)
-        await self._empty(replica, engine, (1 - MOVE_SHARE) * engine.drain_seconds, MOVE_SHARE * engine.drain_seconds)
+        await self._empty(replica, engine, FINISH_SHARE * engine.drain_seconds, MOVE_SHARE * engine.drain_seconds)
         replica.restarts += 1
         replica.failures, replica.engine, replica.state = 0, None, State.STARTING
         self.on_lost(replica)
@@ -408,7 +408,7 @@ class Fleet:
         finally:
             died.cancel()
             idle.cancel()
-        await self._ask(replica, WATCH_SECONDS)
+        await self._ask(replica, min(WATCH_SECONDS, move_seconds / 4))
         self._keep_counters(replica)
 
     async def _drain_and_end(self, replica: Replica) -> None:

@@ -435,7 +435,9 @@ class Replicas:
             moves = self.router.rebalance(time.monotonic(), self._views())
             came = await asyncio.gather(*(self._move(move) for move in moves))
             if not any(tokens for move, tokens in zip(moves, came, strict=True) if move.source == replica.name):
-                return
+                break
+        if self._moving:  # Moves that began earlier may need this replica's engine.
+            await asyncio.wait([*self._moving])
 
     def _views(self, able: Sequence[Replica] | None = None) -> list[ReplicaView]:
         """Return the router's views of all live engines. Replicas in `able`, by default all, take requests."""

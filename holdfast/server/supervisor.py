@@ -282,7 +282,7 @@ class ApiProcess:
                 if short > 1:
                     self._close_listener()  # The kernel gives its connections to the other processes.
         finally:
-            for run in self._runs:
+            for run in [*self._runs]:
                 await run.ended
             self._close_listener()
             self.ended.set()

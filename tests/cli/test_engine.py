@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli import main
-from holdfast.cli.engine import ListenConfig, key_of
+from holdfast.cli.engine import ListenConfig, key_of, local_key
+from holdfast.cli.flags import UsageError
+from holdfast.engine import messages
+from holdfast.engine.client.attachment import Attachment
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
@@ -35,12 +42,54 @@ def test_an_engine_says_where_it_listens_and_a_signal_ends_it_without_a_trace(tm
     assert not Path(address).exists()
 
 
+@contextmanager
+def running_engine(address: str, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """An engine that is ready at an address."""
+    command = [sys.executable, "-m", "holdfast.cli", "engine", "--listen", address, "--cache-gb", "0.05", *more]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, "--threads", "1", "--device", "cpu"], env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True
+    ) as engine:
+        try:
+            assert engine.stdout is not None
+            while "serves it" not in (line := engine.stdout.readline()):
+                assert line, engine.stderr and engine.stderr.read()
+            yield engine
+        finally:
+            engine.kill()
+
+
+async def test_an_engine_waits_for_its_servers_up_to_its_time_to_drain(tmp_path: Path) -> None:
+    address = f"{tmp_path}/engine.sock"
+    with running_engine(address, "--drain-seconds", "0.5") as engine:
+        staying, _ = await Attachment.open(address)
+        began = time.monotonic()
+        engine.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(engine.wait, 20) == 0
+        assert time.monotonic() - began > 0.5
+        assert engine.stderr is not None and "still attached after 0.5 s" in engine.stderr.read()
+        await staying.close()
+
+
+async def test_a_second_signal_ends_an_engine_that_drains(tmp_path: Path) -> None:
+    address = f"{tmp_path}/engine.sock"
+    with running_engine(address, "--drain-seconds", "3600") as engine:
+        staying, _ = await Attachment.open(address)
+        engine.send_signal(signal.SIGTERM)
+        assert isinstance(await staying.receive(), messages.Draining)
+        engine.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(engine.wait, 20) == 128 + signal.SIGTERM
+        await staying.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["engine", "--listen", "host:80"], "--engine-key"),
         (["engine", "--listen", "here"], "port from 1 to 65535"),
         (["engine", "--end-unattended", "0"], "end_unattended is 0; it must lie between 1 and 2.592e+06 seconds"),
+        (["engine", "--drain-seconds", "-1"], "drain_seconds is -1.0; it must lie between 0 and 86400"),
+        (["serve", "--lame-duck-seconds", "3601"], "lame_duck_seconds is 3601.0; it must lie between 0 and 3600"),
         (["serve", "--engines", "./a", "some-model"], "MODEL is for an engine that is started here"),
         (["serve", "--engines", "./a", "--max-sequences", "4"], "--max-sequences is for an engine"),
         (["serve", "--api-processes", "0"], "api_processes is 0; it must lie between 1 and 64"),
@@ -69,3 +118,15 @@ def test_an_engine_that_no_server_attaches_to_ends_after_the_given_time(tmp_path
     )
     assert ended.returncode == 0
     assert "no server was attached for 1 s, so the engine ends" in ended.stderr
+
+
+def test_engines_of_one_user_share_a_key_that_only_the_user_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert local_key() == local_key()
+    file = tmp_path / "holdfast" / "engines.key"
+    assert file.stat().st_mode & 0o077 == 0
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match=r"engines\.key can be read by other users"):
+        local_key()

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -37,13 +38,16 @@ class Served:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        files = ["--store", str(directory / "store.sqlite"), "--files", str(directory / "files")]
+        self.store, self.log = directory / "store.sqlite", directory / "log"
+        files = ["--store", str(self.store), "--files", str(directory / "files")]
         sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
         command = [sys.executable, "-m", "holdfast.cli", "serve", "--api-processes", "2", *files, *sizes]
-        self.process = subprocess.Popen(
-            [*command, "--port", self.url.rpartition(":")[2]],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--port", self.url.rpartition(":")[2]],
+                env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
 
     def workers(self) -> list[int]:
         """Process ids of the API processes."""
@@ -174,6 +178,8 @@ def test_sighup_replaces_all_processes_and_refuses_no_request(served: Served) ->
     assert load.failures == []
     assert load.answered > 20
     assert served.chat() == CACHED, "the engine went on"
+
+
 LONG = {"model": "holdfast-tiny", "input": SAID, "temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 
 
@@ -225,6 +231,20 @@ def test_another_api_process_finishes_a_background_response_that_nobody_reads(se
     until(lambda: served.ask("GET", path).json()["status"] not in ("queued", "in_progress"))
     ended = served.ask("GET", path).json()
     assert (ended["status"], text_of(ended)) == ("incomplete", expected)
+
+
+def test_a_process_whose_successor_cannot_start_goes_on(served: Served) -> None:
+    before = served.workers()
+    with sqlite3.connect(served.store) as db:
+        db.execute("INSERT INTO versions VALUES (99)")  # No API process opens such a store.
+    try:
+        served.process.send_signal(signal.SIGHUP)
+        until(lambda: "could not be replaced and goes on" in served.log.read_text())
+    finally:
+        with sqlite3.connect(served.store) as db:
+            db.execute("DELETE FROM versions WHERE version = 99")
+    assert served.workers() == before
+    assert served.chat() == CACHED
 
 
 def test_a_signal_ends_all_processes_and_leaves_no_file(served: Served) -> None:

@@ -14,8 +14,8 @@ from holdfast.lm.limits import RequestRefused
 
 WARM_SECONDS = 120.0
 """Maximum number of seconds for the first requests. Compiling kernels takes most of it."""
-PROMPT_TOKENS = 48
-"""Number of tokens of the first prompts, or fewer if the context is shorter."""
+PROMPT_TOKENS = 4
+"""Number of tokens of the first prompts, or fewer if the context is shorter. No whole block is cached of them."""
 ANSWER_TOKENS = 3
 """Number of tokens of the first answers: a prefill, and decode steps."""
 TENANT = "holdfast warm-up"
@@ -40,9 +40,10 @@ async def started_warm(start: Awaitable[EngineClient]) -> EngineClient:
 async def warm_up(client: EngineClient) -> None:
     """Have an engine that has computed nothing yet answer a greedy and a sampled request. Raises EngineDead.
 
-    It is left cold, with a line in the log, if it takes no such request or needs longer than WARM_SECONDS.
+    It is left cold, with a line in the log, if it takes no such request or needs longer than WARM_SECONDS. So is an
+    engine that would keep the recurrent states of these requests in a tier that outlives it.
     """
-    if (await client.health()).tokens_computed:
+    if (await client.health()).tokens_computed or keeps_states(client):
         return
     length = min(PROMPT_TOKENS, client.info.max_model_len - ANSWER_TOKENS)
     try:
@@ -54,3 +55,9 @@ async def warm_up(client: EngineClient) -> None:
                         pass
     except (TimeoutError, QueueFull, RequestRefused) as error:
         log.warning("the engine could not be warmed up, so its first requests may be slow: %s", error or "it took long")
+
+
+def keeps_states(client: EngineClient) -> bool:
+    """Whether states of any length are kept on a disk or in a remote cache."""
+    kept = client.config.disk_cache_dir is not None or client.config.remote_cache is not None
+    return kept and client.info.memory.rows > 0

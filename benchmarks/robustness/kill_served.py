@@ -5,7 +5,7 @@ usage: python -m benchmarks.robustness.kill_served [--kills 60] [--clients 6] [-
 The built-in model on a CPU, one thread for each engine, each in a process of its own (`holdfast engine --listen`). Two
 processes `holdfast serve --engines` share them and the store. Each client holds one conversation after the other, up to
 TURNS turns each, greedy. A turn is streamed, streamed in the background, or polled in the background. At random times
-a random server or engine is killed (SIGKILL). It is started again at once.
+a random server or engine is killed (SIGKILL), or one of each at the same time. They are started again at once.
 
 A client whose connection breaks goes to the other server. It resumes a stream whose id it knows, after its last event;
 a turn whose id it never saw is asked again. Any other failure of a request counts as an error. So does a gap or a
@@ -52,10 +52,12 @@ SAID = (
 )
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 KINDS = ("streamed", "background stream", "background poll")
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 """Seconds for which a client goes on after a broken connection before that counts as an error."""
 PAUSE_SECONDS = 0.1
 """Seconds before a client tries the next server."""
+NOTICED_SECONDS = 0.5
+"""Seconds after a kill in which the other programs notice it."""
 LOST = httpx.TransportError
 """A connection that is refused or breaks."""
 
@@ -353,16 +355,19 @@ async def measure(args: argparse.Namespace, urls: list[str], programs: list[Prog
         for url in urls:
             await ready(http, url, engines)
         clients = [asyncio.create_task(bench.client(number)) for number in range(args.clients)]
-        for number in range(args.kills):
+        while len(kills) < args.kills:
             await asyncio.sleep(rng.uniform(0.2, 2.0))
-            victim = rng.choice(programs[:2] if rng.random() < args.servers else programs[2:])
+            both = [rng.choice(programs[:2]), rng.choice(programs[2:])]
+            victims = both if rng.random() < args.pairs else both[:1] if rng.random() < args.servers else both[1:]
             killed = time.monotonic()
-            await asyncio.to_thread(victim.kill_and_start)
+            await asyncio.gather(*(asyncio.to_thread(victim.kill_and_start) for victim in victims))
+            await asyncio.sleep(NOTICED_SECONDS)
             for url in urls:
                 await ready(http, url, engines)
             back = time.monotonic() - killed
-            kills.append(dict(killed=victim.name, back_s=round(back, 2)))
-            print(f"kill {number + 1}: {victim.name}, back after {back:.1f} s", flush=True)
+            kills += [dict(killed=victim.name, back_s=round(back, 2)) for victim in victims]
+            names = " and ".join(victim.name for victim in victims)
+            print(f"kill {len(kills)}: {names}, back after {back:.1f} s", flush=True)
             if len(bench.errors) > args.errors:
                 break
         bench.stop = True
@@ -400,6 +405,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--servers", type=float, default=0.6, help="share of the kills that hit a server")
+    parser.add_argument("--pairs", type=float, default=0.2, help="share of the kills that hit a server and an engine")
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=80, help="most tokens of an answer")

@@ -68,6 +68,8 @@ ASK_TOKENS = 512
 """Minimum number of unknown prompt tokens for which the engines are asked how much of the prompt they have."""
 ASK_SECONDS = 0.2
 """Maximum number of seconds that a request waits for these answers. An engine answers between two steps."""
+ADOPT_SECONDS = 2.0
+"""Maximum number of seconds that the adoption of a request waits for each engine."""
 DISK_BYTES_PER_SECOND = 1e9
 """Assumed read rate of a disk tier, in bytes per second."""
 CHAIN_BLOCKS = 1 << 18
@@ -221,7 +223,7 @@ class Replicas:
 
         async def ask(engine: EngineClient) -> Adoption | None:
             with suppress(TimeoutError, EngineDead):
-                return await asyncio.wait_for(engine.adopt(tenant, request_id), HANG_SECONDS)
+                return await asyncio.wait_for(engine.adopt(tenant, request_id), ADOPT_SECONDS)
             return None
 
         engines = [*self.fleet.engines.values()]

@@ -358,7 +358,7 @@ class Clients:
                 client.requests.add(request.id)
                 id = client.new_id_of(request.id)
                 if note:
-                    self._held.add(HeldRequest(id, request, note, client.number))
+                    yield from self._hold(HeldRequest(id, request, note, client.number))
                 yield messages.Submit(replace(request, id=id))
             case messages.Abort(request_id, complete):
                 client.requests.discard(request_id)
@@ -385,6 +385,13 @@ class Clients:
                 yield msgspec.structs.replace(message, number=self._ask(client, message.number))  # type: ignore[union-attr]
             case _:
                 yield message
+
+    def _hold(self, held: HeldRequest) -> Iterator[messages.Abort]:
+        """Hold a new request. An earlier run of it that has lost its client is aborted."""
+        former = self._held.find(*held.key)
+        if former and former.lost and not former.ended:
+            yield messages.Abort(former.id)
+        self._held.add(held)
 
     def _note_abort(self, id: str, *, complete: bool) -> None:
         """Hold a request no longer that its client aborts, unless its answer is complete."""

@@ -97,12 +97,18 @@ class HeldRequests:
         self._by_key: dict[tuple[str, str], HeldRequest] = {}
 
     def add(self, held: HeldRequest) -> bool:
-        """Hold a request from its arrival on. Returns False, and holds nothing, if there is no room for its prompt."""
+        """Hold a request from its arrival on, in place of one with the same key that has ended or lost its client.
+
+        Returns False, and holds nothing, if another one has a client, or if there is no room for the prompt.
+        """
+        former = self._by_key.get(held.key, held)
+        if former is not held:
+            if not (former.ended or former.lost):
+                return False
+            self.drop(former)
         self._make_room(held.size)
         if self._size + held.size > self._limit:
             return False
-        if held.key in self._by_key:
-            self.drop(self._by_key[held.key])
         self._by_id[held.id] = self._by_key[held.key] = held
         self._size += held.size
         return True

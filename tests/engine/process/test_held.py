@@ -86,8 +86,11 @@ def test_a_dropped_request_leaves_its_room_to_others() -> None:
     assert requests.add(held("b", 6))
 
 
-def test_a_request_under_the_same_id_replaces_the_earlier_one() -> None:
+def test_a_request_under_the_same_id_replaces_one_that_has_lost_its_client() -> None:
     requests, old, new = HeldRequests(limit=4), held("a"), held("a", owner=2)
-    assert requests.add(old) and requests.add(new)
+    assert requests.add(old) and not requests.add(new), "it has a client"
+    assert requests.get("1:a") is old
+    old.lose(1.0)
+    assert requests.add(new)
     assert requests.find("", "a") is new and requests.get("1:a") is None
     assert requests.add(held("b")), "the earlier one takes no room"

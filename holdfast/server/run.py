@@ -43,6 +43,7 @@ from holdfast.server.keys.tables import KeyTable
 from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
+from holdfast.server.shared_adapters import SharedAdapters
 from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
@@ -207,6 +208,7 @@ async def serve(
     engines = Engines(client, apps)
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
+    shared: SharedAdapters | None = app.state.shared_adapters
     jobs: tuple[Tuning | Batches, ...] = app.state.jobs
     server = Server(
         uvicorn.Config(
@@ -227,6 +229,8 @@ async def serve(
         await start_jobs(jobs)
         if responses is not None:
             responses.begin_takeovers()
+        if shared is not None:
+            shared.begin()
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
@@ -236,6 +240,8 @@ async def serve(
             for each in jobs:
                 await each.close()
             code = await drain(admissions, config.drain_seconds, died, received)
+        if shared is not None:
+            await shared.close()
         await end_work(admissions, jobs, engines)
         server.should_exit = True
         for task in (died, stop):

@@ -166,6 +166,16 @@ adapters = Table(
 )
 """Adapters that requests have loaded, for all servers with shared engines. `tenant` is null if all may use it."""
 
+key_streams = Table(
+    "key_streams",
+    tables,
+    Column("key", NAME, primary_key=True),
+    Column("server", NAME, primary_key=True),
+    Column("streams", Integer, nullable=False),
+    Column("seen", Float, nullable=False),
+)
+"""Requests in progress of each key at each server, for keys whose number is limited. The server renews `seen`."""
+
 
 def _turns(db: Connection) -> None:
     threads.create(db)
@@ -209,7 +219,12 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (leases, recipes, adapters):  # These have no version, because an older server does not mind them.
+    for table in (
+        leases,
+        recipes,
+        adapters,
+        key_streams,
+    ):  # These have no version, because an older server does not mind them.
         table.create(db, checkfirst=True)
 
 

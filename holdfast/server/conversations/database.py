@@ -219,12 +219,7 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (
-        leases,
-        recipes,
-        adapters,
-        key_streams,
-    ):  # These have no version, because an older server does not mind them.
+    for table in (leases, recipes, adapters, key_streams):  # They have no version: an older server does not mind them.
         table.create(db, checkfirst=True)
 
 

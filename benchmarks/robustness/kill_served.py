@@ -8,7 +8,8 @@ TURNS turns each, greedy. A turn is streamed, streamed in the background, or pol
 a random server or engine is killed (SIGKILL), or one of each at the same time. They are started again at once.
 
 A client whose connection breaks goes to the other server. It resumes a stream whose id it knows, after its last event;
-a turn whose id it never saw is asked again. Any other failure of a request counts as an error. So does a gap or a
+a turn whose id it never saw is asked again. So is a stream that no server knows: its server and its engine were killed
+together, and it did not run in the background. Any other failure of a request counts as an error. So does a gap or a
 repetition in the numbers of a stream's events, and a text that differs from the deltas.
 
 At the end each conversation is read from the store: the turns that clients saw end must be there, once and in order,
@@ -54,6 +55,8 @@ NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 KINDS = ("streamed", "background stream", "background poll")
 PATIENCE_SECONDS = 60.0
 """Seconds for which a client goes on after a broken connection before that counts as an error."""
+LOST_SECONDS = 5.0
+"""Seconds for which no server may know a streamed response. Then its server and its engine have ended together."""
 PAUSE_SECONDS = 0.1
 """Seconds before a client tries the next server."""
 NOTICED_SECONDS = 0.5
@@ -236,6 +239,10 @@ class Bench:
                 talk.unseen += not turn.response and not isinstance(error, httpx.ConnectError | Passing)
                 turn.resumed += bool(turn.response)
                 broken, number = broken or time.monotonic(), number + 1
+                if isinstance(error, Passing) and turn.response and time.monotonic() > broken + LOST_SECONDS:
+                    self.counts["asked again, as its server and its engine were killed together"] += 1
+                    talk.unseen += 1
+                    turn.response, turn.text, turn.last, turn.resumed = "", "", -1, 0
                 await asyncio.sleep(PAUSE_SECONDS)
 
     def passing(self, reply: httpx.Response, unseen: int = 0) -> bool:

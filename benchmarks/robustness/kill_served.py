@@ -239,7 +239,8 @@ class Bench:
                 talk.unseen += not turn.response and not isinstance(error, httpx.ConnectError | Passing)
                 turn.resumed += bool(turn.response)
                 broken, number = broken or time.monotonic(), number + 1
-                if isinstance(error, Passing) and turn.response and time.monotonic() > broken + LOST_SECONDS:
+                gone = isinstance(error, Passing) and turn.kind == "streamed" and turn.response
+                if gone and time.monotonic() > broken + LOST_SECONDS:
                     self.counts["asked again, as its server and its engine were killed together"] += 1
                     talk.unseen += 1
                     turn.response, turn.text, turn.last, turn.resumed = "", "", -1, 0

@@ -27,8 +27,8 @@ class AttachSpawner:
         """`addresses` are as `engine.address` reads them. `key` is the secret key of those on TCP."""
         self.most: int | None = len(addresses)
         self._addresses, self._key = addresses, key
-        self._reached: set[int] = set()
-        """Numbers of the replicas that were attached before."""
+        self._tried: set[int] = set()
+        """Numbers of the replicas whose first attempt has begun."""
         self._infos: list[EngineInfo] = []
         """The first engine's description, once it is known."""
         self._kept = tempfile.TemporaryDirectory(prefix="holdfast-profiles-")
@@ -41,7 +41,8 @@ class AttachSpawner:
         """See `Spawner.start`. Waits for an engine that does not listen yet."""
         address = self._addresses[number]
         on_progress(f"attaching to the engine at {address}")
-        seconds = LATER_SECONDS if number in self._reached else FIRST_SECONDS
+        seconds = LATER_SECONDS if number in self._tried else FIRST_SECONDS
+        self._tried.add(number)
         try:
             attachment, welcome = await Attachment.open(address, self._key, seconds)
         except (ValueError, OSError) as error:
@@ -51,9 +52,7 @@ class AttachSpawner:
         except BaseException:
             await attachment.close()
             raise
-        client = await EngineClient.attach(attachment, welcome)
-        self._reached.add(number)
-        return client
+        return await EngineClient.attach(attachment, welcome)
 
     async def stop(self, number: int, engine: EngineClient) -> None:
         """See `Spawner.stop`. The engine goes on."""

@@ -530,15 +530,15 @@ class Replicas:
         await self.tuning.close()
         self.text.close()
 
-    def _begin(self, engines: Sequence[EngineClient]) -> None:
-        """Begin to serve with the first engines, which are all ready."""
-        first = engines[0]
+    def _begin(self, engines: dict[int, EngineClient]) -> None:
+        """Begin to serve with the first engines, which are ready."""
+        first = next(iter(engines.values()))
         self.config, self.text = first.config, first.text
         self.pooling, self.generation = first.pooling, first.generation
         most, info = self.cluster.most, first.info
         self.info = replace(
             info, max_sequences=most * info.max_sequences, max_waiting=most * info.max_waiting,
-            started_in=max(engine.info.started_in for engine in engines),
+            started_in=max(engine.info.started_in for engine in engines.values()),
         )  # fmt: skip
         self._block = info.block_size if info.executor == "paged" else CHAIN_BLOCK
         self._digests = DigestCache(self._block, CHAIN_BLOCKS)

@@ -1,4 +1,4 @@
-"""Two servers over one store, whose engines outlive them: one goes on with the responses of the other when that ends."""
+"""Two servers over one store, whose engines outlive them: when one ends, the other goes on with its responses."""
 
 from __future__ import annotations
 

@@ -196,6 +196,16 @@ class FakeClient:
     def warm(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> None:
         self.warmed.append((list(prompt), tenant, adapter))
 
+    @property
+    def gone(self) -> set[str]:
+        return set()
+
+    def introduce(self, server: str, on_change: Any) -> None:
+        """No other server shares it."""
+
+    async def adopt(self, tenant: str, request_id: str) -> None:
+        """It holds no requests."""
+
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         if self.refuse is not None:
             raise self.refuse

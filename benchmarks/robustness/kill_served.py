@@ -5,10 +5,12 @@ usage: python -m benchmarks.robustness.kill_served [--kills 60] [--clients 6] [-
 The built-in model on a CPU, one thread for each engine, each in a process of its own (`holdfast engine --listen`). Two
 processes `holdfast serve --engines` share them and the store. Each client holds one conversation after the other, up to
 TURNS turns each, greedy. A turn is streamed, streamed in the background, or polled in the background. At random times
-a random server or engine is killed (SIGKILL). It is started again at once.
+a random server or engine is killed (SIGKILL), or one of each at the same time. They are started again at once. The next
+kill comes when both servers answer and all engines but one serve.
 
 A client whose connection breaks goes to the other server. It resumes a stream whose id it knows, after its last event;
-a turn whose id it never saw is asked again. Any other failure of a request counts as an error. So does a gap or a
+a turn whose id it never saw is asked again. So is a stream that no server knows: its server and its engine were killed
+together, and it did not run in the background. Any other failure of a request counts as an error. So does a gap or a
 repetition in the numbers of a stream's events, and a text that differs from the deltas.
 
 At the end each conversation is read from the store: the turns that clients saw end must be there, once and in order,
@@ -52,10 +54,14 @@ SAID = (
 )
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 KINDS = ("streamed", "background stream", "background poll")
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 """Seconds for which a client goes on after a broken connection before that counts as an error."""
+LOST_SECONDS = 5.0
+"""Seconds for which no server may know a streamed response. Then its server and its engine have ended together."""
 PAUSE_SECONDS = 0.1
 """Seconds before a client tries the next server."""
+NOTICED_SECONDS = 0.5
+"""Seconds after a kill in which the other programs notice it."""
 LOST = httpx.TransportError
 """A connection that is refused or breaks."""
 
@@ -234,6 +240,11 @@ class Bench:
                 talk.unseen += not turn.response and not isinstance(error, httpx.ConnectError | Passing)
                 turn.resumed += bool(turn.response)
                 broken, number = broken or time.monotonic(), number + 1
+                gone = isinstance(error, Passing) and turn.kind == "streamed" and turn.response
+                if gone and time.monotonic() > broken + LOST_SECONDS:
+                    self.counts["asked again, as its server and its engine were killed together"] += 1
+                    talk.unseen += 1
+                    turn.response, turn.text, turn.last, turn.resumed = "", "", -1, 0
                 await asyncio.sleep(PAUSE_SECONDS)
 
     def passing(self, reply: httpx.Response, unseen: int = 0) -> bool:
@@ -333,12 +344,12 @@ def text_of(response: dict[str, Any]) -> str:
 
 
 async def ready(http: httpx.AsyncClient, url: str, engines: int, seconds: float = 90.0) -> None:
-    """Wait until a server answers, and all engines serve it. Raises TimeoutError."""
+    """Wait until a server answers, and at least so many engines serve it. Raises TimeoutError."""
     until = time.monotonic() + seconds
     while True:
         with suppress(LOST, KeyError, ValueError):
             members = (await http.get(f"{url}/replicas", headers={"authorization": "Bearer operator"})).json()["data"]
-            if [each["state"] for each in members] == ["ready"] * engines:
+            if [each["state"] for each in members].count("ready") >= engines:
                 return
         if time.monotonic() > until:
             raise TimeoutError(f"{url} does not serve with {engines} engines")
@@ -353,16 +364,20 @@ async def measure(args: argparse.Namespace, urls: list[str], programs: list[Prog
         for url in urls:
             await ready(http, url, engines)
         clients = [asyncio.create_task(bench.client(number)) for number in range(args.clients)]
-        for number in range(args.kills):
+        until = time.monotonic() + 60 * args.minutes
+        while len(kills) < args.kills and time.monotonic() < until:
             await asyncio.sleep(rng.uniform(0.2, 2.0))
-            victim = rng.choice(programs[:2] if rng.random() < args.servers else programs[2:])
+            both = [rng.choice(programs[:2]), rng.choice(programs[2:])]
+            victims = both if rng.random() < args.pairs else both[:1] if rng.random() < args.servers else both[1:]
             killed = time.monotonic()
-            await asyncio.to_thread(victim.kill_and_start)
+            await asyncio.gather(*(asyncio.to_thread(victim.kill_and_start) for victim in victims))
+            await asyncio.sleep(NOTICED_SECONDS)
             for url in urls:
-                await ready(http, url, engines)
+                await ready(http, url, engines - 1)
             back = time.monotonic() - killed
-            kills.append(dict(killed=victim.name, back_s=round(back, 2)))
-            print(f"kill {number + 1}: {victim.name}, back after {back:.1f} s", flush=True)
+            kills += [dict(killed=victim.name, back_s=round(back, 2)) for victim in victims]
+            names = " and ".join(victim.name for victim in victims)
+            print(f"kill {len(kills)}: {names}, back after {back:.1f} s", flush=True)
             if len(bench.errors) > args.errors:
                 break
         bench.stop = True
@@ -400,7 +415,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--servers", type=float, default=0.6, help="share of the kills that hit a server")
+    parser.add_argument("--pairs", type=float, default=0.2, help="share of the kills that hit a server and an engine")
     parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=30.0, help="time after which the run ends in any case")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=80, help="most tokens of an answer")
     parser.add_argument("--errors", type=int, default=3, help="unexpected failures after which the run ends")

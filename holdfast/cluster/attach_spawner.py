@@ -92,8 +92,8 @@ class AttachSpawner:
         """`addresses` are as `engine.address` reads them. `key` is the secret key of those on TCP."""
         self.most: int | None = len(addresses)
         self._addresses, self._key = addresses, key
-        self._reached: set[int] = set()
-        """Numbers of the replicas that were attached before."""
+        self._tried: set[int] = set()
+        """Numbers of the replicas whose first attempt has begun."""
         self._attacher = Attacher()
 
     def place(self, number: int) -> str:
@@ -108,10 +108,9 @@ class AttachSpawner:
         """See `Spawner.start`. Waits for an engine that does not listen yet."""
         address = self._addresses[number]
         on_progress(f"attaching to the engine at {address}")
-        seconds = LATER_SECONDS if number in self._reached else FIRST_SECONDS
-        client = await self._attacher.attach(number, address, self._key, seconds)
-        self._reached.add(number)
-        return client
+        seconds = LATER_SECONDS if number in self._tried else FIRST_SECONDS
+        self._tried.add(number)
+        return await self._attacher.attach(number, address, self._key, seconds)
 
     async def stop(self, number: int, engine: EngineClient) -> None:
         """See `Spawner.stop`. The engine goes on."""

@@ -15,6 +15,7 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replica import Replica, State
 from holdfast.cluster.spawner import Spawner
 from holdfast.core.types import AdapterInfo
+from holdfast.engine.client.attachment import NoEngine
 from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.lm.types import SchedulerStats
@@ -25,6 +26,8 @@ LASTING_SECONDS = 60.0
 """Seconds of serving after which a start counts as successful."""
 MOST_FAILURES = 5
 """Number of failed starts of one replica in a row after which the fleet ends, if no replica serves."""
+OTHERS_SECONDS = 2.0
+"""Seconds for which a start waits for the other engines that run already, once it has found one."""
 WATCH_SECONDS = 1.0
 """Seconds between two checks of all replicas."""
 HANG_SECONDS = 10.0
@@ -47,6 +50,17 @@ WIDEST = frozenset({"rows_wide", "adapters_known"})
 """Gauges whose total is the maximum over all replicas, not the sum."""
 
 log = logging.getLogger("holdfast.cluster")
+
+
+async def all_of(starts: Sequence[asyncio.Task[EngineClient]]) -> dict[int, EngineClient]:
+    """The engines of all starts, by place. Raises EngineStartError as soon as one fails."""
+    return dict(enumerate(await asyncio.gather(*starts)))
+
+
+def engines_of(starts: Sequence[asyncio.Task[EngineClient]]) -> dict[int, EngineClient]:
+    """Return the engines that are ready, by number. Raises EngineStartError for one that cannot serve."""
+    ended = {number: task for number, task in enumerate(starts) if task.done()}
+    return {number: task.result() for number, task in ended.items() if not isinstance(task.exception(), NoEngine)}
 
 
 class NoReplica(EngineDead):
@@ -86,12 +100,17 @@ class Fleet:
         self._asking: dict[Replica, asyncio.Task[SchedulerStats | None]] = {}
         self._closing = False
 
-    async def start(self) -> list[EngineClient]:
-        """Start the first engines in parallel. Returns when all are ready. Raises EngineStartError."""
+    async def start(self) -> dict[int, EngineClient]:
+        """Start the first engines in parallel, and return them by number. Raises EngineStartError.
+
+        Waits until all are ready. Engines that run already may be down, so if there is one, the others are waited for a
+        short time only, and join later.
+        """
         self._first = numbers = await self._spawner.first(self._config.count, self._config.most)
         starts = [asyncio.create_task(self._spawner.start(number, self._progress(number))) for number in numbers]
         try:
-            return await asyncio.gather(*starts)
+            ready = await (self._first_of(starts) if self.lasting else all_of(starts))
+            return {numbers[index]: engine for index, engine in ready.items()}
         except BaseException:
             for task in starts:
                 task.cancel()
@@ -102,13 +121,31 @@ class Fleet:
             await self._spawner.close()
             raise
 
-    def begin(self, engines: Sequence[EngineClient]) -> None:
-        """Let the first engines serve, and start monitoring them."""
-        self.adapters.update(engines[0].adapters)
-        for number, engine in zip(self._first, engines, strict=True):
+    @staticmethod
+    async def _first_of(starts: Sequence[asyncio.Task[EngineClient]]) -> dict[int, EngineClient]:
+        """Wait until an engine is ready, and OTHERS_SECONDS for the others. Raises EngineStartError if none comes."""
+        waiting: set[asyncio.Task[EngineClient]] = {*starts}
+        ready: dict[int, EngineClient] = {}
+        while waiting and not ready:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            waiting = {task for task in waiting if not task.done()}
+            ready = engines_of(starts)
+        if waiting:
+            await asyncio.wait(waiting, timeout=OTHERS_SECONDS)
+        if not (ready := engines_of(starts)):
+            await starts[0]  # Raises the reason.
+        for task in starts:
+            task.cancel()
+        return ready
+
+    def begin(self, engines: dict[int, EngineClient]) -> None:
+        """Let the first engines serve, and start monitoring them. Engines that are not ready yet join later."""
+        self.adapters.update(next(iter(engines.values())).adapters)
+        for number in self._first:
             replica = Replica(number, self._spawner.place(number))
             self.members.append(replica)
-            self._adopt(replica, engine)
+            if number in engines:
+                self._adopt(replica, engines[number])
             replica.task = asyncio.create_task(self._run(replica))
 
     @property

@@ -68,6 +68,8 @@ ASK_TOKENS = 512
 """Minimum number of unknown prompt tokens for which the engines are asked how much of the prompt they have."""
 ASK_SECONDS = 0.2
 """Maximum number of seconds that a request waits for these answers. An engine answers between two steps."""
+ADOPT_SECONDS = 2.0
+"""Maximum number of seconds that the adoption of a request waits for each engine."""
 DISK_BYTES_PER_SECOND = 1e9
 """Assumed read rate of a disk tier, in bytes per second."""
 CHAIN_BLOCKS = 1 << 18
@@ -221,7 +223,7 @@ class Replicas:
 
         async def ask(engine: EngineClient) -> Adoption | None:
             with suppress(TimeoutError, EngineDead):
-                return await asyncio.wait_for(engine.adopt(tenant, request_id), HANG_SECONDS)
+                return await asyncio.wait_for(engine.adopt(tenant, request_id), ADOPT_SECONDS)
             return None
 
         engines = [*self.fleet.engines.values()]
@@ -356,10 +358,10 @@ class Replicas:
         """Ask the engines how much they have of a prompt that the router does not know; None if that is useless.
 
         After a restart of the server or a replica, the router's map is empty, although the disk tier still has state.
-        State in the other tiers ends with its engine, or can be reached from all engines. Engines that run on their own
-        also have state from before this server's start, and of turns that other servers sent there.
+        State in the other tiers ends with its engine, or can be reached from all engines. Engines that outlive servers
+        also have state of earlier servers, and of others that use them.
         """
-        outlives = self.config.disk_cache_dir is not None or bool(self.cluster.engines)
+        outlives = self.config.disk_cache_dir is not None or self.cluster.outlived
         if not outlives or self.router.unknown(turn) < ASK_TOKENS:
             return None
         chain, engines = turn.chain[: (turn.prompt_tokens - 1) // self._block], self.fleet.engines
@@ -530,15 +532,15 @@ class Replicas:
         await self.tuning.close()
         self.text.close()
 
-    def _begin(self, engines: Sequence[EngineClient]) -> None:
-        """Begin to serve with the first engines, which are all ready."""
-        first = engines[0]
+    def _begin(self, engines: dict[int, EngineClient]) -> None:
+        """Begin to serve with the first engines, which are ready."""
+        first = next(iter(engines.values()))
         self.config, self.text = first.config, first.text
         self.pooling, self.generation = first.pooling, first.generation
         most, info = self.cluster.most, first.info
         self.info = replace(
             info, max_sequences=most * info.max_sequences, max_waiting=most * info.max_waiting,
-            started_in=max(engine.info.started_in for engine in engines),
+            started_in=max(engine.info.started_in for engine in engines.values()),
         )  # fmt: skip
         self._block = info.block_size if info.executor == "paged" else CHAIN_BLOCK
         self._digests = DigestCache(self._block, CHAIN_BLOCKS)

@@ -222,8 +222,8 @@ class Submit(Message, tag="submit"):
 
     request: Request
     note: bytes = b""
-    """What another client needs to continue the request. Not empty: an engine that listens holds the request's tokens
-    for a while, and the request outlives its client (`engine.process.held`)."""
+    """Data with which another client can continue the request. Not empty: an engine that listens holds the request's
+    tokens for a while, and the request outlives its client (`engine.process.held`)."""
 
 
 class Infer(Message, tag="infer"):

@@ -57,6 +57,7 @@ from holdfast.server.routes.status import add_model_routes, add_root_routes, add
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.usage import add_usage_routes
 from holdfast.server.service import Service, internal
+from holdfast.server.shared_adapters import SharedAdapters
 from holdfast.server.tracing import Tracing, exporter_to
 
 EXPOSED = [
@@ -123,7 +124,7 @@ def create_app(
     add_access(app, ring, config, accounts)
     service = Service(client, config, metrics) if client is not None else None
     app.state.service = service
-    app.state.responses = None
+    app.state.responses = app.state.shared_adapters = None
     app.state.jobs = ()
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
@@ -134,7 +135,9 @@ def create_app(
         app.state.responses = responses
         app.state.admissions.append(service.admission)
         add_model_routes(app, service)
-        add_adapter_routes(app, service)
+        shared = SharedAdapters(service, held)
+        app.state.shared_adapters = shared
+        add_adapter_routes(app, service, shared)
         add_activity_routes(app, service, config)
         add_completion_routes(app, service)
         add_response_routes(app, responses)

@@ -46,6 +46,7 @@ from holdfast.server.leaving import all_answered, leave_listener, stop_accepting
 from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
+from holdfast.server.shared_adapters import SharedAdapters
 from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
@@ -219,6 +220,7 @@ async def serve(
     engines = Engines(client, apps)
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
+    shared: SharedAdapters | None = app.state.shared_adapters
     jobs: tuple[Tuning | Batches, ...] = app.state.jobs
     connections = Connections(config)
     server = Server(
@@ -240,6 +242,8 @@ async def serve(
         await start_jobs(jobs)
         if responses is not None:
             responses.begin_takeovers()
+        if shared is not None:
+            shared.begin()
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
@@ -250,6 +254,8 @@ async def serve(
             handed_over = stop.done() and stop.result() == HAND_OVER
             ends = hand_over(parts, config) if handed_over else leave(parts, config)
             code = await ended_first(ends, died, received)
+        if shared is not None:
+            await shared.close()
         await end_work(admissions, jobs, engines)
         server.should_exit = True
         for task in (died, stop):

@@ -376,7 +376,7 @@ class Answer:
         self.id = ""
         """Id by which later requests may name this answer; empty: none can."""
         self.note = b""
-        """What another server needs to continue the answer; empty: none can."""
+        """Data with which another server can continue the answer; empty: none can."""
         self.adopted: Adoption | None = None
         """The request of an ended server that this answer continues, if an engine holds it."""
 

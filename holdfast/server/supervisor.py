@@ -57,7 +57,6 @@ def check(server: ServerConfig, cluster: ClusterConfig) -> None:
     """Raises ValueError for options that several API processes on one port cannot follow."""
     for name, value, why in (
         ("store", server.store if server.store == MEMORY else None, "they share one store, which needs a place"),
-        ("adapter_root", server.adapter_root, "an adapter loaded by a request would be known to one of them alone"),
         ("ray", cluster.ray, "they attach to engines of this machine, or to those that engines names"),
         ("max_replicas", cluster.max_replicas, "they would not know of a replica that is added"),
     ):

@@ -98,3 +98,18 @@ def test_addresses_are_separated_by_commas_and_each_is_given_once():
     ):
         with pytest.raises(ValueError, match=reason):
             ClusterConfig(**given)
+
+
+async def test_a_server_starts_with_the_engines_that_are_there_and_others_join_later(small, tmp_path):  # noqa: F811
+    addresses = [str(tmp_path / name) for name in ("late", "there")]
+    there = await EngineClient.start(small(), listen=addresses[1], priced=True)
+    server = await asyncio.wait_for(
+        Replicas.start(ClusterConfig(engines=tuple(addresses)), AttachSpawner(addresses)), 20
+    )
+    assert [replica.name for replica in server.serving] == ["1"] and await found(server) == 0
+    late = await EngineClient.start(small(), listen=addresses[0], priced=True)
+    while len(server.serving) < 2:
+        await asyncio.sleep(0.05)
+    await server.close()
+    await there.close()
+    await late.close()

@@ -266,7 +266,6 @@ def test_a_port_with_a_server_is_not_shared_with_it() -> None:
     ("server", "cluster", "name"),
     [
         ({"store": "memory"}, {}, "store is memory"),
-        ({"adapter_root": "/adapters"}, {}, "adapter_root is /adapters"),
         ({}, {"ray": "auto"}, "ray is auto"),
         ({}, {"max_replicas": 2}, "max_replicas is 2"),
     ],

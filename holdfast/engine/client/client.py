@@ -379,7 +379,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
-        if adopted is not None:
+        if adopted:
             return self.run(continued(self.text, adopted, shown), adopted)
         return self.run(
             prepare(
@@ -418,7 +418,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     def _give_up_late(self, asked: asyncio.Future[Adoption | None]) -> None:
         """Give up a request that came after its caller had left."""
-        if not asked.cancelled() and asked.exception() is None and (found := asked.result()) is not None:
+        if not (asked.cancelled() or asked.exception()) and (found := asked.result()):
             self.give_up(found)
 
     def has_adopted(self, adoption: Adoption) -> bool:
@@ -591,16 +591,16 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         An `adopted` request runs already: its deltas so far come first.
         """
         request_id = stream.request.id
-        self._admit(request_id, counts=adopted is None)  # again, because this may be long after `stream` was called
+        self._admit(request_id, counts=not adopted)  # again, because this may be long after `stream` was called
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
-            if adopted is None:
+            if adopted:
+                self._join(stream, adopted)
+            else:
                 request = stream.request
                 there = replace(request, arrival=request.arrival + self.ahead) if self.ahead else request
                 self._child.send(messages.Submit(there, stream.note))
-            else:
-                self._join(stream, adopted)
             while not stream.given:
                 yield await stream.next()
         finally:
@@ -680,7 +680,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     def _take_adopted(self, held: messages.Held | None, *, yours: bool) -> Adoption | None:
         """Read the answer to Adopt. Outputs of a request that is ours are kept from now on."""
-        if held is None:
+        if not held:
             return None
         request = replace(held.request, prompt=array("I", held.prompt), arrival=held.request.arrival - self.ahead)
         adoption = Adoption(
@@ -733,7 +733,7 @@ class Stream:
     def __init__(self, request: Request, text: TextStream, note: bytes = b"") -> None:
         self.request = request
         self.note = note
-        """What another client needs to continue the request; empty: none can."""
+        """Data with which another client can continue the request; empty: none can."""
         self.contract = request.contract
         """The contract that the client asked for. An engine after the first one may promise less (`resume`)."""
         self.finish_reason: FinishReason | None = None

@@ -18,7 +18,6 @@ from typing import Any, get_args
 
 import msgspec
 
-from holdfast.core.types import NO_OUTPUT
 from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.link import Parent
@@ -95,7 +94,7 @@ class Client:
     def adopt(self, held: HeldRequest) -> None:
         """Record that a request of another client belongs to this one."""
         self._adopted[held.request.id] = held.id
-        if held.ended_at is None:
+        if not held.ended:
             self.requests.add(held.request.id)
 
     def leave(self) -> None:
@@ -337,13 +336,12 @@ class Clients:
     def _adopt(self, client: Client, number: int, tenant: str, own_id: str) -> None:
         """Give a client a held request, if it has ended or its own client is lost."""
         held = self._held.find(tenant, own_id)
-        owner = next((each for each in self._all() if held and each.number == held.owner), NOBODY)
-        if held is not None and held.ended_at is None and owner is not NOBODY:
-            owner.send(messages.Clock(self._clock()))  # It fails, and drops the owner, if the connection has closed.
-        if held is None or (held.ended_at is None and held.lost_at is None):
+        if held and not (held.ended or held.lost):
+            self._find_closed()  # Its client may have ended just now.
+        if not held or not (held.ended or held.lost):
             client.send(messages.Adopted(number))
             return
-        yours = held.lost_at is not None
+        yours = held.lost
         if yours:
             held.move(client.number)
             client.adopt(held)
@@ -390,7 +388,7 @@ class Clients:
                 client.requests.add(request.id)
                 id = client.new_id_of(request.id)
                 if note:
-                    self._held.add(HeldRequest(id, request, note, client.number))
+                    yield from self._hold(HeldRequest(id, request, note, client.number))
                 yield messages.Submit(replace(request, id=id))
             case messages.Abort(request_id, complete):
                 client.requests.discard(request_id)
@@ -422,20 +420,25 @@ class Clients:
             case _:
                 yield message
 
+    def _hold(self, held: HeldRequest) -> Iterator[messages.Abort]:
+        """Hold a new request. An earlier run of it that has lost its client is aborted."""
+        former = self._held.find(*held.key)
+        if former and former.lost and not former.ended:
+            yield messages.Abort(former.id)
+        self._held.add(held)
+
     def _note_abort(self, id: str, *, complete: bool) -> None:
         """Hold a request no longer that its client aborts, unless its answer is complete."""
         held = self._held.get(id)
-        if held is None:
-            return
-        if complete:
+        if held and complete:
             held.end(self._clock())
-        else:
+        elif held:
             self._held.drop(held)
 
     def _owner(self, id: str) -> int:
         """The number of the client that a request belongs to, by the engine's id."""
         held = self._held.get(id)
-        return int(id.partition(MARK)[0]) if held is None else held.owner
+        return held.owner if held else int(id.partition(MARK)[0])
 
     def _ask(self, client: Client, number: int) -> int:
         """The engine's number for a client's question."""
@@ -461,7 +464,7 @@ class Clients:
         whole, now = outputs.outputs, self._clock()
         for at, id in enumerate(columns.pop("request_id")):
             rows.setdefault(self._owner(id), []).append(at)
-            if self._held.get(id) is not None:
+            if self._held.get(id):
                 self._held.take(whole[at], now)
         for client in self._all():
             if (mine := rows.get(client.number)) is not None:
@@ -477,7 +480,7 @@ class Clients:
 
     def _send_refusal(self, message: messages.Refused | messages.ContractRefusal) -> None:
         number = self._owner(message.request_id)
-        if (held := self._held.get(message.request_id)) is not None:
+        if held := self._held.get(message.request_id):
             self._held.drop(held)
         for client in self._all():
             if client.number == number:
@@ -522,9 +525,9 @@ class Clients:
 
 
 def _message(held: HeldRequest) -> messages.Held:
-    """A held request as a message. Its first output, if there is one, says what of the prompt was cached."""
-    first, prompt = held.first or NO_OUTPUT, array("I", held.request.prompt).tobytes()
+    """A held request as a message."""
+    first, prompt = held.first, array("I", held.request.prompt).tobytes()
     return messages.Held(
         replace(held.request, prompt=()), prompt, held.note, held.tokens.tobytes(), [*held.logprobs],
-        first.cached_tokens, first.cached_by_tier, first.scheduled_at, held.finish_reason, held.ended_at is not None,
+        first.cached_tokens, first.cached_by_tier, first.scheduled_at, held.finish_reason, held.ended,
     )  # fmt: skip

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from holdfast.core.types import FinishReason, Request, SequenceOutput, TokenLogprobs
+from holdfast.core.types import NO_OUTPUT, FinishReason, Request, SequenceOutput, TokenLogprobs
 
+NEVER = math.inf
+"""Time of an event that has not happened."""
 GRACE_SECONDS = 30.0
 """Seconds that a request whose client is lost goes on without one. It is aborted then."""
 ENDED_SECONDS = 60.0
@@ -30,12 +33,22 @@ class HeldRequest:
     owner: int
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    first: SequenceOutput | None = None
-    """The first output; None before it."""
+    first: SequenceOutput = NO_OUTPUT
+    """The first output. It says how much of the prompt was cached."""
     finish_reason: FinishReason | None = None
-    ended_at: float | None = None
-    lost_at: float | None = None
-    """Time at which its client was lost; None while it has one."""
+    ended_at: float = NEVER
+    lost_at: float = NEVER
+    """Time at which its client was lost; NEVER while it has one."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more tokens come."""
+        return self.ended_at < NEVER
+
+    @property
+    def lost(self) -> bool:
+        """Whether its client is lost."""
+        return self.lost_at < NEVER
 
     @property
     def key(self) -> tuple[str, str]:
@@ -49,10 +62,10 @@ class HeldRequest:
 
     def take(self, output: SequenceOutput, now: float) -> None:
         """Add the output of one step."""
-        self.first = self.first or output
+        self.first = output if self.first is NO_OUTPUT else self.first
         self.tokens.extend(output.tokens)
         self.logprobs.extend(output.logprobs)
-        if output.finish_reason is not None:
+        if output.finish_reason:
             self.finish_reason = output.finish_reason
             self.end(now)
 
@@ -66,13 +79,11 @@ class HeldRequest:
 
     def move(self, owner: int) -> None:
         """Give it to another client."""
-        self.owner, self.lost_at = owner, None
+        self.owner, self.lost_at = owner, NEVER
 
     def due(self, now: float) -> bool:
         """Whether it was held for long enough."""
-        if self.ended_at is not None:
-            return now > self.ended_at + ENDED_SECONDS
-        return self.lost_at is not None and now > self.lost_at + GRACE_SECONDS
+        return now > (self.ended_at + ENDED_SECONDS if self.ended else self.lost_at + GRACE_SECONDS)
 
 
 class HeldRequests:
@@ -86,12 +97,18 @@ class HeldRequests:
         self._by_key: dict[tuple[str, str], HeldRequest] = {}
 
     def add(self, held: HeldRequest) -> bool:
-        """Hold a request from its arrival on. Returns False, and holds nothing, if there is no room for its prompt."""
+        """Hold a request from its arrival on, in place of one with the same key that has ended or lost its client.
+
+        Returns False, and holds nothing, if another one has a client, or if there is no room for the prompt.
+        """
+        former = self._by_key.get(held.key, held)
+        if former is not held:
+            if not (former.ended or former.lost):
+                return False
+            self.drop(former)
         self._make_room(held.size)
         if self._size + held.size > self._limit:
             return False
-        if held.key in self._by_key:
-            self.drop(self._by_key[held.key])
         self._by_id[held.id] = self._by_key[held.key] = held
         self._size += held.size
         return True
@@ -106,8 +123,7 @@ class HeldRequests:
 
     def take(self, output: SequenceOutput, now: float) -> None:
         """Add an output of one step to its request, if that is held."""
-        held = self._by_id.get(output.request_id)
-        if held is not None:
+        if held := self._by_id.get(output.request_id):
             self._size -= held.size
             held.take(output, now)
             self._size += held.size
@@ -115,9 +131,9 @@ class HeldRequests:
 
     def drop(self, held: HeldRequest) -> None:
         """Hold a request no longer."""
-        if self._by_id.pop(held.id, None) is not None:
+        if held.id in self._by_id:
+            del self._by_id[held.id], self._by_key[held.key]
             self._size -= held.size
-            self._by_key.pop(held.key, None)
 
     def of(self, owner: int) -> list[HeldRequest]:
         """The requests of a client."""
@@ -127,15 +143,14 @@ class HeldRequests:
         """Drop the requests that were held for long enough, and yield those of them that still run."""
         for held in [held for held in self._by_id.values() if held.due(now)]:
             self.drop(held)
-            if held.ended_at is None:
+            if not held.ended:
                 yield held
 
     def _make_room(self, size: int) -> None:
         """Drop the requests that ended first, until `size` more tokens fit or only running requests are left."""
         if self._size + size <= self._limit:
             return
-        ended = [(held.ended_at, held) for held in self._by_id.values() if held.ended_at is not None]
-        for _, held in sorted(ended, key=lambda pair: pair[0]):
+        for held in sorted((each for each in self._by_id.values() if each.ended), key=lambda each: each.ended_at):
             self.drop(held)
             if self._size + size <= self._limit:
                 return

@@ -163,6 +163,27 @@ recipes = Table(
 )
 """Recipes: responses that another server can write if theirs ends (`recipe.Recipe`). Each has a lease."""
 
+adapters = Table(
+    "adapters",
+    tables,
+    Column("model", String(1024), primary_key=True),
+    Column("name", String(1024), primary_key=True),
+    Column("path", String, nullable=False),
+    Column("tenant", NAME),
+    Column("version", NAME, nullable=False),
+)
+"""Adapters that requests have loaded, for all servers with shared engines. `tenant` is null if all may use it."""
+
+key_streams = Table(
+    "key_streams",
+    tables,
+    Column("key", NAME, primary_key=True),
+    Column("server", NAME, primary_key=True),
+    Column("streams", Integer, nullable=False),
+    Column("seen", Float, nullable=False),
+)
+"""Requests in progress of each key at each server, for keys whose number is limited. The server renews `seen`."""
+
 
 def _turns(db: Connection) -> None:
     threads.create(db)
@@ -219,7 +240,7 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (leases, recipes):  # These have no version: an older server does not mind, and rows are short-lived.
+    for table in (leases, recipes, adapters, key_streams):  # They have no version: an older server does not mind them.
         table.create(db, checkfirst=True)
 
 

@@ -9,7 +9,7 @@ from holdfast.server.conversations.values import Item
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A response before its first token. The same recipe gives the same events, if the tokens are the same."""
+    """A response before its first token. Its events follow from the recipe and the tokens."""
 
     wanted: ResponseRequest
     """The request, with the model's defaults filled in."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from holdfast.server.conversations import counters, search_index
+from holdfast.server.conversations.adapter_table import AdapterTable
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate, reason_of
 from holdfast.server.conversations.leases import Leases
@@ -42,6 +43,7 @@ class Store:
         self.leases = Leases(database, now)
         self.turns = TurnStore(database, self.space, self.leases)
         self.conversations = ConversationStore(database, self.space, self.turns.chain)
+        self.adapters = AdapterTable(database)
         self.listing = Listing(database, self.space)
         self.tree = Tree(database, self.space, self.turns.cache, self.leases, self.conversations.find, self.turns.chain)
 

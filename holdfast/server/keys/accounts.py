@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.jobs.values import Batch, Usage
 from holdfast.server.keys.limits import Account, Charge
+from holdfast.server.keys.stream_table import StreamTable
 from holdfast.server.keys.usage_table import Exchanged, Slot, UsageTable, Used
 from holdfast.server.keys.values import Key
 from holdfast.server.protocol import ApiError
@@ -27,6 +28,8 @@ Servers with one store know each other's charges after at most twice this time. 
 its own bucket still holds, at most a minute's limit. Later requests pay for it, so the rate over a longer time is that
 of the limit, whatever the number of servers.
 """
+RETRIES = (0.0, 0.05, 0.2)
+"""Seconds before each attempt to count a request of a key whose number of requests is limited."""
 FIRST_SECONDS = 1.0
 """Maximum number of seconds for which the first request waits for the month's usage."""
 MOST_LABELS = 256
@@ -91,6 +94,8 @@ class Accounts:
         """Charges of this server by key, as they are in the store."""
         self._known = Exchanged()
         """Result of the last exchange."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Tasks that write the number of requests that are left."""
         self._exchanging: asyncio.Task[None] | None = None
         self._first = asyncio.Event()
         """Set after the first exchange."""
@@ -108,10 +113,52 @@ class Accounts:
                 await asyncio.wait_for(self._first.wait(), FIRST_SECONDS)
         account = self.account(key)
         try:
-            return account.admit(tokens, self._clock())
+            charge = account.admit(tokens, self._clock())
+            await self._count_in(charge)
         except ApiError:
             self._metrics.refused(key.name)
             raise
+        return charge
+
+    async def _count_in(self, charge: Charge) -> None:
+        """Count a request at all servers, if its key limits them. Raises ApiError 429 and takes the charge back.
+
+        A request that ends is counted out a moment after its client sees the end, so a full key is tried again.
+        """
+        account = charge.account
+        if account.limits.streams is None:
+            return
+        for seconds in RETRIES:
+            await asyncio.sleep(seconds)
+            enter = partial(
+                _enter, self._server, account.name, account.in_progress, account.limits.streams, self._now()
+            )
+            try:
+                if await self._store.run(enter):
+                    return
+            except ApiError:
+                return  # The store failed, and has logged the reason. Each server counts its own requests meanwhile.
+            except BaseException:
+                self._uncount(charge)
+                raise
+        raise self._uncount(charge)
+
+    def _uncount(self, charge: Charge) -> ApiError:
+        """Take back the charge of a request that is not admitted. Returns the error for its client."""
+        error = charge.account.cancel(charge, self._clock())
+        self._count_out(charge.account)
+        return error
+
+    def _count_out(self, account: Account) -> None:
+        """Let other servers know how many requests of a key are left here, if its number is limited."""
+        if account.limits.streams is not None:
+            left = asyncio.create_task(self._write_left(account))
+            self._leaving.add(left)
+            left.add_done_callback(self._leaving.discard)
+
+    async def _write_left(self, account: Account) -> None:
+        with suppress(ApiError):  # The store failed. The next request of the key writes the number.
+            await self._store.run(partial(_leave, self._server, account.name, account, self._now()))
 
     def account(self, key: Key) -> Account:
         """Return the account of a key, with the key's current limits."""
@@ -130,6 +177,7 @@ class Accounts:
     def settle(self, charge: Charge, kind: str, model: str, used: Used) -> None:
         """End a request with its usage. A request that computed nothing is not part of the usage."""
         charge.account.settle(charge, used.prompt + used.output, self._clock())
+        self._count_out(charge.account)
         if used.prompt:
             self._record(kind, charge.account.name, model, used)
 
@@ -191,12 +239,15 @@ class Accounts:
         while not self._closing.is_set():
             with suppress(ApiError):  # The store failed, and has logged the reason.
                 await self.exchange()
+                if any(each.in_progress and each.limits.streams is not None for each in self._accounts.values()):
+                    await self._store.run(partial(_renew, self._server, self._now()))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), EXCHANGE_SECONDS)
 
     async def close(self) -> None:
         """Write what is unwritten, and end the exchange. Loses it if the store fails."""
         self._closing.set()
+        await asyncio.gather(*self._leaving)
         if self._exchanging is not None:
             await self._exchanging
             with suppress(ApiError):
@@ -206,6 +257,18 @@ class Accounts:
 def month_of(seconds: float) -> str:
     """Return the month of a time in UTC, as 2026-11."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m")
+
+
+def _enter(server: str, key: str, streams: int, limit: int, now: float, store: Store) -> bool:
+    return StreamTable(store.database).enter(server, key, streams, limit, now)
+
+
+def _leave(server: str, key: str, account: Account, now: float, store: Store) -> None:
+    StreamTable(store.database).leave(server, key, account.in_progress, now)
+
+
+def _renew(server: str, now: float, store: Store) -> None:
+    StreamTable(store.database).renew(server, now)
 
 
 def _write(

@@ -117,6 +117,14 @@ class Account:
         self.reserved += tokens or 0
         return Charge(self, tokens or 0)
 
+    def cancel(self, charge: Charge, now: float) -> ApiError:
+        """Take a charge back, because all servers together have too many requests. Returns the error for the client."""
+        self._charge(-1, -charge.tokens, now)
+        self.in_progress -= 1
+        self.reserved -= charge.tokens
+        reason = f"this API key has {self.limits.streams} requests in progress at all servers, and no more are taken"
+        return ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded", retry_after=1)
+
     def settle(self, charge: Charge, tokens: int, now: float) -> None:
         """End a request. `tokens` are those of its prompt and answer, and replace the estimate."""
         self._charge(0, tokens - charge.tokens, now)

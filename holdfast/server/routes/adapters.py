@@ -14,6 +14,7 @@ from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import described, tenant_of
 from holdfast.server.service import Service, engine_dead
+from holdfast.server.shared_adapters import SharedAdapters
 
 RESERVED = "ft:"
 """Prefix of the names of tuning jobs' adapters."""
@@ -39,11 +40,12 @@ class UnloadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     lora_name: str
 
 
-def add_adapter_routes(app: FastAPI, service: Service) -> None:
+def add_adapter_routes(app: FastAPI, service: Service, shared: SharedAdapters) -> None:
     """Add POST /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
     An adapter that an API key loads belongs to that key. An adapter that an operator loads is for all keys, like the
     adapters loaded at the start. On a server with at most one key, that key may change all adapters.
+    All servers of the same engines serve the adapter.
     """
     client = service.client
 
@@ -85,7 +87,9 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(f"adapter {wanted.lora_name[:128]}: {error}", code="invalid_adapter") from None
         except EngineDead as error:
             raise engine_dead(error) from None
-        service.belongs(loaded.name, tenant_of(request), all_adapters=request.state.all_adapters)
+        tenant, for_all = tenant_of(request), request.state.all_adapters
+        service.belongs(loaded.name, tenant, all_adapters=for_all)
+        await shared.put(loaded.name, str(directory), None if for_all else tenant)
         return Response(f"Success: LoRA adapter '{loaded.name}' added successfully.", media_type="text/plain")
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=described(UnloadRequest))
@@ -107,6 +111,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         except EngineDead as error:
             raise engine_dead(error) from None
         service.own.pop(wanted.lora_name, None)
+        await shared.remove(wanted.lora_name)
         return Response(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.", media_type="text/plain")
 
 

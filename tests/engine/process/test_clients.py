@@ -573,3 +573,22 @@ def test_all_clients_learn_which_servers_are_attached_and_which_have_left(house:
     while (latest := one.read()).left:
         pass
     assert latest == messages.Servers(["first"], []), "it left long ago"
+
+
+def test_a_client_that_comes_back_runs_its_request_again_in_place_of_the_earlier_run(house: House) -> None:
+    one, other = house.attach(), house.attach()
+    one.send(noted("a"))
+    (first,) = ids(house.take(1))
+    leave(house, one)
+    back = house.attach()
+    back.send(noted("a"))
+    abort, again = house.take(2)
+    assert abort == messages.Abort(first) and again.request.id != first
+    assert adopt(house, other, "a") == messages.Adopted(9), "it has a client"
+    late = house.attach()
+    late.send(noted("a"))
+    (third,) = ids(house.take(1))
+    house.outputs(**{again.request.id: False, third: False})
+    while not isinstance(got := back.read(), messages.Outputs):
+        pass
+    assert got.tokens == [(0,)], "a third client with this id takes nothing from it"

@@ -23,7 +23,7 @@ def test_a_held_request_has_all_tokens_of_its_answer_and_the_figures_of_its_firs
     requests.take(output("1:a", 5, cached_by_tier=(1, 2, 4)), now=1.0)
     requests.take(output("1:a", 6, 7, reason=FinishReason.LENGTH)._replace(cached_tokens=0), now=2.0)
     requests.take(output("1:other", 9), now=3.0)
-    assert [*one.tokens] == [5, 6, 7] and one.first is not None
+    assert [*one.tokens] == [5, 6, 7]
     assert (one.first.cached_tokens, one.first.cached_by_tier) == (7, (1, 2, 4))
     assert (one.finish_reason, one.ended_at) == (FinishReason.LENGTH, 2.0)
 
@@ -86,8 +86,11 @@ def test_a_dropped_request_leaves_its_room_to_others() -> None:
     assert requests.add(held("b", 6))
 
 
-def test_a_request_under_the_same_id_replaces_the_earlier_one() -> None:
+def test_a_request_under_the_same_id_replaces_one_that_has_lost_its_client() -> None:
     requests, old, new = HeldRequests(limit=4), held("a"), held("a", owner=2)
-    assert requests.add(old) and requests.add(new)
+    assert requests.add(old) and not requests.add(new), "it has a client"
+    assert requests.get("1:a") is old
+    old.lose(1.0)
+    assert requests.add(new)
     assert requests.find("", "a") is new and requests.get("1:a") is None
     assert requests.add(held("b")), "the earlier one takes no room"

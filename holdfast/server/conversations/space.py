@@ -57,7 +57,12 @@ _IDLE = (
     .order_by(threads.c.active)
     .limit(1)
 )
-_IDLE_OF = _IDLE.where(threads.c.tenant == bindparam("tenant"))
+# The order of `threads_by_tenant`. Given `tenant =` alone, PostgreSQL may pass many threads of other tenants first.
+_IDLE_OF = (
+    _IDLE.where(threads.c.tenant.between(bindparam("tenant"), bindparam("tenant")))
+    .order_by(None)
+    .order_by(threads.c.tenant, threads.c.active)
+)
 SIZE: ColumnElement[int] = sum(
     (func.length(blob) for blob in (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)), literal(0)
 )

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, text
 from test_store import AMPLE, grow, item, turn
 
 from holdfast.server.conversations.store import Store
 
-BOUNDED = ("counters", "upkeep", "leases", "search_pending", "chain", "CONSTANT", "search_text VIRTUAL", "found")
+BOUNDED = (
+    "counters",
+    "upkeep",
+    "leases",
+    "search_pending",
+    "chain",
+    "CONSTANT",
+    "search_text VIRTUAL",
+    "found",
+    "(subquery",
+)
 """Tables that stay small, results of other steps, and FTS5, which has plans of its own."""
 IN_ORDER = "threads USING INDEX ix_threads_active"
 """Step of SQLite that reads an index from its beginning. The query needs its first rows only."""
@@ -68,22 +79,27 @@ def queries(store: Store, route: Callable[[Store], Any]) -> list[tuple[str, Any]
     return asked
 
 
-def scans(store: Store, statement: str, parameters: Any) -> list[str]:
-    """Return the steps of a statement's plan that read a table whole.
+def explained(store: Store, statement: str, parameters: Any, *, small: bool = False) -> list[str]:
+    """Return the steps of a statement's plan.
 
-    PostgreSQL reads a small table whole although it has an index, so that is forbidden here if there is another way.
+    PostgreSQL reads a `small` table whole although it has an index, so that is forbidden then if there is another way.
     """
     sqlite = store.database.engine.dialect.name == "sqlite"
     connection = store.database.engine.raw_connection()
     try:
         cursor = connection.cursor()
-        if not sqlite:
+        if small and not sqlite:
             cursor.execute("SET enable_seqscan TO off")
         cursor.execute(f"EXPLAIN {'QUERY PLAN ' if sqlite else ''}{statement}", parameters)
-        steps = [str(row[-1]).strip() for row in cursor.fetchall()]
+        return [str(row[-1]).strip() for row in cursor.fetchall()]
     finally:
         connection.invalidate()
-    mark = "SCAN " if sqlite else "Seq Scan on "
+
+
+def scans(store: Store, statement: str, parameters: Any) -> list[str]:
+    """Return the steps of a statement's plan that read a table whole."""
+    mark = "SCAN " if store.database.engine.dialect.name == "sqlite" else "Seq Scan on "
+    steps = explained(store, statement, parameters, small=True)
     found = [step.partition(mark)[2] for step in steps if mark in step]
     first = IN_ORDER if "LIMIT" in statement else "no table"
     return [table for table in found if not table.startswith((*BOUNDED, first))]
@@ -98,3 +114,24 @@ def test_a_route_reads_no_table_whole(store: Store, route: str) -> None:
 
 def test_a_query_without_an_index_is_found_by_these_tests(store: Store) -> None:
     assert scans(store, "SELECT id FROM turns WHERE status = 'completed'", ())
+
+
+def test_postgresql_passes_no_other_tenants_threads_before_those_of_an_idle_one(postgresql_schema: str) -> None:
+    store = Store.open(postgresql_schema, AMPLE, lambda: 1000.0)
+    with store.database.write() as db:
+        for tenant, first in (("idle", 1), ("busy", 4001)):
+            numbers = f"generate_series({first}, {first + 3999}) AS n"
+            db.execute(text(f"INSERT INTO threads SELECT 'c' || n, '{tenant}', n, 1 FROM {numbers}"))
+            made = f"SELECT 'c' || n, 'c' || n, '{tenant}', 1, '{{}}', NULL FROM {numbers}"
+            db.execute(text(f"INSERT INTO conversations {made}"))
+    with store.database.engine.connect() as db:
+        db.execute(text("ANALYZE"))
+        db.commit()
+    for route in (
+        partial(store.listing.page, "idle", limit=5),
+        partial(store.listing.page, "idle", limit=5, after="c9"),
+    ):
+        *_, listed = [query for query in queries(store, lambda store, route=route: route()) if "LIMIT" in query[0]]
+        plan = "\n".join(explained(store, *listed))
+        assert "threads_by_tenant" in plan and "ix_threads_active" not in plan
+    store.close()

@@ -3,7 +3,7 @@
     python -m benchmarks.robustness.store_size --conversations 1000000 --store /tmp/store.sqlite --json result.json
 
 `store_fill.py` says what is in the store. Each call is made through the store's methods, as the routes make them,
-without HTTP. Upkeep runs beside them, as in a server. A store that this has filled is filled up.
+without HTTP. Upkeep runs meanwhile, as in a server. A store that this has filled is filled up.
 """
 
 from __future__ import annotations

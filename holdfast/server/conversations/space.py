@@ -135,7 +135,7 @@ class Space:
         self.now = now
         self._total = Held()
         self._held: dict[str, Held] = {}
-        """What each tenant holds, while the store is beyond a bound. Within the bounds, no write counts all tenants."""
+        """Threads of each tenant, while the store is beyond a bound. Within the bounds, no write counts all tenants."""
         self._log = DropLog(bounds)
         self._writes = RECOUNT
 

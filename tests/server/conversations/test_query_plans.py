@@ -1,4 +1,4 @@
-"""Plans of the queries behind each route: every one reads a range of an index, and no table whole."""
+"""Plans of the queries of each route: every one reads a range of an index, and no table whole."""
 
 from __future__ import annotations
 

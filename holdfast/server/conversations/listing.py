@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import MsgspecError
 from msgspec.json import decode
-from sqlalchemy import ColumnElement, Connection, LargeBinary, Row, and_, func, or_, select
+from sqlalchemy import Connection, LargeBinary, Row, func, or_, select, tuple_
 
 from holdfast.server.conversations.database import Database, conversations, items, threads
 from holdfast.server.conversations.search_index import (
@@ -35,6 +35,8 @@ A search reads at most BATCH documents of each conversation.
 """
 SCANNED_BYTES = 8 << 20
 """Number of bytes after which a search ends its page, because a longer read would delay others."""
+END_OF_TIME = 1e300
+"""Time after every thread's last activity."""
 FETCHED = 8
 """Number of items that are fetched at once."""
 BEGINNING = 4096
@@ -142,18 +144,22 @@ class Listing:
 
     def _rows(self, db: Connection, tenant: str, limit: int, after: str | None) -> Sequence[Row[Any]]:
         """Return conversations after a cursor, with the time of their last activity."""
-        columns, active = conversations.c, threads.c.active
-        own: ColumnElement[bool] = and_(
-            threads.c.tenant == tenant, columns.tenant == tenant, active >= self._space.oldest()
-        )
+        columns, tenants, active = conversations.c, threads.c.tenant, threads.c.active
         listed = select(conversations, active.label("active")).join(threads, threads.c.id == columns.thread)
+        oldest, latest = self._space.oldest(), END_OF_TIME
         if after is not None:
-            cursor = db.execute(listed.where(own, columns.id == after)).one_or_none()
+            own = columns.id == after, columns.tenant == tenant, active >= oldest
+            cursor = db.execute(listed.where(*own)).one_or_none()
             if cursor is None:
                 raise NotFound("conversation", after, "after")
-            # The first condition is the range of the index that is read. The second one cuts its beginning.
-            own &= and_(active <= cursor.active, or_(active < cursor.active, columns.id > after))
-        return db.execute(listed.where(own).order_by(active.desc(), columns.id).limit(limit)).all()
+            latest = cursor.active
+            listed = listed.where(or_(active < latest, columns.id > after))
+        # One range of the index `threads_by_tenant`, in its order. Given `tenant =`, PostgreSQL may read the threads of
+        # all tenants by their time, and pass many of them before the first one of an idle tenant. A conversation has
+        # the tenant of its thread. Asked for both, PostgreSQL expects few rows, and reads all of them in parallel.
+        place = tuple_(tenants, active)
+        within = listed.where(place >= tuple_(tenant, oldest), place <= tuple_(tenant, latest))
+        return db.execute(within.order_by(tenants.desc(), active.desc(), columns.id).limit(limit)).all()
 
 
 def _whole(documents: Sequence[int]) -> tuple[Sequence[int], int]:

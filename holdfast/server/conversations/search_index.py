@@ -198,8 +198,9 @@ class PostgresIndex(TextIndex):
     _REMOVE = text("DELETE FROM search_text WHERE number = :number")
     # The inner query reads the newest documents of the tenant without the GIN index, which does not know their order.
     _RECENT = text(
-        "SELECT number, words @@ CAST(:query AS tsquery) AS found FROM search_text "
-        "WHERE number >= :first AND number < :end ORDER BY number DESC LIMIT :recent"
+        "SELECT count(*) AS read, array_agg(number) FILTER (WHERE words @@ CAST(:query AS tsquery)) AS found "
+        "FROM (SELECT number, words FROM search_text "
+        "WHERE number >= :first AND number < :end ORDER BY number DESC LIMIT :recent) AS newest"
     )
     _ALL = text(
         "SELECT number FROM (SELECT number FROM search_text WHERE words @@ CAST(:query AS tsquery) OFFSET 0) AS found "
@@ -220,9 +221,9 @@ class PostgresIndex(TextIndex):
     def newest(self, db: Connection, words: Sequence[str], places: Places, limit: int) -> Sequence[int]:
         query = " & ".join(f"'{word}'" for word in (_tenant_word(places.first), *words)) + ":*"
         given = {"query": query, "recent": RECENT, **places._asdict()}
-        recent = db.execute(self._RECENT, given).all()
-        found = [row.number for row in recent if row.found][:limit]
-        if len(found) == limit or len(recent) < RECENT:
+        recent = db.execute(self._RECENT, given).one()
+        found = sorted(recent.found or (), reverse=True)[:limit]
+        if len(found) == limit or recent.read < RECENT:
             return found
         return db.execute(self._ALL, {**given, "limit": limit}).scalars().all()
 

@@ -57,7 +57,12 @@ _IDLE = (
     .order_by(threads.c.active)
     .limit(1)
 )
-_IDLE_OF = _IDLE.where(threads.c.tenant == bindparam("tenant"))
+# The order of `threads_by_tenant`. Given `tenant =` alone, PostgreSQL may pass many threads of other tenants first.
+_IDLE_OF = (
+    _IDLE.where(threads.c.tenant.between(bindparam("tenant"), bindparam("tenant")))
+    .order_by(None)
+    .order_by(threads.c.tenant, threads.c.active)
+)
 SIZE: ColumnElement[int] = sum(
     (func.length(blob) for blob in (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)), literal(0)
 )
@@ -130,7 +135,7 @@ class Space:
         self.now = now
         self._total = Held()
         self._held: dict[str, Held] = {}
-        """What each tenant holds, while the store is beyond a bound. Within the bounds, no write counts all tenants."""
+        """Threads of each tenant, while the store is beyond a bound. Within the bounds, no write counts all tenants."""
         self._log = DropLog(bounds)
         self._writes = RECOUNT
 

@@ -28,9 +28,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+READERS = 4
+"""Number of threads that read, so that a search holds up no other read."""
+
 
 class Store:
-    """Synchronous store for one writing and one reading thread. `AsyncStore` runs it off the event loop.
+    """Synchronous store for one writing and some reading threads. `AsyncStore` runs it off the event loop.
 
     Each method of its parts is one transaction, which is committed whole or not at all. If the process dies, all
     committed turns stay. Every method takes the tenant, and finds only this tenant's objects.
@@ -86,7 +89,7 @@ class Store:
 class AsyncStore:
     """Store for coroutines. Runs each call in a thread, so the event loop never waits for the disk.
 
-    One thread writes and one reads, each in the order of the calls, so a read does not wait for a write.
+    One thread writes, in the order of the calls. Others read, so a read does not wait for a write.
     """
 
     def __init__(self, store: Store, metrics: Metrics | None = None) -> None:
@@ -97,7 +100,7 @@ class AsyncStore:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
         self._reader = self._writer
         if not store.database.single:
-            self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store-reads")
+            self._reader = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="holdfast-store-reads")
         self._failing: set[ThreadPoolExecutor] = set()
         self._upkeep = Upkeep(store.database, self._writer)
 

@@ -1,4 +1,4 @@
-"""Upkeep: work on the store beside the turns, in small transactions between theirs.
+"""Upkeep: work on the store in small transactions between those of turns.
 
 It brings an older store up to date. In SQLite it then does what turns would else do: it sorts words into the
 index of a search, and moves the write-ahead log into the file.

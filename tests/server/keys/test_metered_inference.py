@@ -30,7 +30,7 @@ def app() -> FakeApp:
 
 @pytest.fixture
 def api(app: FakeApp, store: str) -> Iterator[Callable[[str], httpx.AsyncClient]]:
-    """Makes clients of one server, each with a key. The server starts with the first one, and knows the keys by then."""
+    """Makes clients of one server, each with a key. The server starts with the first one, after the keys."""
     config = ServerConfig(store=store)
 
     @cache

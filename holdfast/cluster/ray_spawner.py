@@ -1,6 +1,6 @@
 """RaySpawner: engines on the nodes of a Ray cluster, each in an actor. Ray only finds nodes with room for them.
 
-The engines end with this process. Those of `ray_kept` outlive it.
+The engines end with this process. `ray_kept` has engines that outlive it.
 """
 
 from __future__ import annotations

@@ -294,9 +294,11 @@ class Replicas:
         """Ask the engines how much they have of a prompt that the router does not know; None if that is useless.
 
         After a restart of the server or a replica, the router's map is empty, although the disk tier still has state.
-        State in the other tiers ends with its engine, or can be reached from all engines.
+        State in the other tiers ends with its engine, or can be reached from all engines. An engine that outlives
+        servers also has state of earlier servers, and of others that use it.
         """
-        if self.config.disk_cache_dir is None or self.router.unknown(turn) < ASK_TOKENS:
+        outlives = self.config.disk_cache_dir is not None or self.cluster.outlived
+        if not outlives or self.router.unknown(turn) < ASK_TOKENS:
             return None
         chain, engines = turn.chain[: (turn.prompt_tokens - 1) // self._block], self.fleet.engines
 

@@ -202,7 +202,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Return the reason of an error in one line. Of a traceback that Ray passes on, only the exception is kept."""
+    """Return the reason of an error in one line. A traceback that Ray passes on is cut to its exception."""
     text = str(error)
     found = ADDRESS.search(text) if isinstance(error, RayError) else None
     where = f"on {found[1]}: " if found else ""

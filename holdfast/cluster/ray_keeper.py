@@ -34,7 +34,7 @@ class Order(NamedTuple):
     asked: EngineConfig
     """The configuration that is equal for all engines of the server."""
     config: EngineConfig
-    """The same with this engine's share of its node."""
+    """The configuration with this engine's share of its node."""
     key: str
     """The secret key that the engine shares with its servers."""
 

@@ -75,7 +75,8 @@ class KeptRaySpawner:
 
     async def _attach(self, number: int, keeper: Any, about: About) -> EngineClient:
         asked = await self._asked()
-        order = Order(asked, with_own_files(self._cluster.config_on(about, asked), number), self._key)
+        config = await asyncio.to_thread(self._cluster.config_on, about, asked)
+        order = Order(asked, with_own_files(config, number), self._key)
         served = Served(*await answer(keeper.serve.remote(order)))
         if served.error:
             raise EngineStartError(f"{about.place}: {served.error}")

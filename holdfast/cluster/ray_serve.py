@@ -51,8 +51,8 @@ def application(
     """Return the application of Ray Serve, to be run or deployed.
 
     `make` is called in each API process. A process that ends gets no new requests, and its running ones have
-    `drain_seconds`. A health check may take `health_seconds`. Beyond `most_requests` for a process, requests wait in
-    the proxy, or at its autoscaler's word in another process. A process reserves no CPU.
+    `drain_seconds`. A health check may take `health_seconds`. A process has at most `most_requests` at a time; others
+    wait in the proxy. A process reserves no CPU.
     """
     return serve.deployment(
         Ingress,

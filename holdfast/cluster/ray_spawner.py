@@ -1,6 +1,6 @@
 """RaySpawner: engines on the nodes of a Ray cluster, each in an actor. Ray only finds nodes with room for them.
 
-The engines end with this process. Those of `ray_kept` outlive it.
+The engines end with this process. `ray_kept` has engines that outlive it.
 """
 
 from __future__ import annotations
@@ -73,25 +73,29 @@ class RaySpawner:
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         """See `Spawner.start`. Waits until a node has room."""
-        began, room = time.monotonic(), self._cluster.room
-        on_progress(f"waiting for a Ray node with {room.words}")
-        group = room.reserve()
-        actor = (
-            ray.remote(EngineHost)
-            .options(max_concurrency=CALLS, **room.options(group))
-            .remote("cuda" if room.gpus else "cpu")
-        )
-        placed = Placed(actor, group)
+        began = time.monotonic()
+        on_progress(f"waiting for a Ray node with {self._cluster.room.words}")
+        placed = await asyncio.to_thread(self._reserve, number)  # Ray may wait for its head, and streams must not.
         try:
-            client = await self._start_in(actor, number, began, on_progress)
+            client = await self._start_in(placed.actor, number, began, on_progress)
         except BaseException as error:
             self._places.pop(number, None)
-            placed.end()
+            await asyncio.to_thread(placed.end)
             if isinstance(error, RayError | OSError):
                 raise EngineStartError(f"Ray could not start replica {number}: {one_line(error)}") from error
             raise
         self._placed[number] = placed
         return client
+
+    def _reserve(self, number: int) -> Placed:
+        """Ask for an actor with a replica's resources. It may still wait for room. Raises EngineStartError."""
+        room = self._cluster.room
+        try:
+            group = room.reserve()
+            host = ray.remote(EngineHost).options(max_concurrency=CALLS, **room.options(group))
+            return Placed(host.remote("cuda" if room.gpus else "cpu"), group)
+        except RayError as error:
+            raise EngineStartError(f"Ray could not start replica {number}: {one_line(error)}") from error
 
     async def _start_in(
         self, actor: Any, number: int, began: float, on_progress: Callable[[str], None]
@@ -100,8 +104,9 @@ class RaySpawner:
         await self._cluster.check(about, actor)
         self._places[number] = about.place
         process = RayProcess(actor, about, self._cluster.reach, began)
+        config = await asyncio.to_thread(self._cluster.config_on, about, self._cluster.config)
         start = EngineClient.start(
-            with_own_files(self._cluster.config_on(about, self._cluster.config), number),
+            with_own_files(config, number),
             on_progress=on_progress,
             process=process,
             priced=number == 0,
@@ -120,7 +125,7 @@ class RaySpawner:
         await engine.close()
         self._places.pop(number, None)
         if (placed := self._placed.pop(number, None)) is not None:
-            placed.end()
+            await asyncio.to_thread(placed.end)
 
     async def leave(self, number: int, engine: EngineClient) -> None:
         """See `Spawner.leave`."""

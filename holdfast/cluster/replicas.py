@@ -358,8 +358,8 @@ class Replicas:
         """Ask the engines how much they have of a prompt that the router does not know; None if that is useless.
 
         After a restart of the server or a replica, the router's map is empty, although the disk tier still has state.
-        State in the other tiers ends with its engine, or can be reached from all engines. Engines that outlive servers
-        also have state of earlier servers, and of others that use them.
+        State in the other tiers ends with its engine, or can be reached from all engines. An engine that outlives
+        servers also has state of earlier servers, and of others that use it.
         """
         outlives = self.config.disk_cache_dir is not None or self.cluster.outlived
         if not outlives or self.router.unknown(turn) < ASK_TOKENS:

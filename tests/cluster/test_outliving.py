@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
 
 import pytest
+from fake_engine import engine_info
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
-from tests.cluster.test_replicas import Scripted, Scripts, until
+from tests.cluster.test_replicas import FOUR, Scripted, Scripts, until
+from tests.lab.simulator.simulation import PROFILE
 
 
 class Noted(Scripts):
@@ -71,3 +76,26 @@ async def test_a_server_begins_with_the_engines_that_an_earlier_one_had_added() 
     await until(lambda: len(replicas.serving) == 4)
     await replicas.close()
     assert sorted(noted.left) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [({"ray": "auto", "ray_keep": "kept"}, True), ({"engines": ("./a,./b",)}, True), ({"ray": "auto"}, False)],
+)
+async def test_a_new_router_asks_the_engines_that_earlier_servers_have_used(
+    config: dict[str, Any], asked: bool, tmp_path: Path
+) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+
+    def prepare(engine: Scripted) -> None:
+        profile = str(tmp_path / "profile.json")
+        engine.info = engine_info(vocab_size=1 << 20, max_model_len=4096, num_blocks=400, profile_path=profile)
+        engine.on_disk = 2000 if engine.number == 1 else 0
+
+    scripts = Scripts(prepare)
+    replicas = await Replicas.start(ClusterConfig(**{"replicas": 2, **config}), scripts)
+    async with aclosing(replicas.stream(list(range(2000)), FOUR, conversation="old")) as deltas:
+        assert [delta async for delta in deltas]
+    assert [engine.searches for engine in scripts.engines] == [asked] * 2
+    assert len(scripts.engines[1 if asked else 0].asked) == 1
+    await replicas.close()

@@ -28,7 +28,7 @@ PARTS: dict[Part, str] = {
     "store": "the conversation store",
     "search": "web searches",
 }
-"""The parts, in words. What is left of the duration is the client's and the rest of the server's."""
+"""The parts, in words. Time of no part is the client's, or that of other work of the server."""
 
 _current: ContextVar[TimeSpent] = ContextVar("holdfast_time_spent")
 

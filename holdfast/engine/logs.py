@@ -35,8 +35,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:
-    """Return `extra` for a record: the fields of its JSON object. None is left out."""
-    return {"fields": {name: value for name, value in values.items() if value is not None}}
+    """Return `extra` for a record: the fields of its JSON object."""
+    return {"fields": values}
 
 
 def log_as(form: Format, level: str, *, timed: bool = False) -> None:

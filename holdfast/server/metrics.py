@@ -234,7 +234,7 @@ class Metrics(Collector):
             self.stage_seconds.labels(str(stage)).inc(time)
 
     def choice(self, timings: Timings, prompt: int, limit: int) -> None:
-        """Observe a finished choice: its times, the number of its prompt's tokens, and the limit of its own ones."""
+        """Observe a finished choice: its times, the number of the prompt's tokens, and the limit of the answer's."""
         self.queue.observe(timings.queued)
         self.prefill.observe(timings.prefill)
         self.decode.observe(timings.decode)
@@ -246,7 +246,7 @@ class Metrics(Collector):
         self.choice_limit.observe(limit)
 
     def asked(self, choices: int, prompts: int) -> None:
-        """Observe a finished request that asks for so many choices of each of its prompts."""
+        """Observe a finished request with this number of choices for each of its prompts."""
         for _ in range(prompts):
             self.request_choices.observe(choices)
 

@@ -417,7 +417,7 @@ class Answer:
                 self._note_time()
 
     def _note_time(self) -> None:
-        """Add the time of the choice that took longest to the parts of the request's time."""
+        """Add the time of the choice that ended last to the parts of the request's time."""
         spent = current()
         spent.add("place", self._placed)
         if self._timings is not None:

@@ -28,13 +28,13 @@ PARTS: dict[Part, str] = {
     "store": "the conversation store",
     "search": "web searches",
 }
-"""The parts, in words. What is left of the duration is the client's and the rest of the server's."""
+"""The parts, in words. Time of no part is the client's, or that of other work of the server."""
 
 _current: ContextVar[TimeSpent] = ContextVar("holdfast_time_spent")
 
 
 class TimeSpent:
-    """Seconds of one request by part. Parts of several choices overlap, and those of the longest one count."""
+    """Seconds of one request by part. Of several choices, the one that ended last counts."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[Part, float] = defaultdict(float)
@@ -53,9 +53,14 @@ class TimeSpent:
         self.add("decode", timings.decode)
         self.preemptions += timings.preemptions
 
+    @property
+    def total(self) -> float:
+        """Seconds of all parts."""
+        return sum(self.seconds.values())
+
     def rest(self, total: float) -> float:
         """Return the seconds of `total` that belong to no part."""
-        return max(0.0, total - sum(self.seconds.values()))
+        return max(0.0, total - self.total)
 
     def longest(self, total: float) -> str:
         """Return the part that took longest, in words."""
@@ -81,9 +86,10 @@ def current() -> TimeSpent:
 
 @contextmanager
 def spending(part: Part) -> Iterator[None]:
-    """Count the time within the context as a part of the present request."""
-    began = time.monotonic()
+    """Count the time within the context as a part of the present request, except for what other parts count of it."""
+    spent, began = current(), time.monotonic()
+    others = spent.total
     try:
         yield
     finally:
-        current().add(part, time.monotonic() - began)
+        spent.add(part, time.monotonic() - began - (spent.total - others))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,7 +145,7 @@ class TestRendered:
                 there = {volume["name"] for volume in pod["volumes"]}
                 there |= {claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", ())}
                 for container in pod["containers"] + pod["initContainers"]:
-                    assert {mount["name"] for mount in container["volumeMounts"]} <= there
+                    assert {mount["name"] for mount in container.get("volumeMounts", ())} <= there
 
     def test_no_secret_is_an_argument(self, values: dict[str, Any]) -> None:
         for _, container in pods(render(values)):
@@ -157,6 +160,21 @@ def test_secrets_reach_the_server_as_environment_variables() -> None:
         "HOLDFAST_API_KEY": {"name": "keys", "key": "api-key"},
         "HOLDFAST_OPERATOR_KEY": {"name": "keys", "key": "operator-key"},
     }
+
+
+def test_a_server_starts_once_all_engines_listen() -> None:
+    (pod,) = [pod for pod, container in pods(render(WHOLE)) if container["args"][0] == "serve"]
+    waiting = next(each["command"] for each in pod["initContainers"] if each["name"] == "engines")
+    assert waiting[-1] == option(pod["containers"][0]["args"], "--engines")
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        engines = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other))
+        command = [sys.executable, *waiting[1:-1], engines]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(f"{engines.split(',')[1]} does not listen yet")
+            other.listen()
+            assert process.wait(timeout=30) == 0
 
 
 def test_the_monitor_scrapes_the_servers_port_with_the_operators_key() -> None:

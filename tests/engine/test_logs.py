@@ -32,10 +32,9 @@ class TestFormat:
             "message": "two\nlines of text",
         }
 
-    def test_fields_are_those_of_the_object_and_none_is_left_out(self) -> None:
-        found = json.loads(formatted("ready", extra=fields(url="http://a", seconds=0.5, key=None, message="up")))
+    def test_fields_are_those_of_the_object_and_may_replace_the_message(self) -> None:
+        found = json.loads(formatted("ready", extra=fields(url="http://a", seconds=0.5, message="up")))
         assert (found["url"], found["seconds"], found["message"]) == ("http://a", 0.5, "up")
-        assert "key" not in found
 
     def test_an_exception_is_a_field_on_the_same_line(self) -> None:
         try:

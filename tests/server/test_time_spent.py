@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,14 @@ class TestParts:
             await asyncio.sleep(0.01)
             raise ValueError
         assert spent.seconds["search"] >= 0.01
+
+    async def test_time_of_the_store_within_another_part_counts_once(self) -> None:
+        began = time.monotonic()
+        with watched() as spent, spending("text"):
+            await asyncio.sleep(0.02)
+            current().add("store", 0.015)
+        assert spent.seconds["store"] == 0.015
+        assert 0.004 <= spent.seconds["text"] <= time.monotonic() - began - 0.015
 
 
 class TestSlowLog:

@@ -890,9 +890,7 @@ class Stream:
         self.given = True
         request = self.request
         usage = Usage(request.answer_start, self._count, self._cached, self._by_tier)
-        timings = Timings(
-            request.arrival, self._scheduled, self._first, self._last, self._count, self._preemptions
-        )  # fmt: skip
+        timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count, self._preemptions)
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
 

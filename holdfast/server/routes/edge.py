@@ -151,10 +151,10 @@ class Ended:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The same values as fields of a JSON object, with times in seconds. None: the request has no such value."""
+        """The values of the line as fields of a JSON object, with times in seconds. Unknown values are left out."""
         usage, client = self.usage, self.scope.get("client")
         ran = "usage" in self.state
-        return {
+        found = {
             "request": self.id,
             "method": self.scope["method"],
             "route": getattr(self.scope.get("route"), "path", None),
@@ -172,6 +172,7 @@ class Ended:
             "queue_seconds": rounded(usage.queued),
             "ttft_seconds": rounded(usage.ttft),
         }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def rounded(seconds: float | None) -> float | None:

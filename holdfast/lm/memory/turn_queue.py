@@ -29,8 +29,8 @@ LEVEL_KEPT = 10.0
 Entry = tuple[float, Use, int, "Group", float]
 """A group's place in a bucket: its weight, last use, a number, the group, and a scale. The lowest goes first.
 
-The weight is the cost of the group's cheapest chunk over the scale, which is that of the forecast by which the group has
-its place. The number orders entries that are equal otherwise.
+The scale is that of the forecast by which the group has its place, and the weight is the cost of the group's cheapest
+chunk over the scale. The number orders entries that are equal otherwise.
 """
 
 
@@ -141,7 +141,7 @@ class Bucket:
             heapify(self._heap)
 
     def renew(self, group: Group) -> Entry | None:
-        """The lowest entry after the first chunk of the group of the lowest one was removed, or None if there is none."""
+        """The lowest entry after the first chunk of the lowest entry's group was removed, or None if there is none."""
         entries, heap = self.entries, self._heap
         if not group.blocks:
             heappop(heap)
@@ -168,7 +168,7 @@ class Bucket:
 
 
 Head = tuple[float, Use, int, float, Bucket, Group]
-"""Value of the first chunk of a bucket, its last use, a number, the bucket's level, the bucket, and the chunk's group."""
+"""Value of a bucket's first chunk, its last use, a number, the bucket's level, the bucket, and the chunk's group."""
 
 
 class KeptBucket(Bucket):
@@ -401,7 +401,7 @@ class TurnQueue:
                 self._release(bucket, now)
 
     def _is_broken(self, parked: Parked) -> bool:
-        """Whether parked groups may be worth no more than the level. Above a level of 0 is all that is worth anything."""
+        """Whether parked groups may be worth no more than the level. No worth is ever below 0, whatever is learned."""
         return self.level > 0.0 and not parked.holds
 
     def _lower_level(self, now: float) -> None:

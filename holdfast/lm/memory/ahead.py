@@ -107,7 +107,7 @@ NOTHING_BELOW: FromBelow = NothingBelow()
 
 
 class StatesAhead(Protocol):
-    """Brings recurrent states to the device before any request asks for them: from below to the host, and from there."""
+    """Brings recurrent states to the host, and from there to the device, before any request asks for them."""
 
     def read_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool], now: float) -> bool:
         """Begin to read the state right after these full blocks to the host, if only a tier below has it.

@@ -66,7 +66,7 @@ class Rates:
         """`chances` has, for each bin, the probability that a gap which lasts to its start ends within it; below 1."""
         self.chances = tuple(chances)
 
-    # What follows is computed when it is first asked for: most rates are only what those of another kind begin with.
+    # The rest is computed when it is first asked for: most rates serve only as the chances of a parent kind.
 
     @cached_property
     def _rates(self) -> list[float]:

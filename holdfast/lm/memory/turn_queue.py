@@ -21,7 +21,7 @@ SHARES_CHECKED = 1.0
 MARGIN = 1.5
 """Groups are looked at whose value is at most this many times the highest that was given up lately."""
 SHARE_LOOKED_AT, SAMPLE = 8, 512
-"""When the groups that are looked at do not suffice, so are the lowest of so many parked ones, by a sample."""
+"""When more must be given up, one of SHARE_LOOKED_AT parked groups is looked at, too: the lowest by a sample."""
 LEVEL_KEPT = 10.0
 """Seconds after which the level up to which groups are looked at may fall."""
 
@@ -197,7 +197,7 @@ class TurnQueue:
     passes into the next bin. That is looked up when victims are asked for, so it costs O(log n) for each group and bin,
     whatever its number of blocks.
 
-    Most groups are worth much more than what is given up. Those of more than `MARGIN` times that value are parked: they
+    Most groups are worth much more than what is given up. Groups of more than `MARGIN` times that value are parked: they
     have no bucket, and nobody looks at them until their age may bring their value down to that level. The order is the
     same as if all groups had buckets. Only if more must be given up than there are groups below the level, or if what
     is known of a kind has changed much, are parked groups looked at before.

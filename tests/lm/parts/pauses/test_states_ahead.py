@@ -1,6 +1,7 @@
 """Recurrent states that come back from the host to the device ahead of a turn, next to their blocks."""
 
 import random
+from math import inf
 
 import pytest
 
@@ -14,9 +15,9 @@ from tests.hybrid import check_hybrid
 from tests.lm.parts.pauses.test_from_below import BLOCK_BYTES
 from tests.lm.parts.pauses.test_from_below import Engine as TieredEngine
 from tests.lm.parts.pauses.test_planner import Engine
+from tests.lm.parts.tiers.test_hybrid_tier_histories import FakeDisk, HybridTieredHistory, live
 from tests.lm.scheduler.test_histories import STEPS, check
 from tests.lm.scheduler.test_hybrid_histories import HybridHistory
-from tests.lm.parts.tiers.test_hybrid_tier_histories import FakeDisk, HybridTieredHistory, live
 from tests.scheduling import create_requests
 
 SIZES = {"blocks": 32, "host_blocks": 128, "snapshots": 2, "host_snapshots": 8, "low_water": 0.5}
@@ -119,13 +120,21 @@ def test_a_state_that_only_the_disk_has_comes_to_the_host_and_the_device_before_
     assert not kept_after(engine, own) and [*below.keys(engine.digests(own)[-1])]
     engine.idle(3.0, steps=10)
     assert not kept_after(engine, own), "it is too early"
+    engine.scheduler.part(PausePart).look(9.0)
+    while not engine.scheduler._kind.states._host.reserved:
+        assert engine.tiers.has_news, "an idle engine has to know that there is something to read"
+        engine.exchange(9.0)
+        engine.steps += 1
+        engine.scheduler.part(PausePart).look(9.0)
+    assert engine.tiers.has_news
     engine.idle(9.0)
     (snapshot,) = kept_after(engine, own)
-    assert NO_SLOT not in (snapshot.slot, snapshot.host)
+    assert NO_SLOT not in (snapshot.slot, snapshot.host) and snapshot.used[0] == -inf
     assert not engine.scheduler._kind.states._host.reserved
     check_hybrid(engine.scheduler)
     (follow,) = create_requests(own.prompt + (7,) * 6, max_tokens=1)
     assert engine.run(follow, 10.0) == 6, "nothing but the new tokens is computed"
+    assert snapshot.used[0] == 10.0
 
 
 def test_states_that_are_needed_sooner_keep_their_slots_on_the_host_and_nothing_is_read():

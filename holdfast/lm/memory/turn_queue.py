@@ -197,10 +197,10 @@ class TurnQueue:
     passes into the next bin. That is looked up when victims are asked for, so it costs O(log n) for each group and bin,
     whatever its number of blocks.
 
-    Most groups are worth much more than what is given up. Groups of more than `MARGIN` times that value are parked: they
+    Most groups are worth much more than what is given up. Groups of more than MARGIN times that value are parked: they
     have no bucket, and nobody looks at them until their age may bring their value down to that level. The order is the
-    same as if all groups had buckets. Only if more must be given up than there are groups below the level, or if what
-    is known of a kind has changed much, are parked groups looked at before.
+    same as if all groups had buckets. Parked groups are looked at before only if more must be given up than there are
+    groups below the level, or if what is known of a kind has changed much.
 
     State that a client wants kept goes last, as far as its tenant keeps no more than an equal share of this tier.
     """

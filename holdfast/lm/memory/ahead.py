@@ -107,7 +107,16 @@ NOTHING_BELOW: FromBelow = NothingBelow()
 
 
 class StatesAhead(Protocol):
-    """Brings recurrent states from the host to the device before any request asks for them."""
+    """Brings recurrent states to the host, and from there to the device, before any request asks for them."""
+
+    def read_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool], now: float) -> bool:
+        """Begin to read the state right after these full blocks to the host, if only a tier below has it.
+
+        It goes to a free slot, and leaves another one free. For that, states that a tier below has, too, leave the host
+        if their last full blocks `gives_way`. A state that was read is the first to leave the host until it is used.
+        Returns whether it is being read.
+        """
+        ...
 
     def can_swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
         """Whether `swap_in_ahead` with these arguments would find a state to copy, and room for it."""
@@ -124,6 +133,10 @@ class StatesAhead(Protocol):
 
 class NoStatesAhead:
     """The memory has no states that are not in blocks (`StatesAhead`)."""
+
+    def read_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool], now: float) -> bool:
+        """False: there is no state."""
+        return False
 
     def can_swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
         """False: there is no state."""

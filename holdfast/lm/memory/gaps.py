@@ -66,7 +66,7 @@ class Rates:
         """`chances` has, for each bin, the probability that a gap which lasts to its start ends within it; below 1."""
         self.chances = tuple(chances)
 
-    # What follows is computed when it is first asked for: most rates are only what those of another kind begin with.
+    # The rest is computed when it is first asked for: most rates serve only as the chances of a parent kind.
 
     @cached_property
     def _rates(self) -> list[float]:
@@ -228,12 +228,26 @@ HINTED = Fixed(_hinted_rates())
 """Gaps of clients who say what they expect, in units of that, before anything is learned of them."""
 
 
+NEARBY = 0.25
+"""Share of each observation that counts in each of the two bins next to its own."""
+
+
+def spread(counts: Sequence[float]) -> list[float]:
+    """The counts of all bins, half of each spread over the bins next to its own. The sum stays."""
+    before, after = (counts[0], *counts[:-1]), (*counts[1:], counts[-1])
+    here = 1.0 - 2 * NEARBY
+    return [NEARBY * (low + high) + here * count for low, count, high in zip(before, counts, after, strict=True)]
+
+
 class GapHistogram:
     """Counts of gaps by bin, the recent ones more than the old, and the rates that follow.
 
     A gap that has not ended counts as one that has lasted until now (the life table's estimate of survival, Kaplan and
     Meier 1958). So states that nobody ever needs again lower the rates as soon as they outlast the others, and no time
     has to be chosen after which a gap is given up. A chance without observations is that of the parent kind.
+
+    With few gaps a bin's chance is mostly accident, and the index picks the best of all bins. So half of each
+    observation counts in the bins next to its own (a kernel estimate; Silverman 1986, §2.4).
     """
 
     def __init__(self, parent: Learner, prior_weight: float = PRIOR_WEIGHT) -> None:
@@ -317,7 +331,7 @@ class GapHistogram:
         By these a turn that never comes makes those that come no later.
         """
         if self._ended_changed > REFRESHED * sum(self._ended):
-            self._ended_rates = self._chances(NONE_OPEN, self._parent.ended)
+            self._ended_rates = self._chances(self._ended, NONE_OPEN, self._parent.ended)
             self._ended_changed = 0.0
         return self._ended_rates
 
@@ -328,12 +342,12 @@ class GapHistogram:
 
     def _compute(self) -> Rates:
         """The rates of all gaps, with the open ones."""
-        return self._chances(self._open, self._parent.rates)
+        return self._chances(spread(self._ended), self._open, self._parent.rates)
 
-    def _chances(self, open_gaps: Sequence[float], parent: Rates) -> Rates:
+    def _chances(self, counts: Sequence[float], open_gaps: Sequence[float], parent: Rates) -> Rates:
         """The chance of each bin: those that ended in it, of those that reached it; half of the open ones count."""
         prior = self._prior_weight * self._weight(self._latest)
-        ended = self._ended[::-1]
+        ended = counts[::-1]
         still = [weight if weight > 0.0 else 0.0 for weight in reversed(open_gaps)]
         columns = zip(ended, still, reversed(parent.chances), accumulate(map(add, ended, still)), strict=True)
         chances = [

@@ -16,7 +16,7 @@ class Believing(Protocol):
 
     @property
     def beliefs(self) -> tuple[bool, bool]:
-        """What the forecasts of its gaps go by."""
+        """Whether its forecasts go by hints, and whether by paces."""
         ...
 
 

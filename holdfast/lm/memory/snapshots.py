@@ -150,6 +150,13 @@ class StatesBelow(Protocol):
         """Take note that the copy of a snapshot to the host is complete, so that it can be written."""
         ...
 
+    def read_ahead(self, digest: bytes, now: float) -> bool:
+        """Begin to read the state of this digest to a free slot of the host, though no sequence has asked for it.
+
+        Returns whether it is being read.
+        """
+        ...
+
 
 class NoStatesBelow:
     """No tier below the host (`StatesBelow`)."""
@@ -164,6 +171,10 @@ class NoStatesBelow:
 
     def offer(self, snapshot: Snapshot) -> None:
         """Do nothing: there is no such tier."""
+
+    def read_ahead(self, digest: bytes, now: float) -> bool:
+        """False: there is no such tier."""
+        return False
 
 
 NO_STATES_BELOW: StatesBelow = NoStatesBelow()

@@ -420,6 +420,25 @@ class StatePool:
 
     # Ahead of need (`ahead.StatesAhead`).
 
+    def read_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool], now: float) -> bool:
+        """Begin to read the longest state right after these full blocks, if only a tier below the host has it."""
+        below = [*self._below.keys(digests[-1])] if digests else []
+        here = self._kept.get(digests[-1], ()) if below else ()
+        longest = max(below, key=lambda key: key.length, default=None)
+        if longest is None or any(each.length >= longest.length for each in here):
+            return False
+        if not self._host.reserved:
+            self._free_on_host(2, gives_way)
+        return self._below.read_ahead(longest.digest, now)
+
+    def _free_on_host(self, count: int, gives_way: Callable[[bytes], bool]) -> None:
+        """Free up to `count` slots of the host, of states that a tier below has, too, and nobody needs soon."""
+        for each in [*self._safe_on_host()]:
+            if len(self._host.free) >= count:
+                break
+            if gives_way(each.key.parent):
+                self._leave_host(each)
+
     def can_swap_in_ahead(self, digests: Sequence[bytes], gives_way: Callable[[bytes], bool]) -> bool:
         """Whether `swap_in_ahead` with these arguments would find a snapshot to copy, and room for it."""
         return bool(self._to_bring(digests) and (self._free or any(True for _ in self._giving_way(gives_way))))
@@ -627,6 +646,13 @@ class StatePool:
                 self._leave_host(victim)
         return self._host.reserve() if self._host.free else NO_SLOT
 
+    def reserve_spare_on_host(self) -> int:
+        """Reserve a free slot of the host for a state that nobody has asked for; NO_SLOT if no other is left free.
+
+        It may be filled as one of `reserve_on_host`.
+        """
+        return self._host.reserve() if len(self._host.free) > 1 and not self._host.reserved else NO_SLOT
+
     @property
     def host_slots(self) -> int:
         """Number of slots for snapshots on the host."""
@@ -651,6 +677,10 @@ class StatePool:
         self.touch(snapshot, now)
         self._keep(snapshot)
         return snapshot
+
+    def cache_first_on_host(self, slot: int, key: StateKey) -> Snapshot:
+        """`cache_on_host` for a state that nobody has asked for: it is the first to leave until it is used."""
+        return self.cache_on_host(slot, key, -inf)
 
     def cancel_on_host(self, slot: int) -> None:
         """Free a reserved slot: its state does not come."""

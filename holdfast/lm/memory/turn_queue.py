@@ -21,7 +21,7 @@ SHARES_CHECKED = 1.0
 MARGIN = 1.5
 """Groups are looked at whose value is at most this many times the highest that was given up lately."""
 SHARE_LOOKED_AT, SAMPLE = 8, 512
-"""When the groups that are looked at do not suffice, so are the lowest of so many parked ones, by a sample."""
+"""When more must be given up, one of SHARE_LOOKED_AT parked groups is looked at, too: the lowest by a sample."""
 LEVEL_KEPT = 10.0
 """Seconds after which the level up to which groups are looked at may fall."""
 
@@ -29,8 +29,8 @@ LEVEL_KEPT = 10.0
 Entry = tuple[float, Use, int, "Group", float]
 """A group's place in a bucket: its weight, last use, a number, the group, and a scale. The lowest goes first.
 
-The weight is the cost of the group's cheapest chunk over the scale, which is that of the forecast by which the group has
-its place. The number orders entries that are equal otherwise.
+The scale is that of the forecast by which the group has its place, and the weight is the cost of the group's cheapest
+chunk over the scale. The number orders entries that are equal otherwise.
 """
 
 
@@ -141,7 +141,7 @@ class Bucket:
             heapify(self._heap)
 
     def renew(self, group: Group) -> Entry | None:
-        """The lowest entry after the first chunk of the group of the lowest one was removed, or None if there is none."""
+        """The lowest entry after the first chunk of the lowest entry's group was removed, or None if there is none."""
         entries, heap = self.entries, self._heap
         if not group.blocks:
             heappop(heap)
@@ -168,7 +168,7 @@ class Bucket:
 
 
 Head = tuple[float, Use, int, float, Bucket, Group]
-"""Value of the first chunk of a bucket, its last use, a number, the bucket's level, the bucket, and the chunk's group."""
+"""Value of a bucket's first chunk, its last use, a number, the bucket's level, the bucket, and the chunk's group."""
 
 
 class KeptBucket(Bucket):
@@ -197,10 +197,10 @@ class TurnQueue:
     passes into the next bin. That is looked up when victims are asked for, so it costs O(log n) for each group and bin,
     whatever its number of blocks.
 
-    Most groups are worth much more than what is given up. Those of more than `MARGIN` times that value are parked: they
+    Most groups are worth much more than what is given up. Groups of more than MARGIN times that value are parked: they
     have no bucket, and nobody looks at them until their age may bring their value down to that level. The order is the
-    same as if all groups had buckets. Only if more must be given up than there are groups below the level, or if what
-    is known of a kind has changed much, are parked groups looked at before.
+    same as if all groups had buckets. Parked groups are looked at before only if more must be given up than there are
+    groups below the level, or if what is known of a kind has changed much.
 
     State that a client wants kept goes last, as far as its tenant keeps no more than an equal share of this tier.
     """
@@ -401,7 +401,7 @@ class TurnQueue:
                 self._release(bucket, now)
 
     def _is_broken(self, parked: Parked) -> bool:
-        """Whether parked groups may be worth no more than the level. Above a level of 0 is all that is worth anything."""
+        """Whether parked groups may be worth no more than the level. No worth is ever below 0, whatever is learned."""
         return self.level > 0.0 and not parked.holds
 
     def _lower_level(self, now: float) -> None:

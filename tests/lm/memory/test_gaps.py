@@ -19,6 +19,7 @@ from holdfast.lm.memory.gaps import (
     Kinds,
     Rates,
     bin_of,
+    spread,
 )
 
 NEVER = math.inf
@@ -308,3 +309,21 @@ def test_gaps_by_pace_begin_with_those_of_the_kind_and_do_not_teach_it():
     before = kind.gaps._total
     observe(kind.paced, 5.0)
     assert kind.gaps._total == before
+
+
+def test_half_of_each_observation_counts_in_the_bins_next_to_its_own_and_none_is_lost():
+    counts = [0.0] * BINS
+    counts[0], counts[40], counts[-1] = 2.0, 8.0, 4.0
+    found = spread(counts)
+    assert found[:2] == [1.5, 0.5] and found[39:42] == [2.0, 4.0, 2.0] and found[-2:] == [1.0, 3.0]
+    assert sum(found) == sum(counts)
+
+
+def test_a_kind_that_was_rarely_seen_is_likely_to_return_near_the_times_that_were_seen():
+    kind = Kind()
+    for gap in (9.0, 11.5, 15.0):
+        kind.gaps.begin(0.0)
+        kind.gaps.end(0.0, 0, bin_of(gap))
+    near, far = bin_of(11.5) + 2, bin_of(60.0)
+    assert kind.gaps.rates.chances[near] > 0.3 > kind.gaps.rates.chances[far] > 0.0
+    assert kind.gaps.ended.chances[bin_of(9.0) - 1] < 0.03, "no turn is expected before any was seen"

@@ -6,11 +6,12 @@ from math import inf
 import pytest
 
 from holdfast.core.pause import Pause
-from holdfast.lm.memory.gaps import EDGES
+from holdfast.lm.memory import turn_queue
+from holdfast.lm.memory.gaps import BINS, EDGES
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.retention import EVICTIONS, IdleBlocks, RetentionRule
 from holdfast.lm.memory.turn_queue import TurnQueue, make_turns
-from holdfast.lm.memory.turns import Departure, Start
+from holdfast.lm.memory.turns import Departure, Forecast, Start
 
 
 def rule(eviction="pauses", cost=lambda position: 1.0, chunk_blocks=1):
@@ -284,6 +285,101 @@ def test_moving_a_group_through_all_ages_takes_few_steps_however_many_blocks_it_
     for edge in EDGES[1:40]:
         world.queue.victims(edge * 1.01)
     assert len(placed) <= 40
+
+
+class Drawn:
+    """Worths that a test draws."""
+
+    def __init__(self, draw):
+        self.worths = self.fresh(draw)
+
+    @staticmethod
+    def fresh(draw):
+        level, steep = 10 ** draw.uniform(-3, 0), draw.uniform(-0.2, 0.2)
+        return tuple(level * 2 ** (steep * number + draw.uniform(-2, 2)) for number in range(BINS))
+
+    def drift(self, draw, most):
+        self.worths = tuple(worth * most ** draw.uniform(-1, 1) for worth in self.worths)
+
+
+class Drawing:
+    """A world in which the kind of a pause is the number of its worths."""
+
+    def __init__(self, draw, monkeypatch, capacity=1000, sources=4):
+        self.sources = [Drawn(draw) for _ in range(sources)]
+        self.scales = [10 ** draw.uniform(-1, 1) for _ in range(sources)]
+        self.world = World(capacity=capacity, cost=lambda position: 1.0 + position % 7)
+        monkeypatch.setattr(self.world.turns, "_appraise", self.appraise)
+        monkeypatch.setattr(turn_queue, "TICK", 0.0)
+
+    def appraise(self, turn):
+        number = int(turn.pause.kind)
+        return Forecast(self.sources[number], self.scales[number])
+
+    def value(self, use, chunk, now):
+        return self.world.rule.class_cost(chunk) * self.world.turns.worth(*use, now)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parked_groups_never_change_the_order(seed, monkeypatch):
+    """Against a search through all chunks, while worths drift, jump, and more or less has to be given up."""
+    draw = random.Random(seed)
+    drawing = Drawing(draw, monkeypatch)
+    world, here, now, fresh, parked = drawing.world, {}, 0.0, iter(range(100_000)), 0
+    for step in range(300):
+        now += 10 ** draw.uniform(-2, 1)
+        for number in range(draw.randrange(6)):
+            blocks = [next(fresh) for _ in range(draw.randrange(1, 6))]
+            world.leave(f"{step} {number}", blocks, now, str(draw.randrange(4)))
+            here |= {block: ((now, world.calls - 1), chunk) for chunk, block in enumerate(blocks)}
+        if draw.random() < 0.3:
+            draw.choice(drawing.sources).drift(draw, draw.choice((1.05, 3.0)))
+        victims = world.queue.victims(now)
+        for _ in range(draw.choice((0, 1, 4, 4, 30))):
+            chunk = victims.pop()
+            if chunk is None:
+                assert not here
+                break
+            (victim,) = chunk.blocks
+            assert chunk.value == pytest.approx(drawing.value(*here[victim], now), rel=1e-9)
+            assert chunk.value <= min(drawing.value(*each, now) for each in here.values()) * (1 + 1e-9)
+            del here[victim]
+        parked += sum(len(each.entries) for each in world.queue._parked.values())
+    assert parked > 1000, "the history has to test them"
+
+
+def test_groups_far_above_what_is_given_up_are_not_looked_at(monkeypatch):
+    drawing = Drawing(random.Random(0), monkeypatch, sources=2)
+    world, low, high = drawing.world, *drawing.sources
+    low.worths, high.worths = (1.0,) * BINS, (1000.0,) * BINS
+    for number in range(500):
+        world.leave(f"high {number}", [number], 0.0, "1")
+    for number in range(500, 1000):
+        world.leave(f"low {number}", [number], 0.0, "0")
+    world.queue.victims(0.5).pop()
+    looked_at, place = [], world.queue._place
+    monkeypatch.setattr(world.queue, "_place", lambda group, now: looked_at.append(group) or place(group, now))
+    for edge in EDGES[30:60]:
+        assert world.queue.victims(edge).pop().blocks[0] >= 500
+    assert all(block >= 500 for group in looked_at for block in group.blocks)
+
+
+def test_a_kind_whose_hints_are_no_longer_believed_is_looked_at_again():
+    world = World()
+    for number in range(100):
+        world.leave(f"other {number}", [1000 + number], 0.0)
+    world.leave("one", [1], 1000.0, "tool:x", expected=2.0)
+    world.queue.victims(1000.5).pop()
+    group = world.queue.blocks[1]
+    assert world.turns.forecast(group.turn).source is group.turn.kind.ratios
+    before, _ = world.queue._places[group.use]
+    assert before in world.queue._parked.values()
+    for _ in range(20):
+        group.turn.kind.judge(500.0, 2.0)
+    assert not group.turn.kind.believes_hints
+    world.queue.victims(1000.6)
+    place, _ = world.queue._places[group.use]
+    assert place is not before and group.use in place.entries and group.use not in before.entries
 
 
 def test_idle_blocks_of_the_device_follow_the_order():

@@ -204,6 +204,10 @@ class AheadPart(PausePart):
             if not below.is_reading:
                 turn.on_host = turn.below
             news |= turn.on_host > before
+            if turn.on_host == len(turn.digests):
+                was_read, gives_way = turn.reads_state, self._gives_way(turn)
+                turn.reads_state = self._states.read_ahead(turn.digests, gives_way, self._now)
+                news |= was_read and not turn.reads_state
         return news
 
     def _reconsider(self) -> None:
@@ -252,7 +256,8 @@ class AheadPart(PausePart):
 
     def _lacks(self, turn: Upcoming) -> bool:
         """Whether the device may lack state of a turn."""
-        return turn.place < len(turn.digests) or self._states.can_swap_in_ahead(turn.digests, self._gives_way(turn))
+        may_come = turn.place < len(turn.digests) or turn.reads_state
+        return may_come or self._states.can_swap_in_ahead(turn.digests, self._gives_way(turn))
 
     def _may_swap_in(self, step: PartStep) -> bool:
         """Whether the link, blocks and the device have something to spare in this step."""

@@ -39,6 +39,8 @@ class Upcoming:
     """Number of leading blocks that were asked of the tiers below the host, or need not be."""
     on_host: int = 0
     """Number of these that have come to the host, or will not."""
+    reads_state: bool = False
+    """Whether its recurrent state was being read to the host when that was last looked at."""
 
     def needed_at(self, now: float) -> float:
         """Time at which its state is expected to be needed, as far as is known `now`.

@@ -112,6 +112,10 @@ class JoinedStates:
         for each in self._tiers:
             each.offer(snapshot)
 
+    def read_ahead(self, digest: bytes, now: float) -> bool:
+        """Begin to read the state of this digest to the host, though no sequence has asked for it."""
+        return self._of(digest).read_ahead(digest, now)
+
     @property
     def can_flush(self) -> bool:
         return not any(each.backlog for each in self._tiers) and self._pool.can_flush

@@ -54,6 +54,10 @@ class LowerStates:
         """Take note that the copy of a snapshot to the host is complete, so that it can be written."""
         self._dirty[snapshot] = None
 
+    def read_ahead(self, digest: bytes, now: float) -> bool:
+        """False: this tier gives states only to sequences that ask."""
+        return False
+
     def _hold(self, snapshot: Snapshot, fetches: Iterable[Fetch]) -> None:
         """Let a snapshot of the host stay for those of these fetches that still wait."""
         for fetch in fetches:

@@ -115,6 +115,8 @@ class StateTiers(LowerStates):
         """Digest of the pieces by number of the job."""
         self._victims: LowestFirst[DiskState] = LowestFirst(self._is_stored, self._rank, self.total)
         self._writes = 0
+        self._has_begun = False
+        """Whether a read of a state that nobody has asked for may not have been given to the threads yet."""
         self._numbers = numbers or count(-1, -1)
         self._free = self._load(shape.states, now)
         pool.serve_below(self)
@@ -213,6 +215,7 @@ class StateTiers(LowerStates):
             if self._pool.is_quiet(moving.mark):
                 begun += moving.jobs
                 moving.jobs = []
+        self._has_begun = self._has_begun and any(moving.jobs for moving in self._moving.values())
         return begun
 
     def _write(self, snapshot: Snapshot, now: float) -> None:
@@ -280,25 +283,54 @@ class StateTiers(LowerStates):
             if slot == NO_SLOT:
                 return False
             arrival = self._arriving[digest] = _Arrival(slot, now)
-            state.pins, state.used = 1, (now, state.used[1])
-            together = max(1, READ_BYTES // self._piece)
-            self._begin("read", state, slot, mark, together, partial(self._end_read, state, arrival))
+            state.used = now, state.used[1]
+            self._begin_read(state, arrival, mark)
         arrival.fetches.append(fetch)
         fetch.pending.add(state.name)
         return True
+
+    def _begin_read(self, state: DiskState, arrival: _Arrival, mark: int) -> None:
+        state.pins = 1
+        together = max(1, READ_BYTES // self._piece)
+        self._begin("read", state, arrival.slot, mark, together, partial(self._end_read, state, arrival))
+
+    def read_ahead(self, digest: bytes, now: float) -> bool:
+        """Begin to read the state of this digest, though no sequence has asked for it. One is read at a time."""
+        state = self._states.get(digest)
+        if state is None or self._arriving:
+            return digest in self._arriving
+        mark, slot = self._pool.mark, self._pool.reserve_spare_on_host()
+        if slot == NO_SLOT:
+            return False
+        arrival = self._arriving[digest] = _Arrival(slot, now)
+        self._begin_read(state, arrival, mark)
+        self._has_begun = True
+        return True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `jobs` may have new ones, because snapshots have come to the host or a state is to be read ahead."""
+        return super().has_news or self._has_begun
 
     def _end_read(self, state: DiskState, arrival: _Arrival, good: bool, now: float) -> None:
         del self._arriving[state.key.digest]
         state.pins = 0
         if good:
             self.link.observe(self.size, max(now - arrival.began, MIN_AGE))
-            self._hold(self._pool.cache_on_host(arrival.slot, state.key, now), arrival.fetches)
+            found = self._cache(arrival, state.key, now)
+            self._hold(found, arrival.fetches)
         else:
             self._pool.cancel_on_host(arrival.slot)
             self._remove(state)
             self._free.append(state.place)
         for fetch in arrival.fetches:
             fetch.pending.discard(state.name)
+
+    def _cache(self, arrival: _Arrival, key: StateKey, now: float) -> Snapshot:
+        """Let a state that was read be found on the host."""
+        if arrival.fetches:
+            return self._pool.cache_on_host(arrival.slot, key, now)
+        return self._pool.cache_first_on_host(arrival.slot, key)
 
     # Jobs.
 

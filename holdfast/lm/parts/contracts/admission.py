@@ -355,7 +355,7 @@ class ContractAdmission:
         alone = Queue([entry], [prompt_of(entry, promise, pool)], Decodes(), self._longest_step(promise), ())
         # In an idle engine, a request that arrives now starts now.
         if self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor) is None:
-            predicted = self._predict(alone, promise, promise.arrival, factor)
+            predicted = self._predict(replace(alone, prompts=[own]), promise, promise.arrival, factor)
             slow = self._narrowed(alone, self._widest(alone, factor), promise.arrival, factor, least=0.0) is None
             reason = "even an idle engine is slower" if slow else "steps as short as its pace would delay all others"
             return Refusal(f"the contract can never be kept: {reason}", inf, predicted)

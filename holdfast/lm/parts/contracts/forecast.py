@@ -104,7 +104,7 @@ class Prices:
 
     def linear(self, rows: int, tokens: int) -> float:
         """Seconds of everything but attention in a step of `rows` decodes and `tokens` tokens of prompts."""
-        return self.curve(rows)[-(-(rows + tokens) // self.tile) if tokens else 0]
+        return self.curve(rows)[-(-(rows + tokens) // self.tile)] if tokens else self._alone(rows)
 
     def curve(self, rows: int) -> Sequence[float]:
         """Seconds of everything but attention in a step of `rows` decodes and prompts, by its number of whole tiles.
@@ -120,9 +120,9 @@ class Prices:
         return curve
 
     def _alone(self, rows: int) -> float:
-        """Seconds of everything but attention in a step of at most `rows` decodes, and nothing else."""
-        fewer = (point for point in self._predictor.cost.decode_rows if point < rows)
-        return max(self._predictor.drafted(count, []) for count in (*fewer, rows)) if rows else 0.0
+        """Seconds of everything but attention in a step of this many decodes alone."""
+        predictor = self._predictor
+        return max(predictor.mixed(rows, 0), predictor.drafted(rows, [])) if rows else 0.0
 
     def chunk(self, start: int, stop: int) -> float:
         """Seconds of the attention of the chunk [start, stop) of a prompt."""

@@ -1,7 +1,6 @@
 """Forecast and Room: compared with steps that are filled token by token."""
 
 import random
-from dataclasses import replace
 
 from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prices, Prompt, Room, Timeline
 from tests.lm.parts.contracts.world import EXACT
@@ -38,13 +37,6 @@ def test_a_price_is_never_below_that_of_the_cost_model():
         assert room.seconds >= EXACT.step([(1, context) for context in contexts]) - 1e-12
         room.take(start, start + tokens, 1.0)
         assert room.seconds >= EXACT.step([*((1, each) for each in contexts), (tokens, start + tokens)]) - 1e-12
-
-
-def test_a_step_of_decodes_alone_costs_what_such_a_step_costs():
-    cost = replace(EXACT, decode_rows=(1, 4, 16), decode_seconds=(0.001, 0.0015, 0.0012), decode_attention=())
-    known = Prices(cost.predictor(), tile=TILE, ceiling=CEILING)
-    assert known.linear(1, 0) == 0.001 and known.linear(1, 1) == cost.linear(TILE) > 0.0015
-    assert known.linear(16, 0) == known.linear(4, 0) == 0.0015, "more decodes are never cheaper than fewer"
 
 
 def test_decodes_are_counted_until_they_end():

@@ -161,7 +161,7 @@ class ContractAdmission:
     def _prompts_of(
         self, lacking: Sequence[tuple[Entry, Promise]], asking: Collection[Entry], pool: AnyMemory, start: float
     ) -> Sequence[Prompt]:
-        """What these sequences lack, in their order. It changes only with a step, so it is looked up once per step."""
+        """The prompts of these sequences, in their order. They change only with a step: each is looked up once per step."""
         stamp, known = self._promises.stamp, self._prompts
         if self._prompts_at != stamp:
             known.clear()
@@ -314,7 +314,7 @@ class ContractAdmission:
     def _blocks(self, asking: tuple[Entry, Promise], block_size: int) -> int:
         """Most blocks that the accepted sequences and the one that is `asking` need in any step.
 
-        Those that decode are summed step by step. The others may start in any step, so the most of each step counts.
+        Decoding sequences are summed step by step. The others may start in any step, so the most of any step counts.
         """
         margin = self._forecast.margin
         waiting = [asking, *(pair for pair in self._promises if not pair[0].decoding)]

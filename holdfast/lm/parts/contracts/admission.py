@@ -161,7 +161,7 @@ class ContractAdmission:
     def _prompts_of(
         self, lacking: Sequence[tuple[Entry, Promise]], asking: Collection[Entry], pool: AnyMemory, start: float
     ) -> Sequence[Prompt]:
-        """The prompts of these sequences, in their order. Each is looked up once per step, as it changes with steps alone."""
+        """The prompts of these sequences, in their order. Each is looked up once per step, as only steps change it."""
         stamp, known = self._promises.stamp, self._prompts
         if self._prompts_at != stamp:
             known.clear()

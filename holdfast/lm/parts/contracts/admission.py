@@ -75,8 +75,8 @@ class Queue:
     """The other sequences."""
     tbt: float
     """Shortest of all paces promised, in seconds."""
-    ends: Sequence[End]
-    """The completions that the other sequences were promised."""
+    completing: Sequence[tuple[Entry, Promise]]
+    """The other sequences that were promised a completion."""
     count: int = 1
     """Number of open contracts, the one that is asked for among them."""
 
@@ -107,7 +107,7 @@ class ContractAdmission:
         """
         self._forecast, self._promises, self._lateness = forecast, promises, lateness
         self._max_sequences, self._target, self._confidence = max_sequences, target, confidence
-        self._known: tuple[Decodes, Sequence[End]] = Decodes(), ()
+        self._known: tuple[Decodes, Sequence[tuple[Entry, Promise]]] = Decodes(), ()
         self._known_at = -1
         """Stamp of the promises that `_known` is made of."""
         self._prompts: dict[Entry, Prompt] = {}
@@ -148,20 +148,20 @@ class ContractAdmission:
         everyone = [*self._promises, *more]
         lacking = sorted((pair for pair in everyone if not pair[0].decoding), key=lambda pair: pair[0].rank)
         asking = {entry for entry, _ in more}  # a contract that is asked for must be kept whole
-        decodes, ends = self._decoding()
+        decodes, completing = self._decoding()
         return Queue(
             [entry for entry, _ in lacking],
             self._prompts_of(lacking, asking, pool, start),
             decodes,
             min([self._longest_step(promise) for _, promise in everyone], default=inf),
-            ends,
+            completing,
             len(everyone),
         )
 
     def _prompts_of(
         self, lacking: Sequence[tuple[Entry, Promise]], asking: Collection[Entry], pool: AnyMemory, start: float
     ) -> Sequence[Prompt]:
-        """What these sequences lack, in their order. It changes only with a step, so it is looked up once per step."""
+        """The prompts of these sequences, in their order. Each is looked up once per step, as only steps change it."""
         stamp, known = self._promises.stamp, self._prompts
         if self._prompts_at != stamp:
             known.clear()
@@ -179,19 +179,13 @@ class ContractAdmission:
         leaving = Departures(pool, len(self._promises) - len(lacking), self._forecast.in_flight)
         return [prompt.after(*leaving.before(entry)) for prompt, (entry, _) in zip(prompts, lacking, strict=True)]
 
-    def _decoding(self) -> tuple[Decodes, Sequence[End]]:
-        """The accepted sequences that decode, and the ends of those that must complete in time, made once per step."""
+    def _decoding(self) -> tuple[Decodes, Sequence[tuple[Entry, Promise]]]:
+        """The accepted sequences that decode, and those of them that must complete in time, made once per step."""
         promises = self._promises
         if self._known_at != promises.stamp:
             decoding = [pair for pair in promises if pair[0].decoding]
-            ends = [
-                End(left, promise.complete_by, promise.most - so_far, so_far, promise.survival)
-                for entry, promise in decoding
-                if promise.complete_by < inf
-                and not promise.outgrown
-                and (left := promise.tokens - (so_far := entry.sequence.length - promise.answer_start)) > 0
-            ]
-            self._known, self._known_at = (decodes_of(decoding, least=1), ends), promises.stamp
+            completing = [pair for pair in decoding if pair[1].complete_by < inf and not pair[1].outgrown]
+            self._known, self._known_at = (decodes_of(decoding, least=1), completing), promises.stamp
         return self._known
 
     def find_bound(self, queue: Queue, *, start: float, factor: float) -> float | None:
@@ -255,9 +249,8 @@ class ContractAdmission:
             pairs = list(zip(queue.prompts, firsts, strict=True))
             if any(first > min(prompt.due, prompt.complete) for prompt, first in pairs):
                 return None
-            ends = [end for end in ends_of(queue, outlook) if end.by > start]
-            timeline = outlook.timeline
-            late = [end for end in ends if end.by < timeline.end and timeline.after(end.steps) > end.by]
+            ends, timeline = ends_of(queue, outlook, start), outlook.timeline
+            late = [end for end in ends if timeline.after(end.steps) > end.by]
             if not late or self._is_unlikely(ends, outlook, queue.count):
                 return bound if self._is_efficient(queue, bound, factor, least) else None
             if max(end.steps for end in late) > outlook.backlog:  # a shorter bound makes the backlog last longer
@@ -273,9 +266,8 @@ class ContractAdmission:
         The risk of each is that before its first token. So the mean over all contracts stays as low, too: a contract
         that has ended had its share of the sum while it was open.
         """
-        timeline = outlook.timeline
-        risks = (end.risk(timeline.before(end.by)) for end in ends if end.by < timeline.end)
-        return sum(risks) <= (1 - self._confidence) * count
+        before = outlook.timeline.before
+        return sum(end.risk(before(end.by)) for end in ends) <= (1 - self._confidence) * count
 
     def _is_efficient(self, queue: Queue, bound: float, factor: float, least: float) -> bool:
         """Whether steps within the bound compute prompts at this share of the rate of the largest steps, at least."""
@@ -322,7 +314,7 @@ class ContractAdmission:
     def _blocks(self, asking: tuple[Entry, Promise], block_size: int) -> int:
         """Most blocks that the accepted sequences and the one that is `asking` need in any step.
 
-        Those that decode are summed step by step. The others may start in any step, so the most of each step counts.
+        Decoding sequences are summed step by step. The others may start in any step, so the most of any step counts.
         """
         margin = self._forecast.margin
         waiting = [asking, *(pair for pair in self._promises if not pair[0].decoding)]
@@ -414,14 +406,24 @@ def decodes_of(sequences: Iterable[tuple[Entry, Promise]], *, least: int) -> Dec
     return Decodes(pairs, Pool(answers))
 
 
-def ends_of(queue: Queue, outlook: Outlook) -> list[End]:
-    """The promised completions of a queue. The steps of a prompt's answer come after those before its first token."""
+def ends_of(queue: Queue, outlook: Outlook, start: float) -> list[End]:
+    """The promised completions that lie after `start` and before the last step that is forecast.
+
+    The steps of a prompt's answer come after those before its first token.
+    """
+    last = outlook.timeline.end
+    decoding = [
+        End(left, promise.complete_by, promise.most - so_far, so_far, promise.survival)
+        for entry, promise in queue.completing
+        if start < promise.complete_by < last
+        and (left := promise.tokens - (so_far := entry.sequence.length - promise.answer_start)) > 0
+    ]
     prompts = [
         End(ended + prompt.remaining, prompt.complete, ended + prompt.most, prompt.so_far - ended, prompt.survival)
         for prompt, ended in zip(queue.prompts, outlook.ended, strict=True)
-        if prompt.complete < inf
+        if start < prompt.complete < last
     ]
-    return [*queue.ends, *prompts]
+    return decoding + prompts
 
 
 def promised(ttft: float, tbt: float, complete: float) -> Contract:

@@ -53,13 +53,13 @@ class Prompt(NamedTuple):
         return max(self.remaining, self.allowed)
 
     def without(self, start: float) -> Prompt:
-        """The same sequence less the times that are over by `start`."""
+        """This prompt less the times that are over by `start`."""
         return self._replace(
             due=self.due if self.due > start else inf, complete=self.complete if self.complete > start else inf
         )
 
     def after(self, steps: int, seconds: float) -> Prompt:
-        """The same sequence if it waits so many more steps and `seconds` of copies for its blocks."""
+        """This prompt if its blocks take `steps` more steps and `seconds` of copies to become free."""
         return self._replace(pauses=self.pauses + steps, copying=self.copying + seconds) if steps else self
 
     def waits(self, elapsed: float, bound: float) -> int:

@@ -48,12 +48,12 @@ class Connections:
         self.waiting: dict[Connection, float] = {}
         """Start of each connection's wait for a request, by the loop's clock. The longest wait is first."""
         self.next_log = 0.0
-        self.leaving = False
+        self.closing = False
         """Whether the server will end soon, so that each answer is the last one on its connection."""
 
     def leave(self) -> None:
         """Let each connection end with its next answer, which has the header `Connection: close`."""
-        self.leaving = True
+        self.closing = True
         for connection in self.open:
             connection.announce_end()
 
@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self.progress = True
         if not self.cycle.response_started:
-            self.cycle.keep_alive = self.keep_alive and not self.shared.leaving
+            self.cycle.keep_alive = self.keep_alive and not self.shared.closing
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

@@ -31,6 +31,7 @@ from holdfast.engine.ledger import make_ledger
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
 from holdfast.server.address import loopback, url_of
+from holdfast.server.closing import all_answered, leave_listener, stop_accepting
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import Connection, Connections
 from holdfast.server.conversations.database import default_bytes, place
@@ -42,7 +43,6 @@ from holdfast.server.jobs.tables import create_indexes
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.keys.accounts import Accounts
 from holdfast.server.keys.tables import KeyTable
-from holdfast.server.leaving import all_answered, leave_listener, stop_accepting
 from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
@@ -250,7 +250,7 @@ async def serve(
             log.error("the engine has ended, so the server ends: %s", died.result())
             code = 1
         else:
-            parts = Leaving(server, listener, connections, admissions, jobs)
+            parts = Closing(server, listener, connections, admissions, jobs)
             handed_over = stop.done() and stop.result() == HAND_OVER
             ends = hand_over(parts, config) if handed_over else leave(parts, config)
             code = await ended_first(ends, died, received)
@@ -312,8 +312,8 @@ async def all_idle(admissions: Sequence[Admission]) -> None:
         await admission.idle.wait()
 
 
-class Leaving(NamedTuple):
-    """What a server must end before its engines and its store."""
+class Closing(NamedTuple):
+    """Parts of a server that end before its engines and its store."""
 
     server: uvicorn.Server
     listener: socket.socket
@@ -322,7 +322,7 @@ class Leaving(NamedTuple):
     jobs: Sequence[Tuning | Batches]
 
 
-async def leave(parts: Leaving, config: ServerConfig) -> None:
+async def leave(parts: Closing, config: ServerConfig) -> None:
     """Serve on for the lame-duck time while health checks fail, close the listener, and drain within the time limit."""
     for admission in parts.admissions:
         admission.leave()
@@ -334,13 +334,13 @@ async def leave(parts: Leaving, config: ServerConfig) -> None:
     await drain(parts, config.drain_seconds)
 
 
-async def hand_over(parts: Leaving, config: ServerConfig) -> None:
+async def hand_over(parts: Closing, config: ServerConfig) -> None:
     """Let the successor at the same listener accept all further connections, and drain within the time limit."""
     await leave_listener(parts.server, parts.connections, config.idle_seconds)
     await drain(parts, config.drain_seconds)
 
 
-async def drain(parts: Leaving, seconds: float) -> None:
+async def drain(parts: Closing, seconds: float) -> None:
     """Leave batches and jobs to other servers, and refuse new requests.
 
     Waits up to the time limit until running requests have ended and their answers are sent.
@@ -359,9 +359,9 @@ async def drain(parts: Leaving, seconds: float) -> None:
             await all_answered(parts.connections)
 
 
-async def ended_first(leaving: Coroutine[Any, Any, None], died: asyncio.Task[str], received: asyncio.Queue[int]) -> int:
-    """Run `leaving` until it has ended, a second signal comes or an engine dies. Returns the exit code."""
-    again, task = asyncio.create_task(received.get()), asyncio.create_task(leaving)
+async def ended_first(closing: Coroutine[Any, Any, None], died: asyncio.Task[str], received: asyncio.Queue[int]) -> int:
+    """Run `closing` until it has ended, a second signal comes or an engine dies. Returns the exit code."""
+    again, task = asyncio.create_task(received.get()), asyncio.create_task(closing)
     try:
         await asyncio.wait({again, task, died}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -75,7 +75,7 @@ class Admission:
         self.in_progress = 0
         self.by_tenant: Counter[str] = Counter()
         """Number of choices in progress by tenant. A tenant without choices in progress has no entry."""
-        self.leaving = False
+        self.closing = False
         """Whether the server will end soon. Requests are admitted until it drains."""
         self.draining = False
         self.idle = asyncio.Event()
@@ -84,7 +84,7 @@ class Admission:
 
     def leave(self) -> None:
         """Let health checks say that the server drains. Requests are still admitted."""
-        self.leaving = True
+        self.closing = True
 
     def check(self, choices: int, tenant: str) -> None:
         """Raises ApiError: 503 while draining or full, 429 beyond the tenant's limit, 400 if they can never fit."""
@@ -704,7 +704,7 @@ async def trouble(
     admissions: Sequence[Admission], clients: Sequence[EngineConnection[Any, Any] | Replicas], seconds: float
 ) -> str | None:
     """Return the reason why requests are not accepted now; None if every engine answers within `seconds`."""
-    if any(admission.leaving or admission.draining for admission in admissions):
+    if any(admission.closing or admission.draining for admission in admissions):
         return "draining"
     for answer in await asyncio.gather(*(client.health(timeout=seconds) for client in clients), return_exceptions=True):
         match answer:

@@ -179,7 +179,7 @@ def entrance(start: messages.Start) -> Iterator[Admit]:
 
 
 def welcome_of(start: messages.Start, info: messages.EngineInfo) -> messages.Attached:
-    """What a client that attaches gets to know."""
+    """The first message to a client that attaches."""
     return messages.Attached(start.config, info, profile_of(info), version=__version__, wire=WIRE)
 
 

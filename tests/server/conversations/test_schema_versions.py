@@ -150,7 +150,7 @@ def shape(db: Connection) -> dict[str, dict[str, Any]]:
 
 
 def broken_by(step: MigrationStep, db: Connection) -> list[str]:
-    """What a server that does not know a step could no longer do after it."""
+    """The faults of a step for a server that does not know it."""
     before = shape(db)
     step(db)
     after = shape(db)

@@ -14,8 +14,8 @@ import httpx
 from fake_engine import FakeClient
 
 from holdfast.server.address import listen
+from holdfast.server.closing import accept_all, has_queued
 from holdfast.server.config import ServerConfig
-from holdfast.server.leaving import accept_all, has_queued
 
 Listening = Callable[..., Any]
 CHAT = "/v1/chat/completions"

@@ -1,4 +1,4 @@
-"""Leaving: how a server closes its listener and its connections without losing a request."""
+"""Closing: how a server closes its listener and its connections without losing a request."""
 
 from __future__ import annotations
 

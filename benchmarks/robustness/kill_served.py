@@ -344,7 +344,7 @@ def text_of(response: dict[str, Any]) -> str:
 
 
 async def ready(http: httpx.AsyncClient, url: str, engines: int, seconds: float = 90.0) -> None:
-    """Wait until a server answers, and at least so many engines serve it. Raises TimeoutError."""
+    """Wait until a server answers and at least this number of engines serve it. Raises TimeoutError."""
     until = time.monotonic() + seconds
     while True:
         with suppress(LOST, KeyError, ValueError):

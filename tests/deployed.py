@@ -97,4 +97,4 @@ def program(name: str) -> str:
     found = shutil.which(name, path=places)
     if found is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return str(Path(found).absolute())

@@ -1,4 +1,4 @@
-"""What the tests of deploy/ share: its command lines, options, probes and metrics, and where programs are."""
+"""Helpers of the tests of deploy/: its command lines, options, probes and metrics, and the places of programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES = {
     "$(POD_IP)": "10.0.0.1",  # Kubernetes
     "${HOLDFAST_MODEL:?}": "/models/a",  # Compose
 }
-"""What others put in place of a variable before Holdfast sees the argument."""
+"""Values for the variables that Kubernetes and Compose replace before Holdfast sees the argument."""
 COMING_FLAGS = {("serve", "--lame-duck-seconds"), ("engine", "--drain-seconds")}
 COMING_ROUTES = {"/health/live", "/health/ready"}
 """Options and routes of draining that the files use already. A version that has them does not read these sets."""
@@ -97,4 +97,4 @@ def program(name: str) -> str:
     found = shutil.which(name, path=places)
     if found is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return str(Path(found).absolute())

@@ -266,8 +266,8 @@ def serve_command() -> Command:
                     found = Checkpoint.of(engine)
                 if cluster.ray is None:
                     engine = settled(engine, found)
-                    form = {FORMAT_VARIABLE: server.log_format}
-                    process = held.enter_context(EngineProcess(engine.device, environment=form))
+                    os.environ[FORMAT_VARIABLE] = server.log_format  # the engine's process reads it at once
+                    process = held.enter_context(EngineProcess(engine.device))
             from holdfast.cli import serve  # This takes half a second, during which the engine loads PyTorch.
 
             return run_in_loop(serve.run(engine, server, apps, listener, process, cluster=cluster, threads=threads))

@@ -34,7 +34,7 @@ _current: ContextVar[TimeSpent] = ContextVar("holdfast_time_spent")
 
 
 class TimeSpent:
-    """Seconds of one request by part. Of several choices, the one that ended last counts."""
+    """Seconds of one request by part. The choice that ends last counts for all choices."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[Part, float] = defaultdict(float)

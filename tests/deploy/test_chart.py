@@ -69,7 +69,7 @@ def by_kind(manifests: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("values", [LEAST, WHOLE], ids=["least", "whole"])
 class TestRendered:
-    """What is made, with as few and as many values as there are."""
+    """The manifests, with as few and as many values as there are."""
 
     def test_helm_finds_nothing_wrong(self, values: dict[str, Any]) -> None:
         helm = pytest.importorskip("helm_python.chart", reason="helm-python-sdk is not installed (make deploy-test)")

@@ -105,7 +105,7 @@ def running(prometheus: str, place: Path) -> Iterator[str]:
 
 
 async def eventually(api: httpx.AsyncClient, query: str, count: int) -> list[Any]:
-    """Wait until a query has so many results, and return them."""
+    """Wait until a query has this number of results, and return them."""
     while True:
         with suppress(httpx.TransportError):
             answer = (await api.get("/api/v1/query", params={"query": query})).json()

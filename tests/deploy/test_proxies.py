@@ -23,7 +23,7 @@ HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content
 
 @dataclass
 class Behind:
-    """A proxy, and the two servers behind it."""
+    """A proxy, and the two servers that it sends requests to."""
 
     api: httpx.AsyncClient
     clients: list[FakeClient]
@@ -92,7 +92,7 @@ async def proxied(kind: str, place: Path, **config: Any) -> AsyncIterator[Behind
 
 @pytest.mark.parametrize("kind", COMMANDS)
 class TestProxies:
-    """What each proxy has to do."""
+    """The duties of each proxy."""
 
     async def test_the_first_token_arrives_while_the_second_is_not_computed(self, kind: str, tmp_path: Path) -> None:
         async with proxied(kind, tmp_path) as behind:

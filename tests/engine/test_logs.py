@@ -90,3 +90,14 @@ class TestConfiguration:
 
     def test_an_engine_of_a_parent_that_writes_text_configures_nothing(self) -> None:
         assert lines(FROM_ENGINE) == lines(FROM_ENGINE, **{FORMAT_VARIABLE: "text"}) == ["from the engine"]
+
+    def test_serve_gives_the_form_to_the_engine_that_it_starts(self) -> None:
+        code = (
+            "from holdfast.cli.command import main\n"
+            "from holdfast.engine import spawn\n"
+            "def begin(device):\n"
+            f"    raise OSError(os.environ[{FORMAT_VARIABLE!r}])\n"
+            "spawn.EngineProcess = begin\n"
+            "sys.exit(main(['serve', '--port', '0', '--device', 'cpu', '--log-format', 'json']) - 1)\n"
+        )
+        assert lines(code) == ["holdfast: json"]

@@ -184,7 +184,7 @@ class KeptBucket(Bucket):
 
     def latest_first(self) -> list[Group]:
         """Its groups, first the one to be kept for longest."""
-        groups = [group for *_, group, _ in self.entries.values()]
+        groups = [entry[3] for entry in self.entries.values()]
         return sorted(groups, key=lambda group: -group.kept_until)
 
 

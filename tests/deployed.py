@@ -6,16 +6,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from holdfast.cli.command import Asked, load_command, make_parser, options_in, serve_configs
+from holdfast.cli.command import Asked, make_parser, options_in, serve_configs
 from holdfast.cli.engine import ListenConfig
-from holdfast.cli.flags import UsageError, flag_of
+from holdfast.cli.flags import UsageError
 from holdfast.lm.config import EngineConfig
 
 ROOT = Path(__file__).parents[1]
@@ -25,9 +23,8 @@ PLACES = {
     "${HOLDFAST_MODEL:?}": "/models/a",  # Compose
 }
 """Values for the variables that Kubernetes and Compose replace before Holdfast sees the argument."""
-COMING_FLAGS = {("serve", "--lame-duck-seconds"), ("engine", "--drain-seconds")}
-COMING_ROUTES = {"/health/live", "/health/ready"}
-"""Options and routes of draining that the files use already. A version that has them does not read these sets."""
+PROBED = {"/health/live", "/health/ready"}
+"""Routes by which a cluster looks at a server."""
 
 
 def check_command_line(words: Sequence[str], file: Mapping[str, Any] | None = None) -> None:
@@ -37,7 +34,6 @@ def check_command_line(words: Sequence[str], file: Mapping[str, Any] | None = No
     """
     for variable, value in PLACES.items():
         words = [word.replace(variable, value) for word in words]
-    words = without_coming(words)
     given, unknown = make_parser(words[0]).parse_known_args(words)
     if unknown:
         raise UsageError(f"holdfast {words[0]} does not know {' '.join(unknown)}")
@@ -50,20 +46,10 @@ def check_command_line(words: Sequence[str], file: Mapping[str, Any] | None = No
         asked.config(EngineConfig)
 
 
-def without_coming(words: Sequence[str]) -> list[str]:
-    """Leave out the coming options that this version does not have yet."""
-    known = load_command(words[0]).flags
-    coming = [flag for command, flag in COMING_FLAGS if command == words[0] and flag not in known]
-    return [word for before, word in pairwise(["", *words]) if not {before, word} & {*coming}]
-
-
 def check_options(path: Path, command: str, place: Path) -> None:
     """Check a YAML file of options for a command, by a copy in a directory `place`. Raises UsageError."""
-    options = yaml.safe_load(path.read_text())
-    for flag in {flag_of(name) for name in options} - set(without_coming([command, *map(flag_of, options)])):
-        del options[flag.removeprefix("--").replace("-", "_")]
     copy = place / path.name
-    copy.write_text(yaml.safe_dump(options))
+    copy.write_text(path.read_text())
     check_command_line([command], options_in(str(copy), command))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from deployed import COMING_ROUTES, DEPLOY, check_command_line, option, paths_of_probes, pods
+from deployed import DEPLOY, PROBED, check_command_line, option, paths_of_probes, pods
 
 from holdfast.core.version import __version__
 
@@ -98,7 +98,7 @@ class TestRendered:
 
     def test_servers_are_probed_by_routes_of_life_and_readiness(self, values: dict[str, Any]) -> None:
         (server,) = [container for _, container in pods(render(values)) if container["args"][0] == "serve"]
-        assert paths_of_probes(server) == COMING_ROUTES
+        assert paths_of_probes(server) == PROBED
         assert server["livenessProbe"]["httpGet"]["path"] == "/health/live", "a busy server must not be killed"
         assert server["readinessProbe"]["httpGet"]["path"] == "/health/ready"
 

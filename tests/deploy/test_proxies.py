@@ -59,8 +59,7 @@ def caddy_command(place: Path, addresses: list[str], port: int) -> list[str]:
     assert "reverse_proxy server:8000 {" in text
     text = text.replace("reverse_proxy server:8000 {", f"reverse_proxy {' '.join(addresses)} {{")
     text = text.replace("\n:80 {", f"\nhttp://127.0.0.1:{port} {{").replace("admin off", "admin off\n\tauto_https off")
-    # The fake engine's server may not have the route of readiness yet; /health is 503 while it drains, too.
-    (place / "Caddyfile").write_text(text.replace("/health/ready", "/health"))
+    (place / "Caddyfile").write_text(text)
     return [program("caddy"), "run", "--config", str(place / "Caddyfile"), "--adapter", "caddyfile"]
 
 

@@ -65,7 +65,7 @@ def test_servers_that_ask_at_the_same_time_do_not_exceed_the_limit(store: Store)
 
 
 async def test_a_key_is_refused_while_another_server_has_its_requests_and_nothing_is_charged(tmp_path: Path) -> None:
-    key = Key("acme", "acme", ("use",), 0.0, limits=Limits(streams=1, requests_per_minute=2))
+    key = Key(name="acme", tenant="acme", scopes=("use",), created=0.0, limits=Limits(streams=1, requests_per_minute=2))
     stores = [
         AsyncStore(Store.open(str(tmp_path / "s.sqlite"), Bounds(seconds=1e9, threads=9, bytes=1e9), more=SCHEMA))
         for _ in range(2)

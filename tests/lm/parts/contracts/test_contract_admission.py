@@ -41,7 +41,7 @@ def queue_of(complete, survival, *, contracts=1, count=None):
 
 
 def seconds_for(tokens):
-    """Seconds in which an idle engine gives an answer of so many tokens, and not one of a tenth more."""
+    """Seconds in which an idle engine gives an answer of `tokens` tokens, and not one of a tenth more."""
     return 1.05 * tokens * EXACT.step([(1, 10 + tokens)])
 
 

@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -349,16 +349,16 @@ class Database:
         """Copy SQLite's write-ahead log into the database file. Nobody waits for anybody meanwhile.
 
         Returns the number of pages of the log. Pages that are written meanwhile stay in the log. It begins anew with
-        the first write after a call during which nothing was written.
+        the first write after a call during which nothing was written. Raises OSError.
         """
         if self.single:  # A store in memory has no log.
             return 0
-        connection = self.engine.raw_connection()
         try:
-            _, pages, _ = connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            return int(pages)
-        finally:
-            connection.close()
+            with closing(self.engine.raw_connection()) as connection:
+                _, pages, _ = connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                return int(pages)
+        except sqlite3.Error as error:  # The driver's own errors are not among FAILURES.
+            raise OSError(f"the write-ahead log cannot be moved into the file: {error}") from error
 
     def close(self) -> None:
         """Close all connections."""

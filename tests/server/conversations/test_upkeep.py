@@ -197,6 +197,15 @@ def test_a_turn_moves_a_very_long_log_itself(where: str, monkeypatch: pytest.Mon
     store.close()
 
 
+def test_a_log_that_cannot_be_moved_is_an_error_that_upkeep_survives(where: str) -> None:
+    store = Store.open(where, AMPLE, lambda: 1000.0)
+    store.close()
+    Path(where).unlink()
+    Path(where).mkdir()
+    with pytest.raises(database.FAILURES, match="log cannot be moved into the file: unable to open"):
+        store.database.move_log()
+
+
 def test_a_store_in_memory_has_no_log_to_move() -> None:
     memory = Database("memory")
     assert memory.move_log() == 0

@@ -16,7 +16,7 @@ from holdfast.cluster.contracts import ContractCounts
 from holdfast.cluster.replicas import ReplicaLost
 from holdfast.core.contract import NO_CONTRACT, Contract, ContractRefused, Refusal
 from holdfast.core.types import FinishReason, SequenceOutput
-from holdfast.engine.client.client import Delta, Stream
+from holdfast.engine.client.client import Adoption, Delta, Stream
 from holdfast.engine.client.connection import EngineDead, QueueFull
 from holdfast.lm.types import SchedulerStats
 from tests.cluster.test_replicas import Scripted, Scripts, read, started, stats, until
@@ -43,7 +43,7 @@ class Promising(Scripted):
         self.apart = 0.0
         """Seconds before each token after the first."""
 
-    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
+    async def run(self, stream: Stream, adopted: Adoption | None = None) -> AsyncGenerator[Delta, None]:
         self.asked.append(stream)
         self.contracts.append(stream.request.contract)
         request = stream.request

@@ -21,7 +21,7 @@ from holdfast.cluster.replica import State
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
-from holdfast.engine.client.client import AdapterError, Delta, EngineClient, Stream
+from holdfast.engine.client.client import AdapterError, Adoption, Delta, EngineClient, Stream
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE
@@ -79,7 +79,7 @@ class Scripted(EngineClient):
         self.dead.set()
         self.gate.set()
 
-    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
+    async def run(self, stream: Stream, adopted: Adoption | None = None) -> AsyncGenerator[Delta, None]:
         self.asked.append(stream)
         request = stream.request
         if request.id == "poison":

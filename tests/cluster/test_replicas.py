@@ -538,7 +538,7 @@ async def test_replicas_are_added_while_requests_queue_up_to_the_most(
     replicas = await started(scripts, 1, max_replicas=2, scale_up_ms=1.0, scale_down_seconds=86400)
     scripts.engines[0].gate.clear()
 
-    async def never(stream: Stream) -> AsyncGenerator[Delta, None]:
+    async def never(stream: Stream, adopted: Adoption | None = None) -> AsyncGenerator[Delta, None]:
         await scripts.engines[0].gate.wait()
         raise EngineDead("the test is over")
         yield

@@ -143,6 +143,10 @@ class SamplingParams:
                 raise ValueError(f"{name} is {count}; it must lie between 0 and {MAX_LOGPROBS}")
 
 
+WARMING = "holdfast warm-up"
+"""Tenant of an engine's first requests, which are nobody's. No key has it, so no other request finds their state."""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """The properties of a request that its cached state depends on, besides its tokens.

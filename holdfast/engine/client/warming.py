@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable
 from contextlib import aclosing
 
-from holdfast.core.types import SamplingParams
+from holdfast.core.types import WARMING, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.lm.limits import RequestRefused
@@ -18,8 +18,6 @@ PROMPT_TOKENS = 4
 """Number of tokens of the first prompts, or fewer if the context is shorter. No whole block is cached of them."""
 ANSWER_TOKENS = 3
 """Number of tokens of the first answers: a prefill, and decode steps."""
-TENANT = "holdfast warm-up"
-"""Tenant of the first requests. No key has it, so no other request finds their state."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -50,7 +48,7 @@ async def warm_up(client: EngineClient) -> None:
         async with asyncio.timeout(WARM_SECONDS):
             for temperature in (0.0, 1.0):
                 params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=temperature, ignore_eos=True)
-                async with aclosing(client.stream([0] * length, params, tenant=TENANT)) as deltas:
+                async with aclosing(client.stream([0] * length, params, tenant=WARMING)) as deltas:
                     async for _ in deltas:
                         pass
     except (TimeoutError, QueueFull, RequestRefused) as error:

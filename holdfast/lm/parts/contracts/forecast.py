@@ -338,7 +338,9 @@ class Outlook:
 
 
 class Forecast:
-    """Follows the steps of accepted sequences alone, each as long as it may become.
+    """Follows the steps of accepted sequences alone.
+
+    A step is as long as it may become, and many steps are as long as they usually are.
 
     The prompts are computed in their order, as far as each step has room next to its decodes. A step that leaves a part
     of a prompt is as long as the bound, whatever it holds. Later steps have decodes alone, and are as long as these
@@ -348,14 +350,21 @@ class Forecast:
     """
 
     def __init__(
-        self, prices: Prices, *, max_sequences: int = 1 << 20, in_flight: int = 1, margin: float = 0.0
+        self,
+        prices: Prices,
+        *,
+        max_sequences: int = 1 << 20,
+        in_flight: int = 1,
+        margin: float = 0.0,
+        usual: Callable[[], float] = lambda: inf,
     ) -> None:
         """At most `max_sequences` run, in up to `in_flight` steps at once.
 
-        Sums over sequences of unknown lengths count as their mean and `margin` standard deviations.
+        Sums over sequences of unknown lengths count as their mean and `margin` standard deviations. Many steps take at
+        most `usual` times the sum of their prices.
         """
         self.prices = prices
-        self._max_sequences, self.margin = max_sequences, margin
+        self._max_sequences, self.margin, self._usual = max_sequences, margin, usual
         self.in_flight = in_flight
         """Steps from a sequence's last one to the first that can use its row: its result has to come first."""
 
@@ -401,15 +410,15 @@ class Forecast:
             step += 1
             if index < len(prompts) and (at > prompts[index].due or not room.tokens):
                 return Outlook(tuple(firsts), True)
-        timeline = Timeline(start)
+        timeline, usual = Timeline(start), min(1.0, self._usual() / factor)
         if step:
-            timeline.extend(step - 1, bound)
-            timeline.extend(1, at - timeline.end)
+            timeline.extend(step - 1, usual * bound)
+            timeline.extend(1, usual * (at - start) - (timeline.end - start))
         late = self._blocked(prompts, decodes)
         if late and not self._wait_for_rows(prompts, decodes, ended, late):
             return Outlook(tuple(firsts[: late[0]]), True)
         later = Later(decodes, zip(prompts, ended, strict=True))
-        carried = self._carries(later, timeline, limit, factor)
+        carried = self._carries(later, timeline, limit, usual * factor)
         if carried:
             for index in late:
                 firsts[index] = timeline.after(ended[index] + 1)
@@ -475,8 +484,11 @@ class Forecast:
         rows = min(rows, self._max_sequences)
         return rows, self.prices.most_decodes(rows, positions) if rows else 0.0
 
-    def _carries(self, later: Later, timeline: Timeline, limit: float, factor: float) -> bool:
-        """Add the steps of decodes alone to a timeline. Returns whether each of them ends within `limit` seconds."""
+    def _carries(self, later: Later, timeline: Timeline, limit: float, times: float) -> bool:
+        """Add the steps of decodes alone to a timeline, each of which takes `times` its price.
+
+        Returns whether no price is above `limit` seconds.
+        """
         while timeline.steps < later.steps:
             step = timeline.steps
             edge = next_edge(step)
@@ -484,7 +496,7 @@ class Forecast:
             seconds = self.prices.linear(rows, 0) + attention
             if seconds > limit:
                 return False
-            timeline.extend(edge - step, seconds * factor)
+            timeline.extend(edge - step, seconds * times)
         return True
 
 

@@ -60,15 +60,21 @@ class ContractPart(Part):
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
         limits = {} if target is None else {"target": target}
         lateness = Lateness(FIRST_SECONDS if cost.deviation else 0.0)
+        self._progress = progress = Progress(cost, lateness, stages)
         self._admission = ContractAdmission(
-            Forecast(self._prices, max_sequences=max_sequences, in_flight=in_flight, margin=deviations(confidence)),
+            Forecast(
+                self._prices,
+                max_sequences=max_sequences,
+                in_flight=in_flight,
+                margin=deviations(confidence),
+                usual=lambda: progress.usual,
+            ),
             self._promises,
             lateness,
             max_sequences=max_sequences,
             confidence=confidence,
             **limits,
         )
-        self._progress = Progress(cost, lateness, stages)
         self._lengths = AnswerLengths(confidence)
         self._ended = 0
         """Number of answers that have ended."""

@@ -59,6 +59,15 @@ class Progress:
         return max(correction.factor for correction in self._corrections.values())
 
     @property
+    def usual(self) -> float:
+        """Many steps take at most this many times the sum of their prices.
+
+        A long one among them makes up for a short one. What is left is one mean deviation, as errors of steps that are
+        near each other are alike.
+        """
+        return self._passes * max(each.mean * (1 + each.deviation) for each in self._corrections.values())
+
+    @property
     def mean(self) -> float:
         """Steps take this many times their price on average."""
         return max(correction.mean for correction in self._corrections.values())

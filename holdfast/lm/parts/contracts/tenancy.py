@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
+from holdfast.core.types import WARMING
+
 RECENT = 60.0
 """Seconds after its latest request in which a tenant counts as present."""
 
@@ -22,6 +24,8 @@ class Tenancy:
 
     def note(self, tenant: str, now: float) -> None:
         """Note a request of this tenant at `now`, which is in seconds."""
+        if tenant == WARMING:
+            return
         if self._latest is not None and self._latest[0] != tenant:
             self._other = self._latest[1]
         self._latest = tenant, now

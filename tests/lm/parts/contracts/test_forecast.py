@@ -1,6 +1,7 @@
 """Forecast and Room: compared with steps that are filled token by token."""
 
 import random
+from math import isclose
 
 from holdfast.lm.parts.contracts.forecast import Decodes, Forecast, Prices, Prompt, Room, Timeline
 from tests.lm.parts.contracts.world import EXACT
@@ -81,6 +82,17 @@ def test_a_factor_makes_all_steps_longer():
     forecast, prompts = Forecast(prices()), [Prompt(100, 100, 1)]
     once = forecast.follow(prompts, Decodes(), start=0.0, bound=1.0, factor=1.0).firsts[0]
     assert forecast.follow(prompts, Decodes(), start=0.0, bound=1.0, factor=2.0).firsts[0] == 2 * once
+
+
+def test_many_steps_take_as_long_as_they_usually_do():
+    decodes, prompts = Decodes([(400, 100)]), [Prompt(600, 600, 10)]
+    worst = Forecast(prices()).follow(prompts, decodes, start=5.0, bound=1.0, factor=2.0)
+    usual = Forecast(prices(), usual=lambda: 1.5).follow(prompts, decodes, start=5.0, bound=1.0, factor=2.0)
+    assert usual.firsts == worst.firsts, "a first token comes after few steps"
+    for steps in (1, 3, 4, 100, 400):
+        assert isclose(usual.timeline.after(steps) - 5.0, 0.75 * (worst.timeline.after(steps) - 5.0))
+    slow = Forecast(prices(), usual=lambda: 9.0).follow(prompts, decodes, start=5.0, bound=1.0, factor=2.0)
+    assert slow.timeline.after(400) == worst.timeline.after(400), "steps never take longer than the factor says"
 
 
 def test_a_factor_leaves_less_room_in_each_step():

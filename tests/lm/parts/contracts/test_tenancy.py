@@ -1,6 +1,7 @@
 """Tenancy: a tenant shares the engine while another one has sent a request of late."""
 
 from holdfast.core.contract import Contract
+from holdfast.core.types import WARMING
 from holdfast.lm.parts.contracts.tenancy import RECENT, Tenancy
 from tests.lm.parts.contracts.world import World
 
@@ -31,6 +32,13 @@ def test_each_of_two_tenants_sees_the_other():
     assert tenancy.is_shared(1.0)
     tenancy.note("first", 2.0)
     assert tenancy.is_shared(2.0)
+
+
+def test_the_first_requests_of_an_engine_are_nobodys():
+    tenancy = Tenancy()
+    tenancy.note(WARMING, 0.0)
+    tenancy.note("own", 1.0)
+    assert not tenancy.is_shared(1.0)
 
 
 def test_a_tenant_that_is_alone_again_has_all_rows():

@@ -62,8 +62,7 @@ class Progress:
     def usual(self) -> float:
         """Many steps take at most this many times the sum of their prices.
 
-        A long one among them makes up for a short one. What is left is one mean deviation, as errors of steps that are
-        near each other are alike.
+        Long ones and short ones even out, but for one mean deviation: errors of steps near each other are alike.
         """
         return self._passes * max(each.mean * (1 + each.deviation) for each in self._corrections.values())
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from holdfast.core.types import SamplingParams
+from holdfast.core.types import WARMING, SamplingParams
 from holdfast.engine.client import warming
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError, QueueFull
@@ -36,8 +36,21 @@ async def test_an_engine_is_warmed_up_once_and_leaves_nothing_that_a_request_fin
 
 
 async def test_a_context_shorter_than_the_first_prompts_is_warmed_up_too(small):
-    client = await started_warm(EngineClient.start(small(max_model_len=5)))
+    client = await started_warm(EngineClient.start(small(max_model_len=ANSWER_TOKENS + 1)))
     assert (await client.health()).tokens_computed > 0
+    await client.close()
+
+
+async def test_the_first_requests_are_nobodys(small, monkeypatch):
+    tenants, stream = [], EngineClient.stream
+
+    def noted(*args, tenant="", **options):
+        tenants.append(tenant)
+        return stream(*args, tenant=tenant, **options)
+
+    monkeypatch.setattr(EngineClient, "stream", noted)
+    client = await started_warm(EngineClient.start(small()))
+    assert tenants == [WARMING] * 2
     await client.close()
 
 

@@ -127,5 +127,9 @@ def test_blocks_of_a_pool_suffice_as_often_as_the_margin_says(block_size):
     assert within >= 0.97 * trials
 
 
+def test_a_pool_needs_blocks_for_what_its_sequences_grow_by():
+    assert Pool([Answer(CERTAIN, 0, 64, 100)]).most_blocks(MARGIN, 16) == 1 + -(-(100 + 64) // 16)
+
+
 def test_an_empty_pool_needs_no_blocks():
     assert Pool().most_blocks(MARGIN, 16) == 0

@@ -56,6 +56,14 @@ def test_an_ended_request_is_held_for_late_readers_and_then_dropped_without_an_a
     assert requests.find("", "a") is None
 
 
+def test_a_request_counts_once_for_each_of_its_tokens() -> None:
+    requests = HeldRequests(limit=12)
+    requests.add(held("a", 2))
+    for token in (5, 6, 7):
+        requests.take(output("1:a", token), now=1.0)
+    assert requests.add(held("b", 7)) and not requests.add(held("c", 1))
+
+
 def test_requests_that_ended_first_make_room_and_running_ones_stay() -> None:
     requests, running, first, last = HeldRequests(limit=12), held("running", 4), held("first", 4), held("last", 3)
     for each in (running, first, last):

@@ -340,13 +340,14 @@ class Outlook:
 class Forecast:
     """Follows the steps of accepted sequences alone.
 
-    A step is as long as it may become, and many steps are as long as they usually are.
-
     The prompts are computed in their order, as far as each step has room next to its decodes. A step that leaves a part
     of a prompt is as long as the bound, whatever it holds. Later steps have decodes alone, and are as long as these
-    take. So the real steps are never later, as long as they hold no other work while a prompt of an accepted sequence
-    is left: at the end of each step at least as many prompt tokens are computed. The number of decodes and their
-    contexts are upper limits, too: they count from the first step in which a sequence could decode.
+    take. So at the end of each real step at least as many prompt tokens are computed, if it holds no other work while a
+    prompt of an accepted sequence is left. The number of decodes and their contexts are upper limits, too: they count
+    from the first step in which a sequence could decode.
+
+    A first token comes after few steps, each of which may be as slow as any. So it counts as that late. The times by
+    which answers complete are those of many steps, which take as long as steps usually do.
     """
 
     def __init__(

@@ -60,14 +60,14 @@ class ContractPart(Part):
         self._prices = Prices(cost.predictor(), tile=tile, ceiling=ceiling)
         limits = {} if target is None else {"target": target}
         lateness = Lateness(FIRST_SECONDS if cost.deviation else 0.0)
-        self._progress = progress = Progress(cost, lateness, stages)
+        self._progress = Progress(cost, lateness, stages)
         self._admission = ContractAdmission(
             Forecast(
                 self._prices,
                 max_sequences=max_sequences,
                 in_flight=in_flight,
                 margin=deviations(confidence),
-                usual=lambda: progress.usual,
+                usual=lambda: self._progress.usual,
             ),
             self._promises,
             lateness,

@@ -89,7 +89,8 @@ class Edge:
         if log.isEnabledFor(level):
             log.log(level, ended.line, extra=fields(message=ended.title, **ended.fields))
         if ended.seconds > self.slow_seconds:
-            slow_log.warning(slow_line(ended, spent), extra=fields(**ended.fields, **slow_fields(ended, spent)))
+            parts = slow_fields(ended, spent)
+            slow_log.warning(slow_line(ended, parts), extra=fields(**ended.fields, **parts))
 
     def without_root(self, scope: Scope) -> Scope:
         """Return the scope without the root path, which the proxy may already have removed."""
@@ -195,8 +196,7 @@ def slow_fields(ended: Ended, spent: TimeSpent) -> dict[str, Any]:
     }
 
 
-def slow_line(ended: Ended, spent: TimeSpent) -> str:
-    """Return one line of text about a slow request."""
-    found = slow_fields(ended, spent)
+def slow_line(ended: Ended, found: dict[str, Any]) -> str:
+    """Return one line of text about a slow request, from its `slow_fields`."""
     parts = " ".join(f"{part}={seconds:.3f}s" for part, seconds in found["parts"].items())
-    return f"slow request: {ended.line} {parts} preemptions={spent.preemptions}; most: {found['held_by']}"
+    return f"slow request: {ended.line} {parts} preemptions={found['preemptions']}; most: {found['held_by']}"

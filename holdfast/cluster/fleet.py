@@ -53,14 +53,14 @@ log = logging.getLogger("holdfast.cluster")
 
 
 async def all_of(starts: Sequence[asyncio.Task[EngineClient]]) -> dict[int, EngineClient]:
-    """The engines of all starts, by place. Raises EngineStartError as soon as one fails."""
+    """The engines of all starts, by place among them. Raises EngineStartError as soon as one fails."""
     return dict(enumerate(await asyncio.gather(*starts)))
 
 
 def engines_of(starts: Sequence[asyncio.Task[EngineClient]]) -> dict[int, EngineClient]:
-    """Return the engines that are ready, by number. Raises EngineStartError for one that cannot serve."""
-    ended = {number: task for number, task in enumerate(starts) if task.done()}
-    return {number: task.result() for number, task in ended.items() if not isinstance(task.exception(), NoEngine)}
+    """The engines that are ready, by place among the starts. Raises EngineStartError for one that cannot serve."""
+    ended = {place: task for place, task in enumerate(starts) if task.done()}
+    return {place: task.result() for place, task in ended.items() if not isinstance(task.exception(), NoEngine)}
 
 
 class NoReplica(EngineDead):
@@ -110,7 +110,7 @@ class Fleet:
         starts = [asyncio.create_task(self._spawner.start(number, self._progress(number))) for number in numbers]
         try:
             ready = await (self._first_of(starts) if self.lasting else all_of(starts))
-            return {numbers[index]: engine for index, engine in ready.items()}
+            return {numbers[place]: engine for place, engine in ready.items()}
         except BaseException:
             for task in starts:
                 task.cancel()

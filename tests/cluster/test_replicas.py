@@ -302,15 +302,21 @@ def announce_end(engine: Scripted, seconds: float) -> None:
     engine.draining.set()
 
 
+async def read_at_the_first(replicas: Replicas, scripts: Scripts) -> asyncio.Task[list[int]]:
+    """Begin a request at the first of two engines, which gives it no further token until its gate is opened."""
+    first, other = scripts.engines
+    other.is_full = True
+    first.gate.clear()
+    reading = asyncio.create_task(read(replicas))
+    await until(lambda: first.asked)
+    other.is_full = False
+    return reading
+
+
 async def test_an_engine_that_drains_gets_no_new_requests_and_is_left_once_its_own_have_ended(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts)
-    leaving, other = scripts.engines
-    other.is_full = True
-    leaving.gate.clear()
-    reading = asyncio.create_task(read(replicas))
-    await until(lambda: leaving.asked)
-    other.is_full = False
+    reading, (leaving, other) = await read_at_the_first(replicas, scripts), scripts.engines
     announce_end(leaving, 3600)
     await until(lambda: states(replicas)[0] is State.DRAINING)
     assert await read(replicas) == [1000, 1001, 1002, 1003]
@@ -325,13 +331,8 @@ async def test_an_engine_that_drains_gets_no_new_requests_and_is_left_once_its_o
 async def test_a_request_that_outlives_the_drain_of_its_engine_continues_on_another(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts)
-    leaving, other = scripts.engines
-    other.is_full = True
-    leaving.gate.clear()
-    reading = asyncio.create_task(read(replicas))
-    await until(lambda: leaving.asked)
-    other.is_full = False
-    announce_end(leaving, 0.05)
+    reading = await read_at_the_first(replicas, scripts)
+    announce_end(scripts.engines[0], 0.05)
     assert await reading == [1000, 1001, 1002, 1003]
     assert replicas.counts.resumed == 1 and replicas.counts.lost == 0
 

@@ -93,7 +93,7 @@ class KeptRaySpawner:
             raise EngineStartError(f"{about.place}: the engine did not answer for {ATTACH_SECONDS:g} s") from None
 
     async def stop(self, number: int, engine: EngineClient) -> None:
-        """See `Spawner.stop`. Ends the engine of a drained replica, also if other servers are attached to it."""
+        """See `Spawner.stop`. Ends the engine of a drained replica, even if other servers are attached to it."""
         keeper, ended = self._keepers.pop(number, None), engine.dead.is_set()
         await engine.close()
         self._places.pop(number, None)

@@ -40,7 +40,7 @@ RECOUNT, RECOUNT_OVER_BOUNDS = 256, 32
 """Number of writes between two counts of the stored sizes: within the bounds, and beyond them.
 
 Counters are read again because other servers may write to the same database. Beyond the bounds this happens sooner,
-because others may have dropped threads. Only there is the counter of each tenant read, else their sum.
+because others may have dropped threads. Within the bounds only the sum of all counters is read, beyond them each.
 """
 LOG_SECONDS = 60.0
 """Minimum number of seconds between two lines of the log about dropped threads."""

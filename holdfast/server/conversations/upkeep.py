@@ -1,6 +1,6 @@
 """Upkeep: work on the store in small transactions between those of turns.
 
-It brings an older store up to date. In SQLite it then does what turns would else do: it sorts words into the
+It brings an older store up to date. In SQLite it then does what turns would otherwise do: it sorts words into the
 index of a search, and moves the write-ahead log into the file.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -49,6 +50,13 @@ class ContractCounts:
     """Number of kept contracts that no engine promised any more, because the engine that did had ended."""
     broken: dict[Term, int] = field(default_factory=lambda: dict.fromkeys(TERMS, 0))
     """Number of broken ones among them, by the first broken term."""
+    on_count: Callable[[str, str], None] = lambda outcome, term: None
+    """Called for each of them with the outcome (kept, refused or broken) and the broken term; empty if none is."""
+
+    def refuse(self) -> None:
+        """Count a contract that no engine accepted."""
+        self.refused += 1
+        self.on_count("refused", "")
 
     def ended(self, stream: Stream) -> None:
         """Count the contract of an answer that has ended, unless an engine promised it to the end."""
@@ -56,13 +64,18 @@ class ContractCounts:
             return
         if (term := stream.broken()) is None:
             self.kept += 1
+            self.on_count("kept", "")
         else:
-            self.broken[term] += 1
+            self._break(term)
 
     def lost(self, stream: Stream) -> None:
         """Count the contract of a request that no engine continues: the tokens that are due never come."""
         if (term := stream.broken(at=inf)) is not None:
-            self.broken[term] += 1
+            self._break(term)
+
+    def _break(self, term: Term) -> None:
+        self.broken[term] += 1
+        self.on_count("broken", term)
 
     def added_to(self, stats: SchedulerStats) -> SchedulerStats:
         """The sums of all engines' figures, with these counts.

@@ -351,7 +351,7 @@ class Replicas:
             stream.offer_again(NO_CONTRACT)
             refusals.clear()
         else:
-            self.contracts.refused += 1
+            self.contracts.refuse()
             raise refusals.error
 
     async def _ask(self, turn: Turn) -> FoundAt | None:

@@ -154,6 +154,7 @@ def create_app(
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
         if isinstance(client, Replicas):
+            client.contracts.on_count = metrics.contract
             operators.register(ReplicaMetrics(client))
             add_replica_routes(app, client, config)
     applications = Applications(apps, config, registry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter as Counted
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -223,6 +224,11 @@ class Metrics(Collector):
         )
         self.finished = self._counter("choices_finished", "Finished choices by reason", "finished_reason")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
+        self._server_contracts = self._counter(
+            "server_contracts", "Contracts whose outcome no single engine knows, by outcome", "outcome", "term"
+        )
+        self._contracts_here = Counted[tuple[str, str]]()
+        """Number of them that this process counted."""
 
     def steps(self, steps: Steps) -> None:
         """Count steps of the engine: the tokens and the seconds of each, and how long each stage computed."""
@@ -260,6 +266,11 @@ class Metrics(Collector):
             del self._with_loss[oldest]
             self._training_loss.remove(oldest)
 
+    def contract(self, outcome: str, term: str) -> None:
+        """Count a contract whose outcome no single engine knows; `term` is the broken one, or empty."""
+        self._contracts_here[outcome, term] += 1
+        self._server_contracts.labels(outcome, term).inc()
+
     def outcome(self, route: str, outcome: str) -> None:
         """Count how one HTTP request ended."""
         self.requests.labels(route, outcome).inc()
@@ -286,9 +297,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics, and all metrics that have vLLM names, to the registry."""
-        engine = list(self._engine())
-        yield from engine
         counted = self._counted()
+        engine = [*self._engine(), *self._contracts(counted)]
+        yield from engine
         if self._shared:
             yield from counted
         for metric in [*engine, *counted]:
@@ -316,12 +327,26 @@ class Metrics(Collector):
         for field, (kind, name, help) in STATS.items():
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             yield family(f"holdfast_{name}", help, value=getattr(stats, field))
-        contracts = CounterMetricFamily(
+
+    def _contracts(self, counted: list[Metric]) -> Iterator[Metric]:
+        """Yield the contracts that engines and API processes count. The stats have those of this process alone."""
+        stats = self.stats
+        if stats is None:
+            return
+        family = CounterMetricFamily(
             "holdfast_contracts", "Requests with a contract, by what became of it", labels=["outcome", "term"]
         )
-        for field, labels in CONTRACTS.items():
-            contracts.add_metric(labels, getattr(stats, field))
-        yield contracts
+        others = Counted[tuple[str, str]]()
+        if self._shared:
+            others.subtract(self._contracts_here)
+            everyones = [
+                each for metric in counted if metric.name == "holdfast_server_contracts" for each in metric.samples
+            ]
+            for each in everyones:
+                others[each.labels["outcome"], each.labels["term"]] += int(each.value)
+        for field, (outcome, term) in CONTRACTS.items():
+            family.add_metric((outcome, term), getattr(stats, field) + others[outcome, term])
+        yield family
 
 
 def renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:

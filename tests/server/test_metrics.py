@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.cluster.fleet import GAUGES
 from holdfast.engine.client.client import Timings
 from holdfast.engine.messages import Steps
+from holdfast.engine.spawn import child_environment
 from holdfast.lm.types import SchedulerStats
-from holdfast.server.metrics import STATS, VLLM, Metrics
+from holdfast.server.metrics import SHARED_VARIABLE, STATS, VLLM, Metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -91,6 +95,43 @@ def test_each_finished_choice_is_observed_under_vllms_names_for_its_times_and_le
     }
     assert found["vllm:request_prompt_tokens_bucket le=20.0"] == 0
     assert found["vllm:request_prompt_tokens_bucket le=50.0"] == 1
+
+
+REFUSING = """
+import sys
+from prometheus_client import generate_latest
+from holdfast.lm.types import SchedulerStats
+from holdfast.server.metrics import Metrics
+
+metrics = Metrics("tiny")
+for _ in range(int(sys.argv[1])):
+    metrics.contract("refused", "")
+sizes = dict.fromkeys(("waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "preemptions"), 0)
+known = dict(contracts_refused=int(sys.argv[1]), contracts_kept=5)
+metrics.stats = SchedulerStats(**sizes, prefix_queries=0, prefix_hits=0, tokens_computed=0, **known)
+print(generate_latest(metrics.registry).decode())
+"""
+"""A process that refuses some contracts, and is then scraped. Its stats have its refusals."""
+
+
+@pytest.mark.parametrize(("shared", "refused"), [(True, [0.0, 3.0, 5.0]), (False, [0.0, 3.0, 2.0])])
+def test_a_scrape_of_any_api_process_has_the_refused_contracts_of_all(
+    shared: bool, refused: list[float], tmp_path: Path
+) -> None:
+    found = []
+    for number in (0, 3, 2):
+        given = {SHARED_VARIABLE: str(tmp_path)} if shared else {}
+        ran = subprocess.run(
+            [sys.executable, "-c", REFUSING, str(number)],
+            env=child_environment() | given,
+            capture_output=True,
+            check=True,
+        )
+        families = {each.name: each for each in text_string_to_metric_families(ran.stdout.decode())}
+        counts = {each.labels["outcome"]: each.value for each in families["holdfast_contracts"].samples}
+        assert counts["kept"] == 5
+        found.append(counts["refused"])
+    assert found == refused
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
@@ -72,8 +74,15 @@ Example = tuple[list[int], list[float]]
 def base_of(name: str, directory: Path) -> tuple[Any, Decoder]:
     """Transformers' module of a native family, and the native decoder."""
     _, stem, differences = {**NATIVE_FAMILIES, **HYBRIDS}[name]
+    if stem in ("bamba", "granitemoehybrid") and not norms_by_group():
+        pytest.skip("this version of Transformers norms all groups of Mamba-2 together")
     # Its plainest attention: PyTorch's own leaves out Gemma 2's cap in some versions of Transformers.
     return native(stem, directory, attn_implementation="eager", **differences)
+
+
+def norms_by_group() -> bool:
+    """Whether Transformers' Bamba norms each group of heads by itself, as the model was trained. 5.17 did not."""
+    return "group_size" in signature(BambaRMSNormGated.__init__).parameters
 
 
 def wrapped(module: Any, layout: AdapterLayout, alpha: float) -> Any:
@@ -168,7 +177,7 @@ def assert_gradients_are_peft_s(
     torch.testing.assert_close(iteration.loss.cpu(), expected.detach(), atol=1e-5, rtol=1e-5)
     for parameter, found in matrices(reference, layout, grads.cpu()):
         assert float((found - parameter.grad).abs().max()) < most
-        assert float((found - parameter.grad).norm() / parameter.grad.norm()) < 1e-4
+        assert float((found - parameter.grad).norm() / parameter.grad.norm()) < max(1e-4, most / 4)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])

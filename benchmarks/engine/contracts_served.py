@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--vllm-site", type=Path, help="directory of vLLM's packages, if it has one of its own")
     parser.add_argument("--tiny", action="store_true", help="serve a tiny shape, to try the script on a CPU")
     parser.add_argument("--json", type=Path)
-    parser.set_defaults(skip=0, known=0)
+    parser.set_defaults(skip=0, known=0, turns=4)
     args = parser.parse_args()
     capacities = {name: float(rate) for name, rate in (word.split("=") for word in args.capacity)}
     shape = replace(TINY if args.tiny else MODELS[args.model], max_model_len=args.max_len)

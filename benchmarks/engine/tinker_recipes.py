@@ -37,9 +37,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32, help="problems in a step of the policy gradient")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument(
-        "--most", type=int, default=20, help="largest number in the sums of the supervised file"
-    )
+    parser.add_argument("--most", type=int, default=20, help="largest number in the sums of the supervised file")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate of the supervised recipe")
     parser.add_argument("--rl-rate", type=float, default=3e-4, help="learning rate of the policy gradient")
     parser.add_argument("--site", type=Path, help="directory of the packages of Tinker's SDK and cookbook")

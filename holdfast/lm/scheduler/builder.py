@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 
 from holdfast.core.columns import Columns
-from holdfast.lm.scheduler.admission import Admission
+from holdfast.lm.scheduler.admission import NO_LIMIT, Admission
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Decode
 from holdfast.lm.scheduler.queues import Queues
@@ -65,7 +65,7 @@ class StepBuilder(ABC):
 
     __slots__ = (
         "_ahead", "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops",
-        "_swap_in", "_tokens", "_writes", "bound", "budget", "draws", "due", "in_flight", "now", "num_tokens",
+        "_swap_in", "_tokens", "_writes", "bound", "budget", "draws", "draws_left", "due", "in_flight", "now", "num_tokens",
         "number", "pace", "planned", "pool", "postponed", "predicted", "reserved", "results_at", "running",
         "sampling", "swapping_in", "weigh",
     )  # fmt: skip
@@ -73,6 +73,8 @@ class StepBuilder(ABC):
     def __init__(self, queues: Queues, number: int, now: float) -> None:
         self.budget = 0
         """Tokens that may still be planned."""
+        self.draws_left = NO_LIMIT
+        """Number of prompts that the step may still end, because it may draw so many more tokens."""
         self.bound = inf
         """Most seconds that the step may take (`Policy.step_bound`)."""
         self.num_tokens = 0
@@ -212,6 +214,10 @@ class StepBuilder(ABC):
     def postpone(self) -> None:
         """Let the policy plan nothing in this step."""
         self.postponed = True
+
+    def limit_draws(self, more: int) -> None:
+        """Let the step draw at most `more` further tokens."""
+        self.draws_left = more
 
     def keep(self) -> None:
         """Have the plan made even if it gets no segments and earlier plans are in flight."""

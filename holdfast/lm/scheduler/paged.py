@@ -179,6 +179,8 @@ class PagedBuilder(StepBuilder):
             stop = min(end, start + self.budget, cache.capacity)
             if self.pace is not None and (most := start + self.pace(start, stop)) < stop:
                 stop, self.budget = most, most - start
+            if stop == sequence.length and not self.draws_left:
+                stop -= 1  # the next step computes its last token
             if start == stop:
                 break
             entry.next_step = self.number + 1
@@ -194,6 +196,7 @@ class PagedBuilder(StepBuilder):
             self.num_tokens += stop - start
             self.budget -= stop - start
             if last:
+                self.draws_left -= 1
                 self.sampling.append(entry)
                 sequence.length += 1
                 entry.decoding = True

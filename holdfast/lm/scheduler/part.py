@@ -134,6 +134,10 @@ class PartStep(Protocol):
         """
         ...
 
+    def limit_draws(self, more: int) -> None:
+        """Let the step draw at most `more` further tokens. Then a prompt lacks its last token after the step."""
+        ...
+
     def compute(self, entry: Entry) -> None:
         """Plan what a running sequence lacks, as far as the budget and its blocks last."""
         ...

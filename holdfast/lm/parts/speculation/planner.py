@@ -199,6 +199,11 @@ class SpeculationPart(Verification):
         self._measure(step)
         self._promised, self._promise = self._promise, 0.0
 
+    def decoded(self, step: PartStep) -> None:
+        super().decoded(step)
+        if self._drafts:
+            step.limit_draws(self._sampled - len(step.sampling) - sum(map(len, self._drafts.values())))
+
     def finish(self, step: PartStep) -> PartPlan | None:
         if step.num_tokens:
             alone = step.num_tokens == len(step.sampling) + sum(map(len, self._drafts.values()))

@@ -106,6 +106,29 @@ def random_text(name: str, position: int) -> int:
     return random.Random(f"{name} {position}").randrange(50_000)
 
 
+def test_prompts_that_end_beside_drafts_do_not_let_a_step_draw_more_tokens_than_the_device_can() -> None:
+    device = Device(speculating(cost(row=1e-6), rows=8), cost(row=1e-6), looping)
+    requests = create_requests(*[8] * 7, max_tokens=100)
+    for request in requests[:4]:
+        device.add(request)
+    late = deque(requests[4:])
+    schedule = device.scheduler.schedule
+
+    def with_a_late_one(now: float) -> StepPlan | None:
+        if late and device.seen and device.seen[-1].samples:
+            device.add(late.popleft())
+        return schedule(now)
+
+    device.scheduler.schedule = with_a_late_one  # type: ignore[method-assign]
+    device.run()
+    drawn = [
+        sum(plan.samples) if plan.samples else sum(segment.sampling is not None for segment in plan.segments)
+        for plan in device.seen
+    ]
+    assert max(drawn) == 8, "the drafts take what there is, and no prompt more"
+    assert not late and {len(answer) for answer in device.answers.values()} == {100}
+
+
 @pytest.mark.parametrize("source", [looping, random_text])
 def test_stages_of_a_pipeline_stay_busy_with_drafts_and_without(source: Source) -> None:
     device = Device(speculating(cost(row=1e-6), stages=2), cost(row=1e-6), source)

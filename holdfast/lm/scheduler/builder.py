@@ -66,8 +66,8 @@ class StepBuilder(ABC):
     __slots__ = (
         "_ahead", "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops",
         "_swap_in", "_tokens", "_writes", "bound", "budget", "draws", "draws_left", "due", "in_flight", "now",
-        "num_tokens", "number", "pace", "planned", "pool", "postponed", "predicted", "reserved", "results_at", "running",
-        "sampling", "swapping_in", "weigh",
+        "num_tokens", "number", "pace", "planned", "pool", "postponed", "predicted", "reserved", "results_at",
+        "running", "sampling", "swapping_in", "weigh",
     )  # fmt: skip
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:

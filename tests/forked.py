@@ -1,4 +1,4 @@
-"""Engine processes forked from a template, which has imported PyTorch and the engine: they start in a tenth of the time.
+"""Engine processes that tests fork from a template, which has imported PyTorch and the engine. They start at once.
 
 `Forking` stands in for the module `subprocess` where an engine or a rank is started. The template does what the new
 process would do: it takes over the descriptors, the environment and the arguments, and calls the same `main`.
@@ -6,6 +6,7 @@ process would do: it takes over the descriptors, the environment and the argumen
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -52,11 +53,9 @@ class Forked:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
 
     def kill(self) -> None:
-        if not self._ended.done():  # the template waits for it before it says so, so the id may be another's afterwards
-            try:
+        if not self._ended.done():
+            with contextlib.suppress(ProcessLookupError):  # the report of its end is on the way
                 os.kill(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +66,7 @@ class Forked:
 
 
 class Forking:
-    """The module `subprocess`, whose `Popen` forks engines and ranks from a template. Other processes start as usual."""
+    """The module `subprocess`, whose `Popen` forks engines and ranks. Other processes start as usual."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,11 +99,13 @@ class Template:
 
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = child_environment()
-        environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")))
+        root = str(Path(__file__).parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join((root, environment.get("PYTHONPATH", "")))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.forked", str(other.fileno())],
             pass_fds=[other.fileno()],
             env=environment,
+            cwd=root,
             start_new_session=True,
         )
         other.close()
@@ -157,6 +158,8 @@ class Template:
                 self._pids.pop(0).set_result(pid)
             else:
                 self._running.pop(pid).set_result(status)
+        for ended in self._running.values():
+            ended.set_result(-signal.SIGKILL)  # by the kernel, as their parent has ended
 
 
 def serve(connection: socket.socket) -> NoReturn:

@@ -169,7 +169,7 @@ async def test_an_address_in_use_fails_the_start(small, tmp_path):
 
 @pytest.fixture
 def free_port() -> int:
-    """A port below those that the kernel gives to whoever asks for any: no other test has it when the engine listens."""
+    """A port below those that the kernel gives to whoever asks for any, so that no other test gets it meanwhile."""
     with socket.socket() as probe:
         for port in range(10_000 + os.getpid() % 10_000, 32_000):
             with contextlib.suppress(OSError):

@@ -29,6 +29,8 @@ PROGRAMS = ("holdfast.engine.process.serve", "holdfast.engine.ranks.work")
 PRELOADED = ("torch", "holdfast.engine.process.build", "holdfast.engine.ranks.paged")
 ORDER_BYTES, MOST_FILES = 1 << 17, 64
 """Most bytes of an order, which is one packet, and most descriptors with it."""
+START_SECONDS = 120.0
+"""Most seconds until a process is forked. The first one waits for the template's imports."""
 HIGH = 512
 """Descriptors from here on are free in a new process."""
 
@@ -77,7 +79,8 @@ class Forking:
 
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
         """Start a process. The arguments are those that `holdfast.engine` gives to `subprocess.Popen`."""
-        if [*command[:3]] != [sys.executable, "-P", "-m"] or command[3] not in PROGRAMS:
+        is_known = [*command[:3]] == [sys.executable, "-P", "-m"] and command[3] in PROGRAMS
+        if not is_known or sys.platform != "linux":  # others have no descriptors of processes
             return subprocess.Popen(command, **options)
         assert options.pop("stdin") == subprocess.PIPE and options.pop("stdout") == 2
         with self._lock:
@@ -109,8 +112,8 @@ class Template:
             start_new_session=True,
         )
         other.close()
-        self._pids: list[Future[int]] = []
-        """The ids of processes that were ordered and not forked yet, in this order."""
+        self._ordered: list[Future[tuple[int, Future[int]]]] = []
+        """For each process that was ordered and not forked yet, in this order: its id and its exit status."""
         self._running: dict[int, Future[int]] = {}
         """The exit status of each process that runs, by its id."""
         self._reader = threading.Thread(target=self._read, name="forked", daemon=True)
@@ -135,12 +138,11 @@ class Template:
             "descriptors": [0, 1, 2, *pass_fds],
             "session": start_new_session,
         }
-        pid: Future[int] = Future()
-        self._pids.append(pid)
+        forked: Future[tuple[int, Future[int]]] = Future()
+        self._ordered.append(forked)
         socket.send_fds(self._socket, [json.dumps(order).encode()], [theirs, 2, 2, *pass_fds])
         os.close(theirs)
-        number = pid.result(60)
-        return Forked(number, self._running[number], os.fdopen(ours, "wb"))
+        return Forked(*forked.result(START_SECONDS), os.fdopen(ours, "wb"))
 
     def close(self) -> None:
         """End this process. What was forked ends with it."""
@@ -155,11 +157,13 @@ class Template:
             pid, status = json.loads(data)
             if status is None:
                 self._running[pid] = Future()
-                self._pids.pop(0).set_result(pid)
+                self._ordered.pop(0).set_result((pid, self._running[pid]))
             else:
                 self._running.pop(pid).set_result(status)
         for ended in self._running.values():
             ended.set_result(-signal.SIGKILL)  # by the kernel, as their parent has ended
+        for forked in self._ordered:
+            forked.set_exception(RuntimeError("the process from which engines are forked has ended, and said why"))
 
 
 def serve(connection: socket.socket) -> NoReturn:

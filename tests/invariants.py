@@ -60,8 +60,6 @@ def check_owners(counted, tables):
             raise RuntimeError(f"a block stands twice in one table: {table}")
         for block in table:
             owners[block] += 1
-    if owners == [*counted]:
-        return
     for block, pair in enumerate(zip(owners, counted, strict=True)):
         if pair[0] != pair[1]:
             raise RuntimeError(f"block {block} stands in {pair[0]} tables, but counts {pair[1]} owners")
@@ -69,9 +67,8 @@ def check_owners(counted, tables):
 
 def check_index(index):
     """Raise RuntimeError unless digests and cached blocks correspond one to one."""
-    digests, blocks = [*index.digests], index.blocks
-    found = [digests[block] for block in blocks.values()]
-    if found != [*blocks] or len(blocks) != len(digests) - digests.count(None):
+    cached = {block: digest for block, digest in enumerate(index.digests) if digest is not None}
+    if cached != {block: digest for digest, block in index.blocks.items()} or len(cached) != len(index.blocks):
         raise RuntimeError("a cached block is not found by its digest, or a digest leads to another block")
 
 

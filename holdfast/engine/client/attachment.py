@@ -125,7 +125,7 @@ class Attachment:
 
         The last one may have the reason. The loss and the messages come by two sockets, which may be read in any order.
         """
-        while not self._socket.closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             await asyncio.sleep(0)
         await asyncio.sleep(0)  # The reader takes the last message first.
         self._end("the connection to it was lost")

@@ -62,10 +62,13 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_engines() -> Iterator[Forking]:
-    """Engines and ranks that tests start in this process are forked. Those of `holdfast serve` start as usual."""
+    """Engines and ranks that tests start in this process are forked. Those of `holdfast serve` start as usual.
+
+    With a GPU all start as usual: CUDA may not work after a fork.
+    """
     forking = Forking()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (spawn, ranks):
+        for module in () if torch.cuda.is_available() else (spawn, ranks):
             patch.setattr(module, "subprocess", forking)
         yield forking
     forking.close()

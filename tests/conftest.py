@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Generator, Iterator
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from holdfast.engine import spawn
+from holdfast.engine.ranks import ranks
 from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
+from tests.forked import Forking
 
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make test-long`
 # has more examples. `make fuzz` has another profile, in which --hypothesis-seed says which examples are drawn.
@@ -54,3 +58,24 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_engines() -> Iterator[Forking]:
+    """Engines and ranks that tests start in this process are forked. Those of `holdfast serve` start as usual.
+
+    With a GPU all start as usual: CUDA may not work after a fork.
+    """
+    forking = Forking()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in () if torch.cuda.is_available() else (spawn, ranks):
+            patch.setattr(module, "subprocess", forking)
+        yield forking
+    forking.close()
+
+
+@pytest.fixture
+def started_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and ranks of the test start as users' do, in new processes."""
+    for module in (spawn, ranks):
+        monkeypatch.setattr(module, "subprocess", subprocess)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import takewhile
 from pathlib import Path
 
@@ -76,9 +76,18 @@ class Serving:
         self.url = url
         self.announced = announced
         """The lines after the address, up to the end of the table."""
+        self._clients: list[openai.OpenAI] = []
 
     def client(self, key: str = "one") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        """A client, which is closed with the process. Left to Python's collector, its socket would warn in any test."""
+        self._clients.append(openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        """Close all clients, and kill the process."""
+        for client in self._clients:
+            client.close()
+        self.process.kill()
 
     def gauge(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", headers={"authorization": "Bearer one"}).text
@@ -111,6 +120,7 @@ def started(*options: str) -> Iterator[Serving]:
             address = next((line for line in process.stdout if "address" in line), "")
             assert address, process.stderr.read()
             table = "".join(takewhile(str.strip, process.stdout))
-            yield Serving(process, address.split()[1], table)
+            with closing(Serving(process, address.split()[1], table)) as serving:
+                yield serving
         finally:
             process.kill()

@@ -123,9 +123,12 @@ def test_any_api_process_continues_a_conversation_and_engines_outlive_all_of_the
         "model": str(checkpoint), "load_format": "random", "cache_gb": 0.02, "replicas": 2, "ray_keep": "kept",
         "store": str(tmp_path / "store.db"), "operator_key": ["op"], "routing": "prefix-tree",
     }  # fmt: skip
-    with ray_nodes(2) as nodes, deployed(tmp_path, nodes.address, **args) as (process, url):
+    with (
+        ray_nodes(2) as nodes,
+        deployed(tmp_path, nodes.address, **args) as (process, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3) as client,
+    ):
         until(lambda: health(url).get("status") == "ok" and len(api_processes()) == 2)
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3)
         model = client.models.list().data[0].id
         greedy: Any = {"temperature": 0.0, "max_output_tokens": 8, "model": model}
         kept = client.conversations.create().id
@@ -134,8 +137,8 @@ def test_any_api_process_continues_a_conversation_and_engines_outlive_all_of_the
         assert len(client.conversations.items.list(kept, limit=100).data) == 24
 
         def ask(number: int) -> str:
-            one = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3)
-            return one.responses.create(input=STORY, **greedy | {"max_output_tokens": 1500}).output_text
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3) as one:
+                return one.responses.create(input=STORY, **greedy | {"max_output_tokens": 1500}).output_text
 
         with ThreadPoolExecutor(8) as pool:
             texts = {*pool.map(ask, range(24))}

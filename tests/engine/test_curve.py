@@ -45,8 +45,8 @@ class Distant(EngineProcess):
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """Gives the engine's process another monotonic clock."""
+def elsewhere(tmp_path, monkeypatch, started_engines):
+    """Gives the engine's process another monotonic clock. Python reads it only when it starts."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))

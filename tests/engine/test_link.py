@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import zmq
 
 from holdfast.engine.link import Parent, remove_stale_sockets
@@ -19,6 +20,7 @@ from holdfast.engine.messages import Abort, encode
 from holdfast.engine.spawn import EngineProcess, Link
 from tests.engine.conftest import wait_for_end
 
+pytestmark = pytest.mark.usefixtures("started_engines")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 PARENT = """\

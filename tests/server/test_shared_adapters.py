@@ -83,6 +83,8 @@ async def test_an_adapter_that_cannot_be_loaded_elsewhere_is_tried_once(
 
     monkeypatch.setattr(engines[1], "load_adapter", load)
     assert (await two[0].post(LOAD, json=PIRATE)).status_code == 200
+    while not tried:
+        await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)
     assert tried == ["pirate"] and await served(two[0]) and not await served(two[1])
 

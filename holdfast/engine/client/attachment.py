@@ -25,6 +25,11 @@ RETRY_SECONDS = 0.25
 """Seconds between two attempts to reach an engine."""
 LINGER_MS = 200
 """Milliseconds for the last message to leave."""
+RECONNECT_MS = 24 * 3600 * 1000
+"""Milliseconds after which libzmq connects again: a lost connection is closed long before.
+
+It must not connect, because messages may be lost between two connections. Told never to, it drops what it has received.
+"""
 QUEUE_LIMIT = 4096
 """Most messages that wait to be read. The engine drops a client that lets more wait."""
 
@@ -60,6 +65,8 @@ class Attachment:
         self._lost = asyncio.ensure_future(recv_monitor_message(self._monitor))
         """Done once the connection has failed or was lost."""
         self._on_end: Callable[[str], None] = lambda reason: None
+        self._losing: list[asyncio.Task[None]] = []
+        """The task that reports the loss of the connection, once it is lost."""
 
     @classmethod
     async def open(cls, address: str, key: str = "", seconds: float = 0.0) -> tuple[Attachment, messages.Attached]:
@@ -111,7 +118,17 @@ class Attachment:
 
     def _note_loss(self, lost: asyncio.Future[Any]) -> None:
         if not lost.cancelled():
-            self._end("the connection to it was lost")
+            self._losing.append(asyncio.ensure_future(self._report_loss()))
+
+    async def _report_loss(self) -> None:
+        """Report that the connection was lost, after the messages that came before.
+
+        The last one may have the reason. The loss and the messages come by two sockets, which may be read in any order.
+        """
+        while not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # The reader takes the last message first.
+        self._end("the connection to it was lost")
 
     def _end(self, reason: str) -> None:
         self._on_end(f"{self._place}: {reason}")
@@ -145,7 +162,7 @@ class Attachment:
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_LIMIT)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # Messages may be lost between two connections.
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_MS)
         if key:

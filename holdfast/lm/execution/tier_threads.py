@@ -55,6 +55,8 @@ class TierThreads:
         self._under_way = 0
         self._pause, self._wake = pause, wake
         self._closed = threading.Event()
+        self._checks: set[threading.Thread] = set()
+        """The checks of the remote tier that have not ended."""
         self._failing: set[TierName] = set()
         """The tiers whose failure has been logged. The disk stays here; the remote tier leaves when it works again."""
 
@@ -72,7 +74,7 @@ class TierThreads:
         """Begin these jobs."""
         for job in jobs:
             if job.kind == "check":
-                threading.Thread(target=self._check, args=(job,), name="holdfast-check", daemon=True).start()
+                self._begin_check(job)
                 continue
             held = HeldJob(job, NO_BYTES if job.kind in ("probe", "find", "renew") else self._host.begin(job))
             with self._lock:
@@ -85,8 +87,10 @@ class TierThreads:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
-        """Stop after the jobs that have begun. The host's memory may be freed then."""
+        """Stop after the jobs and the checks that have begun. The host's memory may be freed then."""
         self._closed.set()
+        for check in tuple(self._checks):
+            check.join()  # otherwise it would open a connection after the store has closed all
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
         for store in (self._disk, self._remote):
@@ -128,6 +132,13 @@ class TierThreads:
                 "holdfast: the remote tier on %s %s: %s; what it lacks is computed, and it is tried again every %g s",
                 self._remote.where, what, self._remote.trouble, self._pause,
             )  # fmt: skip
+
+    def _begin_check(self, job: TierJob) -> None:
+        """Begin a check of the remote tier in a thread of its own: its pause must keep no other job waiting."""
+        self._checks = {check for check in self._checks if check.is_alive()}
+        check = threading.Thread(target=self._check, args=(job,), name="holdfast-check", daemon=True)
+        self._checks.add(check)
+        check.start()
 
     def _check(self, job: TierJob) -> None:
         """Check after a pause whether the remote tier works again."""

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from fake_engine import engine_info
 
 from holdfast.core.types import SamplingParams
+from holdfast.engine import messages
 from holdfast.engine.address import new_key, read_key
 from holdfast.engine.client.attachment import Attachment, NoEngine
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError
+from holdfast.engine.process.door import Door
+from holdfast.engine.wire import WIRE
+from holdfast.lm.config import EngineConfig
 
 PROMPT = list(range(40, 104))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -80,6 +87,44 @@ async def test_a_killed_client_costs_its_requests_and_leaves_the_cache(small, tm
     assert not Path(address).exists()
 
 
+@pytest.mark.parametrize("reads", ["before", "after"])
+async def test_the_loss_of_a_connection_is_reported_after_all_that_came_before(tmp_path, reads):
+    """The client is busy while the engine sends its reason and goes. It waits for messages, or comes to read later."""
+    address = str(tmp_path / "engine.sock")
+    seen: list[str] = []
+
+    async def read(attachment: Attachment) -> None:
+        while True:
+            message = await attachment.receive()
+            assert isinstance(message, messages.Failure)
+            seen.append(message.reason)
+
+    with contextlib.closing(Door(address)) as door:
+        opening = asyncio.create_task(Attachment.open(address))
+        while not (greeting := [*door.waiting()]):
+            await asyncio.sleep(0.01)
+        key = greeting[0][0]
+        door.send(key, messages.encode(messages.Attached(EngineConfig(), engine_info(), wire=WIRE)))
+        attachment, _ = await opening
+        attachment.join(seen.append)
+        if reads == "before":
+            reading = asyncio.create_task(read(attachment))
+            await asyncio.sleep(0)
+        for number in range(3):
+            door.send(key, messages.encode(messages.Failure(f"reason {number}")))
+    if reads == "before":
+        time.sleep(0.2)  # The loss and the messages are seen at the same time.
+    else:
+        await asyncio.sleep(0.2)  # The loss is seen, and no message is read.
+        reading = asyncio.create_task(read(attachment))
+    while not any("lost" in each for each in seen):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    reading.cancel()
+    await attachment.close()
+    assert seen == ["reason 0", "reason 1", "reason 2", f"the engine at {address}: the connection to it was lost"]
+
+
 async def test_a_killed_engine_is_noticed_at_once(small, tmp_path):
     address = str(tmp_path / "engine.sock")
     engine = await EngineClient.start(small(), listen=address)
@@ -124,6 +169,10 @@ async def test_an_address_in_use_fails_the_start(small, tmp_path):
 
 @pytest.fixture
 def free_port() -> int:
+    """A port below those that the kernel gives to whoever asks for any, so that no other test gets it meanwhile."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        for port in range(10_000 + os.getpid() % 10_000, 32_000):
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise RuntimeError("no port is free")

@@ -98,3 +98,37 @@ def test_a_job_that_raises_has_failed_and_others_go_on(disk, monkeypatch):
     threads.start([job(0, "read", (0, 0)), job(1, "write", (1, 1))])
     assert wait_for(threads, 2) == {0: ("failed",), 1: ("done",)}
     threads.close()
+
+
+class SlowStore:
+    """A remote tier whose check ends when a test lets it. It notes what happens."""
+
+    def __init__(self):
+        self.seen, self.began, self.gate = [], threading.Event(), threading.Event()
+
+    def check(self):
+        self.began.set()
+        self.gate.wait(10)
+        self.seen.append("checked")
+        return "failed"
+
+    def close(self):
+        self.seen.append("closed")
+
+
+def test_the_remote_tier_is_closed_after_a_check_that_has_begun():
+    store = SlowStore()
+    threads = TierThreads(blocks_of(host_cache()), None, store, time.monotonic, pause=0.0)
+    threads.start([TierJob(0, "remote", "check", ())])
+    assert store.began.wait(10)
+    threading.Timer(0.05, store.gate.set).start()
+    threads.close()
+    assert store.seen == ["checked", "closed"]
+
+
+def test_a_check_that_has_not_begun_holds_up_no_end():
+    store, began = SlowStore(), time.monotonic()
+    threads = TierThreads(blocks_of(host_cache()), None, store, time.monotonic, pause=3600.0)
+    threads.start([TierJob(0, "remote", "check", ())])
+    threads.close()
+    assert store.seen == ["closed"] and time.monotonic() - began < 60

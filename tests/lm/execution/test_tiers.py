@@ -46,10 +46,20 @@ class Small:
     known: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     """Answers of the module by prompt. The prompts of different tests are mostly the same."""
 
-    def expected(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    def expected(self, prompt: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
+        """The module's answer. It is generated only if it is not `found`, which takes one forward to see."""
         if prompt not in self.known:
-            self.known[prompt] = self.generated(prompt)
+            self.known[prompt] = found if self.says(prompt, found) else self.generated(prompt)
         return self.known[prompt]
+
+    @torch.inference_mode()
+    def says(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+        """Whether each token of a whole answer is the module's likeliest one after those before."""
+        if len(answer) < GENERATED or {*self.model.spec.eos_token_ids} & {*answer}:
+            return False
+        tokens = torch.tensor([prompt + answer[:-1]], device=self.model.spec.device)
+        logits = self.module(tokens, **cache_for(self.module, self.kv_cache_dtype)).logits
+        return tuple(logits[0, len(prompt) - 1 :].argmax(-1).tolist()) == answer
 
     def generated(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         tokens = torch.tensor([prompt], device=self.model.spec.device)
@@ -156,7 +166,7 @@ def test_answers_with_a_host_tier_equal_those_of_the_model_without_a_cache(
     turns, stats = converse(small, eviction=eviction, steps_in_flight=steps_in_flight)
     assert len(turns) == CONVERSATIONS * TURNS
     for prompt, answer in turns:
-        assert answer == small.expected(prompt)
+        assert answer == small.expected(prompt, answer)
     assert stats.blocks_swapped_out > 50
     assert stats.blocks_swapped_in > 20
     assert stats.host_blocks_dropped > 0
@@ -169,7 +179,7 @@ def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small, by_layer
         pytest.skip("the late stream copies on the host")
     turns, stats = converse(small, make_stream=LateStream, by_layer=by_layer, groups=groups)
     for prompt, answer in turns:
-        assert answer == small.expected(prompt)
+        assert answer == small.expected(prompt, answer)
     assert stats.blocks_swapped_in > 20
 
 
@@ -177,4 +187,4 @@ def test_answers_are_wrong_if_steps_do_not_wait_for_copies(small: Small) -> None
     if small.model.spec.device.type != "cpu":
         pytest.skip("the late stream copies on the host")
     turns, _ = converse(small, make_stream=ForgottenStream)
-    assert any(answer != small.expected(prompt) for prompt, answer in turns)
+    assert any(answer != small.expected(prompt, answer) for prompt, answer in turns)

@@ -352,8 +352,19 @@ def refuses(url: str) -> bool:
     return False
 
 
+def test_after_sigterm_health_checks_fail_while_requests_are_served() -> None:
+    with (
+        started("--app", "tiny_apps:adding", "--lame-duck-seconds", "600", *OPTIONS) as serving,
+        httpx.Client(base_url=serving.url, timeout=60) as api,
+    ):
+        serving.process.send_signal(signal.SIGTERM)
+        eventually(lambda: api.get("/v2/health/ready").status_code == 503)
+        assert api.get("/v2/models/adding/ready").status_code == 503
+        assert api.post(ADDING, json=asked([1])).status_code == 200
+
+
 def test_sigterm_lets_requests_finish_and_takes_no_new_ones() -> None:
-    with started("--app", "tiny_apps:slow", "--lame-duck-seconds", "3", *OPTIONS) as serving:
+    with started("--app", "tiny_apps:slow", *OPTIONS) as serving:
         answers: list[httpx.Response] = []
         ask = threading.Thread(
             target=lambda: answers.append(
@@ -363,9 +374,7 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones() -> None:
         ask.start()
         with httpx.Client(base_url=serving.url) as api:
             eventually(lambda: metric(api, "rows_used", "slow") > 0)
-            serving.process.send_signal(signal.SIGTERM)
-            eventually(lambda: api.get("/v2/health/ready").status_code == 503)
-            assert api.get("/v2/models/slow/ready").status_code == 503
+        serving.process.send_signal(signal.SIGTERM)
         eventually(lambda: refuses(serving.url))
         ask.join()
         serving.process.communicate()

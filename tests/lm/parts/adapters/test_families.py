@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +48,20 @@ BLOCK, BLOCKS = 4, 8
 GENERATED = 6
 
 
-@pytest.fixture(scope="module", params=[*NATIVE_FAMILIES, *HYBRID_FAMILIES])
-def any_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return family(request.param, tmp_path_factory.mktemp("family"))
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """Gives the family of a name, which is made once. Tests leave it as it is."""
+    return cache(lambda name: family(name, tmp_path_factory.mktemp("family")))
 
 
-@pytest.fixture(scope="module", params=NATIVE_FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return family(request.param, tmp_path_factory.mktemp("family"))
+@pytest.fixture(params=[*NATIVE_FAMILIES, *HYBRID_FAMILIES])
+def any_case(request: pytest.FixtureRequest, families: Callable[[str], Family]) -> Family:
+    return families(request.param)
+
+
+@pytest.fixture(params=NATIVE_FAMILIES)
+def case(request: pytest.FixtureRequest, families: Callable[[str], Family]) -> Family:
+    return families(request.param)
 
 
 def slots_of(case: Family, names: tuple[str, str]) -> AdapterSlots:
@@ -159,9 +167,11 @@ def test_logits_of_a_mixed_batch_are_those_of_peft(any_case: Family, names: tupl
 @pytest.mark.parametrize(
     "name", ["llama", "phi3", "olmo2", "falcon", "gpt2", "gemma2", "qwen3-moe", "gemma4", "gemma4-dense"]
 )
-def test_ranks_that_share_the_layers_give_peft_s_logits_with_a_dora(name: str, tp: int, tmp_path: Path) -> None:
+def test_ranks_that_share_the_layers_give_peft_s_logits_with_a_dora(
+    name: str, tp: int, families: Callable[[str], Family]
+) -> None:
     """Each rank has some columns of o and down, so it has a part of the norm of every row."""
-    case, names, given = family(name, tmp_path), ("dora", "wide"), prompts(6)
+    case, names, given = families(name), ("dora", "wide"), prompts(6)
 
     def work(rank: Rank) -> torch.Tensor:
         model = load(case.base, device="cpu", dtype="float32", layout=rank.layout, rank=rank.rank, group=rank.group())

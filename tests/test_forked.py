@@ -1,0 +1,96 @@
+"""Engine processes that tests fork: they are what was ordered, and they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.engine import spawn
+from tests.forked import Forked, Forking
+
+ENGINE = "holdfast.engine.process.serve"
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[Forking]:
+    forking = Forking()
+    yield forking
+    forking.close()
+
+
+def engine(forking: Forking, **options: Any) -> Forked:
+    """An engine that waits for the address of its client's socket. It ends, with status 1, with its input."""
+    command = [sys.executable, "-P", "-m", ENGINE, str(os.getpid()), "cpu", "holdfast.engine.process.build"]
+    found = forking.Popen(command, **{"stdin": subprocess.PIPE, "stdout": 2, "env": dict(os.environ)} | options)
+    assert isinstance(found, Forked)
+    return found
+
+
+def of(process: Forked, name: str) -> Path:
+    return Path(f"/proc/{process.pid}/{name}")
+
+
+def test_a_forked_process_has_the_descriptors_the_directory_and_the_session_that_were_ordered(
+    forking: Forking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    passed = tmp_path / "passed"
+    with (
+        passed.open("w") as file,
+        engine(forking, pass_fds=[file.fileno()], start_new_session=True) as process,
+    ):
+        while of(process, "cwd").resolve() != tmp_path:
+            time.sleep(0.001)
+        assert of(process, f"fd/{file.fileno()}").resolve() == passed
+        assert of(process, "fd/1").resolve() == of(process, "fd/2").resolve()
+        assert os.getsid(process.pid) == process.pid
+
+
+def test_a_forked_process_ends_with_its_input(forking: Forking) -> None:
+    process = engine(forking)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(60) == process.poll() == process.returncode == 1
+
+
+def test_a_killed_process_has_the_signals_number_as_its_status(forking: Forking) -> None:
+    with engine(forking) as one, engine(forking) as other:
+        one.kill()
+        assert one.wait(60) == -signal.SIGKILL
+        one.kill()
+        assert other.poll() is None
+
+
+def test_forked_processes_end_with_their_template() -> None:
+    forking = Forking()
+    process = engine(forking)
+    forking.close()
+    assert process.wait(60) == -signal.SIGKILL
+    process.stdin.close()
+
+
+def test_the_template_has_one_thread_when_it_forks(forking: Forking) -> None:
+    """A lock that another thread holds would stay locked in the new process."""
+    with engine(forking) as process:
+        template = of(process, "stat").read_text().split()[3]
+        assert len([*Path(f"/proc/{template}/task").iterdir()]) == 1
+
+
+def test_other_processes_start_as_usual(forking: Forking) -> None:
+    with forking.Popen([sys.executable, "-c", "print(5)"], stdout=subprocess.PIPE) as process:
+        assert isinstance(process, subprocess.Popen) and process.communicate()[0] == b"5\n"
+
+
+def test_the_engines_of_a_test_may_start_in_new_processes(started_engines: None) -> None:
+    with spawn.EngineProcess("cpu") as process:
+        assert Path(f"/proc/{process.pid}/stat").read_text().split()[3] == str(os.getpid()), "it is our own child"

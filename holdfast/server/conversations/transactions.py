@@ -19,6 +19,7 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import Engine
 
 from holdfast.files.regular import open_regular
+from holdfast.server.conversations.prepared import run_sql
 from holdfast.server.conversations.write_lock import WriteLock
 
 
@@ -148,13 +149,13 @@ class Shared:
 
     @contextmanager
     def write(self, *, lasting: bool) -> Iterator[Connection]:
-        self._db.exec_driver_sql("SAVEPOINT one_write")
+        run_sql(self._db, "SAVEPOINT one_write")
         try:
             yield self._db
         except Exception:
-            self._db.exec_driver_sql("ROLLBACK TO SAVEPOINT one_write")
+            run_sql(self._db, "ROLLBACK TO SAVEPOINT one_write")
             raise
-        self._db.exec_driver_sql("RELEASE SAVEPOINT one_write")
+        run_sql(self._db, "RELEASE SAVEPOINT one_write")
         self.lasting = self.lasting or lasting
 
 

@@ -39,12 +39,12 @@ class Prepared:
     def run(self, db: Connection, **values: Any) -> Any:
         """Execute the statement and return the driver's cursor. Raises DBAPIError."""
         compiled = self._for(db.dialect)
-        return _executed(db, "execute", compiled.sql, compiled.parameters(values))
+        return executed(db, "execute", compiled.sql, compiled.parameters(values))
 
     def run_many(self, db: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         """Execute the statement for each row of values. Raises DBAPIError."""
         compiled = self._for(db.dialect)
-        _executed(db, "executemany", compiled.sql, [compiled.parameters(row) for row in rows])
+        executed(db, "executemany", compiled.sql, [compiled.parameters(row) for row in rows])
 
     def value(self, db: Connection, **values: Any) -> Any:
         """Execute the statement and return the first value of its first row; None if it has no row."""
@@ -68,10 +68,10 @@ def _compile(statement: ClauseElement, dialect: Dialect) -> Compiled:
 
 def run_sql(db: Connection, sql: str) -> None:
     """Execute a statement without parameters or rows. Raises DBAPIError."""
-    _executed(db, "execute", sql)
+    executed(db, "execute", sql)
 
 
-def _executed(db: Connection, method: str, sql: str, *given: Any) -> Any:
+def executed(db: Connection, method: str, sql: str, *given: Any) -> Any:
     """Call a method of a new cursor of the driver, and return the cursor. Raises DBAPIError, as SQLAlchemy does."""
     connection: Any = db.connection.dbapi_connection
     driver: Any = db.dialect.dbapi

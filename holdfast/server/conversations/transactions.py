@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -122,17 +122,24 @@ class Alone:
 
     @contextmanager
     def write(self, *, lasting: bool) -> Iterator[Connection]:
-        with self.shared() as shared, shared.write(lasting=lasting) as db:
+        with self._transaction(lambda: lasting) as db:
             yield db
 
     @contextmanager
     def shared(self) -> Iterator[Shared]:
         """Begin a transaction for many writes. It is on the disk before this returns, if one of them must last."""
-        with self._lock.held(), self._writing.connect() as db, db.begin():
+        with self._transaction(lambda: shared.lasting) as db:
             shared = Shared(db)
             yield shared
-            self._flush.before_commit(db, lasting=shared.lasting)
-        self._flush.after_commit(lasting=shared.lasting)
+
+    @contextmanager
+    def _transaction(self, lasting: Callable[[], bool]) -> Iterator[Connection]:
+        """Begin a transaction. Its commit is on the disk before this returns, if `lasting` then says so."""
+        with self._lock.held(), self._writing.connect() as db, db.begin():
+            yield db
+            lasts = lasting()
+            self._flush.before_commit(db, lasting=lasts)
+        self._flush.after_commit(lasting=lasts)
 
 
 class Shared:

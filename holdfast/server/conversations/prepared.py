@@ -44,7 +44,11 @@ class Prepared:
     def run_many(self, db: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
         """Execute the statement for each row of values. Raises DBAPIError."""
         compiled = self._for(db.dialect)
-        executed(db, "executemany", compiled.sql, [compiled.parameters(row) for row in rows])
+        given = [compiled.parameters(row) for row in rows]
+        if len(given) == 1:  # The driver of PostgreSQL prepares more for several rows.
+            executed(db, "execute", compiled.sql, *given)
+        elif given:
+            executed(db, "executemany", compiled.sql, given)
 
     def value(self, db: Connection, **values: Any) -> Any:
         """Execute the statement and return the first value of its first row; None if it has no row."""

@@ -22,6 +22,11 @@ from holdfast.files.regular import open_regular
 from holdfast.server.conversations.prepared import run_sql
 from holdfast.server.conversations.write_lock import WriteLock
 
+SHARDS = 16
+"""Number of rows of a tenant's counters in PostgreSQL. Two servers that write at once seldom wait for the same one."""
+SHARED_LOCK = 0x486F6C64
+"""First key of PostgreSQL's advisory locks of shared transactions: `Hold` in ASCII. The second is the shard."""
+
 
 class FlushFailed(OSError):
     """A transaction was committed, but may not be on the disk."""
@@ -29,6 +34,9 @@ class FlushFailed(OSError):
 
 class Flush(Protocol):
     """What makes the commits of one kind of database last."""
+
+    def begin_shared(self, db: Connection) -> None:
+        """Prepare a transaction that many writes will share."""
 
     def before_commit(self, db: Connection, *, lasting: bool) -> None:
         """Set within the transaction whether its commit must be on the disk."""
@@ -40,6 +48,9 @@ class Flush(Protocol):
 class NoFlush:
     """Commits of a store in memory."""
 
+    def begin_shared(self, db: Connection) -> None:
+        pass
+
     def before_commit(self, db: Connection, *, lasting: bool) -> None:
         pass
 
@@ -49,6 +60,14 @@ class NoFlush:
 
 class ServerFlush(NoFlush):
     """Commits in PostgreSQL, which flushes by itself."""
+
+    def begin_shared(self, db: Connection) -> None:
+        """Let no other server change the same counters before the commit.
+
+        A transaction of many turns changes the counters of several tenants, in any order. If two of them changed the
+        same rows, each could wait for the other.
+        """
+        run_sql(db, f"SELECT pg_advisory_xact_lock({SHARED_LOCK}, pg_backend_pid() % {SHARDS})")
 
     def before_commit(self, db: Connection, *, lasting: bool) -> None:
         if not lasting:
@@ -129,6 +148,7 @@ class Alone:
     def shared(self) -> Iterator[Shared]:
         """Begin a transaction for many writes. It is on the disk before this returns, if one of them must last."""
         with self._transaction(lambda: shared.lasting) as db:
+            self._flush.begin_shared(db)
             shared = Shared(db)
             yield shared
 

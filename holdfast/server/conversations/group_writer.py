@@ -131,7 +131,9 @@ class GroupWriter:
     def _fill(self, group: list[Outcome]) -> None:
         """Run works within the transaction, and add their outcomes to the group. Raises one of FAILURES."""
         until = time.monotonic() + GROUP_SECONDS
-        while self._waiting and self._waiting[0].shares and len(group) < MOST_WORKS and time.monotonic() < until:
+        while self._waiting and self._waiting[0].shares:
+            if group and (len(group) >= MOST_WORKS or time.monotonic() >= until):
+                return
             work = self._waiting.popleft()
             if not work.begin():
                 continue

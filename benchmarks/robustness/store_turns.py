@@ -55,8 +55,9 @@ def message(role: str) -> dict[str, Any]:
 def new_turn(context: Context, conversation: str | None, tenant: str) -> Turn:
     """Return a turn after `context`, with an input and an answer of 20 words each."""
     response = {
-        "id": f"resp_{uuid.uuid4().hex}", "object": "response", "status": "completed", "created_at": 0, "model": "tiny",
-        "metadata": {}, "output": [message("assistant")], "tools": [], "temperature": 1.0, "usage": {"total_tokens": 60},
+        "id": f"resp_{uuid.uuid4().hex}", "object": "response", "status": "completed", "created_at": 0,
+        "model": "tiny", "metadata": {}, "output": [message("assistant")], "tools": [], "temperature": 1.0,
+        "usage": {"total_tokens": 60},
     }  # fmt: skip
     tokens = [*context.tokens, *[1] * 60]
     return Turn(response=response, tenant=tenant, input=[message("user")], context=context, conversation=conversation,
@@ -157,7 +158,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{count} processes: {row['turns_per_second']:8.1f} turns/s "
-            f"({row['turns_per_second'] / rows[0]['turns_per_second']:.2f} times)   median {row['median_ms']:7.1f} ms   "
+            f"({row['turns_per_second'] / rows[0]['turns_per_second']:.2f} times)   "
+            f"median {row['median_ms']:7.1f} ms   "
             f"P99 {row['p99_ms']:7.1f} ms   most {row['most_ms']:7.1f} ms   "
             f"processor {row['processor_ms_per_turn']:.2f} ms a turn   failed {row['failed']:.0f}",
             flush=True,

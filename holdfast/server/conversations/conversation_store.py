@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, 
 
 from holdfast.server.conversations import search_index
 from holdfast.server.conversations.database import Database, conversations, items, threads, turns
-from holdfast.server.conversations.prepared import Prepared
+from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import Context, ConversationBusy, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
@@ -28,7 +28,7 @@ _OWN = (
 
 
 _LAST = Prepared(select(func.max(items.c.position)).where(items.c.conversation == bindparam("conversation")))
-_ADD = Prepared(insert(items).values({name: bindparam(name) for name in items.c.keys()}))
+_ADD = Prepared(insert(items).values(parameters(items)))
 _LISTED = Prepared(
     select(items.c.id).where(items.c.conversation == bindparam("conversation")).order_by(items.c.position)
 )

@@ -32,11 +32,13 @@ KEPT_SECONDS = 100 * LEASE_SECONDS
 """Seconds for which the lease of an ended server stays in the table."""
 
 _BY = leases.c
-_LOCK = Prepared(text(
-    "INSERT INTO leases (response, server, seen, cancelled) VALUES (:key, :server, :now, false) "
-    "ON CONFLICT (response) DO UPDATE SET server = excluded.server, seen = excluded.seen "
-    "WHERE leases.server = excluded.server OR leases.seen < :ended OR leases.server = :former"
-))
+_LOCK = Prepared(
+    text(
+        "INSERT INTO leases (response, server, seen, cancelled) VALUES (:key, :server, :now, false) "
+        "ON CONFLICT (response) DO UPDATE SET server = excluded.server, seen = excluded.seen "
+        "WHERE leases.server = excluded.server OR leases.seen < :ended OR leases.server = :former"
+    )
+)
 _UNLOCK = Prepared(delete(leases).where(_BY.response == bindparam("key"), _BY.server == bindparam("server")))
 """Takes a conversation's lease, unless a server that runs holds it, or `former` does."""
 

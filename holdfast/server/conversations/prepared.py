@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ClauseElement, Connection, Dialect
+from sqlalchemy import BindParameter, ClauseElement, Connection, Dialect, Table, bindparam
 from sqlalchemy.exc import DBAPIError
+
+
+def parameters(table: Table) -> dict[str, BindParameter[Any]]:
+    """Return a parameter for each column of a table, with the column's name."""
+    return {column.name: bindparam(column.name) for column in table.columns}
 
 
 class Compiled(NamedTuple):

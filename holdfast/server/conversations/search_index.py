@@ -87,7 +87,9 @@ pending = Table(
 )
 """Documents in SQLite that were added or removed, in this order, and that its index does not know yet."""
 
-_NUMBERS = Prepared(select(indexed.c.tenant, indexed.c.number).where(indexed.c.conversation == bindparam("conversation")))
+_NUMBERS = Prepared(
+    select(indexed.c.tenant, indexed.c.number).where(indexed.c.conversation == bindparam("conversation"))
+)
 
 Document = tuple[int, Iterable[str]]
 """Number of a document, and its words."""
@@ -145,9 +147,7 @@ class SqliteIndex(TextIndex):
     )
     _RECORD = Prepared(insert(pending).values({name: bindparam(name) for name in ("number", "words", "added")}))
     _WAITING = Prepared(
-        select(
-            select(func.max(pending.c.id)).scalar_subquery() - select(func.min(pending.c.id)).scalar_subquery()
-        )
+        select(select(func.max(pending.c.id)).scalar_subquery() - select(func.min(pending.c.id)).scalar_subquery())
     )
 
     def create(self, db: Connection) -> None:

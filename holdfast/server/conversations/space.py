@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.database import conversations, items, threads, turns
-from holdfast.server.conversations.prepared import Prepared
+from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ _GROW = Prepared(
     .where(threads.c.id == bindparam("thread"))
     .values(active=bindparam("now"), bytes=threads.c.bytes + bindparam("size"))
 )
-_BEGIN = Prepared(insert(threads).values({name: bindparam(name) for name in threads.c.keys()}))
+_BEGIN = Prepared(insert(threads).values(parameters(threads)))
 _IDLE = (
     select(threads.c.id, threads.c.tenant, threads.c.bytes, threads.c.active)
     .where(threads.c.id != bindparam("spare"))

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, sele
 from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.leases import Leases
-from holdfast.server.conversations.prepared import Prepared
+from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.space import SIZE, Space
 from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Context, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
@@ -43,7 +43,7 @@ _VISIBLE = (
     )
 )
 _EXISTS = Prepared(select(turns.c.id).where(turns.c.id == bindparam("id")))
-_INSERT_TURN = Prepared(insert(turns).values({name: bindparam(name) for name in turns.c.keys()}))
+_INSERT_TURN = Prepared(insert(turns).values(parameters(turns)))
 
 
 class _Answered(Struct):

@@ -175,9 +175,7 @@ def test_a_group_ends_after_its_time(on_disk: Store, monkeypatch: pytest.MonkeyP
     assert len(together.commits) == 3, "each group has one work at least"
 
 
-def test_a_group_is_flushed_once_if_one_of_its_works_must_last(
-    on_disk: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_is_flushed_once_if_one_of_its_works_must_last(on_disk: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     flushes, flush = list[int](), os.fdatasync
     monkeypatch.setattr(os, "fdatasync", lambda file: (flushes.append(file), flush(file)))
     with Together(on_disk) as together:

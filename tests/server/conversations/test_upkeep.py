@@ -176,7 +176,7 @@ def test_only_locks_and_renewals_do_not_wait_for_the_disk(
             commits.append(False)
 
     def flushed(file: int, flush: Callable[[int], None] = os.fdatasync) -> None:
-        assert os.readlink(f"/proc/self/fd/{file}") == f"{where}-wal"
+        assert str(Path(f"/proc/self/fd/{file}").readlink()) == f"{where}-wal"
         flush(file)
         commits[-1] = True
 

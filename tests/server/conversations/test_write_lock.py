@@ -18,7 +18,7 @@ from holdfast.server.conversations.write_lock import FileLock
 
 def somebody_waits(database: Path) -> bool:
     """Whether a writer holds the line, which it does while it waits for the turn."""
-    with open(f"{database}-line") as line:
+    with Path(f"{database}-line").open() as line:
         with suppress(BlockingIOError):
             fcntl.flock(line, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False
@@ -107,13 +107,13 @@ def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
 
 def test_only_the_owner_can_open_the_lock_files(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "store.sqlite")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len([*Path("/proc/self/fd").iterdir()])
     with lock.held():
         files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["store.sqlite-line", "store.sqlite-turn"]
     assert [file.stat().st_mode & 0o077 for file in files] == [0, 0]
     lock.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 def test_a_lock_file_that_is_no_regular_file_is_an_error(tmp_path: Path) -> None:

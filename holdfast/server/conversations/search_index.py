@@ -283,7 +283,10 @@ def tenant_places(db: Connection, tenant: str) -> Places:
 def conversation_places(db: Connection, conversation: str) -> Places | None:
     """Return the range of a conversation's documents; None if it is not indexed."""
     row = _NUMBERS.run(db, conversation=conversation).fetchone()
-    return None if row is None else _places(*row, 1)
+    if row is None:
+        return None
+    tenant, number = row
+    return _places(tenant, number, 1)
 
 
 def _places(tenant: int, first: int, count: int) -> Places:

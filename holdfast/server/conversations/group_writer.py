@@ -32,7 +32,7 @@ class Work:
 
     def begin(self) -> bool:
         """Mark the work as running. Returns False if nobody waits for it any more."""
-        return self.future.running() or self.future.set_running_or_notify_cancel()
+        return self.future.set_running_or_notify_cancel()
 
     def finish(self) -> None:
         """Run the work outside any shared transaction, and give its result."""

@@ -39,8 +39,8 @@ _LOCK = Prepared(
         "WHERE leases.server = excluded.server OR leases.seen < :ended OR leases.server = :former"
     )
 )
-_UNLOCK = Prepared(delete(leases).where(_BY.response == bindparam("key"), _BY.server == bindparam("server")))
 """Takes a conversation's lease, unless a server that runs holds it, or `former` does."""
+_UNLOCK = Prepared(delete(leases).where(_BY.response == bindparam("key"), _BY.server == bindparam("server")))
 
 
 def conversation_key(tenant: str, conversation: str) -> str:

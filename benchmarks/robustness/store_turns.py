@@ -168,8 +168,9 @@ def main() -> None:
     if asked.json is not None:
         kind = "postgresql" if (asked.store or "").startswith("postgres") else "sqlite"
         result = {
-            "command": shlex.join(["python", *sys.argv]), "version": __version__, "python": platform.python_version(),
-            "processors": os.cpu_count(), "database": kind, "clients": asked.clients, "rows": rows,
+            "command": shlex.join(["python", "-m", "benchmarks.robustness.store_turns", *sys.argv[1:]]),
+            "version": __version__, "python": platform.python_version(), "processors": os.cpu_count(),
+            "database": kind, "clients": asked.clients, "rows": rows,
         }  # fmt: skip
         asked.json.write_text(json.dumps(result, indent=1) + "\n")
 

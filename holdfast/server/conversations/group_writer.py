@@ -44,7 +44,7 @@ class Work:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a work gave within a transaction that is not committed yet."""
+    """The result or the error of a work, within a transaction that is not committed yet."""
 
     work: Work
     result: Any = None

@@ -33,7 +33,7 @@ class FlushFailed(OSError):
 
 
 class Flush(Protocol):
-    """What makes the commits of one kind of database last."""
+    """Makes the commits of one kind of database last."""
 
     def begin_shared(self, db: Connection) -> None:
         """Prepare a transaction that many writes will share."""

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, 
 
 from holdfast.server.conversations import search_index
 from holdfast.server.conversations.database import Database, conversations, items, threads, turns
+from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import Context, ConversationBusy, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
@@ -25,6 +26,15 @@ _OWN = (
     )
 )
 
+
+_LAST = Prepared(select(func.max(items.c.position)).where(items.c.conversation == bindparam("conversation")))
+_ADD = Prepared(insert(items).values(parameters(items)))
+_LISTED = Prepared(
+    select(items.c.id).where(items.c.conversation == bindparam("conversation")).order_by(items.c.position)
+)
+_HERE = update(conversations).where(conversations.c.id == bindparam("conversation"))
+_MOVE = Prepared(_HERE.where(conversations.c.head == bindparam("parent")).values(head=bindparam("head")))
+_MOVE_FIRST = Prepared(_HERE.where(conversations.c.head.is_(None)).values(head=bindparam("head")))
 
 PAGE_BYTES = 8 << 20
 """Maximum size of a page of items in bytes, except that a page holds at least one item."""
@@ -171,13 +181,12 @@ def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:
     """Add items at a conversation's end, within the caller's transaction. Returns their size in bytes."""
     if not new:
         return 0
-    here = items.c.conversation == conversation
-    last = db.execute(select(func.max(items.c.position)).where(here)).scalar()
+    last = _LAST.value(db, conversation=conversation)
     rows = [
         {"conversation": conversation, "position": position, "id": item["id"], "item": encode(item)}
         for position, item in enumerate(new, 0 if last is None else last + 1)
     ]
-    db.execute(insert(items), rows)
+    _ADD.run_many(db, rows)
     search_index.add_items(db, conversation, [(row["position"], row["item"]) for row in rows])
     return sum(len(row["item"]) for row in rows)
 
@@ -196,13 +205,13 @@ def advance(db: Connection, turn: Turn) -> None:
     Raises ConversationBusy if the conversation has changed since the turn began: its head, or its items if it has no
     head. The update comes first because it locks the row against other servers.
     """
-    columns, parent, here = conversations.c, turn.context.parent, items.c.conversation == turn.conversation
-    unmoved = columns.head.is_(None) if parent is None else columns.head == parent
-    moved = update(conversations).where(columns.id == turn.conversation, unmoved).values(head=turn.id)
-    same = bool(db.execute(moved).rowcount)
-    if same and parent is None:
-        listed = db.execute(select(items.c.id).where(here).order_by(items.c.position)).scalars().all()
-        same = listed == [item["id"] for item in turn.context.items]
+    parent, here = turn.context.parent, {"conversation": turn.conversation}
+    if parent is not None:
+        same = bool(_MOVE.run(db, head=turn.id, parent=parent, **here).rowcount)
+    else:
+        same = bool(_MOVE_FIRST.run(db, head=turn.id, **here).rowcount)
+        listed = [id for (id,) in _LISTED.run(db, **here)]
+        same = same and listed == [item["id"] for item in turn.context.items]
     if not same:
         raise ConversationBusy("the conversation was deleted, edited or went on while this response was written")
 

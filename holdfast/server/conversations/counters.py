@@ -14,11 +14,10 @@ import sqlalchemy
 from sqlalchemy import BigInteger, Boolean, Column, Connection, Integer, Row, Table, func, insert, select, text, update
 
 from holdfast.server.conversations.database import NAME, conversations, items, tables, threads
+from holdfast.server.conversations.transactions import SHARDS
 
 PIECE = 2000
 """Maximum number of rows that one transaction counts. It takes some 20 ms."""
-SHARDS = 16
-"""Number of rows of one tenant in PostgreSQL. Two servers that write at once seldom wait for the same one."""
 
 counters = Table(
     "counters",

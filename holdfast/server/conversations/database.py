@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from holdfast.files.regular import open_regular
+from holdfast.server.conversations.transactions import Alone, Current, Flush, LogFlush, NoFlush, ServerFlush
+from holdfast.server.conversations.write_lock import FileLock, NoLock, WriteLock
 
 MEMORY = "memory"
 MEMORY_BYTES = 8 << 30
@@ -300,25 +302,28 @@ class Database:
         self.engine = _connect(where)
         self.single = isinstance(self.engine.pool, StaticPool)
         """Whether there is only one connection, which one thread uses at a time."""
-        # In PostgreSQL, all queries of a read must see the same snapshot. SQLite does this by default.
-        isolation = {"isolation_level": "REPEATABLE READ"} if self.engine.dialect.name == "postgresql" else {}
-        self._reading = self.engine.execution_options(**isolation)
+        self._lock, flush = _means(self.engine)
+        self._alone = Alone(self.engine, self._lock, flush)
+        self._current = Current(self._alone)
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Begin a read-only transaction."""
-        with self._reading.connect() as db, db.begin():
-            yield db
+    def read(self) -> AbstractContextManager[Connection]:
+        """Begin a read-only transaction. Within `shared`, the read sees what this thread has written."""
+        return self._current.scope.read()
 
-    @contextmanager
-    def write(self, *, lasting: bool = True) -> Iterator[Connection]:
+    def write(self, *, lasting: bool = True) -> AbstractContextManager[Connection]:
         """Begin a transaction that takes the write lock at its beginning.
 
         Its commit is on the disk before this returns. If it is not `lasting`, the next lasting commit takes it to the
-        disk: until then it survives the end of the server, but not a loss of power.
+        disk: until then it survives the end of the server, but not a loss of power. Raises FlushFailed if the commit
+        may not be on the disk. Within `shared`, it is a part of that transaction, and is committed with it.
         """
-        with self.engine.connect().execution_options(holdfast_write=True, holdfast_lasting=lasting) as db, db.begin():
-            yield db
+        return self._current.scope.write(lasting=lasting)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Begin a transaction that all writes of this thread share. It ends like one of `write`, lasting if one is."""
+        with self._alone.shared() as shared, self._current.within(shared):
+            yield
 
     def check(self) -> None:
         """Read a whole SQLite file, some 10 s for each GB. Raises ValueError or SQLAlchemyError if it is damaged."""
@@ -363,6 +368,17 @@ class Database:
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
+        self._lock.close()
+
+
+def _means(engine: Engine) -> tuple[WriteLock, Flush]:
+    """Return the lock of all writers, and what makes commits last, for this kind of database."""
+    if engine.dialect.name == "postgresql":
+        return NoLock(), ServerFlush()
+    if engine.url.database is None:
+        return NoLock(), NoFlush()
+    path = Path(engine.url.database)
+    return FileLock(path), LogFlush(path, engine)
 
 
 def _connect(where: str) -> Engine:
@@ -388,7 +404,8 @@ def _connect(where: str) -> Engine:
         if not url.drivername.startswith("postgresql"):
             raise ValueError(f"{url.drivername} is not supported; give sqlite:///FILE or postgresql://…")
         engine = sqlalchemy.create_engine(url, pool_pre_ping=True, hide_parameters=True)
-    (_prepare_sqlite if engine.dialect.name == "sqlite" else _prepare_postgresql)(engine)
+    if engine.dialect.name == "sqlite":
+        _prepare_sqlite(engine)
     return engine
 
 
@@ -409,30 +426,16 @@ def switch_to_wal(connection: sqlite3.Connection) -> None:
 
 
 def _prepare_sqlite(engine: Engine) -> None:
-    """Turn on write-ahead logging, flush every lasting commit to the disk, and send BEGIN explicitly."""
+    """Turn on write-ahead logging, and send BEGIN explicitly. Commits are flushed by `LogFlush`."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # Python's own BEGIN would leave reads outside the transaction.
         switch_to_wal(connection)
-        for pragma in ("secure_delete=ON", f"wal_autocheckpoint={LOG_PAGES}"):
+        for pragma in ("secure_delete=ON", f"wal_autocheckpoint={LOG_PAGES}", "synchronous=NORMAL"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def begin(db: Connection) -> None:
-        options = db.get_execution_options()
-        if not options.get("holdfast_write"):
-            db.exec_driver_sql("BEGIN")
-            return
-        db.exec_driver_sql(f"PRAGMA synchronous={'FULL' if options['holdfast_lasting'] else 'NORMAL'}")
         # A writer takes its lock at once. If it read first, another writer could commit before it gets the lock.
-        db.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _prepare_postgresql(engine: Engine) -> None:
-    """Let a commit that need not last return before it is on the disk."""
-
-    @event.listens_for(engine, "begin")
-    def begin(db: Connection) -> None:
-        if not db.get_execution_options().get("holdfast_lasting", True):
-            db.exec_driver_sql("SET LOCAL synchronous_commit TO OFF")
+        db.exec_driver_sql("BEGIN IMMEDIATE" if db.get_execution_options().get("holdfast_write") else "BEGIN")

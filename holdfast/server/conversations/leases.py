@@ -9,9 +9,10 @@ import hashlib
 import uuid
 from collections.abc import Callable, Collection
 
-from sqlalchemy import Connection, delete, insert, select, text, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, text, update
 
 from holdfast.server.conversations.database import Database, leases, recipes
+from holdfast.server.conversations.prepared import Prepared
 from holdfast.server.conversations.values import Conflict, ConversationBusy
 
 LEASE_SECONDS = 15.0
@@ -31,12 +32,15 @@ KEPT_SECONDS = 100 * LEASE_SECONDS
 """Seconds for which the lease of an ended server stays in the table."""
 
 _BY = leases.c
-_LOCK = text(
-    "INSERT INTO leases (response, server, seen, cancelled) VALUES (:key, :server, :now, false) "
-    "ON CONFLICT (response) DO UPDATE SET server = excluded.server, seen = excluded.seen "
-    "WHERE leases.server = excluded.server OR leases.seen < :ended OR leases.server = :former"
+_LOCK = Prepared(
+    text(
+        "INSERT INTO leases (response, server, seen, cancelled) VALUES (:key, :server, :now, false) "
+        "ON CONFLICT (response) DO UPDATE SET server = excluded.server, seen = excluded.seen "
+        "WHERE leases.server = excluded.server OR leases.seen < :ended OR leases.server = :former"
+    )
 )
 """Takes a conversation's lease, unless a server that runs holds it, or `former` does."""
+_UNLOCK = Prepared(delete(leases).where(_BY.response == bindparam("key"), _BY.server == bindparam("server")))
 
 
 def conversation_key(tenant: str, conversation: str) -> str:
@@ -111,13 +115,13 @@ class Leases:
         ended = now - LEASE_SECONDS
         given = {"key": key, "server": self.server, "now": now, "ended": ended, "former": former}
         with self._database.write(lasting=False) as db:
-            if not db.execute(_LOCK, given).rowcount:
+            if not _LOCK.run(db, **given).rowcount:
                 raise ConversationBusy(BUSY)
 
     def unlock(self, key: str) -> None:
         """Give up the lease of a conversation, if this server holds it."""
         with self._database.write(lasting=False) as db:
-            db.execute(delete(leases).where(_BY.response == key, _BY.server == self.server))
+            _UNLOCK.run(db, key=key, server=self.server)
 
     def held(self, db: Connection, responses: Collection[str]) -> set[str]:
         """Return the given responses that another server is writing, or will take over."""

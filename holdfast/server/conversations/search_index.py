@@ -12,11 +12,26 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import sqlalchemy
-from sqlalchemy import BigInteger, Boolean, Column, Connection, Integer, Table, Text, delete, func, insert, select, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Integer,
+    Table,
+    Text,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    text,
+)
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from holdfast.server.conversations.counters import begin_task, end_piece, locked_task, upkeep
 from holdfast.server.conversations.database import NAME, conversations, items, tables
+from holdfast.server.conversations.prepared import Prepared
 from holdfast.server.conversations.words import item_text, joined, title_text, words_of
 
 PLACES = 1 << 16
@@ -72,6 +87,10 @@ pending = Table(
 )
 """Documents in SQLite that were added or removed, in this order, and that its index does not know yet."""
 
+_NUMBERS = Prepared(
+    select(indexed.c.tenant, indexed.c.number).where(indexed.c.conversation == bindparam("conversation"))
+)
+
 Document = tuple[int, Iterable[str]]
 """Number of a document, and its words."""
 
@@ -126,7 +145,10 @@ class SqliteIndex(TextIndex):
         "SELECT rowid FROM search_text WHERE search_text MATCH :words AND rowid >= :first AND rowid < :end "
         "ORDER BY rowid DESC LIMIT :limit"
     )
-    _WAITING = select(func.max(pending.c.id) - func.min(pending.c.id))
+    _RECORD = Prepared(insert(pending).values({name: bindparam(name) for name in ("number", "words", "added")}))
+    _WAITING = Prepared(
+        select(select(func.max(pending.c.id)).scalar_subquery() - select(func.min(pending.c.id)).scalar_subquery())
+    )
 
     def create(self, db: Connection) -> None:
         # `prefix` makes beginnings of words as fast as words. `detail=none` keeps no positions within a document.
@@ -148,8 +170,8 @@ class SqliteIndex(TextIndex):
 
     def _record(self, db: Connection, documents: Sequence[Document], *, added: bool) -> None:
         rows = [{"number": number, "words": joined(words), "added": added} for number, words in documents]
-        db.execute(insert(pending), rows)
-        if (db.execute(self._WAITING).scalar() or 0) > MOST_PENDING:
+        self._RECORD.run_many(db, rows)
+        if (self._WAITING.value(db) or 0) > MOST_PENDING:
             self._apply(db)
 
     def tidy(self, db: Connection) -> bool:
@@ -260,8 +282,11 @@ def tenant_places(db: Connection, tenant: str) -> Places:
 
 def conversation_places(db: Connection, conversation: str) -> Places | None:
     """Return the range of a conversation's documents; None if it is not indexed."""
-    row = db.execute(select(indexed).where(indexed.c.conversation == conversation)).one_or_none()
-    return None if row is None else _places(row.tenant, row.number, 1)
+    row = _NUMBERS.run(db, conversation=conversation).fetchone()
+    if row is None:
+        return None
+    tenant, number = row
+    return _places(tenant, number, 1)
 
 
 def _places(tenant: int, first: int, count: int) -> Places:

@@ -25,6 +25,7 @@ from sqlalchemy import (
 
 from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.database import conversations, items, threads, turns
+from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
 log = logging.getLogger(__name__)
@@ -45,12 +46,13 @@ because others may have dropped threads. Within the bounds only the sum of all c
 LOG_SECONDS = 60.0
 """Minimum number of seconds between two lines of the log about dropped threads."""
 
-_BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
-_GROW = (
+_BYTES = Prepared(select(threads.c.bytes).where(threads.c.id == bindparam("thread")))
+_GROW = Prepared(
     update(threads)
     .where(threads.c.id == bindparam("thread"))
     .values(active=bindparam("now"), bytes=threads.c.bytes + bindparam("size"))
 )
+_BEGIN = Prepared(insert(threads).values(parameters(threads)))
 _IDLE = (
     select(threads.c.id, threads.c.tenant, threads.c.bytes, threads.c.active)
     .where(threads.c.id != bindparam("spare"))
@@ -138,6 +140,8 @@ class Space:
         """Threads of each tenant, while the store is beyond a bound. Within the bounds, no write counts all tenants."""
         self._log = DropLog(bounds)
         self._writes = RECOUNT
+        self._idle_since = -math.inf
+        """Time of the last activity of the thread that was idle longest, at the last look. No thread is older now."""
 
     def bytes(self) -> int:
         """Number of stored bytes of all tenants, at the last count plus this server's changes since."""
@@ -150,13 +154,13 @@ class Space:
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
         """Record that a thread is active and grew by `size` bytes, then drop old threads. Raises ThreadTooLarge."""
         now, most = self.now(), int(min(self._bounds.bytes / SHARE, MOST_THREAD))
-        if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
+        if size + (_BYTES.value(db, thread=thread) or 0) > most:
             raise ThreadTooLarge(
                 f"this conversation takes up more than {most} bytes with all its branches; begin a new one"
             )
-        fresh = not db.execute(_GROW, {"thread": thread, "now": now, "size": size}).rowcount
+        fresh = not _GROW.run(db, thread=thread, now=now, size=size).rowcount
         if fresh:
-            db.execute(insert(threads).values(id=thread, tenant=tenant, active=now, bytes=size))
+            _BEGIN.run(db, id=thread, tenant=tenant, active=now, bytes=size)
         self._change(tenant, int(fresh), size)
         self.drop_old(db, spare=thread)
 
@@ -172,8 +176,9 @@ class Space:
         if self._over_bounds and not self._held:
             self._held = {tenant: Held(each.threads, each.bytes) for tenant, each in counters.held(db).items()}
         old = displaced = 0
-        for _ in range(BATCH):
+        for _ in range(BATCH if self._over_bounds or self._idle_since < self.oldest() else 0):
             row = db.execute(_IDLE, {"spare": spare}).first()
+            self._idle_since = self.now() if row is None else row.active
             if row is not None and row.active < self.oldest():
                 old += 1
             elif (row := self._displaced(db, spare)) is not None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.adapter_table import AdapterTable
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate, reason_of
+from holdfast.server.conversations.group_writer import GroupWriter
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
+from holdfast.server.conversations.transactions import FlushFailed
 from holdfast.server.conversations.tree import Tree
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.upkeep import Upkeep
@@ -30,6 +34,10 @@ T = TypeVar("T")
 
 READERS = 4
 """Number of threads that read, so that a search holds up no other read."""
+WAIT_SECONDS = 30.0
+"""Seconds that a write waits for the writes of other processes before it fails."""
+NOTHING = "the conversation store cannot be used now; nothing of this request was stored"
+UNKNOWN = "the disk of the conversation store failed; this request may be stored or not"
 
 
 class Store:
@@ -97,11 +105,12 @@ class AsyncStore:
         self._metrics = metrics or Metrics()
         self._metrics.store_up.set(1)
         self._metrics.store_bytes.set_function(store.space.bytes)
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
-        self._reader = self._writer
+        self._writer = GroupWriter(store.database)
+        self._reader: GroupWriter | ThreadPoolExecutor = self._writer
         if not store.database.single:
             self._reader = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="holdfast-store-reads")
-        self._failing: set[ThreadPoolExecutor] = set()
+        self._failing: set[str] = set()
+        """Kinds of calls, reads and writes, whose last call failed."""
         self._upkeep = Upkeep(store.database, self._writer)
 
     @property
@@ -116,34 +125,38 @@ class AsyncStore:
 
     async def read(self, work: Callable[[Store], T], param: str | None = None) -> T:
         """Run `work`, which only reads, and return its result. Raises ApiError like `run`."""
-        return await self._call(self._reader, work, param)
+        with self._answering("reads", param):
+            return await asyncio.wrap_future(self._reader.submit(work, self._store))
 
     async def run(self, work: Callable[[Store], T], param: str | None = None) -> T:
-        """Run `work` and return its result. If the caller is cancelled, the work still completes.
+        """Run `work` and return its result once it is committed. If the caller is cancelled, the work still completes.
+
+        Works of several callers share a transaction, and a work may run again if that fails (`GroupWriter`).
 
         Raises ApiError if the store refuses the work or the database fails, for example on a full disk. Then nothing of
         the work is stored. `param` is the request's parameter that names the object, if there is one.
         """
-
-        def write(store: Store) -> T:
-            try:
-                return work(store)
-            except FAILURES as error:
-                if not store.database.make_room(error):
-                    raise
-                return work(store)
-
+        future = self._writer.write(partial(work, self._store))
+        overdue = asyncio.get_running_loop().call_later(WAIT_SECONDS, future.cancel)  # Does nothing once it runs.
         try:
-            return await self._call(self._writer, write, param)
+            with self._answering("writes", param):
+                try:
+                    return await asyncio.shield(asyncio.wrap_future(future))
+                except asyncio.CancelledError:
+                    if future.cancelled():
+                        raise TimeoutError(f"other programs have kept its lock for {WAIT_SECONDS:g} s") from None
+                    raise
         finally:
+            overdue.cancel()
             self._upkeep.wake()
 
-    async def _call(self, thread: ThreadPoolExecutor, work: Callable[[Store], T], param: str | None) -> T:
+    @contextmanager
+    def _answering(self, kind: str, param: str | None) -> Iterator[None]:
+        """Raise ApiError for what the store or the database raises within the context, and count the call."""
         began, outcome = time.perf_counter(), "refused"
         try:
-            result = await asyncio.get_running_loop().run_in_executor(thread, work, self._store)
+            yield
             outcome = "ok"
-            return result
         except asyncio.CancelledError:
             outcome = "left"
             raise
@@ -156,13 +169,13 @@ class AsyncStore:
         except FAILURES as error:
             outcome = "failed"
             log.error("the conversation store failed: %s", getattr(error, "orig", None) or error)
-            reason = "the conversation store cannot be used now; nothing of this request was stored"
+            reason = UNKNOWN if isinstance(error, FlushFailed) else NOTHING
             raise ApiError(reason, status=503, code="store_unavailable") from None
         finally:
             if outcome == "failed":
-                self._failing.add(thread)
+                self._failing.add(kind)
             elif outcome != "left":
-                self._failing.discard(thread)
+                self._failing.discard(kind)
             self._metrics.store_up.set(self.up)
             self._metrics.store_operations.labels(outcome).inc()
             seconds = time.perf_counter() - began
@@ -174,8 +187,8 @@ class AsyncStore:
         self._upkeep.close()
         if self._reader is not self._writer:
             self._reader.shutdown()
-        self._writer.submit(self._store.close)
         self._writer.shutdown()
+        self._store.close()
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:

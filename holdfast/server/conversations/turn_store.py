@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, sele
 from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.leases import Leases
+from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.space import SIZE, Space
 from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Context, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
@@ -41,8 +42,8 @@ _VISIBLE = (
         threads.c.active >= bindparam("oldest"),
     )
 )
-_EXISTS = select(turns.c.id).where(turns.c.id == bindparam("id"))
-_INSERT_TURN = insert(turns)
+_EXISTS = Prepared(select(turns.c.id).where(turns.c.id == bindparam("id")))
+_INSERT_TURN = Prepared(insert(turns).values(parameters(turns)))
 
 
 class _Answered(Struct):
@@ -96,7 +97,7 @@ class TurnStore:
                     raise Conflict("the response was deleted while it was written")
                 replaced = found
                 self._leases.end_own(db, turn.id)
-            elif db.execute(_EXISTS, {"id": turn.id}).scalar() is not None:
+            elif _EXISTS.value(db, id=turn.id) is not None:
                 raise Conflict("another server has stored this response")
             if status in RUNNING:
                 self._leases.begin(db, turn.id, turn.recipe)
@@ -116,7 +117,7 @@ class TurnStore:
                 "visible": turn.visible, "status": status, "start": start, "characters": turn.characters,
                 "digest": turn.digest,
             }  # fmt: skip
-            db.execute(_INSERT_TURN, fixed | row)
+            _INSERT_TURN.run(db, **fixed, **row)
             self._space.grown(db, thread, turn.tenant, size - replaced)
         if status in GOOD:
             self.cache.add(
@@ -187,7 +188,7 @@ class TurnStore:
         parent, known = turn.context.parent, turn.context.tokens
         if parent is None:
             return 0
-        if db.execute(_EXISTS, {"id": parent}).scalar() is None:
+        if _EXISTS.value(db, id=parent) is None:
             raise Conflict("the previous response was deleted while this one was written")
         if turn.known == len(known) or turn.tokens[: len(known)] == known:
             return len(known)

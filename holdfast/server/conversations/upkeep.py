@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.database import FAILURES, Database
@@ -44,10 +44,17 @@ def tidy(database: Database) -> bool:
         return search_index.index_of(db).tidy(db)
 
 
+class Writer(Protocol):
+    """The thread that writes to the store."""
+
+    def submit(self, work: Callable[..., T], *given: Any) -> Future[T]:
+        """Run a work between two transactions. Raises RuntimeError once the thread was shut down."""
+
+
 class Upkeep:
     """Thread that does upkeep, piece by piece, through the thread that writes to the store."""
 
-    def __init__(self, database: Database, writer: Executor) -> None:
+    def __init__(self, database: Database, writer: Writer) -> None:
         """Begin at once. In an up-to-date store in PostgreSQL, the thread ends after one transaction."""
         self._database = database
         self._writer = writer

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import event, text
 from test_store import AMPLE, grow, item, turn
 
+from holdfast.server.conversations import prepared
 from holdfast.server.conversations.store import Store
 
 BOUNDED = (
@@ -67,13 +68,22 @@ def queries(store: Store, route: Callable[[Store], Any]) -> list[tuple[str, Any]
     """Call a route. Return its statements that read or change rows, with their parameters."""
     asked: list[tuple[str, Any]] = []
 
-    @event.listens_for(store.database.engine, "before_cursor_execute")
-    def executed(db: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+    def note(statement: str, parameters: Any, many: bool) -> None:
         if statement.lstrip().upper().startswith(("SELECT", "UPDATE", "DELETE", "WITH")):
             asked.append((statement, parameters[0] if many else parameters))
 
+    def run(db: Any, method: str, statement: str, *given: Any, run: Callable[..., Any] = prepared.executed) -> Any:
+        note(statement, given[0] if given else (), method == "executemany")
+        return run(db, method, statement, *given)
+
+    @event.listens_for(store.database.engine, "before_cursor_execute")
+    def executed(db: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+        note(statement, parameters, many)
+
     try:
-        route(store)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prepared, "executed", run)
+            route(store)
     finally:
         event.remove(store.database.engine, "before_cursor_execute", executed)
     return asked

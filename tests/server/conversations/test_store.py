@@ -463,21 +463,31 @@ class TestCrashes:
 import os, sys, sqlalchemy
 sys.path[:0] = {path!r}
 from test_store import AMPLE, turn
+from holdfast.server.conversations import prepared
 from holdfast.server.conversations.store import Store
-store = Store.open({where!r}, AMPLE)
+store, run = Store.open({where!r}, AMPLE), prepared.executed
 store.conversations.create("a", "conv", dict(), [])
 store.turns.commit(turn("one", store.conversations.context("a", "conv"), conversation="conv"))
 
-@sqlalchemy.event.listens_for(store.database.engine, {moment!r})
 def hang(*args):
-    if {moment!r} == "commit" or "INSERT INTO turns" in args[2]:
-        print("now", flush=True)
-        sys.stdin.read()
+    print("now", flush=True)
+    sys.stdin.read()
 
+def executed(db, method, statement, *given):
+    if {moment!r} == "before the statement" and "INSERT INTO turns" in statement:
+        hang()
+    result = run(db, method, statement, *given)
+    if {moment!r} == "after the statement" and "INSERT INTO turns" in statement:
+        hang()
+    return result
+
+prepared.executed = executed
+if {moment!r} == "at the commit":
+    sqlalchemy.event.listen(store.database.engine, "commit", hang)
 store.turns.commit(turn("two", store.conversations.context("a", "conv"), conversation="conv"))
 """
 
-    @pytest.mark.parametrize("moment", ["before_cursor_execute", "after_cursor_execute", "commit"])
+    @pytest.mark.parametrize("moment", ["before the statement", "after the statement", "at the commit"])
     def test_a_process_killed_during_a_commit_leaves_the_last_turn_whole(
         self, tmp_path: Path, opened: Callable[..., Store], moment: str
     ) -> None:
@@ -511,7 +521,7 @@ class TestOpening:
         assert path.stat().st_mode & 0o077 == 0
         by_url = tmp_path / "by-url.sqlite"
         grow(opened(f"sqlite:///{by_url}"), "a")
-        assert [file.stat().st_mode & 0o077 for file in tmp_path.glob("by-url.sqlite*")] == [0, 0, 0]
+        assert [file.stat().st_mode & 0o077 for file in tmp_path.glob("by-url.sqlite*")] == [0] * 5
 
     def test_a_check_finds_a_damaged_file(self, opened: Callable[..., Store], tmp_path: Path) -> None:
         path = damaged(tmp_path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -136,10 +137,8 @@ async def test_a_running_server_brings_words_into_the_index_and_the_log_into_the
     server, said = AsyncStore(own), item("x" * 40_000)
     for number in range(30):
         await server.run(lambda store, name=f"c{number}": store.conversations.create("a", name, {}, [said]))
-        while waiting(other):
-            await asyncio.sleep(0.005)
         before = len(moves)
-        while len(moves) == before:
+        while waiting(other) or len(moves) == before:
             await asyncio.sleep(0.005)
     size = Path(f"{where}-wal").stat().st_size
     server.close()
@@ -162,20 +161,28 @@ def test_work_that_the_last_server_left_is_done_after_a_start(where: str, monkey
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_only_locks_and_renewals_do_not_wait_for_the_disk(
-    request: pytest.FixtureRequest, where: str, kind: str
+    request: pytest.FixtureRequest, where: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = where if kind == "sqlite" else request.getfixturevalue("postgresql_schema")
     store, commits = Store.open(where, AMPLE, lambda: 1000.0), list[bool]()
 
     @event.listens_for(store.database.engine, "commit")
     def committed(db: object) -> None:
-        query = "PRAGMA synchronous" if kind == "sqlite" else "SHOW synchronous_commit"
-        cursor = db.connection.dbapi_connection.cursor()  # type: ignore[attr-defined]
-        cursor.execute(query)
-        commits.append(cursor.fetchone()[0] in (2, "on"))
+        if kind == "postgresql":
+            cursor = db.connection.dbapi_connection.cursor()  # type: ignore[attr-defined]
+            cursor.execute("SHOW synchronous_commit")
+            commits.append(cursor.fetchone()[0] == "on")
+        elif db.get_execution_options().get("holdfast_write"):  # type: ignore[attr-defined]
+            commits.append(False)
 
+    def flushed(file: int, flush: Callable[[int], None] = os.fdatasync) -> None:
+        assert str(Path(f"/proc/self/fd/{file}").readlink()) == f"{where}-wal"
+        flush(file)
+        commits[-1] = True
+
+    monkeypatch.setattr(os, "fdatasync", flushed)
     grow(store, "one")
-    assert commits and commits[0] is True
+    assert commits and commits[-1] is True
     commits.clear()
     key = conversation_key("a", "conv")
     store.leases.lock(key)

@@ -163,6 +163,20 @@ recipes = Table(
 )
 """Recipes: responses that another server can write if theirs ends (`recipe.Recipe`). Each has a lease."""
 
+streams = Table(
+    "streams",
+    tables,
+    Column("response", NAME, primary_key=True),
+    Column("tenant", NAME, nullable=False),
+    Column("server", NAME, nullable=False),
+    Column("parent", NAME),
+    Column("recipe", LargeBinary, nullable=False),
+)
+"""Streams: recipes of streamed responses that are not stored yet, each with the server that writes it.
+
+`parent` is the turn before, as in `turns`. The lease under the server's own name says whether it runs.
+"""
+
 adapters = Table(
     "adapters",
     tables,
@@ -240,7 +254,7 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (leases, recipes, adapters, key_streams):  # They have no version: an older server does not mind them.
+    for table in (leases, recipes, streams, adapters, key_streams):  # They have no version: an older server does not mind them.
         table.create(db, checkfirst=True)
 
 

@@ -1,4 +1,4 @@
-"""Leases: record which server writes each running response, and which one changes a conversation.
+"""Leases: record which server writes each running response, which one changes a conversation, and which ones run.
 
 A server that ends stops renewing its leases. Another one then takes over the responses that have a recipe.
 """
@@ -37,6 +37,11 @@ _LOCK = text(
     "WHERE leases.server = excluded.server OR leases.seen < :ended OR leases.server = :former"
 )
 """Takes a conversation's lease, unless a server that runs holds it, or `former` does."""
+_ATTEND = text(
+    "INSERT INTO leases (response, server, seen, cancelled) VALUES (:server, :server, :now, false) "
+    "ON CONFLICT (response) DO UPDATE SET seen = excluded.seen WHERE leases.seen < :due"
+)
+"""Takes or renews a server's lease under its own name, if that is due."""
 
 
 def conversation_key(tenant: str, conversation: str) -> str:
@@ -64,6 +69,16 @@ class Leases:
         db.execute(insert(leases).values(response=response, server=self.server, seen=self._now(), cancelled=False))
         if recipe:
             db.execute(insert(recipes).values(response=response, recipe=recipe))
+
+    def attend(self, db: Connection) -> None:
+        """Record within a transaction that this server runs. `renew` with the server's name keeps that true."""
+        now = self._now()
+        db.execute(_ATTEND, {"server": self.server, "now": now, "due": now - RENEW_SECONDS})
+
+    def attended(self, db: Connection, server: str) -> bool:
+        """Whether a server that called `attend` still runs."""
+        seen = _BY.response == server, _BY.seen >= self._now() - LEASE_SECONDS
+        return db.execute(select(_BY.server).where(*seen)).first() is not None
 
     def end(self, db: Connection, response: str) -> None:
         """Remove a lease, within the transaction that deletes a response."""

@@ -16,6 +16,7 @@ from holdfast.server.conversations.database import FAILURES, Database, Migration
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
+from holdfast.server.conversations.stream_records import StreamRecords
 from holdfast.server.conversations.tree import Tree
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.upkeep import Upkeep
@@ -27,6 +28,11 @@ from holdfast.server.time_spent import current
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+STORE_UNAVAILABLE = "store_unavailable"
+"""Code of the error while the database cannot be used."""
+RETRY_SECONDS = 5
+"""Seconds after which a client may try again that met a database that cannot be used."""
 
 READERS = 4
 """Number of threads that read, so that a search holds up no other read."""
@@ -44,7 +50,8 @@ class Store:
         self.database = database
         self.space = Space(bounds, now)
         self.leases = Leases(database, now)
-        self.turns = TurnStore(database, self.space, self.leases)
+        self.streams = StreamRecords(database, self.leases, now)
+        self.turns = TurnStore(database, self.space, self.leases, self.streams)
         self.conversations = ConversationStore(database, self.space, self.turns.chain)
         self.adapters = AdapterTable(database)
         self.listing = Listing(database, self.space)
@@ -150,14 +157,14 @@ class AsyncStore:
         except NotFound as error:
             raise not_found(error.kind, error.id, error.param or param) from None
         except Conflict as error:
-            raise ApiError(str(error), status=409, code=error.code) from None
+            raise ApiError(str(error), status=409, code=error.code, retry_after=error.retry_after) from None
         except ThreadTooLarge as error:
             raise ApiError(str(error), code="conversation_too_large") from None
         except FAILURES as error:
             outcome = "failed"
             log.error("the conversation store failed: %s", getattr(error, "orig", None) or error)
             reason = "the conversation store cannot be used now; nothing of this request was stored"
-            raise ApiError(reason, status=503, code="store_unavailable") from None
+            raise ApiError(reason, status=503, code=STORE_UNAVAILABLE, retry_after=RETRY_SECONDS) from None
         finally:
             if outcome == "failed":
                 self._failing.add(thread)

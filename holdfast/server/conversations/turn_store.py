@@ -17,6 +17,7 @@ from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.space import SIZE, Space
+from holdfast.server.conversations.stream_records import StreamRecords
 from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Context, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
 
@@ -57,9 +58,9 @@ class TurnStore:
     Raises NotFound for a response that does not exist.
     """
 
-    def __init__(self, database: Database, space: Space, leases: Leases) -> None:
+    def __init__(self, database: Database, space: Space, leases: Leases, streams: StreamRecords) -> None:
         self.cache = ContextCache()
-        self._leases = leases
+        self._leases, self._streams = leases, streams
         self._database = database
         self._space = space
 
@@ -98,6 +99,8 @@ class TurnStore:
                 self._leases.end_own(db, turn.id)
             elif db.execute(_EXISTS, {"id": turn.id}).scalar() is not None:
                 raise Conflict("another server has stored this response")
+            if turn.recorded:
+                self._streams.end(db, turn.id)
             if status in RUNNING:
                 self._leases.begin(db, turn.id, turn.recipe)
             start = self._shared(db, turn)

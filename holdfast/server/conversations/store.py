@@ -108,7 +108,8 @@ class AsyncStore:
         self._reader = self._writer
         if not store.database.single:
             self._reader = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="holdfast-store-reads")
-        self._failing: set[ThreadPoolExecutor] = set()
+        self._failing: dict[ThreadPoolExecutor, str] = {}
+        """The reason of the last failure of reads or writes, by their threads, while they fail."""
         self._upkeep = Upkeep(store.database, self._writer)
 
     @property
@@ -162,19 +163,23 @@ class AsyncStore:
             raise ApiError(str(error), code="conversation_too_large") from None
         except FAILURES as error:
             outcome = "failed"
-            log.error("the conversation store failed: %s", getattr(error, "orig", None) or error)
+            self._note_failure(thread, str(getattr(error, "orig", None) or error))
             reason = "the conversation store cannot be used now; nothing of this request was stored"
             raise ApiError(reason, status=503, code=STORE_UNAVAILABLE, retry_after=RETRY_SECONDS) from None
         finally:
-            if outcome == "failed":
-                self._failing.add(thread)
-            elif outcome != "left":
-                self._failing.discard(thread)
+            if outcome not in ("failed", "left") and self._failing.pop(thread, None) is not None:
+                log.warning("the conversation store works again")
             self._metrics.store_up.set(self.up)
             self._metrics.store_operations.labels(outcome).inc()
             seconds = time.perf_counter() - began
             self._metrics.store_seconds.observe(seconds)
             current().add("store", seconds)
+
+    def _note_failure(self, thread: ThreadPoolExecutor, reason: str) -> None:
+        """Log a failure, unless the last operation of this kind failed for the same reason."""
+        if self._failing.get(thread) != reason:
+            log.error("the conversation store failed: %s", reason)
+        self._failing[thread] = reason
 
     def close(self) -> None:
         """Finish the current work and close the store."""

@@ -43,6 +43,7 @@ _VISIBLE = (
     )
 )
 _EXISTS = select(turns.c.id).where(turns.c.id == bindparam("id"))
+_STORED = select(turns.c.response).where(turns.c.id == bindparam("id"))
 _INSERT_TURN = insert(turns)
 
 
@@ -83,13 +84,17 @@ class TurnStore:
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
 
-        `begun` means that the beginning of this turn was stored earlier and is replaced now. Raises Conflict if the
-        parent, the conversation or that beginning was deleted or has changed.
+        `begun` means that the beginning of this turn was stored earlier and is replaced now. Does nothing if the turn is
+        stored as it is: a database may have committed it although its answer was lost. Raises Conflict if the parent,
+        the conversation or that beginning was deleted or has changed.
         """
         status, context = turn.response["status"], turn.context
         thread = context.thread or turn.conversation or turn.id
         with self._database.write() as db:
-            replaced = 0
+            replaced, response = 0, encode(turn.response)
+            stored = db.execute(_STORED, {"id": turn.id}).scalar()
+            if stored == response:
+                return
             if begun:
                 size_of = delete(turns).where(turns.c.id == turn.id).returning(SIZE)
                 found = db.execute(size_of).scalar()
@@ -97,7 +102,7 @@ class TurnStore:
                     raise Conflict("the response was deleted while it was written")
                 replaced = found
                 self._leases.end_own(db, turn.id)
-            elif db.execute(_EXISTS, {"id": turn.id}).scalar() is not None:
+            elif stored is not None:
                 raise Conflict("another server has stored this response")
             if turn.recorded:
                 self._streams.end(db, turn.id)
@@ -105,7 +110,7 @@ class TurnStore:
                 self._leases.begin(db, turn.id, turn.recipe)
             start = self._shared(db, turn)
             row = {
-                "response": encode(turn.response),
+                "response": response,
                 "input": encode(turn.input),
                 "history": encode([] if context.parent else context.items),
                 "tokens": _to_bytes(turn.tokens[start:]),

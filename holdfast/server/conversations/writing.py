@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
@@ -27,6 +28,11 @@ from holdfast.server.logprobs import records, tokens_with_logprobs
 from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
+
+COMMIT_SECONDS = 15.0
+"""Seconds for which an answer waits for a store that cannot be used. Then it fails."""
+COMMIT_PAUSE_SECONDS = 0.5
+"""Seconds between two tries."""
 
 
 class Server(Protocol):
@@ -383,7 +389,8 @@ class Writing:
     async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:
         """Store the whole turn, with its items and raw tokens, in one transaction.
 
-        If the answer has several parts, its tokens are not stored, because the template renders the parts differently
+        While the store cannot be used, this tries again for COMMIT_SECONDS, so a short outage costs no answer. If the
+        answer has several parts, its tokens are not stored, because the template renders the parts differently
         from the generated text.
         """
         if not self.wanted.store and self.wanted.conversation is None:
@@ -397,7 +404,15 @@ class Writing:
             self._turn(whole),
             tokens=known.tokens, known=self.known, characters=known.characters, digest=known.digest,
         )  # fmt: skip
-        await self._keep(turn)
+        until = time.monotonic() + COMMIT_SECONDS
+        while True:
+            try:
+                await self._keep(turn)
+                return
+            except ApiError as error:
+                if error.code != STORE_UNAVAILABLE or time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(COMMIT_PAUSE_SECONDS)
 
     async def _keep(self, turn: Turn) -> None:
         await self.server.store.run(lambda store: store.turns.commit(turn, begun=self.begun))

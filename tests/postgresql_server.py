@@ -22,9 +22,7 @@ class PostgresqlServer:
 
     def __init__(self, programs: Path, folder: str, user: str | None) -> None:
         self._programs, self._folder = programs, folder
-        self._begin = partial(
-            subprocess.run, cwd=folder, user=user, check=True, stdout=subprocess.DEVNULL, timeout=120
-        )
+        self._begin = partial(subprocess.run, cwd=folder, user=user, check=True, stdout=subprocess.DEVNULL, timeout=120)
         self._begin([programs / "initdb", "-D", "data", "-U", "postgres", "-A", "trust", "--no-sync"])
         self.url = f"postgresql+psycopg://postgres@/postgres?host={folder}"
         self.runs = False

@@ -355,7 +355,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main() -> None:
+@contextmanager
+def programs(folder: str, store: str, engines: int, logs: Path) -> Iterator[tuple[list[str], list[Program]]]:
+    """Two servers and the engines that they share, which are starting: the servers' URLs, and all, servers first."""
+    addresses = [f"{folder}/{number}.sock" for number in range(engines)]
+    ports = [free_port() for _ in range(2)]
+    sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
+    shared = ["--engines", ",".join(addresses), "--store", store, "--operator-key", "operator"]
+    begun: list[Program] = []
+    try:
+        for number, port in enumerate(ports):
+            words = ["serve", "--port", str(port), "--files", f"{folder}/files{number}", *shared]
+            begun.append(Program(f"server {number}", words, logs / f"server{number}.log"))
+        for number, address in enumerate(addresses):
+            words = ["engine", "--listen", address, *sizes]
+            begun.append(Program(f"engine {number}", words, logs / f"engine{number}.log"))
+        yield [f"http://127.0.0.1:{port}" for port in ports], begun
+    finally:
+        for program in begun:
+            program.kill()
+
+
+def options() -> argparse.ArgumentParser:
+    """The options, with their defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--servers", type=float, default=0.6, help="share of the kills that hit a server")
@@ -365,46 +387,29 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=80, help="most tokens of an answer")
     parser.add_argument("--errors", type=int, default=3, help="unexpected failures after which the run ends")
-    parser.add_argument(
-        "--passing",
-        nargs="*",
-        default=["response_not_found", "response_in_progress"],
-        help="codes after which to ask again",
-    )
+    passing = ["response_in_progress"]
+    parser.add_argument("--passing", nargs="*", default=passing, help="codes after which to ask again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="directory for the programs' logs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    return parser
+
+
+BAD = ("errors", "turns_lost", "conversations_with_a_doubled_turn", "resumed_turns_that_differ")
+"""Figures that must be 0."""
+
+
+def main() -> None:
+    args = options().parse_args()
     with postgresql() as store, tempfile.TemporaryDirectory(prefix="hf", dir="/tmp") as folder:
         logs = args.logs or Path(folder)
         logs.mkdir(exist_ok=True)
-        addresses = [f"{folder}/{number}.sock" for number in range(args.engines)]
-        ports = [free_port() for _ in range(2)]
-        sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
-        engines = [
-            Program(f"engine {number}", ["engine", "--listen", address, *sizes], logs / f"engine{number}.log")
-            for number, address in enumerate(addresses)
-        ]
-        shared = ["--engines", ",".join(addresses), "--store", store, "--operator-key", "operator"]
-        servers = [
-            Program(
-                f"server {number}",
-                ["serve", "--port", str(port), "--files", f"{folder}/files{number}", *shared],
-                logs / f"server{number}.log",
-            )
-            for number, port in enumerate(ports)
-        ]
-        programs = [*servers, *engines]
-        try:
-            figures = asyncio.run(measure(args, [f"http://127.0.0.1:{port}" for port in ports], programs))
-        finally:
-            for program in programs:
-                program.kill()
+        with programs(folder, store, args.engines, logs) as (urls, begun):
+            figures = asyncio.run(measure(args, urls, begun))
     print(json.dumps(figures, indent=1))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    bad = ("errors", "turns_lost", "conversations_with_a_doubled_turn", "resumed_turns_that_differ")
-    raise SystemExit(any(figures[name] for name in bad))
+    raise SystemExit(any(figures[name] for name in BAD))
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def test_a_stream_and_a_background_response_go_on_at_another_server(serve: Serve
 @pytest.mark.slow
 def test_the_room_of_a_killed_actor_is_free_once_its_name_is_ended(serve: Serve, nodes: Nodes) -> None:
     with serve() as serving:
-        until(lambda: len(replicas(serving)) == 2 and all(each["state"] == "ready" for each in replicas(serving).values()))
+        until(lambda: [each["state"] for each in replicas(serving).values()] == ["ready", "ready"])
         killed = actor(nodes, "story-1")
         serving.process.kill()
     os.kill(killed, signal.SIGKILL)

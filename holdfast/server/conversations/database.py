@@ -59,9 +59,10 @@ POSTGRESQL_TIMES = {
     "connect_timeout": "5", "tcp_user_timeout": "8000", "keepalives_idle": "4", "keepalives_interval": "2",
     "keepalives_count": "2",
 }  # fmt: skip
-"""Limits of a connection to PostgreSQL whose host has vanished, unless the URL gives them: seconds, and ms for the second.
+"""Times after which libpq gives up a connection whose host has vanished, unless the URL gives others.
 
-Without them, a query over a connection that is half open waits for a quarter of an hour.
+All are in seconds but `tcp_user_timeout`, which is in ms. Without them, a query over a connection that is half open waits
+for a quarter of an hour.
 """
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
 """Exceptions of a database that is full, locked, damaged or unreachable."""
@@ -262,7 +263,8 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (leases, recipes, streams, adapters, key_streams):  # They have no version: an older server does not mind them.
+    # These have no version, because an older server does not mind them.
+    for table in (leases, recipes, streams, adapters, key_streams):
         table.create(db, checkfirst=True)
 
 

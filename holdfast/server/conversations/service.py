@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.engine.client.client import Adoption
 from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import BUSY, RENEW_SECONDS, conversation_key
+from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -24,7 +25,6 @@ from holdfast.server.conversations.protocol import (
     replay,
     replay_begun,
 )  # fmt: skip
-from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.recipe import Recipe
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import GOOD, RUNNING, Context, ConversationBusy, Turn

@@ -84,9 +84,9 @@ class TurnStore:
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
 
-        `begun` means that the beginning of this turn was stored earlier and is replaced now. Does nothing if the turn is
-        stored as it is: a database may have committed it although its answer was lost. Raises Conflict if the parent,
-        the conversation or that beginning was deleted or has changed.
+        `begun` means that the beginning of this turn was stored earlier and is replaced now. Does nothing if exactly
+        this turn is stored: a database may have committed it although its answer was lost. Raises Conflict if the
+        parent, the conversation or that beginning was deleted or has changed.
         """
         status, context = turn.response["status"], turn.context
         thread = context.thread or turn.conversation or turn.id

@@ -137,7 +137,7 @@ async def test_a_stream_is_recorded_while_it_runs_and_not_once_its_client_has_le
 
 
 async def test_streams_that_are_not_stored_or_run_in_the_background_have_no_record(two: Two, where: str) -> None:
-    here, there = two
+    _, there = two
     for more in ({"store": False}, {"background": True}):
         async with there.stream("POST", "/v1/responses", json={**ASKED, **more}) as reply:
             async for line in reply.aiter_lines():

@@ -90,7 +90,7 @@ async def test_a_server_begins_with_the_engines_that_an_earlier_one_had_added() 
         (LocalSpawner, False),
         ("ray_kept.KeptRaySpawner", True),
         ("ray_spawner.RaySpawner", False),
-    ],  # fmt: skip
+    ],
 )
 def test_engines_that_are_attached_to_or_kept_outlive_their_server(spawner: Any, lasting: bool) -> None:
     if isinstance(spawner, str):

@@ -61,8 +61,8 @@ POSTGRESQL_TIMES = {
 }  # fmt: skip
 """Times after which libpq gives up a connection whose host has vanished, unless the URL gives others.
 
-All are in seconds but `tcp_user_timeout`, which is in ms. Without them, a query over a connection that is half open waits
-for a quarter of an hour.
+All are in seconds but `tcp_user_timeout`, which is in ms. Without them, a query over a connection that is half open
+waits for a quarter of an hour.
 """
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
 """Exceptions of a database that is full, locked, damaged or unreachable."""

@@ -8,9 +8,10 @@ from functools import partial
 
 from holdfast.server.conversations.store import STORE_UNAVAILABLE, AsyncStore, Store
 from holdfast.server.conversations.stream_records import IN_PROGRESS, ResponseInProgress, StreamRecord
+from holdfast.server.conversations.values import ConversationBusy
 from holdfast.server.protocol import ApiError
 
-PASSING = frozenset({"queue_full", "no_replica", "engine_dead", STORE_UNAVAILABLE})
+PASSING = frozenset({"queue_full", "no_replica", "engine_dead", STORE_UNAVAILABLE, ConversationBusy.code})
 """Codes of errors that this server has for now. Another server, or this one later, may write the response."""
 
 
@@ -24,6 +25,8 @@ class Progress:
         """Ids of the streams in progress that have a record."""
         self._written: set[str] = set()
         """Ids of the responses in progress."""
+        self._given_up: dict[str, Callable[[Store], None]] = {}
+        """What the store must do for each record that this server gives up, by id, until it has done it."""
         self._on_record = on_record
 
     @asynccontextmanager
@@ -47,6 +50,7 @@ class Progress:
         """Store the record of a stream. Raises ApiError."""
         self.recorded.add(record.response)
         self._on_record()
+        self._given_up.pop(record.response, None)
         await self.store.run(partial(_begin, record))
 
     async def take(self, tenant: str, id: str, *, ended: bool = False) -> bool:
@@ -56,15 +60,30 @@ class Progress:
         """
         taken = await self.store.run(partial(_take, tenant, id, ended))
         if taken:
+            self._given_up.pop(id, None)
             self.recorded.add(id)
             self._on_record()
         return taken
 
     async def drop(self, id: str) -> None:
         """Remove the record of a stream that will not be stored."""
+        await self._give_up(id, partial(_drop, id))
+
+    async def leave(self, id: str) -> None:
+        """Let any server write a stream that this one cannot write now."""
+        await self._give_up(id, partial(_leave, id))
+
+    async def _give_up(self, id: str, work: Callable[[Store], None]) -> None:
         self.recorded.discard(id)
-        with suppress(ApiError):  # The store failed. The record is dropped some time after this server's end.
-            await self.store.run(partial(_drop, id))
+        self._given_up[id] = work
+        with suppress(ApiError):  # The store failed. `settle` tries again.
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Give up the records that the store could not let go earlier. Raises ApiError."""
+        for id, work in [*self._given_up.items()]:
+            await self.store.run(work)
+            self._given_up.pop(id, None)
 
 
 def _begin(record: StreamRecord, store: Store) -> None:
@@ -73,6 +92,10 @@ def _begin(record: StreamRecord, store: Store) -> None:
 
 def _take(tenant: str, id: str, ended: bool, store: Store) -> bool:
     return store.streams.take(tenant, id, ended=ended)
+
+
+def _leave(id: str, store: Store) -> None:
+    store.streams.leave(id)
 
 
 def _drop(id: str, store: Store) -> None:

@@ -116,6 +116,7 @@ class Responses:
             self._servers_changed.clear()
             with suppress(ApiError):  # The store failed, and has logged the reason.
                 await self._release_gone()
+                await self.progress.settle()
                 await self.store.run(_drop_old)
                 for response, recipe in await self.store.read(lambda store: store.leases.left()):
                     await self._take_over_one(response, recipe)
@@ -278,7 +279,8 @@ class Responses:
 
         Raises ApiError 409 if that attempt is in progress.
         """
-        self.progress.check(response)
+        if self.running(tenant, response) is None:
+            self.progress.check(response)
         try:
             return await self.retrieve(tenant, response)
         except ApiError as error:

@@ -18,6 +18,9 @@ from holdfast.server.conversations.values import Conflict
 KEPT_SECONDS = 600.0
 """Seconds for which the recipes of an ended server stay. A client that comes later finds no response."""
 
+NOBODY = ""
+"""Stands for the server of a record that any server may take."""
+
 _BY = streams.c
 _BEGIN = text(
     "INSERT INTO streams (response, tenant, server, parent, recipe) "
@@ -103,8 +106,14 @@ class StreamRecords:
         with self._database.write(lasting=False) as db:
             db.execute(delete(streams).where(_BY.response == response, _BY.server == self._leases.server))
 
+    def leave(self, response: str) -> None:
+        """Let any server take this server's record."""
+        with self._database.write(lasting=False) as db:
+            own = _BY.response == response, _BY.server == self._leases.server
+            db.execute(update(streams).where(*own).values(server=NOBODY))
+
     def drop_old(self) -> None:
-        """Remove the records of servers that ended long ago."""
+        """Remove the records of servers that ended long ago, and after a while those that no server writes."""
         seen = leases.c.response == _BY.server, leases.c.seen >= self._now() - KEPT_SECONDS
         with self._database.write(lasting=False) as db:
             db.execute(delete(streams).where(~exists().where(*seen)))

@@ -134,8 +134,8 @@ class Writing:
         """Yield the response's events as it is written. The last one holds the whole response. Raises ApiError."""
         async with (
             self.server.progress.noted(self.id),
-            self.server.lock(self.tenant, self.wanted.conversation_id, self.former),
             self._record(),
+            self.server.lock(self.tenant, self.wanted.conversation_id, self.former),
         ):
             if self.wanted.background:
                 for event in self.shape.queued():
@@ -163,17 +163,19 @@ class Writing:
 
     @asynccontextmanager
     async def _record(self) -> AsyncGenerator[None, None]:
-        """Remove the recipe of a stream from the store if the response will not be stored.
+        """Give up the record of a stream that cannot be written to its end.
 
-        It stays after an error that passes, because a server may write the response yet.
+        It is removed, unless the error passes: then a server may write the response yet.
         """
         try:
             yield
         except BaseException as error:
             if self._recording is not None:
                 await asyncio.gather(self._recording, return_exceptions=True)
-            if self.recorded and not (isinstance(error, ApiError) and error.code in PASSING):
-                await self.server.progress.drop(self.id)
+            if self.recorded and (self._recording or self.former):
+                passes = isinstance(error, ApiError) and error.code in PASSING
+                progress = self.server.progress
+                await (progress.leave(self.id) if passes else progress.drop(self.id))
             raise
 
     async def _recorded(self) -> None:

@@ -120,3 +120,15 @@ def test_records_of_servers_that_ended_long_ago_are_removed_and_others_stay(stor
         assert before == RECORD
     assert sweeps.streams.find("one", "resp_1") is None
     assert sweeps.streams.find("one", "resp_2") is not None
+
+
+def test_a_record_that_its_server_leaves_is_taken_by_another_at_once(stores: list[Store]) -> None:
+    writer, other, third = stores
+    writer.streams.begin(RECORD)
+    other.streams.leave("resp_1")
+    with pytest.raises(ResponseInProgress):
+        other.streams.take("one", "resp_1")
+    writer.streams.leave("resp_1")
+    assert other.streams.take("one", "resp_1")
+    with pytest.raises(ResponseInProgress):
+        third.streams.take("one", "resp_1")

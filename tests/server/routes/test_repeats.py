@@ -97,6 +97,25 @@ async def test_a_repeat_while_the_first_attempt_runs_is_asked_to_wait_and_then_g
         assert late.json()["id"] == (await first).json()["id"] and len(client.asked) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_repeat_of_a_background_response_in_progress_gets_its_state_or_its_events(
+    http: Http, client: FakeClient, stream: bool
+) -> None:
+    client.hold = asyncio.Event()
+    body = {**ASKED, "background": True, "stream": stream}
+    async with http() as api:
+        first = asyncio.create_task(api.post("/v1/responses", json=body, headers=KEYED))
+        while not client.asked or not client.asked[0].given:
+            await asyncio.sleep(0.002)
+        second = asyncio.create_task(api.post("/v1/responses", json=body, headers=KEYED))
+        if not stream:
+            assert (await second).json()["status"] in ("queued", "in_progress")
+        client.hold.set()
+        one, two = await first, await second
+        assert two.headers["idempotent-replayed"] == "true" and len(client.asked) == 1
+        assert one.text == two.text if stream else one.json()["id"] == two.json()["id"]
+
+
 async def test_a_repeat_of_a_failed_attempt_is_computed(http: Http, client: FakeClient) -> None:
     async with http() as api:
         client.refuse = openai.OpenAIError("unexpected")

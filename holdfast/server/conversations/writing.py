@@ -165,7 +165,7 @@ class Writing:
     async def _record(self) -> AsyncGenerator[None, None]:
         """Give up the record of a stream that cannot be written to its end.
 
-        It is removed, unless the error passes: then a server may write the response yet.
+        It is removed, unless the error passes or this server ends: then a server may write the response yet.
         """
         try:
             yield
@@ -174,6 +174,7 @@ class Writing:
                 await asyncio.gather(self._recording, return_exceptions=True)
             if self.recorded and (self._recording or self.former):
                 passes = isinstance(error, ApiError) and error.code in PASSING
+                passes = passes or self.server.service.client.dead.is_set()
                 progress = self.server.progress
                 await (progress.leave(self.id) if passes else progress.drop(self.id))
             raise

@@ -99,6 +99,7 @@ async def when_free(api: httpx.AsyncClient, path: str) -> httpx.Response:
     while (reply := await api.get(path)).status_code == 409:
         assert reply.json()["error"]["code"] == "response_in_progress" and reply.headers["retry-after"] == "1"
         await asyncio.sleep(0.01)
+    assert reply.status_code in (200, 404), reply.text
     return reply
 
 
@@ -109,7 +110,9 @@ async def test_the_events_go_on_after_the_last_number_with_the_same_ids_and_the_
     seen = await broken(here, writer, temperature=1.0)
     id, last = seen[0]["response"]["id"], seen[-1]["sequence_number"]
     assert text_of(seen) == WORDS[0] and records(where) == 1
-    rest = events_of((await when_free(there, f"/v1/responses/{id}?stream=true&starting_after={last}")).text)
+    reply = await when_free(there, f"/v1/responses/{id}?stream=true&starting_after={last}")
+    rest = events_of(reply.text)
+    assert rest, (reply.status_code, reply.text)
     assert [event["sequence_number"] for event in rest] == [*range(last + 1, last + 1 + len(rest))]
     assert text_of(seen) + text_of(rest) == ANSWER and rest[-1]["type"] == "response.completed"
     assert len({event["item_id"] for event in (*seen, *rest) if "item_id" in event}) == 1
@@ -169,6 +172,17 @@ async def test_a_turn_whose_conversation_has_gone_on_without_it_is_not_computed_
     id = seen[0]["response"]["id"]
     assert (await when_free(there, f"/v1/responses/{id}")).status_code == 404
     assert records(where) == 0
+
+
+async def test_a_stream_whose_connection_is_cut_while_its_server_ends_can_go_on(two: Two, writer: FakeClient) -> None:
+    """A server that ends waits a moment for its streams, and then cuts them as if their clients had left."""
+    here, there = two
+    async with here.stream("POST", "/v1/responses", json=ASKED) as reply:
+        lines = (line async for line in reply.aiter_lines() if line.startswith("data: {"))
+        id = json.loads((await anext(lines))[6:])["response"]["id"]
+        writer.dead.set()
+    found = await when_free(there, f"/v1/responses/{id}?stream=true")
+    assert text_of(events_of(found.text)) == ANSWER
 
 
 async def test_two_readers_get_one_computation(two: Two, writer: FakeClient, other: FakeClient) -> None:

@@ -70,10 +70,11 @@ class Leases:
         if recipe:
             db.execute(insert(recipes).values(response=response, recipe=recipe))
 
-    def attend(self, db: Connection) -> None:
-        """Record within a transaction that this server runs. `renew` with the server's name keeps that true."""
+    def attend(self, db: Connection, server: str | None = None) -> None:
+        """Record within a transaction that a server runs, by default this one. `renew` keeps that true, given its name."""
         now = self._now()
-        db.execute(_ATTEND, {"server": self.server, "now": now, "due": now - RENEW_SECONDS})
+        name = self.server if server is None else server
+        db.execute(_ATTEND, {"server": name, "now": now, "due": now - RENEW_SECONDS})
 
     def attended(self, db: Connection, server: str) -> bool:
         """Whether a server that called `attend` still runs."""

@@ -19,7 +19,7 @@ KEPT_SECONDS = 600.0
 """Seconds for which the recipes of an ended server stay. A client that comes later finds no response."""
 
 NOBODY = ""
-"""Stands for the server of a record that any server may take."""
+"""Stands for the server of a record that any server may take. Its lease says when the last record was left."""
 
 _BY = streams.c
 _BEGIN = text(
@@ -88,7 +88,7 @@ class StreamRecords:
             server = db.execute(found).scalar()
             if server is None:
                 return False
-            if not (ended or server == own) and self._leases.attended(db, server):
+            if not (ended or server in (own, NOBODY)) and self._leases.attended(db, server):
                 raise ResponseInProgress(IN_PROGRESS)
             self._leases.attend(db)
             # In PostgreSQL, another server may have taken it since it was read.
@@ -110,10 +110,11 @@ class StreamRecords:
         """Let any server take this server's record."""
         with self._database.write(lasting=False) as db:
             own = _BY.response == response, _BY.server == self._leases.server
-            db.execute(update(streams).where(*own).values(server=NOBODY))
+            if db.execute(update(streams).where(*own).values(server=NOBODY)).rowcount:
+                self._leases.attend(db, NOBODY)
 
     def drop_old(self) -> None:
-        """Remove the records of servers that ended long ago, and after a while those that no server writes."""
+        """Remove the records of servers that ended long ago, and those that were left long ago."""
         seen = leases.c.response == _BY.server, leases.c.seen >= self._now() - KEPT_SECONDS
         with self._database.write(lasting=False) as db:
             db.execute(delete(streams).where(~exists().where(*seen)))

@@ -129,6 +129,19 @@ def test_a_record_that_its_server_leaves_is_taken_by_another_at_once(stores: lis
     with pytest.raises(ResponseInProgress):
         other.streams.take("one", "resp_1")
     writer.streams.leave("resp_1")
+    third.streams.drop_old()
     assert other.streams.take("one", "resp_1")
     with pytest.raises(ResponseInProgress):
         third.streams.take("one", "resp_1")
+
+
+def test_a_record_that_was_left_is_removed_after_a_while(stores: list[Store], time: Time) -> None:
+    writer, other, _ = stores
+    writer.streams.begin(RECORD)
+    writer.streams.leave("resp_1")
+    time.seconds += KEPT_SECONDS - 1
+    other.streams.drop_old()
+    assert other.streams.find("one", "resp_1") == RECORD
+    time.seconds += 2
+    other.streams.drop_old()
+    assert other.streams.find("one", "resp_1") is None

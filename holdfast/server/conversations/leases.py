@@ -71,7 +71,7 @@ class Leases:
             db.execute(insert(recipes).values(response=response, recipe=recipe))
 
     def attend(self, db: Connection, server: str | None = None) -> None:
-        """Record within a transaction that a server runs, by default this one. `renew` keeps that true, given its name."""
+        """Record within a transaction that a server runs, by default this one. `renew` keeps that true."""
         now = self._now()
         name = self.server if server is None else server
         db.execute(_ATTEND, {"server": name, "now": now, "due": now - RENEW_SECONDS})

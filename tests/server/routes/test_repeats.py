@@ -107,9 +107,13 @@ async def test_a_repeat_of_a_background_response_in_progress_gets_its_state_or_i
         first = asyncio.create_task(api.post("/v1/responses", json=body, headers=KEYED))
         while not client.asked or not client.asked[0].given:
             await asyncio.sleep(0.002)
+        if not stream:
+            await first
+        await asyncio.sleep(0.05)  # The first request has had its answer's beginning.
         second = asyncio.create_task(api.post("/v1/responses", json=body, headers=KEYED))
         if not stream:
             assert (await second).json()["status"] in ("queued", "in_progress")
+        await asyncio.sleep(0.05)
         client.hold.set()
         one, two = await first, await second
         assert two.headers["idempotent-replayed"] == "true" and len(client.asked) == 1

@@ -26,7 +26,7 @@ class Progress:
         self._written: set[str] = set()
         """Ids of the responses in progress."""
         self._given_up: dict[str, Callable[[Store], None]] = {}
-        """What the store must do for each record that this server gives up, by id, until it has done it."""
+        """Write that the store lacks yet for each record that this server has given up, by id."""
         self._on_record = on_record
 
     @asynccontextmanager

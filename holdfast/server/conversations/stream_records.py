@@ -41,7 +41,7 @@ IN_PROGRESS = "this response is being written for another connection; try again 
 
 
 class StreamRecord(NamedTuple):
-    """What the store has of a streamed response in progress."""
+    """Row of the store for a streamed response in progress."""
 
     response: str
     """Id of the response."""

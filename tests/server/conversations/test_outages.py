@@ -1,4 +1,4 @@
-"""The store is away for a while: PostgreSQL is stopped, or the disk is full. What does a client notice?"""
+"""The store is away for a while, because PostgreSQL is stopped or the disk is full: answers wait for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 async def holding(engine: FakeClient, count: int) -> None:
-    """Wait until so many requests have had their first word."""
+    """Wait until `count` requests have had their first word."""
     while sum(asked.given > 0 for asked in engine.asked) < count:
         await asyncio.sleep(0.005)
 

@@ -56,7 +56,7 @@ Upkeep moves them earlier, so that no turn waits for it.
 SWITCH_PAUSE = 0.01
 """Seconds between two tries to switch a file to writing ahead."""
 POSTGRESQL_TIMES = {
-    "connect_timeout": "5", "tcp_user_timeout": "8000", "keepalives_idle": "4", "keepalives_interval": "2",
+    "connect_timeout": "4", "tcp_user_timeout": "5000", "keepalives_idle": "4", "keepalives_interval": "2",
     "keepalives_count": "2",
 }  # fmt: skip
 """Times after which libpq gives up a connection whose host has vanished, unless the URL gives others.

@@ -168,3 +168,10 @@ async def test_openais_client_sends_the_same_key_when_it_tries_again(http: Http,
         api = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="one", http_client=transport)
         answer = await api.responses.create(model="tiny", input="hello", extra_headers={"Idempotency-Key": "k1"})
     assert answer.id == broken[0] and answer.output_text == ANSWER and len(client.asked) == 1
+
+
+async def test_the_description_of_the_api_names_the_header_and_its_longest_value(http: Http) -> None:
+    async with http() as api:
+        described = (await api.get("/openapi.json")).json()["paths"]["/v1/responses"]["post"]["parameters"]
+    (header,) = [each for each in described if each["in"] == "header"]
+    assert (header["name"], header["schema"]["maxLength"], header["required"]) == ("Idempotency-Key", 255, False)

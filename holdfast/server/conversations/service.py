@@ -431,9 +431,6 @@ class Responses:
             await background.stop()
         if self.search is not None:
             await self.search.close()
-        if self.service.client.adopts:
-            with suppress(ApiError):  # The store failed. The leases end by themselves.
-                await self.store.run(partial(_release, self.store.server))
         await asyncio.to_thread(self.store.close)
 
 

@@ -203,7 +203,7 @@ async def test_a_record_that_cannot_be_read_reads_as_no_response(two: Two, write
     assert (await when_free(there, f"/v1/responses/{id}")).status_code == 404
 
 
-async def test_a_server_that_ends_in_peace_lets_its_lease_end_at_once(
+async def test_a_stream_of_a_server_that_ends_in_peace_can_go_on_at_once(
     two: Two, writer: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases_module, "LEASE_SECONDS", 3600.0)

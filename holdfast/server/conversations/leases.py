@@ -78,8 +78,8 @@ class Leases:
 
     def attended(self, db: Connection, server: str) -> bool:
         """Whether a server that called `attend` still runs."""
-        seen = _BY.response == server, _BY.seen >= self._now() - LEASE_SECONDS
-        return db.execute(select(_BY.server).where(*seen)).first() is not None
+        ended = self._now() - LEASE_SECONDS
+        return db.execute(select(_BY.server).where(_BY.response == server, _BY.seen >= ended)).first() is not None
 
     def end(self, db: Connection, response: str) -> None:
         """Remove a lease, within the transaction that deletes a response."""

@@ -9,13 +9,13 @@ a random server or engine is killed (SIGKILL), or one of each at the same time. 
 kill comes when both servers answer and all engines but one serve.
 
 A client whose connection breaks goes to the other server. It resumes a stream whose id it knows, after its last event;
-a turn whose id it never saw is asked again. So is a stream that no server knows: its server and its engine were killed
-together, and it did not run in the background. Any other failure of a request counts as an error. So does a gap or a
-repetition in the numbers of a stream's events, and a text that differs from the deltas.
+a turn whose id it never saw is asked again with the same Idempotency-Key. While another server may still write the
+response, it tries again. Any other failure of a request counts as an error. So does a gap or a repetition in the
+numbers of a stream's events, and a text that differs from the deltas.
 
 At the end each conversation is read from the store: the turns that clients saw end must be there, once and in order,
-and nothing else but turns whose id the client never saw. Each turn that was resumed is asked again on quiet engines:
-the answer must be the same, word for word. Exit status 1 for any difference.
+and nothing else but a last turn that its client did not see end. Each turn that was resumed is asked again on quiet
+engines: the answer must be the same, word for word. Exit status 1 for any difference.
 """
 
 from __future__ import annotations
@@ -33,31 +33,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.lib.invocation import command, provenance
+from benchmarks.lib.talks import NAMES, SAID, TURNS, Talk, Turn, said_in, spread, text_of
 
-TURNS = 4
-"""Number of turns of a conversation before its client begins another."""
-SAID = (
-    "Hello! My name is {name}. Tell me about the sea.",
-    "What is my name, and what did I ask you?",
-    "Tell me a story about a ship and a storm.",
-    "And how does the story end?",
-)
-NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 KINDS = ("streamed", "background stream", "background poll")
 PATIENCE_SECONDS = 60.0
 """Seconds for which a client goes on after a broken connection before that counts as an error."""
-LOST_SECONDS = 5.0
-"""Seconds for which no server may know a streamed response. Then its server and its engine have ended together."""
 PAUSE_SECONDS = 0.1
 """Seconds before a client tries the next server."""
 NOTICED_SECONDS = 0.5
@@ -116,35 +106,6 @@ class Program:
         """Kill all its processes, and start it again."""
         self.kill()
         self.process = self._start()
-
-
-@dataclass
-class Turn:
-    """One answer as its client saw it."""
-
-    said: str
-    kind: str
-    previous: str | None = None
-    response: str = ""
-    text: str = ""
-    last: int = -1
-    """Number of the last event."""
-    done: bool = False
-    resumed: int = 0
-    """Number of times that the client went on at the other server."""
-    cached: int = 0
-    """Number of prompt tokens found in the cache."""
-    prompt: int = 0
-
-
-@dataclass
-class Talk:
-    """One conversation."""
-
-    id: str
-    turns: list[Turn] = field(default_factory=list)
-    unseen: int = 0
-    """Number of turns that were sent, and whose id the client never saw."""
 
 
 class Bench:
@@ -210,6 +171,7 @@ class Bench:
             "max_output_tokens": self.args.tokens, "stream": turn.kind != "background poll",
             "background": turn.kind != "streamed",
         }  # fmt: skip
+        headers = {"idempotency-key": uuid.uuid4().hex}
         until, broken = time.monotonic() + PATIENCE_SECONDS, 0.0
         self.counts[turn.kind] += 1
         while not turn.done:
@@ -218,13 +180,14 @@ class Bench:
                 if turn.response and turn.kind == "background poll":
                     await self.poll(url, turn)
                 elif turn.kind == "background poll":
-                    reply = await self.http.post(f"{url}/v1/responses", json=body)
+                    reply = await self.http.post(f"{url}/v1/responses", json=body, headers=headers)
                     if not self.passing(reply, talk.unseen):
                         turn.response = reply.json()["id"]
+                        self.note_repeat(reply)
                 else:
                     path = f"/v1/responses/{turn.response}?stream=true"
                     path += f"&starting_after={turn.last}" if turn.last >= 0 else ""
-                    method, options = ("GET", {}) if turn.response else ("POST", {"json": body})
+                    method, options = ("GET", {}) if turn.response else ("POST", {"json": body, "headers": headers})
                     where = f"{url}{path if turn.response else '/v1/responses'}"
                     async for _ in self.stream(method, where, turn, talk.unseen, **options):
                         if broken:
@@ -240,17 +203,12 @@ class Bench:
                 talk.unseen += not turn.response and not isinstance(error, httpx.ConnectError | Passing)
                 turn.resumed += bool(turn.response)
                 broken, number = broken or time.monotonic(), number + 1
-                gone = isinstance(error, Passing) and turn.kind == "streamed" and turn.response
-                if gone and time.monotonic() > broken + LOST_SECONDS:
-                    self.counts["asked again, as its server and its engine were killed together"] += 1
-                    talk.unseen += 1
-                    turn.response, turn.text, turn.last, turn.resumed = "", "", -1, 0
                 await asyncio.sleep(PAUSE_SECONDS)
 
     def passing(self, reply: httpx.Response, unseen: int = 0) -> bool:
         """Whether a reply is no success, but a state that ends by itself. Raises Unexpected for other failures.
 
-        A conversation is busy while a server answers a turn whose id its client has not seen.
+        A conversation is busy while a server may still write a turn whose id its client has not seen.
         """
         if reply.status_code == 200:
             return False
@@ -259,6 +217,10 @@ class Bench:
         if code in self.args.passing or (unseen and code == "conversation_busy"):
             raise Passing(f"status {reply.status_code} {code}")
         raise Unexpected(f"status {reply.status_code}: {reply.text[:300]}")
+
+    def note_repeat(self, reply: httpx.Response) -> None:
+        """Count a turn that was asked again, and that its first attempt had begun or stored."""
+        self.counts["asked again and found"] += "idempotent-replayed" in reply.headers
 
     async def poll(self, url: str, turn: Turn) -> None:
         """Read the state of a background response once."""
@@ -278,6 +240,7 @@ class Bench:
             if reply.status_code != 200:
                 await reply.aread()
                 self.passing(reply, unseen)
+            self.note_repeat(reply)
             async for line in reply.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -305,25 +268,20 @@ class Bench:
         if response["status"] not in ("completed", "incomplete"):
             raise Unexpected(f"{turn.kind} {turn.response} is {response['status']}: {response['error']}")
         turn.done = True
-        turn.prompt = response["usage"]["input_tokens"]
-        turn.cached = response["usage"]["input_tokens_details"]["cached_tokens"]
+        turn.count(response["usage"])
 
     async def audit(self) -> dict[str, int]:
         """Compare the store with the clients' records. Ask the resumed turns again."""
         lost = doubled = differ = again = done = 0
         for talk in self.talks:
             path = f"/v1/conversations/{talk.id}/items?order=asc&limit=100"
-            listed = (await self.request("GET", path, 0))["data"]
-            said = [(each["role"], each["content"][0]["text"]) for each in listed]
-            seen = [turn for turn in talk.turns if turn.done]
+            said = rest = said_in((await self.request("GET", path, 0))["data"])
+            seen, expected = talk.seen, talk.expected
             done += len(seen)
-            expected = [pair for turn in seen for pair in (("user", turn.said), ("assistant", turn.text))]
-            rest = said
             for pair in expected:
                 lost += pair not in rest
                 rest = rest[rest.index(pair) + 1 :] if pair in rest else rest
-            unseen = talk.unseen + sum(not turn.done for turn in talk.turns)
-            doubled += len(said) > len(expected) + 2 * unseen
+            doubled += len(said) > len(expected) + 2 * sum(not turn.done for turn in talk.turns)
             for turn in seen:
                 if turn.resumed:
                     body = dict(
@@ -336,11 +294,6 @@ class Bench:
             conversations=len(self.talks), turns_done=done, turns_lost=lost, conversations_with_a_doubled_turn=doubled,
             resumed_turns_asked_again=again, resumed_turns_that_differ=differ,
         )  # fmt: skip
-
-
-def text_of(response: dict[str, Any]) -> str:
-    """The text of a response's messages."""
-    return "".join(part["text"] for item in response["output"] for part in item.get("content", ()))
 
 
 async def ready(http: httpx.AsyncClient, url: str, engines: int, seconds: float = 90.0) -> None:
@@ -395,15 +348,6 @@ async def measure(args: argparse.Namespace, urls: list[str], programs: list[Prog
     )  # fmt: skip
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, 90th percentile and largest."""
-    if not values:
-        return {}
-    ranked = sorted(values)
-    parts = dict(median=statistics.median(ranked), p90=ranked[int(0.9 * (len(ranked) - 1))], most=ranked[-1])
-    return {name: round(value, 2) for name, value in parts.items()}
-
-
 def free_port() -> int:
     """A port that nobody listens at."""
     with socket.socket() as probe:
@@ -411,7 +355,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main() -> None:
+@contextmanager
+def programs(folder: str, store: str, engines: int, logs: Path) -> Iterator[tuple[list[str], list[Program]]]:
+    """Two servers and the engines that they share, which are starting: the servers' URLs, and all, servers first."""
+    addresses = [f"{folder}/{number}.sock" for number in range(engines)]
+    ports = [free_port() for _ in range(2)]
+    sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
+    shared = ["--engines", ",".join(addresses), "--store", store, "--operator-key", "operator"]
+    begun: list[Program] = []
+    try:
+        for number, port in enumerate(ports):
+            words = ["serve", "--port", str(port), "--files", f"{folder}/files{number}", *shared]
+            begun.append(Program(f"server {number}", words, logs / f"server{number}.log"))
+        for number, address in enumerate(addresses):
+            words = ["engine", "--listen", address, *sizes]
+            begun.append(Program(f"engine {number}", words, logs / f"engine{number}.log"))
+        yield [f"http://127.0.0.1:{port}" for port in ports], begun
+    finally:
+        for program in begun:
+            program.kill()
+
+
+def options() -> argparse.ArgumentParser:
+    """The options, with their defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--servers", type=float, default=0.6, help="share of the kills that hit a server")
@@ -421,41 +387,29 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=80, help="most tokens of an answer")
     parser.add_argument("--errors", type=int, default=3, help="unexpected failures after which the run ends")
-    parser.add_argument("--passing", nargs="*", default=["response_not_found"], help="codes after which to ask again")
+    passing = ["response_in_progress"]
+    parser.add_argument("--passing", nargs="*", default=passing, help="codes after which to ask again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="directory for the programs' logs")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    return parser
+
+
+BAD = ("errors", "turns_lost", "conversations_with_a_doubled_turn", "resumed_turns_that_differ")
+"""Figures that must be 0."""
+
+
+def main() -> None:
+    args = options().parse_args()
     with postgresql() as store, tempfile.TemporaryDirectory(prefix="hf", dir="/tmp") as folder:
         logs = args.logs or Path(folder)
         logs.mkdir(exist_ok=True)
-        addresses = [f"{folder}/{number}.sock" for number in range(args.engines)]
-        ports = [free_port() for _ in range(2)]
-        sizes = ["--cache-gb", "0.05", "--threads", "1", "--device", "cpu"]
-        engines = [
-            Program(f"engine {number}", ["engine", "--listen", address, *sizes], logs / f"engine{number}.log")
-            for number, address in enumerate(addresses)
-        ]
-        shared = ["--engines", ",".join(addresses), "--store", store, "--operator-key", "operator"]
-        servers = [
-            Program(
-                f"server {number}",
-                ["serve", "--port", str(port), "--files", f"{folder}/files{number}", *shared],
-                logs / f"server{number}.log",
-            )
-            for number, port in enumerate(ports)
-        ]
-        programs = [*servers, *engines]
-        try:
-            figures = asyncio.run(measure(args, [f"http://127.0.0.1:{port}" for port in ports], programs))
-        finally:
-            for program in programs:
-                program.kill()
+        with programs(folder, store, args.engines, logs) as (urls, begun):
+            figures = asyncio.run(measure(args, urls, begun))
     print(json.dumps(figures, indent=1))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    bad = ("errors", "turns_lost", "conversations_with_a_doubled_turn", "resumed_turns_that_differ")
-    raise SystemExit(any(figures[name] for name in bad))
+    raise SystemExit(any(figures[name] for name in BAD))
 
 
 if __name__ == "__main__":

@@ -25,56 +25,20 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.lib.invocation import command, provenance
+from benchmarks.lib.talks import NAMES, SAID, TURNS, Talk, Turn, said_in, spread, text_of
 
-TURNS = 4
-"""Number of turns of a conversation before its client begins another."""
-SAID = (
-    "Hello! My name is {name}. Tell me about the sea.",
-    "What is my name, and what did I ask you?",
-    "Tell me a story about a ship and a storm.",
-    "And how does the story end?",
-)
-NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 OPERATOR = "operator"
 AS_OPERATOR = {"authorization": f"Bearer {OPERATOR}"}
-
-
-@dataclass
-class Turn:
-    """One answer as its client saw it."""
-
-    said: str
-    previous: str | None
-    response: str = ""
-    text: str = ""
-    done: bool = False
-    cut: bool = False
-    """Whether its engine was killed before the turn was done."""
-    last: float = 0.0
-    """Time at which its latest piece of text came."""
-    ended: float = 0.0
-    silent: float = 0.0
-    """Seconds from the kill to the next piece of text."""
-
-
-@dataclass
-class Talk:
-    """One conversation."""
-
-    id: str
-    turns: list[Turn] = field(default_factory=list)
 
 
 class Bench:
@@ -105,7 +69,7 @@ class Bench:
             self.talks.append(talk)
             previous = None
             for said in SAID[:TURNS]:
-                turn = Turn(said.format(name=rng.choice(NAMES)), previous)
+                turn = Turn(said.format(name=rng.choice(NAMES)), previous=previous)
                 talk.turns.append(turn)
                 self.running[number] = turn
                 try:
@@ -138,9 +102,9 @@ class Bench:
                         turn.response = event["response"]["id"]
                     case "response.output_text.delta":
                         if turn.cut and not turn.silent:
-                            turn.silent = now - turn.last
+                            turn.silent = now - turn.latest
                         turn.text += event["delta"]
-                        turn.last = now
+                        turn.latest = now
                     case "response.completed" | "response.incomplete":
                         turn.done, turn.ended = True, now
                     case "response.failed" | "error":
@@ -175,7 +139,7 @@ class Bench:
         os.kill(victim["pid"], signal.SIGKILL)
         for turn in under_way:  # the time until their next text shows which of them it cut
             if not turn.done:
-                turn.cut, turn.last = True, killed
+                turn.cut, turn.latest = True, killed
         while victim["pid"] in {each["pid"] for each in await self.members()}:
             await asyncio.sleep(0.005)
         await self.ready(self.args.replicas)
@@ -209,10 +173,8 @@ class Bench:
             listed = await self.http.get(
                 f"{self.url}/v1/conversations/{talk.id}/items", params={"order": "asc", "limit": 100}
             )
-            said = [(each["role"], each["content"][0]["text"]) for each in listed.json()["data"]]
-            seen = [turn for turn in talk.turns if turn.done]
+            said, seen, expected = said_in(listed.json()["data"]), talk.seen, talk.expected
             done += len(seen)
-            expected = [pair for turn in seen for pair in (("user", turn.said), ("assistant", turn.text))]
             unseen = 2 * sum(not turn.done for turn in talk.turns)
             if said[: len(expected)] != expected:
                 lost += 1
@@ -223,10 +185,8 @@ class Bench:
                         input=turn.said, previous_response_id=turn.previous, temperature=0, store=False,
                         max_output_tokens=self.args.tokens,
                     )  # fmt: skip
-                    reply = await self.ask(body)
-                    text = "".join(part["text"] for item in reply["output"] for part in item.get("content", ()))
                     again += 1
-                    differ += text != turn.text
+                    differ += text_of(await self.ask(body)) != turn.text
         return dict(
             conversations=len(self.talks), turns_done=done, conversations_with_a_lost_turn=lost,
             conversations_with_a_doubled_turn=doubled, cut_turns_asked_again=again, cut_turns_that_differ=differ,
@@ -262,14 +222,6 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
         added_and_drained_s=changes, errors_at_kills=errors, errors_at_changes=len(bench.errors) - errors,
         errors=bench.errors[:10], **found, each_kill=kills,
     )  # fmt: skip
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, 90th percentile and largest."""
-    if not values:
-        return {}
-    ranked = sorted(values)
-    return dict(median=statistics.median(ranked), p90=ranked[int(0.9 * (len(ranked) - 1))], most=ranked[-1])
 
 
 def main() -> None:

@@ -34,13 +34,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.lib.invocation import command, provenance
+from benchmarks.lib.talks import SAID, Talk, Turn, said_in
 
 CHECK_SECONDS = 0.2
 """Seconds between two checks of a server's readiness."""
@@ -52,12 +53,6 @@ FIRST_WORDS = 60
 """Number of random words of 16 letters in the first message of a conversation, some 10 tokens each."""
 THINK_SECONDS = 0.3
 """Seconds between an answer and the next turn."""
-SAID = (
-    "Hello! My name is Ada. Tell me about the sea.",
-    "What is my name, and what did I ask you?",
-    "Tell me a story about a ship and a storm.",
-    "And how does the story end?",
-)
 ROOT = Path(__file__).parents[2]
 
 
@@ -86,31 +81,6 @@ class Program:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-
-
-@dataclass
-class Turn:
-    """One turn as its client saw it."""
-
-    said: str
-    phase: str
-    before: int
-    """Number of tokens of the conversation after the turn before."""
-    text: str = ""
-    done: bool = False
-    cached: int = 0
-    total: int = 0
-    """Number of tokens of the prompt and the answer."""
-    silent: float = 0.0
-    """Longest time in seconds without an event."""
-
-
-@dataclass
-class Talk:
-    """One conversation."""
-
-    id: str
-    turns: list[Turn] = field(default_factory=list)
 
 
 class Balancer:
@@ -189,8 +159,8 @@ class Bench:
                 before = talk.turns[-1].total if talk.turns else 0
                 # No other conversation has such a beginning, so what is found in the cache is this one's own.
                 words = [f"{self.rng.getrandbits(64):016x}" for _ in range(1 if number else FIRST_WORDS)]
-                said = f"{' '.join(words)}. {SAID[number % len(SAID)]}"
-                turn = Turn(said, self.phase, before)
+                said = f"{' '.join(words)}. {SAID[number % len(SAID)].format(name='Ada')}"
+                turn = Turn(said, self.phase, before=before)
                 talk.turns.append(turn)
                 try:
                     await self._answer(talk, turn)
@@ -224,9 +194,8 @@ class Bench:
                     case "response.output_text.delta":
                         turn.text += event["delta"]
                     case "response.completed" | "response.incomplete":
-                        usage = event["response"]["usage"]
-                        turn.done, turn.total = True, usage["total_tokens"]
-                        turn.cached = usage["input_tokens_details"]["cached_tokens"]
+                        turn.done = True
+                        turn.count(event["response"]["usage"])
                     case "response.failed" | "error":
                         raise ValueError(line[:300])
         if not turn.done:
@@ -237,11 +206,8 @@ class Bench:
         lost = doubled = done = 0
         for talk in self.talks:
             page = f"/v1/conversations/{talk.id}/items?order=asc&limit=100"
-            items = (await self.balancer.ask("GET", page))["data"]
-            stored = [(each["role"], each["content"][0]["text"]) for each in items]
-            seen = [turn for turn in talk.turns if turn.done]
-            expected = [pair for turn in seen for pair in (("user", turn.said), ("assistant", turn.text))]
-            done += len(seen)
+            stored, expected = said_in((await self.balancer.ask("GET", page))["data"]), talk.expected
+            done += len(talk.seen)
             lost += stored[: len(expected)] != expected
             doubled += len(stored) > len(expected)
         return dict(
@@ -252,9 +218,9 @@ class Bench:
     def cache(self) -> dict[str, dict[str, float]]:
         """By phase, what later turns of conversations found in the cache."""
         found = {}
-        for phase in dict.fromkeys(turn.phase for talk in self.talks for turn in talk.turns):
-            turns = [turn for talk in self.talks for turn in talk.turns if turn.phase == phase and turn.before]
-            first = [next((turn for turn in talk.turns if turn.phase == phase), None) for talk in self.talks]
+        for phase in dict.fromkeys(turn.kind for talk in self.talks for turn in talk.turns):
+            turns = [turn for talk in self.talks for turn in talk.turns if turn.kind == phase and turn.before]
+            first = [next((turn for turn in talk.turns if turn.kind == phase), None) for talk in self.talks]
             went_on = [turn for turn in first if turn is not None and turn.done and turn.before]
             known = sum(turn.before for turn in turns if turn.done)
             found[phase] = dict(

@@ -87,6 +87,7 @@ class AttachSpawner:
     """Attaches to engines at given addresses."""
 
     kind = "attached"
+    lasting = True
 
     def __init__(self, addresses: Sequence[str], key: str = "") -> None:
         """`addresses` are as `engine.address` reads them. `key` is the secret key of those on TCP."""

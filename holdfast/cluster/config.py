@@ -116,11 +116,6 @@ class ClusterConfig:
         return tuple(address.strip() for each in self.engines for address in each.split(","))
 
     @property
-    def outlived(self) -> bool:
-        """Whether the engines outlive the server."""
-        return self.ray_keep is not None or bool(self.engines)
-
-    @property
     def count(self) -> int:
         """Number of replicas at the start."""
         return len(self.addresses) or self.replicas

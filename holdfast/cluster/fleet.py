@@ -306,8 +306,8 @@ class Fleet:
 
     @property
     def lasting(self) -> bool:
-        """Whether the engines outlive this server, and may serve others."""
-        return self._spawner.kind == "attached"
+        """Whether the engines outlive this server, and may serve others. See `Spawner.lasting`."""
+        return self._spawner.lasting
 
     def check_alive(self) -> None:
         """Raises EngineDead if the fleet has ended."""

@@ -30,6 +30,7 @@ class LocalSpawner:
     """Starts engines on this machine."""
 
     kind = "local"
+    lasting = False
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class KeptRaySpawner:
     """Attaches to the engines of a name, and starts those that do not run. Only a drained replica ends its engine."""
 
     kind = "ray"
+    lasting = True
     most: int | None = None  # Unknown: Ray may add nodes for replicas that wait.
 
     def __init__(self, cluster: RayCluster, name: str, seconds: float) -> None:

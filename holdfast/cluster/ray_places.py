@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import ray
 import zmq
 from ray.exceptions import RayError
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from holdfast.cluster.ray_cluster import NAMESPACE, Room, answer, one_line
@@ -84,8 +89,11 @@ class Places:
         return max(counts)
 
     async def end(self) -> list[str]:
-        """End all engines of this name, and free their resources. Returns their names."""
-        numbers = await asyncio.to_thread(self.numbers)
+        """End all engines of this name, and free their resources. Returns their names.
+
+        Also frees the resources of actors that were killed.
+        """
+        numbers = await asyncio.to_thread(self._reserved)
         await asyncio.gather(*map(self._end_one, numbers))
         await asyncio.to_thread(_internal_kv_del, f"{self._name}/", del_by_prefix=True, namespace=STORE)
         return [f"{self._name}-{number}" for number in numbers]
@@ -103,6 +111,13 @@ class Places:
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
         for group in self._known_group(number):
             remove_placement_group(group)
+
+    def _reserved(self) -> list[int]:
+        """Return the numbers of the actors that exist, and of those that have left reserved resources."""
+        keys = _internal_kv_list(f"{self._name}/", namespace=STORE)
+        groups = (re.fullmatch(rf"{re.escape(self._name)}/(\d+)/group", key.decode()) for key in keys)
+        left = {int(each[1]) for each in groups if each}
+        return sorted({*self.numbers(), *(number for number in left if self._known_group(number))})
 
     def _group(self, number: int, room: Room) -> PlacementGroup:
         """Return the reserved resources of a number, which outlive this process and the actor in them."""

@@ -53,6 +53,7 @@ class RaySpawner:
     """Starts engines on a Ray cluster. A process has at most one RaySpawner."""
 
     kind = "ray"
+    lasting = False
     most: int | None = None  # Unknown: Ray may add nodes for replicas that wait.
 
     def __init__(self, cluster: RayCluster) -> None:

@@ -361,7 +361,7 @@ class Replicas:
         State in the other tiers ends with its engine, or can be reached from all engines. An engine that outlives
         servers also has state of earlier servers, and of others that use it.
         """
-        outlives = self.config.disk_cache_dir is not None or self.cluster.outlived
+        outlives = self.config.disk_cache_dir is not None or self.fleet.lasting
         if not outlives or self.router.unknown(turn) < ASK_TOKENS:
             return None
         chain, engines = turn.chain[: (turn.prompt_tokens - 1) // self._block], self.fleet.engines

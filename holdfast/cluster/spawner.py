@@ -25,6 +25,8 @@ class Spawner(Protocol):
 
     kind: str
     """Kind of spawner for display: "local", "ray" or "attached"."""
+    lasting: bool
+    """Whether its engines outlive this server, so that other servers can adopt their requests."""
 
     @property
     def most(self) -> int | None:

@@ -61,7 +61,7 @@ from holdfast.server.shared_adapters import SharedAdapters
 from holdfast.server.tracing import Tracing, exporter_to
 
 EXPOSED = [
-    "x-request-id", "retry-after", "retry-after-ms",
+    "x-request-id", "retry-after", "retry-after-ms", "idempotent-replayed",
     *(f"x-ratelimit-{word}-{name}" for word in ("limit", "remaining", "reset") for name in BUCKETS),
 ]  # fmt: skip
 """Headers that pages of other web sites may read."""

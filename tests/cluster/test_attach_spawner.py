@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import zmq
 
 from holdfast.cluster import attach_spawner
 from holdfast.cluster.attach_spawner import AttachSpawner
@@ -67,6 +68,17 @@ async def test_a_drained_engine_is_left_and_the_next_one_at_its_address_is_found
     await server.close()
     for engine in engines:
         await engine.close()
+
+
+async def test_a_server_with_a_key_for_other_hosts_also_attaches_to_an_engine_at_a_path(small, tmp_path):  # noqa: F811
+    address = str(tmp_path / "engine.sock")
+    engine = await EngineClient.start(small(), listen=address, priced=True)
+    spawner = AttachSpawner([address], zmq.curve_keypair()[1].decode())
+    client = await asyncio.wait_for(spawner.start(0, lambda stage: None), 20)
+    assert client.adopts
+    await client.close()
+    await spawner.close()
+    await engine.close()
 
 
 async def test_engines_of_different_models_are_refused(small, tmp_path):  # noqa: F811

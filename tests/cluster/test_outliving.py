@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import importlib
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ from typing import Any
 import pytest
 from fake_engine import engine_info
 
+from holdfast.cluster import fleet
+from holdfast.cluster.attach_spawner import AttachSpawner
 from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.cluster.replicas import Replicas
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
@@ -79,12 +84,53 @@ async def test_a_server_begins_with_the_engines_that_an_earlier_one_had_added() 
 
 
 @pytest.mark.parametrize(
-    ("config", "asked"),
-    [({"ray": "auto", "ray_keep": "kept"}, True), ({"engines": ("./a,./b",)}, True), ({"ray": "auto"}, False)],
+    ("spawner", "lasting"),
+    [
+        (AttachSpawner, True),
+        (LocalSpawner, False),
+        ("ray_kept.KeptRaySpawner", True),
+        ("ray_spawner.RaySpawner", False),
+    ],
 )
-async def test_a_new_router_asks_the_engines_that_earlier_servers_have_used(
-    config: dict[str, Any], asked: bool, tmp_path: Path
+def test_engines_that_are_attached_to_or_kept_outlive_their_server(spawner: Any, lasting: bool) -> None:
+    if isinstance(spawner, str):
+        pytest.importorskip("ray")
+        module, _, name = spawner.partition(".")
+        spawner = getattr(importlib.import_module(f"holdfast.cluster.{module}"), name)
+    assert spawner.lasting is lasting
+
+
+async def test_engines_that_outlive_their_server_hold_its_requests_for_others() -> None:
+    for lasting in (True, False):
+        scripts = Scripts(lasting=lasting)
+        replicas = await Replicas.start(ClusterConfig(replicas=2, routing="least-loaded"), scripts)
+        assert replicas.adopts is lasting
+        await replicas.close()
+
+
+async def test_a_start_does_not_wait_for_an_engine_without_room_if_others_outlived_a_server(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(fleet, "OTHERS_SECONDS", 0.01)
+    there = asyncio.Event()
+
+    class Short(Scripts):
+        """Its second engine has no room at first."""
+
+        async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
+            if number == 1:
+                await there.wait()
+            return await super().start(number, on_progress)
+
+    replicas = await Replicas.start(ClusterConfig(replicas=2, routing="least-loaded"), Short(lasting=True))
+    assert [each.name for each in replicas.serving] == ["0"]
+    there.set()
+    await until(lambda: len(replicas.serving) == 2)
+    await replicas.close()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_new_router_asks_the_engines_that_earlier_servers_have_used(asked: bool, tmp_path: Path) -> None:
     PROFILE.save(tmp_path / "profile.json")
 
     def prepare(engine: Scripted) -> None:
@@ -92,8 +138,8 @@ async def test_a_new_router_asks_the_engines_that_earlier_servers_have_used(
         engine.info = engine_info(vocab_size=1 << 20, max_model_len=4096, num_blocks=400, profile_path=profile)
         engine.on_disk = 2000 if engine.number == 1 else 0
 
-    scripts = Scripts(prepare)
-    replicas = await Replicas.start(ClusterConfig(**{"replicas": 2, **config}), scripts)
+    scripts = Scripts(prepare, lasting=asked)
+    replicas = await Replicas.start(ClusterConfig(replicas=2), scripts)
     async with aclosing(replicas.stream(list(range(2000)), FOUR, conversation="old")) as deltas:
         assert [delta async for delta in deltas]
     assert [engine.searches for engine in scripts.engines] == [asked] * 2

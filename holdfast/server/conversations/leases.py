@@ -1,4 +1,4 @@
-"""Leases: record which server writes each running response, and which one changes a conversation.
+"""Leases: record which server writes each running response, which one changes a conversation, and which ones run.
 
 A server that ends stops renewing its leases. Another one then takes over the responses that have a recipe.
 """
@@ -41,6 +41,11 @@ _LOCK = Prepared(
 )
 """Takes a conversation's lease, unless a server that runs holds it, or `former` does."""
 _UNLOCK = Prepared(delete(leases).where(_BY.response == bindparam("key"), _BY.server == bindparam("server")))
+_ATTEND = text(
+    "INSERT INTO leases (response, server, seen, cancelled) VALUES (:server, :server, :now, false) "
+    "ON CONFLICT (response) DO UPDATE SET seen = excluded.seen WHERE leases.seen < :due"
+)
+"""Takes or renews a server's lease under its own name, if that is due."""
 
 
 def conversation_key(tenant: str, conversation: str) -> str:
@@ -68,6 +73,17 @@ class Leases:
         db.execute(insert(leases).values(response=response, server=self.server, seen=self._now(), cancelled=False))
         if recipe:
             db.execute(insert(recipes).values(response=response, recipe=recipe))
+
+    def attend(self, db: Connection, server: str | None = None) -> None:
+        """Record within a transaction that a server runs, by default this one. `renew` keeps that true."""
+        now = self._now()
+        name = self.server if server is None else server
+        db.execute(_ATTEND, {"server": name, "now": now, "due": now - RENEW_SECONDS})
+
+    def attended(self, db: Connection, server: str) -> bool:
+        """Whether a server that called `attend` still runs."""
+        ended = self._now() - LEASE_SECONDS
+        return db.execute(select(_BY.server).where(_BY.response == server, _BY.seen >= ended)).first() is not None
 
     def end(self, db: Connection, response: str) -> None:
         """Remove a lease, within the transaction that deletes a response."""

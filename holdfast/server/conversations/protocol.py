@@ -268,11 +268,11 @@ def event_bytes(event: Event) -> bytes:
     return named_event(event, event["type"])
 
 
-def new_response(wanted: ResponseRequest, served: str) -> Response:
-    """Return a response in its state before the answer begins."""
+def new_response(wanted: ResponseRequest, served: str, id: str = "") -> Response:
+    """Return a response in its state before the answer begins. Without an `id` it gets a new one."""
     conversation = wanted.conversation_id
     return {
-        "id": new_id("resp"),
+        "id": id or new_id("resp"),
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,

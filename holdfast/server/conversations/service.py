@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.engine.client.client import Adoption
 from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import BUSY, RENEW_SECONDS, conversation_key
+from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -41,8 +42,6 @@ SWEEP_SECONDS = 5.0
 """Seconds between two looks for responses of servers that have ended. The end of a server is mostly known at once."""
 BUSY_SECONDS = 0.3
 """Seconds after which a conversation is tried again whose server may have ended just now."""
-PASSING = frozenset({"queue_full", "no_replica", "engine_dead"})
-"""Codes of errors that this server has for now. Another server, or this one later, may write the response."""
 KEPT_EVENTS = 1 << 16
 """Maximum number of kept events of ended background responses. Readers that reconnect get them."""
 KEPT_BYTES = 64 << 20
@@ -57,6 +56,7 @@ class Responses:
         self.store = store
         url = service.config.web_search
         self.search = None if url is None else WebSearch(url)
+        self.progress = Progress(store, self._keep_renewing)
         self._locked: set[str] = set()
         """Keys of the leases of conversations that this server changes now."""
         self._background: dict[str, Background] = {}
@@ -74,17 +74,19 @@ class Responses:
         """Held while a response is adopted, so that no other request for it finds it neither here nor there."""
 
     def write(
-        self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None, batch: str = ""
-    ) -> Writing:
+        self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None, batch: str = "",
+        id: str = "",
+    ) -> Writing:  # fmt: skip
         """Prepare a response; it runs when its events are iterated. Raises ApiError for errors known before it runs.
 
-        `name` is the prefix of its request ids in the engine, and `batch` the batch job that it is a line of.
+        `name` is the prefix of its request ids in the engine, and `batch` the batch job that it is a line of. `id` is
+        the response's id; empty: a random one.
         """
-        return Writing(self, wanted, tenant, lane, name, batch)
+        return Writing(self, wanted, tenant, lane, name, batch, id=id)
 
-    async def start(self, wanted: ResponseRequest, tenant: str) -> Background:
+    async def start(self, wanted: ResponseRequest, tenant: str, id: str = "") -> Background:
         """Begin a background response. Returns once the engine has accepted it. Raises ApiError."""
-        writing = self.write(wanted, tenant)
+        writing = self.write(wanted, tenant, id=id)
         background = Background(writing)
         try:
             await background.begun()
@@ -113,12 +115,18 @@ class Responses:
                 await asyncio.wait_for(self._servers_changed.wait(), SWEEP_SECONDS)
             self._servers_changed.clear()
             with suppress(ApiError):  # The store failed, and has logged the reason.
-                gone = self.service.client.gone
-                for server in gone - self._released:
-                    await self.store.run(partial(_release, server))
-                self._released = gone
+                await self._release_gone()
+                await self.progress.settle()
+                await self.store.run(_drop_old)
                 for response, recipe in await self.store.read(lambda store: store.leases.left()):
                     await self._take_over_one(response, recipe)
+
+    async def _release_gone(self) -> None:
+        """Let the leases of servers end that the engines report as ended."""
+        gone = self.service.client.gone
+        for server in gone - self._released:
+            await self.store.run(partial(_release, server))
+        self._released = gone
 
     async def _take_over_one(self, response: str, data: bytes) -> None:
         """Write a response that no server writes now, unless another server is faster or this one is full."""
@@ -135,9 +143,10 @@ class Responses:
         self._keep(Background(writing))
 
     async def _adopt(self, tenant: str, response: str) -> Background | None:
-        """Continue a streamed response whose server has ended and that is not stored; None if no engine holds it.
+        """Continue a streamed response whose server has ended and that is not stored; None if nobody knows it.
 
-        Raises ApiError if this server cannot take it now.
+        If no engine holds its request, it is computed again, with the same seed. Raises ApiError if this server cannot
+        take it now, or if a server that runs writes it.
         """
         client = self.service.client
         async with self._adopting:
@@ -145,18 +154,45 @@ class Responses:
                 return running if client.adopts else None
             adopted = await client.adopt(tenant, response)
             if adopted is None or not adopted.yours:
-                return None
+                return await self._compute_again(tenant, response)
             try:
                 recipe = Recipe.read(adopted.note)
                 if recipe.wanted.background:  # Its client has deleted it.
                     client.give_up(adopted)
                     return None
+                await self.progress.take(tenant, response, ended=True)
                 background = Background(self._written_before(recipe, adopted))
             except BaseException:
                 client.give_up(adopted)
                 raise
             self._keep(background)
             return background
+
+    async def _compute_again(self, tenant: str, response: str) -> Background | None:
+        """Compute a streamed response again whose server and engine have ended; None without its recipe.
+
+        Raises ApiError if this server cannot take it now, or if a server that runs writes it.
+        """
+        if (record := await self.store.read(lambda store: store.streams.find(tenant, response))) is None:
+            return None
+        self.progress.check(response)
+        try:
+            recipe = Recipe.read(record.recipe)
+        except ValueError as error:  # A server of another version wrote it.
+            log.warning("response %s of an ended server is not computed again: %s", response, error)
+            return None
+        writing = Writing(self, recipe.wanted, recipe.tenant, None, None, "", recipe)
+        await self._release_gone()
+        if not await self.progress.take(tenant, response):
+            return None
+        if (conversation := recipe.wanted.conversation_id) is not None:
+            context = await self.store.read(lambda store: store.conversations.context(tenant, conversation))
+            if context.parent != record.parent:  # Its client has gone on without it.
+                await self.progress.drop(response)
+                return None
+        log.warning("response %s of an ended server is computed again", response)
+        self._keep(background := Background(writing))
+        return background
 
     def _written_before(self, recipe: Recipe, adopted: Adoption) -> Writing:
         """Return a response that another server began, with the request that an engine holds. Raises ApiError."""
@@ -183,7 +219,7 @@ class Responses:
 
     async def _renew(self) -> None:
         """Renew this server's leases, and stop the background responses that other servers cancelled."""
-        while self._background or self._locked:
+        while self._background or self._locked or self.progress.recorded:
             await asyncio.sleep(RENEW_SECONDS)
             with suppress(ApiError):  # The store failed, and has logged the reason.
                 for begun in [*self._background.values()]:
@@ -191,12 +227,12 @@ class Responses:
                         await self.store.run(partial(_run, begun.writing.id))
                         begun.stored_running = True
                 stored = [id for id, begun in self._background.items() if begun.writing.begun]
-                for id in await self.store.run(partial(_renewed, [*stored, *self._locked])):
+                for id in await self.store.run(partial(_renewed, [*stored, *self._locked, self.store.server])):
                     if (background := self._background.get(id)) is not None:
                         await background.stop()
 
-    async def _ended_elsewhere(self, tenant: str, response: Response) -> Response:
-        """Wait until another server ends a response or dies. Raises ApiError."""
+    async def until_ended(self, tenant: str, response: Response) -> Response:
+        """Wait for the end of a response, whichever server writes it. Raises ApiError."""
         while response["status"] in RUNNING:
             await asyncio.sleep(POLL_SECONDS)
             response = await self.retrieve(tenant, response["id"])
@@ -238,10 +274,25 @@ class Responses:
         self._kept_events -= len(events)
         self._kept_bytes -= size
 
-    async def events(self, tenant: str, response: str) -> Events:
+    async def repeated(self, tenant: str, response: str) -> Response | None:
+        """Return the response of an earlier attempt of a request; None if there was none, or if it left nothing.
+
+        Raises ApiError 409 if that attempt is in progress.
+        """
+        if self.running(tenant, response) is None:
+            self.progress.check(response)
+        try:
+            return await self.retrieve(tenant, response)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    async def events(self, tenant: str, response: str, *, ended: bool = False) -> Events:
         """Return the events of a response that runs in the background, or whose tokens an engine holds.
 
-        Raises ApiError: 404, or 400 if it is neither.
+        With `ended`, also those of any response that has ended, with all text at once. Raises ApiError: 404, or 400 if
+        it is none of these.
         """
         stored = await self.retrieve(tenant, response)
         background, (kept, _) = self.running(tenant, response), self._ended.get(response, (None, 0))
@@ -254,7 +305,7 @@ class Responses:
             return Events(len(kept) - 1, lambda after: each(kept[after + 1 :]))
         if exact := await self._exact_events(tenant, stored):
             return Events(len(exact) - 1, lambda after: each(exact[after + 1 :]))
-        if not stored["background"]:
+        if not (stored["background"] or ended):
             reason = "only a response with background: true can be streamed again, or a streamed one soon after its end"
             raise invalid(reason, "stream")
         return Events(None, lambda after: each(replay(stored, after)))
@@ -320,7 +371,7 @@ class Responses:
         found = await self.retrieve(tenant, response)
         if background is None and found["status"] in RUNNING:
             await self.store.run(lambda store: store.leases.cancel(response))
-            found = await self._ended_elsewhere(tenant, found)
+            found = await self.until_ended(tenant, found)
         if not found["background"]:
             reason = "only a response with background: true can be cancelled; to stop this one, close its connection"
             raise invalid(reason, "response_id")
@@ -345,7 +396,8 @@ class Responses:
             return
         key = conversation_key(tenant, conversation)
         if key in self._locked:
-            raise ApiError(BUSY, status=409, param="conversation", code=ConversationBusy.code)
+            busy = ConversationBusy
+            raise ApiError(BUSY, status=409, param="conversation", code=busy.code, retry_after=busy.retry_after)
         self._locked.add(key)
         self._keep_renewing()
         try:
@@ -388,6 +440,10 @@ def _run(id: str, store: Store) -> None:
 
 def _release(server: str, store: Store) -> None:
     store.leases.release(server)
+
+
+def _drop_old(store: Store) -> None:
+    store.streams.drop_old()
 
 
 def _taken(response: str, store: Store) -> bool:

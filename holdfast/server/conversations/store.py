@@ -19,6 +19,7 @@ from holdfast.server.conversations.group_writer import GroupWriter
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
+from holdfast.server.conversations.stream_records import StreamRecords
 from holdfast.server.conversations.transactions import FlushFailed
 from holdfast.server.conversations.tree import Tree
 from holdfast.server.conversations.turn_store import TurnStore
@@ -31,6 +32,11 @@ from holdfast.server.time_spent import current
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+STORE_UNAVAILABLE = "store_unavailable"
+"""Code of the error while the database cannot be used."""
+RETRY_SECONDS = 5
+"""Seconds after which a client may try again that met a database that cannot be used."""
 
 READERS = 4
 """Number of threads that read, so that a search holds up no other read."""
@@ -52,7 +58,8 @@ class Store:
         self.database = database
         self.space = Space(bounds, now)
         self.leases = Leases(database, now)
-        self.turns = TurnStore(database, self.space, self.leases)
+        self.streams = StreamRecords(database, self.leases, now)
+        self.turns = TurnStore(database, self.space, self.leases, self.streams)
         self.conversations = ConversationStore(database, self.space, self.turns.chain)
         self.adapters = AdapterTable(database)
         self.listing = Listing(database, self.space)
@@ -109,8 +116,8 @@ class AsyncStore:
         self._reader: GroupWriter | ThreadPoolExecutor = self._writer
         if not store.database.single:
             self._reader = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="holdfast-store-reads")
-        self._failing: set[str] = set()
-        """Kinds of calls, reads and writes, whose last call failed."""
+        self._failing: dict[str, str] = {}
+        """The reason of the last failure of reads or writes, by their kind, while they fail."""
         self._upkeep = Upkeep(store.database, self._writer)
 
     @property
@@ -163,24 +170,28 @@ class AsyncStore:
         except NotFound as error:
             raise not_found(error.kind, error.id, error.param or param) from None
         except Conflict as error:
-            raise ApiError(str(error), status=409, code=error.code) from None
+            raise ApiError(str(error), status=409, code=error.code, retry_after=error.retry_after) from None
         except ThreadTooLarge as error:
             raise ApiError(str(error), code="conversation_too_large") from None
         except FAILURES as error:
             outcome = "failed"
-            log.error("the conversation store failed: %s", getattr(error, "orig", None) or error)
+            self._note_failure(kind, str(getattr(error, "orig", None) or error))
             reason = UNKNOWN if isinstance(error, FlushFailed) else NOTHING
-            raise ApiError(reason, status=503, code="store_unavailable") from None
+            raise ApiError(reason, status=503, code=STORE_UNAVAILABLE, retry_after=RETRY_SECONDS) from None
         finally:
-            if outcome == "failed":
-                self._failing.add(kind)
-            elif outcome != "left":
-                self._failing.discard(kind)
+            if outcome not in ("failed", "left") and self._failing.pop(kind, None) is not None:
+                log.warning("the conversation store works again")
             self._metrics.store_up.set(self.up)
             self._metrics.store_operations.labels(outcome).inc()
             seconds = time.perf_counter() - began
             self._metrics.store_seconds.observe(seconds)
             current().add("store", seconds)
+
+    def _note_failure(self, kind: str, reason: str) -> None:
+        """Log a failure, unless the last operation of this kind failed for the same reason."""
+        if self._failing.get(kind) != reason:
+            log.error("the conversation store failed: %s", reason)
+        self._failing[kind] = reason
 
     def close(self) -> None:
         """Finish the current work and close the store."""

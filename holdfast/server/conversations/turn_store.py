@@ -18,6 +18,7 @@ from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.space import SIZE, Space
+from holdfast.server.conversations.stream_records import StreamRecords
 from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Context, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
 
@@ -42,7 +43,7 @@ _VISIBLE = (
         threads.c.active >= bindparam("oldest"),
     )
 )
-_EXISTS = Prepared(select(turns.c.id).where(turns.c.id == bindparam("id")))
+_STORED = select(turns.c.response).where(turns.c.id == bindparam("id"))
 _INSERT_TURN = Prepared(insert(turns).values(parameters(turns)))
 
 
@@ -58,9 +59,9 @@ class TurnStore:
     Raises NotFound for a response that does not exist.
     """
 
-    def __init__(self, database: Database, space: Space, leases: Leases) -> None:
+    def __init__(self, database: Database, space: Space, leases: Leases, streams: StreamRecords) -> None:
         self.cache = ContextCache()
-        self._leases = leases
+        self._leases, self._streams = leases, streams
         self._database = database
         self._space = space
 
@@ -83,13 +84,17 @@ class TurnStore:
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
 
-        `begun` means that the beginning of this turn was stored earlier and is replaced now. Raises Conflict if the
+        `begun` means that the beginning of this turn was stored earlier and is replaced now. Does nothing if exactly
+        this turn is stored: a database may have committed it although its answer was lost. Raises Conflict if the
         parent, the conversation or that beginning was deleted or has changed.
         """
         status, context = turn.response["status"], turn.context
         thread = context.thread or turn.conversation or turn.id
         with self._database.write() as db:
-            replaced = 0
+            replaced, response = 0, encode(turn.response)
+            stored = db.execute(_STORED, {"id": turn.id}).scalar()
+            if stored == response:
+                return
             if begun:
                 size_of = delete(turns).where(turns.c.id == turn.id).returning(SIZE)
                 found = db.execute(size_of).scalar()
@@ -97,13 +102,15 @@ class TurnStore:
                     raise Conflict("the response was deleted while it was written")
                 replaced = found
                 self._leases.end_own(db, turn.id)
-            elif _EXISTS.value(db, id=turn.id) is not None:
+            elif stored is not None:
                 raise Conflict("another server has stored this response")
+            if turn.recorded:
+                self._streams.end(db, turn.id)
             if status in RUNNING:
                 self._leases.begin(db, turn.id, turn.recipe)
             start = self._shared(db, turn)
             row = {
-                "response": encode(turn.response),
+                "response": response,
                 "input": encode(turn.input),
                 "history": encode([] if context.parent else context.items),
                 "tokens": _to_bytes(turn.tokens[start:]),

@@ -37,12 +37,15 @@ class Conflict(Exception):
 
     code = "conflict"
     """Code of the error that a client gets."""
+    retry_after: int | None = None
+    """Seconds after which the client may try again; None if that will not help."""
 
 
 class ConversationBusy(Conflict):
     """Another turn or edit of the conversation is in progress, at this server or another one, or came first."""
 
     code = "conversation_busy"
+    retry_after = 1
 
 
 class ThreadTooLarge(Exception):
@@ -88,6 +91,8 @@ class Turn:
     digest: bytes = b""
     recipe: bytes = b""
     """The recipe by which another server can write a response that is stored before its end; empty: none can."""
+    recorded: bool = False
+    """Whether the response has a record as a stream in progress (`stream_records`), which this turn ends."""
 
     @property
     def id(self) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,10 +14,12 @@ from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.items import messages, searched_item, text_size
+from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
 from holdfast.server.conversations.recipe import Recipe
-from holdfast.server.conversations.store import AsyncStore
+from holdfast.server.conversations.store import STORE_UNAVAILABLE, AsyncStore
+from holdfast.server.conversations.stream_records import StreamRecord
 from holdfast.server.conversations.values import GOOD, RUNNING, Context, Item, Turn
 from holdfast.server.formats.parts import Part, Said
 from holdfast.server.formats.reader import AnswerReader
@@ -26,6 +29,11 @@ from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
 
+COMMIT_SECONDS = 15.0
+"""Seconds for which an answer waits for a store that cannot be used. Then it fails."""
+COMMIT_PAUSE_SECONDS = 0.5
+"""Seconds between two tries."""
+
 
 class Server(Protocol):
     """The part of the stateful API that one response uses."""
@@ -33,6 +41,7 @@ class Server(Protocol):
     service: Service
     store: AsyncStore
     search: WebSearch | None
+    progress: Progress
 
     def lock(self, tenant: str, conversation: str | None, former: str = "") -> AbstractAsyncContextManager[None]:
         """Lock a conversation against other changes. Raises ApiError if any server but `former` locks it."""
@@ -57,9 +66,12 @@ class Writing:
 
     def __init__(
         self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None, batch: str,
-        recipe: Recipe | None = None, adopted: Adoption | None = None,
+        recipe: Recipe | None = None, adopted: Adoption | None = None, id: str = "",
     ) -> None:  # fmt: skip
-        """`recipe` is that of a response that an ended server began. `adopted` is its request if an engine holds it."""
+        """`recipe` is that of a response that an ended server began. `adopted` is its request if an engine holds it.
+
+        `id` is the id of a new response; empty: a random one.
+        """
         service = server.service
         service.check_model(wanted.model, tenant)
         wanted = service.settled(wanted, lane)
@@ -76,13 +88,17 @@ class Writing:
             raise invalid(reason, place, "unsupported_parameter")
         self.searched = 0
         """Number of web searches so far."""
-        response = recipe.response if recipe else new_response(wanted, wanted.model)
+        response = recipe.response if recipe else new_response(wanted, wanted.model, id)
         self.shape = ResponseShape(response, self.reading)
         self.former = recipe.server if recipe else ""
         """Name of the server that began the response; empty: this one."""
         self.lasting = service.client.adopts and wanted.store and (wanted.background or wanted.stream)
         self.lasting = self.lasting and not (batch or wanted.search_results)
         """Whether another server can write the response if this one ends. A web search cannot be repeated."""
+        self.recorded = self.lasting and not wanted.background
+        """Whether the store has the recipe while the response is streamed."""
+        self._recording: asyncio.Task[None] | None = None
+        """Task that stores the recipe while the engine computes the first token."""
         self.recipe = b""
         if self.lasting:
             wanted = self.wanted = service.seeded(wanted)
@@ -116,7 +132,11 @@ class Writing:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the response's events as it is written. The last one holds the whole response. Raises ApiError."""
-        async with self.server.lock(self.tenant, self.wanted.conversation_id, self.former):
+        async with (
+            self.server.progress.noted(self.id),
+            self._record(),
+            self.server.lock(self.tenant, self.wanted.conversation_id, self.former),
+        ):
             if self.wanted.background:
                 for event in self.shape.queued():
                     yield event
@@ -140,6 +160,36 @@ class Writing:
             self.shape.response = whole
             for event in self.shape.closing():
                 yield event
+
+    @asynccontextmanager
+    async def _record(self) -> AsyncGenerator[None, None]:
+        """Give up the record of a stream that cannot be written to its end.
+
+        It is removed, unless the error passes or this server ends: then a server may write the response yet.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._recording is not None:
+                await asyncio.gather(self._recording, return_exceptions=True)
+            if self.recorded and (self._recording or self.former):
+                passes = isinstance(error, ApiError) and error.code in PASSING
+                passes = passes or self.server.service.client.dead.is_set()
+                progress = self.server.progress
+                await (progress.leave(self.id) if passes else progress.drop(self.id))
+            raise
+
+    async def _recorded(self) -> None:
+        """Wait until the store has the recipe. Raises ApiError if another server writes the response.
+
+        A store that fails delays nothing: the response then ends with its server.
+        """
+        if self._recording is not None:
+            try:
+                await self._recording
+            except ApiError as error:
+                if error.code != STORE_UNAVAILABLE:
+                    raise
 
     async def again(self, adopted: Adoption, stored: Response) -> AsyncGenerator[Event, None]:
         """Yield the events of a response that has ended, from its tokens. `stored` is its final state.
@@ -174,6 +224,7 @@ class Writing:
             async for _, delta in deltas:
                 if reader is None:
                     reader = self.reading.reader()
+                    await self._recorded()
                     for event in self.shape.opening() if not before else ():
                         yield event
                 written.tokens += delta.tokens
@@ -298,6 +349,9 @@ class Writing:
         if self.wanted.background and not self.begun:
             await self._keep(replace(self._turn(self.shape.response), recipe=self.recipe))
             self.begun = True
+        if self.recorded and not self.former:
+            record = StreamRecord(self.id, self.tenant, self.recipe, self.context.parent)
+            self._recording = asyncio.create_task(self.server.progress.begin(record))
         self.prepared.set()
         return [self.prompt.tokens]
 
@@ -332,13 +386,14 @@ class Writing:
     def _turn(self, response: Response) -> Turn:
         return Turn(
             response=response, tenant=self.tenant, input=self.input, context=self.context,
-            conversation=self.wanted.conversation_id, visible=self.wanted.store,
+            conversation=self.wanted.conversation_id, visible=self.wanted.store, recorded=self.recorded,
         )  # fmt: skip
 
     async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:
         """Store the whole turn, with its items and raw tokens, in one transaction.
 
-        If the answer has several parts, its tokens are not stored, because the template renders the parts differently
+        While the store cannot be used, this tries again for COMMIT_SECONDS, so a short outage costs no answer. If the
+        answer has several parts, its tokens are not stored, because the template renders the parts differently
         from the generated text.
         """
         if not self.wanted.store and self.wanted.conversation is None:
@@ -352,7 +407,15 @@ class Writing:
             self._turn(whole),
             tokens=known.tokens, known=self.known, characters=known.characters, digest=known.digest,
         )  # fmt: skip
-        await self._keep(turn)
+        until = time.monotonic() + COMMIT_SECONDS
+        while True:
+            try:
+                await self._keep(turn)
+                return
+            except ApiError as error:
+                if error.code != STORE_UNAVAILABLE or time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(COMMIT_PAUSE_SECONDS)
 
     async def _keep(self, turn: Turn) -> None:
         await self.server.store.run(lambda store: store.turns.commit(turn, begun=self.begun))

@@ -36,6 +36,7 @@ from holdfast.server.routes.http import (
     while_connected,
     wishes,
 )  # fmt: skip
+from holdfast.server.routes.repeats import REPEATED, id_of
 from holdfast.server.service import Answer, Service, internal, refused
 from holdfast.server.time_spent import spending
 
@@ -178,15 +179,21 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
     async def create(request: Request) -> Response:
-        """Answer a turn: at once, as a stream, or in the background."""
-        wanted = await read_request(request, responses.service, ResponseRequest)
+        """Answer a turn: at once, as a stream, or in the background.
+
+        A request with the `Idempotency-Key` and the body of an earlier one gets the same turn, if that was stored.
+        """
+        wanted, tenant = await read_request(request, responses.service, ResponseRequest), tenant_of(request)
+        id = id_of(request, wanted, tenant)
+        if id and (found := await responses.repeated(tenant, id)) is not None:
+            return await repeat(request, responses, wanted, tenant, found)
         if wanted.background:
-            background = await responses.start(wanted, tenant_of(request))
+            background = await responses.start(wanted, tenant, id)
             request.state.usage, request.state.background = background.writing.answer.usage, background.task
             if not wanted.stream:
                 return JSON(background.writing.shape.response)
             return await stream(request, background.follow(), error_event)
-        writing = responses.write(wanted, tenant_of(request))
+        writing = responses.write(wanted, tenant, id=id)
         request.state.usage = writing.answer.usage
         if wanted.stream:
             return await stream(request, writing.events(), writing.failed)
@@ -219,6 +226,21 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         tenant = tenant_of(request)
         found = await responses.store.read(lambda store: store.turns.input(tenant, response_id))
         return JSON(page(request, found))
+
+
+async def repeat(
+    request: Request, responses: Responses, wanted: ResponseRequest, tenant: str, found: dict[str, Any]
+) -> Response:
+    """Return the turn of an earlier attempt of a request, which may still be in progress."""
+    if wanted.stream:
+        events = await responses.events(tenant, found["id"], ended=True)
+        reply = await stream(request, events.after(-1), error_event)
+    else:
+        if not wanted.background:
+            found = await while_connected(request.receive, responses.until_ended(tenant, found))
+        reply = JSON(found)
+    reply.headers.update(REPEATED)
+    return reply
 
 
 async def stream(

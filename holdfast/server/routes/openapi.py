@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from holdfast.server.protocol import is_inference, is_messages
+from holdfast.server.routes.repeats import MOST_CHARACTERS
 
 Schema = dict[str, Any]
 
@@ -290,6 +291,16 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     f"GET {TUNING}/{{job_id}}/checkpoints": PAGE,
 }
 """Query parameters by method and path."""
+HEADERS: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
+    "POST /v1/responses": (
+        (
+            "Idempotency-Key",
+            {"type": "string", "minLength": 1, "maxLength": MOST_CHARACTERS},
+            "a request with the key and the body of an earlier one gets the same turn, if that was stored",
+        ),
+    ),
+}
+"""Headers by method and path."""
 METHODS = ("get", "post", "delete")
 
 
@@ -312,7 +323,7 @@ def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schem
 
 
 def describe(operation: Schema, route: str, path: str) -> None:
-    """Add the replies and query parameters of a route.
+    """Add the replies, query parameters and headers of a route.
 
     FastAPI's own replies are removed, because they describe validation errors that the routes never return.
     """
@@ -323,7 +334,8 @@ def describe(operation: Schema, route: str, path: str) -> None:
         "4XX": {"description": "Refused; the message gives the reason", "content": error},
         "5XX": {"description": "Not served now (503), or failed", "content": error},
     }
-    for name, schema, what in QUERIES.get(route, ()):
-        operation.setdefault("parameters", []).append(
-            {"name": name, "in": "query", "required": False, "schema": schema, "description": what}
-        )
+    for place, known in (("query", QUERIES), ("header", HEADERS)):
+        for name, schema, what in known.get(route, ()):
+            operation.setdefault("parameters", []).append(
+                {"name": name, "in": place, "required": False, "schema": schema, "description": what}
+            )

@@ -743,6 +743,43 @@ async def test_a_read_does_not_wait_for_a_write_that_another_program_blocks(tmp_
     store.close()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_turn_that_was_committed_although_its_answer_was_lost_is_stored_once(store: Store, background: bool) -> None:
+    """The server tries again, because it does not know that the database has committed the turn."""
+    store.conversations.create("a", "conv", {}, [])
+    if background:
+        store.turns.commit(turn("a", status="in_progress", conversation="conv"))
+    for _ in range(2):
+        store.turns.commit(turn("a", conversation="conv"), begun=background)
+    assert said(store.conversations.context("a", "conv")) == ["a", "A"]
+    with pytest.raises(Conflict, match="another server has stored this response"):
+        store.turns.commit(turn("a", status="incomplete", conversation="conv"))
+
+
+async def test_a_failing_store_is_logged_once_and_so_is_its_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = AsyncStore(open_store(ServerConfig(store=str(tmp_path / "store.sqlite"))))
+
+    def fails(reason: str) -> Callable[[Store], None]:
+        def work(_: Store) -> None:
+            raise OSError(reason)
+
+        return work
+
+    for reason in ("gone", "gone", "full", "full"):
+        with pytest.raises(ApiError):
+            await store.run(fails(reason))
+    await store.run(lambda store: store.leases.renew([]))
+    await store.run(lambda store: store.leases.renew([]))
+    said = [record.getMessage() for record in caplog.records if "conversation store" in record.getMessage()]
+    assert said == [
+        "the conversation store failed: gone", "the conversation store failed: full",
+        "the conversation store works again",
+    ]  # fmt: skip
+    store.close()
+
+
 async def test_a_delete_works_while_the_log_cannot_grow(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     store = open_store(ServerConfig(store=str(path)))

@@ -191,6 +191,7 @@ class Replicas:
         arrival: float = 0.0,
         note: bytes = b"",
         adopted: Adoption | None = None,
+        salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
@@ -211,7 +212,7 @@ class Replicas:
             params = replace(params, seed=self._draw_seed())  # All replicas must use the same seed.
         stream = prepare(
             self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown,
-            contract=contract, arrival=arrival, note=note,
+            contract=contract, arrival=arrival, note=note, salt=salt,
         )  # fmt: skip
         return self._run(stream, where)
 

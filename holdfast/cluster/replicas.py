@@ -109,6 +109,7 @@ class Replicas:
         self.text: Text
         self.pooling: Pooling
         self.generation: GenerationDefaults
+        self.weights: str
         self.on_steps: Callable[[messages.Steps], None] = lambda steps: None
         """Called with the numbers of tokens and the seconds of several steps of one engine."""
         self.counts = Counts()
@@ -537,7 +538,7 @@ class Replicas:
         """Begin to serve with the first engines, which are ready."""
         first = next(iter(engines.values()))
         self.config, self.text = first.config, first.text
-        self.pooling, self.generation = first.pooling, first.generation
+        self.pooling, self.generation, self.weights = first.pooling, first.generation, first.weights
         most, info = self.cluster.most, first.info
         self.info = replace(
             info, max_sequences=most * info.max_sequences, max_waiting=most * info.max_waiting,

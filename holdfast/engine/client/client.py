@@ -29,7 +29,7 @@ from holdfast.core.types import (
 )
 from holdfast.core.version import __version__
 from holdfast.engine import messages
-from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
+from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled, weights_digest
 from holdfast.engine.client.attachment import Attachment
 from holdfast.engine.client.connection import (
     HEALTH_SECONDS,
@@ -217,6 +217,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """How embeddings are made, if the model gives any."""
         self.generation = GenerationDefaults()
         """Sampling options of requests that give none."""
+        self.weights = ""
+        """Digest of the checkpoint's files."""
         self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
@@ -321,6 +323,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Read how embeddings are made, and the sampling options of requests. Raises ValueError."""
         config = self.config
         self.pooling = find_pooling(checkpoint.directory, config.convert)
+        self.weights = weights_digest(checkpoint.directory)
         self.generation = find_generation(
             checkpoint.directory, config.generation_config, config.override_generation_config
         )
@@ -364,8 +367,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
-        the same `tenant` and `salt`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
-        from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
+        the same `tenant` and `salt`, and with the same adapter. `deadline` is the time until the first token is due, in
+        seconds from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
         names the conversation that this is a turn of, for a router among several engines. `batch` is the batch that the
         request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a time on the
         monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the

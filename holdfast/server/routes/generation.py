@@ -23,8 +23,18 @@ from holdfast.server.embeddings import EmbeddingRequest, embed
 from holdfast.server.messages.protocol import MessagesRequest, TokensRequest
 from holdfast.server.messages.replies import MessageShape
 from holdfast.server.messages.replies import error_event as message_error
-from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, invalid, parse
+from holdfast.server.protocol import (
+    ApiError,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    SampledRequest,
+    invalid,
+    parse,
+)  # fmt: skip
 from holdfast.server.replies import DONE, ChatShape, RequestUsage, Shape, TextShape, event
+from holdfast.server.routes.edge import given_id
 from holdfast.server.routes.http import (
     JSON,
     described,
@@ -53,14 +63,14 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
         """One answer to a conversation; with `stream`, sent as it is written."""
         wanted = service.settled(await read_request(request, service, ChatRequest))
         answer = service.answer(wanted, tenant_of(request))
-        return await respond(request, answer, ChatShape(wanted, service.client.text, answer.reading))
+        return await respond(request, answer, answer.shape(ChatShape, named_by(request, wanted)))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
         wanted = service.settled(await read_request(request, service, CompletionRequest))
         answer = service.answer(wanted, tenant_of(request))
-        return await respond(request, answer, TextShape(wanted, service.client.text, answer.reading))
+        return await respond(request, answer, answer.shape(TextShape, named_by(request, wanted)))
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
@@ -84,6 +94,17 @@ async def read_fields(request: Request, service: Service, shape: type[Body]) -> 
     if len(body) < SMALL:
         return parse(body, shape, more)
     return await service.off_loop(len(body), lambda: parse(body, shape, more))
+
+
+def named_by(request: Request, wanted: GenerationRequest) -> str:
+    """Return the id that the client gave the request, in its header or else in its body; empty if it gave none.
+
+    The answer's header `x-request-id` has that id, too.
+    """
+    id = given_id(request.scope) or wanted.request_id or ""
+    if id:
+        request.state.request_id = id
+    return id
 
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:

@@ -215,8 +215,8 @@ def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch
     Rows without changes keep their values.
 
     The order is vLLM's: banned tokens, biases, penalties for repetition, frequency and presence, min-p. Min-p keeps the
-    tokens of at least `min_p` times the largest probability, at the row's temperature. Bad words and tokens that are not
-    allowed are removed before min-p, which is the same as at first.
+    tokens of at least `min_p` times the largest probability, at the row's temperature. Bad words and tokens that are
+    not allowed are removed before min-p, which gives the same as removing them first.
     """
     shaped, device = logits.to(torch.float32, copy=True), logits.device
     vocab_size = shaped.shape[1]

@@ -126,7 +126,8 @@ def test_histories_grow_by_input_tokens_and_a_row_given_anew_forgets_the_old_one
 def test_devices_of_a_group_draw_the_tokens_of_one_device(size: int) -> None:
     tokens = sequences(5, 20)
     records = [
-        record(repetition_penalty=3.0, bad_words=((tokens[0][-1], 3), (7,))), PLAIN, record(1.5, min_p=0.3), record(0.0, bias=((5, 9.0),)),
+        record(repetition_penalty=3.0, bad_words=((tokens[0][-1], 3), (7,))), PLAIN, record(1.5, min_p=0.3),
+        record(0.0, bias=((5, 9.0),)),
         record(0.7, presence_penalty=2.0, frequency_penalty=1.0, allowed=tuple(range(9))),
     ]  # fmt: skip
     logits = 2 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(4))

@@ -14,11 +14,11 @@ PLACES = ("model", "revision", "adapter", "trace", "disk_cache_dir", "remote_cac
 """Options that say where something is. They do not change an answer."""
 
 
-def system_fingerprint(info: EngineInfo, config: EngineConfig, weights: str, adapter: str | None) -> str:
+def system_fingerprint(info: EngineInfo, config: EngineConfig, weights: str, adapter: str) -> str:
     """Return the fingerprint of a model, its weights, its adapter and the engine's settings: `fp_` and 12 digits.
 
     `weights` is the digest of the checkpoint's files. `adapter` is the id of the adapter, with its content's digest;
-    None for the model itself. Equal servers on different hosts have the same fingerprint.
+    empty for the model itself. Equal servers on different hosts have the same fingerprint.
     """
     settings = {name: repr(value) for name, value in asdict(config).items() if name not in PLACES}
     whole = encode([__version__, info.model, info.precision, weights, adapter, sorted(settings.items())])

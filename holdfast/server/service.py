@@ -239,8 +239,9 @@ class Service:
 
     def fingerprint(self, name: str) -> str:
         """Return OpenAI's `system_fingerprint` of a model or adapter. Equal ones answer alike."""
-        adapter = self.client.adapters.get(name)
-        return system_fingerprint(self.client.info, self.client.config, self.client.weights, adapter and adapter.id)
+        client, adapters = self.client, self.client.adapters
+        content = adapters[name].id if name in adapters else ""
+        return system_fingerprint(client.info, client.config, client.weights, content)
 
     def may_change(self, adapter: str, tenant: str, *, all_adapters: bool) -> bool:
         """Whether a key may unload or replace a loaded adapter. Keys for `all_adapters` may change each."""

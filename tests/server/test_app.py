@@ -67,6 +67,7 @@ async def test_a_chat_completion_has_openais_shape(http: Http, client: FakeClien
         body = (await api.post(CHAT, json=HELLO)).json()
     assert body.pop("id").startswith("chatcmpl-")
     assert isinstance(body.pop("created"), int)
+    assert body.pop("system_fingerprint").startswith("fp_")
     prompt = len("<user>hello")
     assert body == {
         "object": "chat.completion",

@@ -175,7 +175,8 @@ class Histories:
         back = torch.arange(-width, 0, device=device)
         known = self._tokens[row, (position + back).clamp_min(0)]
         same = (known == upload(before.copy(), device)) | (back < -length)
-        return same.all(-1) & (position - length >= prompt)[:, 0]
+        completes: torch.Tensor = same.all(-1) & (position - length >= prompt)[:, 0]
+        return completes
 
     def _room(self, rows: int, positions: int, device: torch.device) -> torch.Tensor:
         """The histories, with room for this many rows and positions."""

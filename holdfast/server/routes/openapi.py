@@ -99,6 +99,9 @@ SCHEMAS: Mapping[str, Schema] = {
         ),
         usage=ref("Usage"),
     ),
+    "ChatCompletions": page_of("ChatCompletion"),
+    "StoredMessage": record(id=TEXT, role=TEXT),
+    "StoredMessages": page_of("StoredMessage"),
     "ChatCompletionChunk": record(
         id=TEXT,
         object=one_of("chat.completion.chunk"),
@@ -204,7 +207,10 @@ USAGE = (
 TUNING = "/v1/fine_tuning/jobs"
 REPLIES: Mapping[str, Reply] = {
     "GET /": Reply("Root"),
+    "GET /docs": Reply(bytes="text/html"),
     "GET /health": Reply("Health"),
+    "GET /ping": Reply("Health"),
+    "POST /ping": Reply("Health"),
     "GET /health/live": Reply("Health"),
     "GET /health/ready": Reply("Health"),
     "GET /version": Reply("Version"),
@@ -217,6 +223,11 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/load_lora_adapter": Reply(bytes="text/plain"),
     "POST /v1/unload_lora_adapter": Reply(bytes="text/plain"),
     "POST /v1/chat/completions": Reply("ChatCompletion", "ChatCompletionChunk"),
+    "GET /v1/chat/completions": Reply("ChatCompletions"),
+    "GET /v1/chat/completions/{completion_id}": Reply("ChatCompletion"),
+    "POST /v1/chat/completions/{completion_id}": Reply("ChatCompletion"),
+    "DELETE /v1/chat/completions/{completion_id}": Reply("Deleted"),
+    "GET /v1/chat/completions/{completion_id}/messages": Reply("StoredMessages"),
     "POST /v1/completions": Reply("Completion", "Completion"),
     "POST /v1/embeddings": Reply("Embeddings"),
     "POST /v1/messages": Reply("Message", "MessageEvent"),
@@ -264,7 +275,10 @@ REPLIES: Mapping[str, Reply] = {
 }
 """Replies by method and path. Unlisted routes, such as those under /v2, return other JSON."""
 
+OLDEST_FIRST = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "asc"}, "oldest or newest first")
 QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
+    "GET /v1/chat/completions": (LIMIT, OLDEST_FIRST, AFTER, ("model", TEXT, "only answers of this model")),
+    "GET /v1/chat/completions/{completion_id}/messages": (LIMIT, OLDEST_FIRST, AFTER),
     "GET /v1/responses/{response_id}": (
         ("stream", TRUTH, "return the events of a background response"),
         ("starting_after", COUNT, "with stream: the sequence_number of the last known event"),

@@ -118,6 +118,9 @@ def add_status_routes(
             return JSON({"status": "not ready", "reason": reason}, 503)
         return JSON({"status": "ready"})
 
+    @app.get("/ping")
+    @app.head("/ping", include_in_schema=False)
+    @app.post("/ping")
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:

@@ -12,12 +12,14 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
+from holdfast.server.chats import StoredChats
 from holdfast.server.config import ServerConfig, SharedConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
@@ -39,7 +41,9 @@ from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
 from holdfast.server.routes.adapters import add_adapter_routes
+from holdfast.server.routes.chats import add_chat_store_routes
 from holdfast.server.routes.conversations import add_conversation_routes
+from holdfast.server.routes.docs import add_docs_route
 from holdfast.server.routes.edge import Edge
 from holdfast.server.routes.generation import (
     add_completion_routes,
@@ -139,7 +143,9 @@ def create_app(
         app.state.shared_adapters = shared
         add_adapter_routes(app, service, shared)
         add_activity_routes(app, service, config)
-        add_completion_routes(app, service)
+        chats = StoredChats(held)
+        add_completion_routes(app, service, chats)
+        add_chat_store_routes(app, chats, config)
         add_response_routes(app, responses)
         add_message_routes(app, service)
         add_embedding_route(app, service)
@@ -163,6 +169,7 @@ def create_app(
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)
+    add_docs_route(app)
     readiness = Readiness(app.state.admissions, app.state.clients, held, config.health_seconds)
     add_status_routes(app, service, applications, registry, operators, readiness)
     describe = cache(partial(document, app, open_paths=OPEN_PATHS))
@@ -266,6 +273,8 @@ class BrowserCheck:
         """Return the error for a body that a web site could send without a CORS preflight; None for other requests."""
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if not routed(scope):
+            return None  # The answer is 404 or 405.
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         # A binary body needs a CORS preflight. A request without a type is harmless unless a browser sends its origin.
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
@@ -311,6 +320,11 @@ class BrowserCheck:
         except ValueError:
             return False
         return True
+
+
+def routed(scope: Scope) -> bool:
+    """Whether a route takes this request."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
 def bare(place: str) -> str:

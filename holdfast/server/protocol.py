@@ -414,7 +414,7 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "suffix": ("",),
         "web_search_options": (),
     }
-    # No chat template uses a verbosity, and completions are never stored.
+    # No chat template uses a verbosity, and completions of texts are never stored.
     harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
 
     max_tokens: Count | None = None
@@ -458,6 +458,10 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
+    store: bool = False
+    """Whether the server keeps the answer, so that it can be listed and read."""
+    metadata: Metadata = field(default_factory=dict)
+    """Labels of a stored answer."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """With `auto`, the oldest turns are left out of a conversation that exceeds the context."""
     logprobs: bool = False

@@ -153,7 +153,7 @@ class Shape:
         `request_id` is the client's id of the request; empty: none. `fingerprint` names what answers; empty: the
         format has none. `prompt_of` returns the tokens of a choice's prompt, once the answer has begun.
         """
-        id = f"{self.id_prefix}{request_id or wanted.request_id or uuid.uuid4().hex}"
+        id = f"{self.id_prefix}{request_id or uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
         if fingerprint:
             self.head["system_fingerprint"] = fingerprint

@@ -369,8 +369,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant` and `salt`, and with the same adapter. `deadline` is the time until the first token is due, in
         seconds from now, for the deadline order. `shown` are special tokens whose names belong to the text.
-        `conversation` names the conversation that this is a turn of, for a router among several engines. `batch` is the batch that the
-        request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a time on the
+        `conversation` names the conversation that this is a turn of, for a router among several engines. `batch` is the
+        batch that the request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a time on the
         monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the
         request.
 

@@ -184,6 +184,22 @@ key_streams = Table(
 )
 """Requests in progress of each key at each server, for keys whose number is limited. The server renews `seen`."""
 
+chats = Table(
+    "chats",
+    tables,
+    Column("id", NAME, primary_key=True),
+    Column("thread", NAME, nullable=False, index=True),
+    Column("tenant", NAME, nullable=False),
+    Column("created", Integer, nullable=False),
+    Column("model", String(256), nullable=False),
+    Column("metadata", LargeBinary, nullable=False, key="labels"),
+    Column("completion", LargeBinary, nullable=False),
+    Column("messages", LargeBinary, nullable=False),
+)
+"""Chat completions with `store: true`, each in a thread of its own, with the messages that it answers."""
+
+chats_by_creation = Index("chats_by_creation", chats.c.tenant, chats.c.created, chats.c.id)
+
 
 def _turns(db: Connection) -> None:
     threads.create(db)
@@ -240,7 +256,13 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (leases, recipes, adapters, key_streams):  # They have no version: an older server does not mind them.
+    for table in (
+        leases,
+        recipes,
+        adapters,
+        key_streams,
+        chats,
+    ):  # They have no version: an older server does not mind them.
         table.create(db, checkfirst=True)
 
 

@@ -560,7 +560,7 @@ class BatchRunner:
         assert isinstance(wanted, ChatRequest | CompletionRequest)
         answer = running.asked[line.number] = self._service.answer(wanted, tenant, self._lane, name, batch.id)
         kind: type[Shape] = ChatShape if isinstance(wanted, ChatRequest) else TextShape
-        return await answer.whole(answer.shape(kind)), answer.usage
+        return await answer.whole(answer.shape(kind, wanted.request_id or "")), answer.usage
 
     async def _store_answers(self) -> None:
         """Store answers as they come, several at a time."""

@@ -36,6 +36,7 @@ from holdfast.server.keys.tables import NO_KEYS
 from holdfast.server.keys.values import OPERATOR
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.metrics import Metrics
+from holdfast.server.ollama.protocol import OllamaChat, OllamaPrompt
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
@@ -54,9 +55,11 @@ from holdfast.server.routes.generation import (
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import add_inference_routes
 from holdfast.server.routes.jobs import UPLOAD, add_batch_routes, add_file_routes, add_tuning_routes
+from holdfast.server.routes.ollama import add_ollama_routes
 from holdfast.server.routes.openapi import document
 from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
 from holdfast.server.routes.page import add_page_routes
+from holdfast.server.routes.similarity import add_similarity_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.usage import add_usage_routes
@@ -149,6 +152,8 @@ def create_app(
         add_response_routes(app, responses)
         add_message_routes(app, service)
         add_embedding_route(app, service)
+        add_similarity_routes(app, service)
+        add_ollama_routes(app, service)
         add_token_routes(app, service)
         add_usage_routes(app, held, ring, config)
         add_conversation_routes(app, responses)
@@ -225,7 +230,16 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
 
 
 GENERATION = tuple(
-    each.route for each in (ChatRequest, CompletionRequest, ResponseRequest, MessagesChat, EmbeddingCompletion)
+    each.route
+    for each in (
+        ChatRequest,
+        CompletionRequest,
+        ResponseRequest,
+        MessagesChat,
+        EmbeddingCompletion,
+        OllamaChat,
+        OllamaPrompt,
+    )
 )
 """Routes whose outcomes are counted. Paths with ids are left out, because there would be a counter for each id."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}

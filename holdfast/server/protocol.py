@@ -131,10 +131,13 @@ class ApiError(Exception):
         }
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """Return the error as a JSON object in the form of the path's protocol: OpenAI, Anthropic or Open Inference."""
+        """Return the error as a JSON object in the form of the path's protocol.
+
+        These are OpenAI's, Anthropic's, the Open Inference Protocol and Ollama's.
+        """
         if is_messages(path):
             return self.message_body()
-        return {"error": self.message} if is_inference(path) else self.body()
+        return {"error": self.message} if is_inference(path) or path in OLLAMA_PATHS else self.body()
 
 
 def invalid(reason: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -142,6 +145,8 @@ def invalid(reason: str, param: str | None = None, code: str = "invalid_value") 
     return ApiError(reason, param=param, code=code)
 
 
+OLLAMA_PATHS = ("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/version", "/api/ps")
+"""Paths of Ollama's API."""
 MESSAGE_ERRORS = {
     401: "authentication_error",
     403: "permission_error",

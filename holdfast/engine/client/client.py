@@ -370,9 +370,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         the same `tenant` and `salt`, and with the same adapter. `deadline` is the time until the first token is due, in
         seconds from now, for the deadline order. `shown` are special tokens whose names belong to the text.
         `conversation` names the conversation that this is a turn of, for a router among several engines. `batch` is the
-        batch that the request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a time on the
-        monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the
-        request.
+        batch that the request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a
+        time on the monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts
+        the request.
 
         Raises RequestRefused at once for a request that can never be served, QueueFull, ContractRefused if the engine
         cannot keep the contract, and EngineDead, even while it runs.

@@ -39,6 +39,13 @@ METERED = {
     "/v1/responses/compact": "completions",
     "/v1/messages": "completions",
     "/v1/batches": "completions",
+    "/api/chat": "completions",
+    "/api/generate": "completions",
+    "/pooling": "embeddings",
+    "/score": "embeddings",
+    "/v1/score": "embeddings",
+    "/rerank": "embeddings",
+    "/v1/rerank": "embeddings",
     "/v1/embeddings": "embeddings",
 }
 """Paths whose POST requests are limited and counted, each with its kind of usage.

@@ -67,8 +67,17 @@ class EventStream(StreamingResponse):
             await self.rest.aclose()
 
 
+class LineStream(EventStream):
+    """JSON objects, one a line."""
+
+    media_type = "application/x-ndjson"
+
+
 async def start_stream(
-    request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    failed: Callable[[Exception], bytes],
+    kind: type[EventStream] = EventStream,
 ) -> EventStream:
     """Wait for the first event and then return the stream. An earlier error raises, so that it gets its own status.
 
@@ -78,7 +87,7 @@ async def start_stream(
     async def begin() -> bytes:
         return await anext(events, b"")
 
-    return EventStream(await while_connected(request.receive, begin()), events, failed)
+    return kind(await while_connected(request.receive, begin()), events, failed)
 
 
 def tenant_of(request: Request) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from holdfast.server.protocol import is_inference, is_messages
+from holdfast.server.protocol import OLLAMA_PATHS, is_inference, is_messages
 
 Schema = dict[str, Any]
 
@@ -330,7 +330,8 @@ def describe(operation: Schema, route: str, path: str) -> None:
 
     FastAPI's own replies are removed, because they describe validation errors that the routes never return.
     """
-    kind = "InferenceError" if is_inference(path) else "MessageError" if is_messages(path) else "Error"
+    plain = is_inference(path) or path in OLLAMA_PATHS
+    kind = "InferenceError" if plain else "MessageError" if is_messages(path) else "Error"
     error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {
         "200": {"description": "Done", "content": REPLIES.get(route, Reply("Any")).content()},

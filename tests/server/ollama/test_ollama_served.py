@@ -23,7 +23,7 @@ def serving() -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def client(serving: Serving) -> Any:
     ollama = pytest.importorskip("ollama", reason="the ollama client is not installed")
-    return ollama.Client(host=f"http://127.0.0.1:{serving.port}")
+    return ollama.Client(host=serving.url)
 
 
 def test_a_chat_is_the_same_whole_and_streamed(client: Any) -> None:

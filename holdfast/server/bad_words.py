@@ -10,10 +10,11 @@ from holdfast.server.protocol import invalid
 
 
 def word_tokens(text: Text, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words: of each at the beginning of a text, and after a space, as in vLLM.
+    """Return the token sequences of words: of each at the beginning of a text, and after a space.
 
-    The second is left out if it is longer or begins with the same token: then a space is a token of its own, and the
-    first sequence forbids the word after it, too. Raises ApiError for an empty or a too long word.
+    The second is left out if it ends with the first, which then forbids the word after a space, too. vLLM leaves it out
+    whenever the two have different lengths, so a common word is not forbidden there. Raises ApiError for an empty or a
+    too long word.
     """
     found: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
@@ -21,10 +22,10 @@ def word_tokens(text: Text, words: Sequence[str]) -> tuple[tuple[int, ...], ...]
         first = tuple(text.encode(bare, add_special_tokens=False)) if bare else ()
         if not first:
             raise invalid(f"{name} is {word[:32]!r}, which has no tokens", name)
-        if len(first) > MAX_BAD_WORD_TOKENS:
-            raise invalid(f"{name} has {len(first)} tokens; at most {MAX_BAD_WORD_TOKENS} are taken", name)
         spaced = tuple(text.encode(f" {bare}", add_special_tokens=False))
-        found.append(first)
-        if len(spaced) == len(first) and spaced[0] != first[0]:
-            found.append(spaced)
+        sequences = [first] if spaced[-len(first) :] == first else [first, spaced]
+        longest = max(map(len, sequences))
+        if longest > MAX_BAD_WORD_TOKENS:
+            raise invalid(f"{name} has {longest} tokens; at most {MAX_BAD_WORD_TOKENS} are taken", name)
+        found += sequences
     return tuple(dict.fromkeys(found))

@@ -148,13 +148,15 @@ class Spaced:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
-        return {"bad": [1], " bad": [2], "worse": [3, 4], " worse": [5]}.get(text, [9] * len(text))
+        return {"bad": [1], " bad": [2], "worse": [3, 4], " worse": [5], "apart": [6], " apart": [7, 6]}.get(
+            text, [9] * len(text)
+        )
 
 
 def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space() -> None:
     text: Any = Spaced()
     assert word_tokens(text, ["bad", "  bad"]) == ((1,), (2,))
-    assert word_tokens(text, ["worse"]) == ((3, 4),)
+    assert word_tokens(text, ["worse", "apart"]) == ((3, 4), (5,), (6,))
     with pytest.raises(ApiError, match=r"bad_words\[1\]"):
         word_tokens(text, ["bad", "\n "])
 

@@ -21,16 +21,18 @@ def serving() -> Iterator[Serving]:
 
 
 @pytest.fixture(scope="module")
-def client(serving: Serving) -> Any:
+def client(serving: Serving) -> Iterator[Any]:
     ollama = pytest.importorskip("ollama", reason="the ollama client is not installed")
-    return ollama.Client(host=serving.url)
+    client = ollama.Client(host=serving.url)
+    yield client
+    client._client.close()
 
 
 def test_a_chat_is_the_same_whole_and_streamed(client: Any) -> None:
-    options = {"temperature": 0, "num_predict": 20}
+    options = {"temperature": 0, "num_predict": 8}
     whole = client.chat(model=MODEL, messages=ASKED, options=options)
     pieces = list(client.chat(model=MODEL, messages=ASKED, options=options, stream=True))
-    assert whole.message.content and whole.eval_count == 20 and whole.done_reason == "length"
+    assert whole.message.content and whole.eval_count == 8 and whole.done_reason == "length"
     assert "".join(piece.message.content for piece in pieces) == whole.message.content
     assert pieces[-1].done and pieces[-1].eval_duration > 0 and pieces[-1].total_duration >= pieces[-1].eval_duration
 

@@ -23,9 +23,8 @@ def serving() -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def client(serving: Serving) -> Iterator[Any]:
     ollama = pytest.importorskip("ollama", reason="the ollama client is not installed")
-    client = ollama.Client(host=serving.url)
-    yield client
-    client._client.close()
+    with ollama.Client(host=serving.url) as client:
+        yield client
 
 
 def test_a_chat_is_the_same_whole_and_streamed(client: Any) -> None:

@@ -66,6 +66,8 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         service.check_model(wanted.model or client.info.model, tenant_of(request))
         if (wanted.prompt is None) == (wanted.messages is None):
             raise invalid("give a prompt or messages, one of them", "prompt")
+        if wanted.prompt is not None and wanted.continue_final_message:
+            raise invalid("continue_final_message needs messages, and there is a prompt", "continue_final_message")
         special, size = wanted.add_special_tokens, len(wanted.prompt or "")
         if wanted.messages is not None:
             said = read_messages(wanted.messages)

@@ -129,6 +129,7 @@ class Asked:
     adapter: str = ""
     batch: UserBatch = ALONE
     contract: Contract = NO_CONTRACT
+    salt: str = ""
     given: int = 0
     """Deltas after which the next one was asked for."""
     ended: str = "running"
@@ -172,6 +173,7 @@ class FakeClient:
     """What `warm` was asked for: tokens, tenant and adapter."""
     pooling: Pooling = NONE
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    weights: str = "0123"
 
     def __post_init__(self) -> None:
         self.tuner = FakeTuner(self.adapters, self._check_alive)
@@ -238,10 +240,11 @@ class FakeClient:
         arrival: float = 0.0,
         note: bytes = b"",
         adopted: Any = None,
+        salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse
-        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter, batch, contract)
+        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter, batch, contract, salt)
         self.asked.append(asked)
         if self.poison and self.poison in "".join(map(chr, prompt)):
             self.die("the engine ended by signal 11 (SIGSEGV)")

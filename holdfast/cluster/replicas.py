@@ -109,6 +109,7 @@ class Replicas:
         self.text: Text
         self.pooling: Pooling
         self.generation: GenerationDefaults
+        self.weights: str
         self.on_steps: Callable[[messages.Steps], None] = lambda steps: None
         """Called with the numbers of tokens and the seconds of several steps of one engine."""
         self.counts = Counts()
@@ -191,6 +192,7 @@ class Replicas:
         arrival: float = 0.0,
         note: bytes = b"",
         adopted: Adoption | None = None,
+        salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Run a request. See `EngineClient.stream`.
 
@@ -211,7 +213,7 @@ class Replicas:
             params = replace(params, seed=self._draw_seed())  # All replicas must use the same seed.
         stream = prepare(
             self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown,
-            contract=contract, arrival=arrival, note=note,
+            contract=contract, arrival=arrival, note=note, salt=salt,
         )  # fmt: skip
         return self._run(stream, where)
 
@@ -536,7 +538,7 @@ class Replicas:
         """Begin to serve with the first engines, which are ready."""
         first = next(iter(engines.values()))
         self.config, self.text = first.config, first.text
-        self.pooling, self.generation = first.pooling, first.generation
+        self.pooling, self.generation, self.weights = first.pooling, first.generation, first.weights
         most, info = self.cluster.most, first.info
         self.info = replace(
             info, max_sequences=most * info.max_sequences, max_waiting=most * info.max_waiting,

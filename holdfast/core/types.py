@@ -18,6 +18,12 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives whose log probabilities are reported with a token's own."""
 MAX_BIASES = 1024
 """Largest number of tokens in a `logit_bias`."""
+MAX_ALLOWED = 4096
+"""Largest number of tokens in `allowed_token_ids`."""
+MAX_BAD_WORDS = 256
+"""Largest number of token sequences in `bad_words`."""
+MAX_BAD_WORD_TOKENS = 64
+"""Largest number of tokens in one sequence of `bad_words`."""
 MAX_DEADLINE = 86_400
 """Largest deadline of a request, in seconds from its arrival."""
 MAX_GRAMMAR_LENGTH = 1 << 18
@@ -74,7 +80,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Maximum number of generated tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the sequence. They are cut from the text."""
+    """Strings that end the sequence. They are cut from the text, unless `include_stop_str_in_output` keeps them."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the sequence, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
@@ -106,8 +112,17 @@ class SamplingParams:
     """Number of tokens that the answer must have before an end token may be drawn or a stop string counts."""
     grammar: Grammar | None = None
     """The rule that the answer must match; None: anything. `max_tokens` and stop strings may cut it short."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer may not have: the last token of one is not drawn after those before it.
+
+    If nothing else could be drawn, as a grammar allows nothing else, the token is drawn nevertheless."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn, end tokens included; empty: all."""
+    include_stop_str_in_output: bool = False
+    """Whether the text has the stop string or the token that ended it."""
 
     def __post_init__(self) -> None:
+        self._check_tokens()
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie between -2 and 2")
@@ -142,6 +157,22 @@ class SamplingParams:
             if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_LOGPROBS:
                 raise ValueError(f"{name} is {count}; it must lie between 0 and {MAX_LOGPROBS}")
 
+    def _check_tokens(self) -> None:
+        """Raise ValueError for too many or too long lists of tokens."""
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ValueError(
+                f"bad_words holds {len(self.bad_words)} token sequences; at most {MAX_BAD_WORDS} are taken"
+            )
+        for word in self.bad_words:
+            if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+                raise ValueError(
+                    f"bad_words holds a sequence of {len(word)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}"
+                )
+        if len(self.allowed_token_ids) > MAX_ALLOWED:
+            raise ValueError(
+                f"allowed_token_ids holds {len(self.allowed_token_ids)} tokens; at most {MAX_ALLOWED} are taken"
+            )
+
 
 WARMING = "holdfast warm-up"
 """Tenant of an engine's first requests, which are nobody's. No key has it, so no other request finds their state."""
@@ -159,14 +190,17 @@ class Identity:
     adapter: str = ""
     dtype: str = ""
     tenant: str = ""
+    salt: str = ""
+    """Text of the client's own: only requests of one tenant with the same salt share state. Empty: no salt."""
 
     def root(self) -> bytes:
         """The SHA-256 digest that starts the hash chains of this identity (32 bytes).
 
-        Each field is preceded by its length, so different identities never hash the same bytes.
+        Each field is preceded by its length, so different identities never hash the same bytes. An empty salt is left
+        out, so that state of versions without salts is still found.
         """
         digest = hashlib.sha256()
-        for text in (self.model, self.adapter, self.dtype, self.tenant):
+        for text in (self.model, self.adapter, self.dtype, self.tenant, *([self.salt] if self.salt else [])):
             encoded = text.encode()
             digest.update(struct.pack("<Q", len(encoded)))
             digest.update(encoded)

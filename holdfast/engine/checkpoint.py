@@ -26,6 +26,10 @@ TOKENIZER_LIMIT = 256 << 20
 """Most bytes of tokenizer.json."""
 TEMPLATE_LIMIT = 1 << 20
 """Most bytes of a chat template."""
+DIGESTED = (".safetensors", ".gguf", ".bin", ".json", ".jinja")
+"""Suffixes of the files that decide what a model answers."""
+SAMPLES, SAMPLE_BYTES = 32, 4096
+"""Number and size of the samples of each file in a checkpoint's digest, from its first bytes to its last."""
 CONVERSION_SECONDS = 300
 """Most seconds that converting a tokenizer may take."""
 
@@ -98,6 +102,25 @@ class Checkpoint:
         except OSError as error:
             raise ValueError(f"model {model!r}: {error.filename}: {error.strerror}") from None
         return cls(BUILTIN_MODEL if model == BUILTIN_MODEL else directory.name, directory)
+
+
+def weights_digest(directory: Path) -> str:
+    """A digest of a checkpoint's files: their names and sizes, and samples of their bytes. Empty without a directory.
+
+    Reading all bytes of a large model would take minutes. Weights that differ at all differ nearly everywhere, so the
+    samples show it.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.suffix not in DIGESTED or not path.is_file():
+            continue
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            for part in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def settled(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:

@@ -12,12 +12,14 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
+from holdfast.server.chats import StoredChats
 from holdfast.server.config import ServerConfig, SharedConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
@@ -34,12 +36,15 @@ from holdfast.server.keys.tables import NO_KEYS
 from holdfast.server.keys.values import OPERATOR
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.metrics import Metrics
+from holdfast.server.ollama.protocol import OllamaChat, OllamaPrompt
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
 from holdfast.server.routes.adapters import add_adapter_routes
+from holdfast.server.routes.chats import add_chat_store_routes
 from holdfast.server.routes.conversations import add_conversation_routes
+from holdfast.server.routes.docs import add_docs_route
 from holdfast.server.routes.edge import Edge
 from holdfast.server.routes.generation import (
     add_completion_routes,
@@ -50,9 +55,11 @@ from holdfast.server.routes.generation import (
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import add_inference_routes
 from holdfast.server.routes.jobs import UPLOAD, add_batch_routes, add_file_routes, add_tuning_routes
+from holdfast.server.routes.ollama import add_ollama_routes
 from holdfast.server.routes.openapi import document
 from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
 from holdfast.server.routes.page import add_page_routes
+from holdfast.server.routes.similarity import add_similarity_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.usage import add_usage_routes
@@ -139,10 +146,14 @@ def create_app(
         app.state.shared_adapters = shared
         add_adapter_routes(app, service, shared)
         add_activity_routes(app, service, config)
-        add_completion_routes(app, service)
+        chats = StoredChats(held)
+        add_completion_routes(app, service, chats)
+        add_chat_store_routes(app, chats, config)
         add_response_routes(app, responses)
         add_message_routes(app, service)
         add_embedding_route(app, service)
+        add_similarity_routes(app, service)
+        add_ollama_routes(app, service)
         add_token_routes(app, service)
         add_usage_routes(app, held, ring, config)
         add_conversation_routes(app, responses)
@@ -164,6 +175,7 @@ def create_app(
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)
+    add_docs_route(app)
     readiness = Readiness(app.state.admissions, app.state.clients, held, config.health_seconds)
     add_status_routes(app, service, applications, registry, operators, readiness)
     describe = cache(partial(document, app, open_paths=OPEN_PATHS))
@@ -219,7 +231,16 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
 
 
 GENERATION = tuple(
-    each.route for each in (ChatRequest, CompletionRequest, ResponseRequest, MessagesChat, EmbeddingCompletion)
+    each.route
+    for each in (
+        ChatRequest,
+        CompletionRequest,
+        ResponseRequest,
+        MessagesChat,
+        EmbeddingCompletion,
+        OllamaChat,
+        OllamaPrompt,
+    )
 )
 """Routes whose outcomes are counted. Paths with ids are left out, because there would be a counter for each id."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
@@ -267,6 +288,8 @@ class BrowserCheck:
         """Return the error for a body that a web site could send without a CORS preflight; None for other requests."""
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if not routed(scope):
+            return None  # The answer is 404 or 405.
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         # A binary body needs a CORS preflight. A request without a type is harmless unless a browser sends its origin.
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
@@ -312,6 +335,11 @@ class BrowserCheck:
         except ValueError:
             return False
         return True
+
+
+def routed(scope: Scope) -> bool:
+    """Whether a route takes this request."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
 def bare(place: str) -> str:

@@ -15,6 +15,7 @@ from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.service import Service
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
 AT_ONCE = 64
@@ -60,7 +61,24 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
 
 
 async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage) -> Reply:
-    """Return the vectors of all inputs, in their order. Raises ApiError."""
+    """Return the vectors of all inputs, in their order, as `/v1/embeddings` does. Raises ApiError."""
+    vectors = await compute(service, wanted, tenant, usage)
+    normalize = service.client.pooling.normalize
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(written(vectors, wanted, normalize=normalize))
+        ],
+        "model": wanted.model,
+        "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens},
+    }
+
+
+async def compute(
+    service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage
+) -> list[npt.NDArray[np.float32]]:
+    """Return the vectors [hidden] of all inputs, in their order and not normalized. Raises ApiError."""
     service.check_model(wanted.model, tenant)
     pooling = service.client.pooling
     if pooling.refused:
@@ -83,15 +101,7 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
         usage.cached_tokens += answer.usage.cached_tokens
         if usage.wanted is None:
             usage.wanted, usage.queued = answer.wanted, answer.usage.queued
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": vector}
-            for index, vector in enumerate(written(vectors, wanted, normalize=pooling.normalize))
-        ],
-        "model": wanted.model,
-        "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens},
-    }
+    return vectors
 
 
 def written(vectors: Sequence[npt.NDArray[Any]], wanted: EmbeddingRequest, *, normalize: bool) -> list[Any]:

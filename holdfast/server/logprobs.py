@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -70,17 +70,32 @@ def spelled(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def record(text: Text, token: int, logprob: float) -> dict[str, Any]:
+def named(text: Text, token: int) -> str:
+    """Return a token as vLLM's `return_tokens_as_token_ids` names it."""
+    return f"token_id:{token}"
+
+
+def written(text: Text, token: int) -> str:
+    """Return a token as its text."""
+    return spelled(text.token_bytes(token))
+
+
+Spell = Callable[[Text, int], str]
+"""Function that returns a token as a string: `written` or `named`."""
+
+
+def record(text: Text, token: int, logprob: float, spell: Spell = written) -> dict[str, Any]:
     """Return the record of a token: the token, its bytes and its log probability."""
-    data = text.token_bytes(token)
-    return {"token": spelled(data), "bytes": list(data), "logprob": max(logprob, LEAST)}
+    return {
+        "token": spell(text, token), "bytes": list(text.token_bytes(token)), "logprob": max(logprob, LEAST)
+    }  # fmt: skip
 
 
-def records(text: Text, tokens: Iterable[TokenRecord]) -> list[dict[str, Any]]:
+def records(text: Text, tokens: Iterable[TokenRecord], spell: Spell = written) -> list[dict[str, Any]]:
     """Return the records of the tokens of a chat or a response, each with its most probable alternatives."""
     return [
-        record(text, token, given.logprob)
-        | {"top_logprobs": [record(text, *pair) for pair in zip(given.top_ids, given.top_logprobs, strict=True)]}
+        record(text, token, given.logprob, spell)
+        | {"top_logprobs": [record(text, *pair, spell) for pair in zip(given.top_ids, given.top_logprobs, strict=True)]}
         for token, given in tokens
         if given is not None
     ]
@@ -89,8 +104,8 @@ def records(text: Text, tokens: Iterable[TokenRecord]) -> list[dict[str, Any]]:
 class CompletionLogprobs:
     """The log probability columns of one choice of a completion. `text_offset` continues across deltas."""
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self, text: Text, spell: Spell = written) -> None:
+        self._text, self._spell = text, spell
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -102,7 +117,7 @@ class CompletionLogprobs:
         offsets: list[int] = []
         for token, given in new:
             data = self._text.token_bytes(token)
-            tokens.append(spelled(data))
+            tokens.append(self._spell(self._text, token))
             offsets.append(self._offset)
             self._offset += len(self._characters.decode(data))
             if given is None:
@@ -111,6 +126,6 @@ class CompletionLogprobs:
                 continue
             own.append(max(given.logprob, LEAST))
             likely = zip(given.top_ids, given.top_logprobs, strict=True)
-            best = {spelled(self._text.token_bytes(each)): max(value, LEAST) for each, value in likely}
+            best = {self._spell(self._text, each): max(value, LEAST) for each, value in likely}
             top.append({**best, tokens[-1]: max(given.logprob, LEAST)})
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}

@@ -16,7 +16,17 @@ from msgspec import Meta, Struct, field
 
 from holdfast.core.contract import MAX_CONTRACT
 from holdfast.core.pause import MAX_PAUSE
-from holdfast.core.types import MAX_BIASES, MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, Grammar, SamplingParams
+from holdfast.core.types import (
+    MAX_ALLOWED,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_DEADLINE,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    Grammar,
+    SamplingParams,
+)
+from holdfast.server.formats.ending import PromptEnd
 from holdfast.server.grammars import (
     Choices,
     GivenSchema,
@@ -46,6 +56,9 @@ MAX_STOP_CHARACTERS = 1024
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[!-~]+$")]
+"""Id that a client gives a request: visible ASCII characters."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 ContractTime = Annotated[float, Meta(gt=1e-9, le=MAX_CONTRACT * 1000)]
 """A time of a contract in ms. A smaller one may be 0 in seconds."""
@@ -118,10 +131,13 @@ class ApiError(Exception):
         }
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """Return the error as a JSON object in the form of the path's protocol: OpenAI, Anthropic or Open Inference."""
+        """Return the error as a JSON object in the form of the path's protocol.
+
+        These are OpenAI's, Anthropic's, the Open Inference Protocol and Ollama's.
+        """
         if is_messages(path):
             return self.message_body()
-        return {"error": self.message} if is_inference(path) else self.body()
+        return {"error": self.message} if is_inference(path) or path in OLLAMA_PATHS else self.body()
 
 
 def invalid(reason: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -129,6 +145,8 @@ def invalid(reason: str, param: str | None = None, code: str = "invalid_value") 
     return ApiError(reason, param=param, code=code)
 
 
+OLLAMA_PATHS = ("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/version", "/api/ps")
+"""Paths of Ollama's API."""
 MESSAGE_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -219,6 +237,14 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """OpenAI's name for how long to keep the state: `24h` counts as that `keep_until`, `in_memory` as none."""
     superseded: Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=16)] = []
     """Ids of earlier answers that no turn will follow, because this one replaces them."""
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS // 2)] = []
+    """Words that the answer may not have, at its beginning or after a space. Each is up to two token sequences."""
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    """The only tokens that may be drawn; None: all."""
+    include_stop_str_in_output: bool = False
+    """Whether the answer's text ends with the stop string that ended it, instead of before it."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Text that cached state depends on: only requests with the same one share state. None shares without any."""
     ttft_ms: ContractTime | None = None
     """Time to the first token that the request must be promised, in ms. It is refused if that cannot be kept."""
     tbt_ms: ContractTime | None = None
@@ -367,6 +393,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             logit_bias=self._biases(),
             min_tokens=self.min_tokens,
             grammar=self.grammar,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            include_stop_str_in_output=self.include_stop_str_in_output,
         )
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
@@ -385,14 +413,13 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     unsupported = SampledRequest.unsupported | {
         "audio": (),
         "chat_template": (),
-        "include_stop_str_in_output": (False,),
         "modalities": (["text"],),
         "prediction": (),
         "skip_special_tokens": (True,),
         "suffix": ("",),
         "web_search_options": (),
     }
-    # No chat template uses a verbosity, and completions are never stored.
+    # No chat template uses a verbosity, and completions of texts are never stored.
     harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
 
     max_tokens: Count | None = None
@@ -402,6 +429,12 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     """Number of trailing prompt tokens to keep, as in vLLM. -1 keeps as many as fit next to the answer."""
     response_format: dict[str, Any] | None = None
+    request_id: RequestId | None = None
+    """End of the answer's id. A header `X-Request-Id` goes before it; without both, it is random."""
+    return_token_ids: bool = False
+    """Whether the answer has the token ids of its prompt and of each choice, as in vLLM."""
+    return_tokens_as_token_ids: bool = False
+    """Whether log probabilities name each token as `token_id:` and its id, as in vLLM."""
 
     @property
     def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -430,6 +463,10 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
+    store: bool = False
+    """Whether the server keeps the answer, so that it can be listed and read."""
+    metadata: Metadata = field(default_factory=dict)
+    """Labels of a stored answer."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """With `auto`, the oldest turns are left out of a conversation that exceeds the context."""
     logprobs: bool = False
@@ -443,11 +480,22 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     include_reasoning: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the beginning of an answer. By default it does, unless `continue_final_message`."""
+    continue_final_message: bool = False
+    """Whether the answer goes on with the last message, which must be the assistant's."""
+    add_special_tokens: bool = False
+    """Whether to add special tokens, such as a beginning of text, to those of the chat template."""
 
     @property
     def template_options(self) -> dict[str, Any]:
         """Extra variables for the chat template."""
         return template_options(self.chat_template_kwargs, self.reasoning_effort)
+
+    @property
+    def prompt_end(self) -> PromptEnd:
+        """Where the prompt ends. Raises ApiError for fields that exclude each other."""
+        return prompt_end(self.messages, begins=self.add_generation_prompt, continues=self.continue_final_message)
 
     @property
     def most_logprobs(self) -> int | None:
@@ -489,6 +537,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
     echo: bool = False
+    add_special_tokens: bool = True
+    """Whether to add the tokenizer's special tokens to a prompt that is text."""
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
     """Maximum number of tokens per choice. 0 generates nothing and requires `echo`."""
 
@@ -669,6 +719,25 @@ def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, 
     if effort == "none":
         variables = {"enable_thinking": False}
     return variables | dict(given)
+
+
+def prompt_end(messages: Sequence[Mapping[str, Any]], *, begins: bool | None, continues: bool) -> PromptEnd:
+    """Return where the prompt of a chat ends. Raises ApiError.
+
+    `begins` is `add_generation_prompt`, or None if it was not given. `continues` is `continue_final_message`.
+    """
+    if continues and begins:
+        reason = "continue_final_message and add_generation_prompt are both true; give one of them"
+        raise invalid(reason, "continue_final_message", "mutually_exclusive_parameters")
+    if not continues:
+        return PromptEnd.MESSAGE if begins is False else PromptEnd.ANSWER
+    last, name = messages[-1], f"messages[{len(messages) - 1}]"
+    if last.get("role") != "assistant":
+        role = shown(last.get("role"))
+        raise invalid(f"{name}.role is {role}; continue_final_message needs assistant", f"{name}.role")
+    if last.get("tool_calls") or last.get("function_call"):
+        raise invalid(f"{name} has calls, after which no text can be continued", f"{name}.tool_calls")
+    return PromptEnd.OPEN
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> list[dict[str, Any]]:

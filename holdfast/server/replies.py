@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,7 +18,15 @@ from holdfast.engine.client.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
-from holdfast.server.logprobs import CompletionLogprobs, TokenRecord, prompt_records, records, tokens_with_logprobs
+from holdfast.server.logprobs import (
+    CompletionLogprobs,
+    TokenRecord,
+    named,
+    prompt_records,
+    records,
+    tokens_with_logprobs,
+    written,
+)  # fmt: skip
 from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest, SampledRequest
 
 encode = msgspec.json.Encoder().encode
@@ -101,6 +109,8 @@ class Written:
     reason: str = ""
     tokens: list[TokenRecord] = field(default_factory=list)
     """Tokens with their log probabilities, if requested."""
+    token_ids: list[int] = field(default_factory=list)
+    """All tokens, including one that ended the answer."""
     prompt: Sequence[int] = ()
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's tokens except the first, if requested."""
@@ -114,6 +124,7 @@ class Written:
     def add(self, delta: Delta, parts: Sequence[Part]) -> None:
         """Add a delta, and the parts that were parsed from it."""
         self.parts += parts
+        self.token_ids += delta.tokens
         self.reason = delta.finish_reason or self.reason
         self.prompt_logprobs += delta.prompt_logprobs
         if delta.logprobs:
@@ -127,13 +138,34 @@ class Shape:
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
-        """`text` converts tokens to strings for log probabilities. `reading` parses the answers."""
-        id = f"{self.id_prefix}{uuid.uuid4().hex}"
+    def __init__(
+        self,
+        wanted: GenerationRequest,
+        text: Text,
+        reading: Reading,
+        *,
+        request_id: str = "",
+        fingerprint: str = "",
+        prompt_of: Callable[[int], Sequence[int]] = lambda choice: (),
+    ) -> None:
+        """`text` converts tokens to strings for log probabilities. `reading` parses the answers.
+
+        `request_id` is the client's id of the request; empty: none. `fingerprint` names what answers; empty: the
+        format has none. `prompt_of` returns the tokens of a choice's prompt, once the answer has begun.
+        """
+        id = f"{self.id_prefix}{request_id or uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
+        if fingerprint:
+            self.head["system_fingerprint"] = fingerprint
         if wanted.service_tier is not None:
             self.head["service_tier"] = wanted.tier
         self.text = text
+        self.spell = named if wanted.return_tokens_as_token_ids else written
+        self.with_ids = wanted.return_token_ids
+        """Whether the answer has token ids."""
+        self.prompt_of = prompt_of
+        self.new_ids: dict[int, list[int]] = {}
+        """Tokens by choice that go into the choice's next chunk, if the answer has token ids."""
         self.prompt_logprobs = wanted.prompt_logprobs
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
@@ -162,6 +194,8 @@ class Shape:
         """Yield the stream's next chunks: new parts of `choice`, and its finish reason when it has ended."""
         if delta.logprobs:
             self.held.setdefault(choice, []).extend(tokens_with_logprobs(delta))
+        if self.with_ids:
+            self.new_ids.setdefault(choice, []).extend(delta.tokens)
         yield from self.pieces(choice, self.read(choice, delta), delta.finish_reason)
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
@@ -191,6 +225,8 @@ class Shape:
             for index, choice in enumerate(written)
         ]
         reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": self._usage(usage)}
+        if self.with_ids:
+            self.add_token_ids(reply, written)
         most = self.prompt_logprobs
         if most is not None:
             records = [prompt_records(self.text, each.prompt, each.prompt_logprobs, most) for each in written]
@@ -201,6 +237,11 @@ class Shape:
         """Add the prompt log probabilities of each choice to a whole answer."""
         raise NotImplementedError
 
+    def add_token_ids(self, reply: Reply, written: Sequence[Written]) -> None:
+        """Add the token ids of each choice, and of the prompts, to a whole answer."""
+        for choice, each in zip(reply["choices"], written, strict=True):
+            choice["token_ids"] = each.token_ids
+
     def _usage(self, usage: RequestUsage) -> Reply:
         format = self.reading.format
         reasons = format.reasoning is not None or format.calls.channels
@@ -209,7 +250,10 @@ class Shape:
     def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, with_logprobs: bool = True) -> Reply:
         held = self.held.pop(choice, None) if with_logprobs else None
         logprobs = self.logprobs(choice, held) if held else None
-        return {**self.chunk_head, "choices": [_choice(choice, content, reason, logprobs)]}
+        made = _choice(choice, content, reason, logprobs)
+        if self.with_ids and with_logprobs:
+            made["token_ids"] = self.new_ids.pop(choice, [])
+        return {**self.chunk_head, "choices": [made]}
 
 
 def _choice(index: int, content: Reply, reason: str | None, logprobs: Reply | None) -> Reply:
@@ -221,8 +265,8 @@ class ChatShape(Shape):
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, wanted: ChatRequest, text: Text, reading: Reading) -> None:
-        super().__init__(wanted, text, reading)
+    def __init__(self, wanted: ChatRequest, text: Text, reading: Reading, **head: Any) -> None:
+        super().__init__(wanted, text, reading, **head)
         self.begun: set[int] = set()
         self.thoughts = wanted.include_reasoning
         self.old = bool(wanted.functions)
@@ -231,7 +275,8 @@ class ChatShape(Shape):
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
         if choice not in self.begun:
             self.begun.add(choice)
-            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, with_logprobs=False)
+            first = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, with_logprobs=False)
+            yield first | ({"prompt_token_ids": list(self.prompt_of(choice))} if self.with_ids else {})
         calls = self.readers[choice].calls if choice in self.readers else 0
         at = calls - sum(isinstance(part, CallBegin) for part in parts) - 1
         for part in parts:
@@ -285,8 +330,12 @@ class ChatShape(Shape):
     def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
         reply["prompt_logprobs"] = records[0]
 
+    def add_token_ids(self, reply: Reply, written: Sequence[Written]) -> None:
+        super().add_token_ids(reply, written)
+        reply["prompt_token_ids"] = list(written[0].prompt)
+
     def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
-        return {"content": records(self.text, tokens), "refusal": None}
+        return {"content": records(self.text, tokens, self.spell), "refusal": None}
 
 
 class TextShape(Shape):
@@ -294,13 +343,19 @@ class TextShape(Shape):
 
     id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
-        super().__init__(wanted, text, reading)
-        self.columns: defaultdict[int, CompletionLogprobs] = defaultdict(lambda: CompletionLogprobs(text))
+    def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading, **head: Any) -> None:
+        super().__init__(wanted, text, reading, **head)
+        self.columns: defaultdict[int, CompletionLogprobs] = defaultdict(lambda: CompletionLogprobs(text, self.spell))
+        self.begun: set[int] = set()
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
-        if parts or reason is not None:
-            yield self._chunk(choice, self.content(parts, "")[0], reason)
+        if not parts and reason is None:
+            return
+        chunk = self._chunk(choice, self.content(parts, "")[0], reason)
+        if self.with_ids and choice not in self.begun:
+            self.begun.add(choice)
+            chunk["choices"][0]["prompt_token_ids"] = list(self.prompt_of(choice))
+        yield chunk
 
     def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
         return {"text": "".join(part.text for part in parts if isinstance(part, Said))}, reason
@@ -308,6 +363,11 @@ class TextShape(Shape):
     def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
         for choice, each in zip(reply["choices"], records, strict=True):
             choice["prompt_logprobs"] = each
+
+    def add_token_ids(self, reply: Reply, written: Sequence[Written]) -> None:
+        super().add_token_ids(reply, written)
+        for choice, each in zip(reply["choices"], written, strict=True):
+            choice["prompt_token_ids"] = list(each.prompt)
 
     def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
         return self.columns[choice].columns(tokens)

@@ -32,10 +32,12 @@ from holdfast.core.types import (
 from holdfast.engine.client.client import Adoption, Delta, EngineClient, Timings
 from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
+from holdfast.server.bad_words import word_tokens
 from holdfast.server.config import ServerConfig
 from holdfast.server.contracts import contract_of, contract_refused
 from holdfast.server.default_contracts import DefaultContracts
 from holdfast.server.endings import Answered, Ending
+from holdfast.server.fingerprint import system_fingerprint
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
@@ -48,6 +50,7 @@ from holdfast.server.truncation import Truncation
 
 log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
+Shaped = TypeVar("Shaped", bound=Shape)
 Sampled = TypeVar("Sampled", bound=SampledRequest)
 
 REPLICA_LOST = "replica_lost"
@@ -234,6 +237,12 @@ class Service:
             return self.tuned[name][0] == tenant
         return self.own.get(name, tenant) == tenant
 
+    def fingerprint(self, name: str) -> str:
+        """Return OpenAI's `system_fingerprint` of a model or adapter. Equal ones answer alike."""
+        client, adapters = self.client, self.client.adapters
+        content = adapters[name].id if name in adapters else ""
+        return system_fingerprint(client.info, client.config, client.weights, content)
+
     def may_change(self, adapter: str, tenant: str, *, all_adapters: bool) -> bool:
         """Whether a key may unload or replace a loaded adapter. Keys for `all_adapters` may change each."""
         return all_adapters or self.own.get(adapter) == tenant
@@ -277,11 +286,12 @@ class Service:
         most = self.client.info.max_model_len if wanted.truncate_prompt_tokens is None else None
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
-            reading = Reading(self.format, chat_toolset(wanted), wanted.template_options)
+            reading = Reading(self.format, chat_toolset(wanted), wanted.template_options, wanted.prompt_end)
+            special = wanted.add_special_tokens
             size = sum(len(message["content"]) for message in messages)
 
             def encode_chat(messages: Sequence[dict[str, Any]]) -> list[int]:
-                return text.encode(reading.render(text, messages), add_special_tokens=False, most=most)
+                return text.encode(reading.render(text, messages), add_special_tokens=special, most=most)
 
             def render() -> list[list[int]]:
                 if wanted.truncation == "auto":
@@ -297,7 +307,11 @@ class Service:
         size = sum(map(len, prompts))
 
         def encode() -> list[list[int]]:
-            return [text.encode(prompt, most=most) if isinstance(prompt, str) else prompt for prompt in prompts]
+            special = wanted.add_special_tokens
+            return [
+                text.encode(prompt, add_special_tokens=special, most=most) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
 
         reading = Reading(self.format.unread, None, {})
         answer = Answer(
@@ -367,6 +381,8 @@ class Answer:
         """Id of the stored conversation that the request continues; empty if there is none."""
         self.prompts: Sequence[Sequence[int]] = ()
         """Tokens of the prompts. Empty until they are tokenized."""
+        self.bad_words: tuple[tuple[int, ...], ...] = ()
+        """Token sequences that the answer may not have. Empty until the prompts are tokenized."""
         self.sent = False
         """Whether any choice was sent to the engine."""
         self._timings: Timings | None = None
@@ -383,6 +399,18 @@ class Answer:
     def hold(self, note: bytes, adopted: Adoption | None) -> None:
         """Let another server continue the answer by a note, and continue that of an ended server."""
         self.note, self.adopted = note, adopted
+
+    def shape(self, kind: Callable[..., Shaped], request_id: str = "") -> Shaped:
+        """Return the wire format of this answer. `request_id` is the id in the request's header; empty: none."""
+        service = self.service
+        return kind(
+            self.wanted,
+            service.client.text,
+            self.reading,
+            request_id=request_id,
+            fingerprint=service.fingerprint(self.wanted.model),
+            prompt_of=lambda choice: self.prompts[choice // self.wanted.candidates],
+        )
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) pairs as they come. Closing the generator aborts running choices. Raises ApiError."""
@@ -470,6 +498,9 @@ class Answer:
         for prompt in prompts:
             check_length(len(prompt), self.service.client, self.wanted)
             self.usage.prompt_tokens += len(prompt)
+        if words := self.wanted.bad_words:
+            text, size = self.service.client.text, sum(map(len, words))
+            self.bad_words = await self.service.off_loop(size, lambda: word_tokens(text, words), lane=self.lane)
         return prompts
 
     def _choices(self, number: int, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
@@ -482,6 +513,8 @@ class Answer:
             first = self.reading.constrained(wanted.sampling(0, most))
             others = range(1, wanted.candidates)
             params = [first, *(replace(wanted.sampling(choice, most), grammar=first.grammar) for choice in others)]
+            if self.bad_words:
+                params = [replace(each, bad_words=self.bad_words) for each in params]
         except ValueError as error:  # The grammar of the tools is too long.
             raise invalid(str(error), "tools") from None
         choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
@@ -541,6 +574,7 @@ class Answer:
                 arrival=self.arrival if self.contract else 0.0,
                 note=self.note,
                 adopted=self.adopted,
+                salt=wanted.cache_salt or "",
             )
             self.sent = True
             async with aclosing(stream) as deltas:

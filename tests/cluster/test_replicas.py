@@ -48,6 +48,7 @@ class Scripted(EngineClient):
     def __init__(self, number: int) -> None:
         self.number = number
         self.generation = GenerationDefaults()
+        self.weights = "0123"
         self.config, self.pooling, self.info = EngineConfig(), NONE, engine_info(vocab_size=1 << 20, block_size=16)
         self.text = TokenIds()
         self._closes_text = False

@@ -1,9 +1,21 @@
 """The plain values: which inputs they refuse, and what they count."""
 
+import hashlib
+import struct
+
 import pytest
 
 from holdfast.core.columns import Columns
-from holdfast.core.types import MAX_GRAMMAR_LENGTH, Grammar, Request, SamplingParams
+from holdfast.core.types import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_GRAMMAR_LENGTH,
+    Grammar,
+    Identity,
+    Request,
+    SamplingParams,
+)
 from holdfast.lm.types import PENDING, Sampling, Segment, Sequence, StepPlan
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -21,6 +33,10 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
         ("seed", 2**63),
         ("max_tokens", 0),
         ("stop", ("",)),
+        ("bad_words", ((),)),
+        ("bad_words", ((1,) * (MAX_BAD_WORD_TOKENS + 1),)),
+        ("bad_words", ((1,),) * (MAX_BAD_WORDS + 1)),
+        ("allowed_token_ids", (1,) * (MAX_ALLOWED + 1)),
     ],
 )
 def test_sampling_params_name_the_field_out_of_range(field, value):
@@ -67,3 +83,19 @@ def test_columns_are_built_and_read_by_name_and_give_rows():
     assert columns.column("start") == [7, 0]
     with pytest.raises(TypeError, match="rows"):
         Columns(Segment, rows=[0, 1])
+
+
+def test_a_salt_and_each_other_field_of_an_identity_change_its_root():
+    fields = ("model", "adapter", "dtype", "tenant", "salt")
+    roots = [Identity().root(), *(Identity(**{field: "a"}).root() for field in fields)]
+    assert len(set(roots)) == 6
+    assert Identity(tenant="a", salt="b").root() != Identity(tenant="ab").root()
+
+
+def test_the_root_without_a_salt_is_that_of_versions_that_know_none():
+    assert Identity("m", "", "float32", "t").root() == _root_of_four("m", "", "float32", "t")
+
+
+def _root_of_four(*texts):
+    parts = [struct.pack("<Q", len(text)) + text.encode() for text in texts]
+    return hashlib.sha256(b"".join(parts)).digest()

@@ -21,6 +21,8 @@ LIMITS = RequestLimits(max_model_len=100, vocab_size=50, cache_tokens=64)
         ([1, 50], {}, {}, "prompt", "invalid_value", "token id 50; this model's lie between 0 and 49"),
         (["a"], {}, {}, "prompt", "invalid_value", "prompt holds something that is not a token id"),
         ([1], {"stop_token_ids": (50,)}, {}, "stop_token_ids", "invalid_value", "token id 50"),
+        ([1], {"allowed_token_ids": (3, 50)}, {}, "allowed_token_ids", "invalid_value", "token id 50"),
+        ([1], {"bad_words": ((1,), (2, 50))}, {}, "bad_words", "invalid_value", "token id 50"),
         ([1] * 60, {"max_tokens": 6}, {}, "max_tokens", "invalid_value", "65 positions of the KV cache, which has 64"),
         ([1], {}, {"priority": 1 << 31}, "priority", "invalid_value", "priority is 2147483648"),
         ([1], {}, {"deadline": 0.0}, "deadline_ms", "invalid_value", "deadline is 0.0 s"),

@@ -29,7 +29,7 @@ from holdfast.core.types import (
 )
 from holdfast.core.version import __version__
 from holdfast.engine import messages
-from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
+from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled, weights_digest
 from holdfast.engine.client.attachment import Attachment
 from holdfast.engine.client.connection import (
     HEALTH_SECONDS,
@@ -217,6 +217,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """How embeddings are made, if the model gives any."""
         self.generation = GenerationDefaults()
         """Sampling options of requests that give none."""
+        self.weights = ""
+        """Digest of the checkpoint's files."""
         self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
@@ -321,6 +323,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Read how embeddings are made, and the sampling options of requests. Raises ValueError."""
         config = self.config
         self.pooling = find_pooling(checkpoint.directory, config.convert)
+        self.weights = weights_digest(checkpoint.directory)
         self.generation = find_generation(
             checkpoint.directory, config.generation_config, config.override_generation_config
         )
@@ -359,16 +362,17 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         arrival: float = 0.0,
         note: bytes = b"",
         adopted: Adoption | None = None,
+        salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
-        the same `tenant`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
-        from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
-        names the conversation that this is a turn of, for a router among several engines. `batch` is the batch that the
-        request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a time on the
-        monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts the
-        request.
+        the same `tenant` and `salt`, and with the same adapter. `deadline` is the time until the first token is due, in
+        seconds from now, for the deadline order. `shown` are special tokens whose names belong to the text.
+        `conversation` names the conversation that this is a turn of, for a router among several engines. `batch` is the
+        batch that the request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a
+        time on the monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts
+        the request.
 
         Raises RequestRefused at once for a request that can never be served, QueueFull, ContractRefused if the engine
         cannot keep the contract, and EngineDead, even while it runs.
@@ -398,6 +402,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 contract,
                 arrival,
                 note,
+                salt,
             )
         )
 
@@ -822,8 +827,9 @@ class Stream:
             self._gap = max(self._gap, now - self._last)
         self._vector = output.vector or self._vector
         self._last, self._preemptions = now, output.preemptions
-        # The token that stopped the sequence is not part of its text.
-        visible = tokens[:-1] if reason is FinishReason.STOP else tokens
+        # The token that stopped the sequence is not part of its text, unless the request wants it there.
+        cut = reason is FinishReason.STOP and not self.request.params.include_stop_str_in_output
+        visible = tokens[:-1] if cut else tokens
         if self.note:
             tokens = self._take_singly(tokens, visible, output.logprobs, ended=ended)
         elif len(visible) > 1 and self.request.params.stop:
@@ -911,6 +917,7 @@ def prepare(
     contract: Contract = NO_CONTRACT,
     arrival: float = 0.0,
     note: bytes = b"",
+    salt: str = "",
 ) -> Stream:
     """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
@@ -919,7 +926,7 @@ def prepare(
     if adapter and adapter not in adapters:
         raise RequestRefused(f"there is no adapter {adapter}", "model")
     content = adapters[adapter].id if adapter else ""
-    identity = Identity(info.model, content, info.precision, tenant)
+    identity = Identity(info.model, content, info.precision, tenant, salt)
     tokens = info.limits.check(
         prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
     )
@@ -935,7 +942,7 @@ def prepare(
         contract=contract,
     )
     try:
-        text_stream = TextStream(text, params.stop, params.min_tokens, shown)
+        text_stream = _text_stream(text, params, shown)
     except ValueError as error:
         raise RequestRefused(str(error), "stop") from error
     return Stream(request, text_stream, note)
@@ -943,5 +950,10 @@ def prepare(
 
 def continued(text: Text, adopted: Adoption, shown: Collection[int]) -> Stream:
     """The stream of an adopted request. It gets the answer so far when it runs."""
-    params = adopted.request.params
-    return Stream(adopted.request, TextStream(text, params.stop, params.min_tokens, shown), adopted.note)
+    return Stream(adopted.request, _text_stream(text, adopted.request.params, shown), adopted.note)
+
+
+def _text_stream(text: Text, params: SamplingParams, shown: Collection[int]) -> TextStream:
+    """The text of one request's answer. Raises ValueError for too many or too long stop strings."""
+    include = params.include_stop_str_in_output
+    return TextStream(text, params.stop, params.min_tokens, shown, include_stop=include)

@@ -294,15 +294,25 @@ class TextStream:
     does not depend on how tokens are grouped into pushes.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str] = (), min_tokens: int = 0, shown: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        text: Text,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        shown: Collection[int] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
         """`shown` are special tokens that have their names as text. Stop strings count from token `min_tokens` on.
+
+        With `include_stop`, the text ends with the stop string instead of before it.
 
         Raises ValueError for too many or too long stop strings.
         """
         self._unscanned = min_tokens
         self._special = shown
         self._text = text
-        self._scans, self._stops = bool(stop), StopScanner(stop)
+        self._scans, self._stops = bool(stop), StopScanner(stop, include=include_stop)
         self.stopped = False
         """Whether a stop string ended the text."""
         self._window: list[int] = []
@@ -378,14 +388,15 @@ class TextStream:
 class StopScanner:
     """Finds the first complete stop string in a stream of text (Knuth-Morris-Pratt, one automaton per string)."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for too many or too long strings."""
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """With `include`, the text ends with the string. Raises ValueError for too many or too long strings."""
         if len(stops) > STOP_LIMIT:
             raise ValueError(f"stop holds {len(stops)} strings; at most {STOP_LIMIT} are taken")
         longest = max(map(len, stops), default=0)
         if longest > STOP_LENGTH_LIMIT:
             raise ValueError(f"stop holds a string of {longest} characters; at most {STOP_LENGTH_LIMIT} are taken")
         self.found = False
+        self._include = include
         self.match = ""
         """The stop string that was found; the longest, if several end at the same place."""
         self._stops = [(stop, _borders(stop)) for stop in stops]
@@ -413,7 +424,7 @@ class StopScanner:
                 self.found = True
                 self._held = ""
                 self.match = pending[at + 1 - complete : at + 1]
-                return pending[: at + 1 - complete]
+                return pending[: at + 1 - (0 if self._include else complete)]
         safe = len(pending) - max(self._matched)
         self._held = pending[safe:]
         return pending[:safe]

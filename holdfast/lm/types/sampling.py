@@ -24,16 +24,22 @@ class Shaping:
     """Number of tokens of the prompt."""
     ends: tuple[int, ...] = ()
     """Tokens that may not be drawn before the answer has `min_tokens`."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer may not have, the longest first."""
+    allowed: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
 
     @property
     def counts(self) -> bool:
         """Whether it depends on the tokens so far."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        penalises = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return penalises or any(len(word) > 1 for word in self.bad_words[:1])
 
     @property
     def is_neutral(self) -> bool:
         """Whether it changes nothing."""
-        return not (self.counts or self.min_p > 0 or self.bias or (self.min_tokens and self.ends))
+        banned = self.bad_words or self.allowed or (self.min_tokens and self.ends)
+        return not (self.counts or self.min_p > 0 or self.bias or banned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class Sampling:
             bias=params.logit_bias,
             prompt=prompt,
             ends=tuple(sorted(ends)),
+            bad_words=tuple(sorted(params.bad_words, key=len, reverse=True)),
+            allowed=params.allowed_token_ids,
         )
         told = None if shaping.is_neutral else shaping
         drawn = params.temperature, params.top_k, params.top_p

@@ -209,6 +209,22 @@ key_streams = Table(
 )
 """Requests in progress of each key at each server, for keys whose number is limited. The server renews `seen`."""
 
+chats = Table(
+    "chats",
+    tables,
+    Column("id", NAME, primary_key=True),
+    Column("thread", NAME, nullable=False, index=True),
+    Column("tenant", NAME, nullable=False),
+    Column("created", Integer, nullable=False),
+    Column("model", String(256), nullable=False),
+    Column("metadata", LargeBinary, nullable=False, key="labels"),
+    Column("completion", LargeBinary, nullable=False),
+    Column("messages", LargeBinary, nullable=False),
+)
+"""Chat completions with `store: true`, each in a thread of its own, with the messages that it answers."""
+
+chats_by_creation = Index("chats_by_creation", chats.c.tenant, chats.c.created, chats.c.id)
+
 
 def _turns(db: Connection) -> None:
     threads.create(db)
@@ -266,7 +282,7 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
         step(db)
         db.execute(insert(versions).values(version=number))
     # These have no version, because an older server does not mind them.
-    for table in (leases, recipes, streams, adapters, key_streams):
+    for table in (leases, recipes, streams, adapters, key_streams, chats):
         table.create(db, checkfirst=True)
 
 

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )  # fmt: skip
 
 from holdfast.server.conversations import counters, search_index
-from holdfast.server.conversations.database import conversations, items, threads, turns
+from holdfast.server.conversations.database import chats, conversations, items, threads, turns
 from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
@@ -230,7 +230,7 @@ class Space:
         for row in db.execute(inside).all():
             search_index.remove_conversation(db, row.id, row.metadata)
             db.execute(delete(items).where(items.c.conversation == row.id))
-        for table in (conversations, turns):
+        for table in (conversations, turns, chats):
             db.execute(delete(table).where(table.c.thread == thread))
         db.execute(delete(threads).where(threads.c.id == thread))
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from holdfast.server.conversations import counters, search_index
 from holdfast.server.conversations.adapter_table import AdapterTable
+from holdfast.server.conversations.chat_store import ChatStore
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate, reason_of
 from holdfast.server.conversations.group_writer import GroupWriter
@@ -62,6 +63,7 @@ class Store:
         self.turns = TurnStore(database, self.space, self.leases, self.streams)
         self.conversations = ConversationStore(database, self.space, self.turns.chain)
         self.adapters = AdapterTable(database)
+        self.chats = ChatStore(database, self.space)
         self.listing = Listing(database, self.space)
         self.tree = Tree(database, self.space, self.turns.cache, self.leases, self.conversations.find, self.turns.chain)
 

@@ -43,6 +43,7 @@ _VISIBLE = (
         threads.c.active >= bindparam("oldest"),
     )
 )
+_EXISTS = Prepared(select(turns.c.id).where(turns.c.id == bindparam("id")))
 _STORED = select(turns.c.response).where(turns.c.id == bindparam("id"))
 _INSERT_TURN = Prepared(insert(turns).values(parameters(turns)))
 

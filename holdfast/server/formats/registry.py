@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from holdfast.core.types import Grammar, SamplingParams
 from holdfast.server.formats import grammars
+from holdfast.server.formats.ending import PromptEnd
 from holdfast.server.formats.grammars import GrammarText
 from holdfast.server.formats.harmony import CHANNEL, MESSAGE, HarmonyMessages
 from holdfast.server.formats.harmony import TAGS as HARMONY_TAGS
@@ -203,8 +204,15 @@ class AnswerFormat:
 class Reading:
     """Renders the prompt of one request, and reads its answers."""
 
-    def __init__(self, format: AnswerFormat, toolset: Toolset | None, options: Mapping[str, Any]) -> None:
-        """`options` are extra variables for the chat template."""
+    def __init__(
+        self,
+        format: AnswerFormat,
+        toolset: Toolset | None,
+        options: Mapping[str, Any],
+        end: PromptEnd = PromptEnd.ANSWER,
+    ) -> None:
+        """`options` are extra variables for the chat template. `end` is where the prompt ends."""
+        self.end = end
         self.format = format
         self.toolset = toolset
         self.options = options
@@ -221,8 +229,8 @@ class Reading:
         """Whether an answer is only text."""
         return self.toolset is None and self.format.reasoning is None and not self.format.calls.channels
 
-    def render(self, text: Template, messages: Sequence[Message], *, begin: bool = True) -> str:
-        """Render the prompt of a chat. With `begin`, it ends where the answer begins. Raises ValueError."""
+    def render(self, text: Template, messages: Sequence[Message]) -> str:
+        """Render the prompt of a chat. Raises ValueError."""
         said, tools = settled(messages), None
         if not self.format.knows_tools:
             said = spelled_out(said, self.toolset)
@@ -232,7 +240,11 @@ class Reading:
             said = short_ids(said)
         if self.format.calls.channels:
             said = as_thinking(said)
-        prompt = text.render_chat(said, add_generation_prompt=begin, tools=tools, options=self.options)
+
+        def render(messages: Sequence[Message], begin: bool) -> str:
+            return text.render_chat(messages, add_generation_prompt=begin, tools=tools, options=self.options)
+
+        prompt = self.end.rendered(render, said)
         tags = self.format.reasoning
         self.opened = tags is not None and tags.opened_by(prompt)
         self.closed = tags is not None and prompt.rstrip().endswith(tags.close)

@@ -559,13 +559,8 @@ class BatchRunner:
             return await writing.whole(), writing.answer.usage
         assert isinstance(wanted, ChatRequest | CompletionRequest)
         answer = running.asked[line.number] = self._service.answer(wanted, tenant, self._lane, name, batch.id)
-        text = self._service.client.text
-        shape: Shape = (
-            ChatShape(wanted, text, answer.reading)
-            if isinstance(wanted, ChatRequest)
-            else TextShape(wanted, text, answer.reading)
-        )
-        return await answer.whole(shape), answer.usage
+        kind: type[Shape] = ChatShape if isinstance(wanted, ChatRequest) else TextShape
+        return await answer.whole(answer.shape(kind, wanted.request_id or "")), answer.usage
 
     async def _store_answers(self) -> None:
         """Store answers as they come, several at a time."""

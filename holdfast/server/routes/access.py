@@ -23,7 +23,7 @@ from holdfast.server.routes.inference import LIVE as INFERENCE_LIVE
 from holdfast.server.routes.inference import READY as INFERENCE_READY
 from holdfast.server.routes.page import is_page
 
-OPEN_PATHS = ("/health", ALIVE, READY, INFERENCE_LIVE, INFERENCE_READY)
+OPEN_PATHS = ("/health", "/ping", ALIVE, READY, INFERENCE_LIVE, INFERENCE_READY)
 """Paths that need no API key."""
 UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "/v2")
 """Paths that any key may read."""
@@ -39,6 +39,13 @@ METERED = {
     "/v1/responses/compact": "completions",
     "/v1/messages": "completions",
     "/v1/batches": "completions",
+    "/api/chat": "completions",
+    "/api/generate": "completions",
+    "/pooling": "embeddings",
+    "/score": "embeddings",
+    "/v1/score": "embeddings",
+    "/rerank": "embeddings",
+    "/v1/rerank": "embeddings",
     "/v1/embeddings": "embeddings",
 }
 """Paths whose POST requests are limited and counted, each with its kind of usage.

@@ -69,7 +69,8 @@ class Edge:
             nonlocal status, size
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id)]
+                shown = state.get("request_id", id.decode()).encode()
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", shown)]
             else:
                 size += len(message.get("body", b""))
             await send(message)
@@ -102,10 +103,14 @@ class Edge:
 
 def request_id(scope: Scope) -> bytes:
     """Return the client's id if it is short and visible ASCII; otherwise a new one."""
+    return (given_id(scope) or uuid.uuid4().hex).encode()
+
+
+def given_id(scope: Scope) -> str:
+    """Return the id in the header `x-request-id` if it is short and visible ASCII; otherwise an empty string."""
     given = dict(scope["headers"]).get(b"x-request-id", b"")
-    if 0 < len(given) <= MAX_ID and all(0x21 <= byte <= 0x7E for byte in given):
-        return bytes(given)
-    return uuid.uuid4().hex.encode()
+    is_id = 0 < len(given) <= MAX_ID and all(0x21 <= byte <= 0x7E for byte in given)
+    return given.decode() if is_id else ""
 
 
 @dataclass(frozen=True, slots=True)

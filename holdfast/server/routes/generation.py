@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace as replace_struct
 
 from holdfast.lm.limits import RequestRefused
+from holdfast.server.chats import Keeper, StoredChats, Unkept
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -23,8 +24,18 @@ from holdfast.server.embeddings import EmbeddingRequest, embed
 from holdfast.server.messages.protocol import MessagesRequest, TokensRequest
 from holdfast.server.messages.replies import MessageShape
 from holdfast.server.messages.replies import error_event as message_error
-from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, invalid, parse
+from holdfast.server.protocol import (
+    ApiError,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    SampledRequest,
+    invalid,
+    parse,
+)  # fmt: skip
 from holdfast.server.replies import DONE, ChatShape, RequestUsage, Shape, TextShape, event
+from holdfast.server.routes.edge import given_id
 from holdfast.server.routes.http import (
     JSON,
     described,
@@ -46,7 +57,7 @@ MOST_EVENTS = 999_999_999
 """Maximum `starting_after` if the number of a response's events is unknown."""
 
 
-def add_completion_routes(app: FastAPI, service: Service) -> None:
+def add_completion_routes(app: FastAPI, service: Service, chats: StoredChats) -> None:
     """Add POST /v1/chat/completions and /v1/completions."""
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
@@ -54,14 +65,16 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
         """One answer to a conversation; with `stream`, sent as it is written."""
         wanted = service.settled(await read_request(request, service, ChatRequest))
         answer = service.answer(wanted, tenant_of(request))
-        return await respond(request, answer, ChatShape(wanted, service.client.text, answer.reading))
+        # An id names one stored answer, so it is not the client's.
+        id = "" if wanted.store else named_by(request, wanted)
+        return await respond(request, answer, answer.shape(ChatShape, id), chats.keeper(answer.tenant, wanted))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
         wanted = service.settled(await read_request(request, service, CompletionRequest))
         answer = service.answer(wanted, tenant_of(request))
-        return await respond(request, answer, TextShape(wanted, service.client.text, answer.reading))
+        return await respond(request, answer, answer.shape(TextShape, named_by(request, wanted)), Unkept())
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
@@ -87,25 +100,43 @@ async def read_fields(request: Request, service: Service, shape: type[Body]) -> 
     return await service.off_loop(len(body), lambda: parse(body, shape, more))
 
 
-async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
-    """Return the whole answer, or a stream of it."""
+def named_by(request: Request, wanted: GenerationRequest) -> str:
+    """Return the id that the client gave the request, in its header or else in its body; empty if it gave none.
+
+    The answer's header `x-request-id` has that id, too.
+    """
+    id = given_id(request.scope) or wanted.request_id or ""
+    if id:
+        request.state.request_id = id
+    return id
+
+
+async def respond(request: Request, answer: Answer, shape: Shape, keeper: Keeper) -> Response:
+    """Return the whole answer, or a stream of it, and store it if the client wants that."""
     request.state.usage = answer.usage  # For the log.
     answer.id = shape.head["id"]
     if not answer.wanted.stream:
-        return JSON(await while_connected(request.receive, answer.whole(shape)))
-    return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))
+        reply = await while_connected(request.receive, answer.whole(shape))
+        await keeper.keep(reply)
+        return JSON(reply)
+    return await start_stream(
+        request, answer_events(answer, shape, keeper), lambda error: event(failure(answer, error).body())
+    )
 
 
-async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, None]:
+async def answer_events(answer: Answer, shape: Shape, keeper: Keeper) -> AsyncGenerator[bytes, None]:
     """Yield the answer as server-sent events."""
     options = answer.wanted.stream_options
     counted = options.include_usage and options.continuous_usage_stats
     async with aclosing(answer.deltas()) as deltas:
         async for choice, delta in deltas:
             for chunk in shape.chunks(choice, delta):
+                keeper.add(chunk)
                 yield event({**chunk, "usage": answer.usage.counts()} if counted else chunk)
+    last = shape.usage(answer.usage)
+    await keeper.end(last["usage"])
     if options.include_usage:
-        yield event(shape.usage(answer.usage))
+        yield event(last)
     yield DONE
 
 

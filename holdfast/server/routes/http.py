@@ -67,8 +67,17 @@ class EventStream(StreamingResponse):
             await self.rest.aclose()
 
 
+class LineStream(EventStream):
+    """JSON objects, one a line."""
+
+    media_type = "application/x-ndjson"
+
+
 async def start_stream(
-    request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    failed: Callable[[Exception], bytes],
+    kind: type[EventStream] = EventStream,
 ) -> EventStream:
     """Wait for the first event and then return the stream. An earlier error raises, so that it gets its own status.
 
@@ -78,7 +87,7 @@ async def start_stream(
     async def begin() -> bytes:
         return await anext(events, b"")
 
-    return EventStream(await while_connected(request.receive, begin()), events, failed)
+    return kind(await while_connected(request.receive, begin()), events, failed)
 
 
 def tenant_of(request: Request) -> str:
@@ -221,9 +230,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(leaving, working, return_exceptions=True)
 
 
-def page(request: Request, items: list[Item]) -> dict[str, Any]:
-    """Return the requested page of a list. Raises ApiError."""
-    query = page_query(request)
+def page(request: Request, items: list[Item], *, order: str = "desc") -> dict[str, Any]:
+    """Return the requested page of a list, by default in this order. Raises ApiError."""
+    query = page_query(request, order=order)
     if query.newest_first:
         items = items[::-1]
     if query.after is not None:
@@ -242,10 +251,10 @@ class PageQuery(NamedTuple):
     after: str | None
 
 
-def page_query(request: Request, *, most: int = 100, default: int = 20) -> PageQuery:
-    """Parse `limit`, `order` and `after`. Raises ApiError, which names the invalid parameter."""
+def page_query(request: Request, *, most: int = 100, default: int = 20, order: str = "desc") -> PageQuery:
+    """Parse `limit`, `order` and `after`; `order` is the default. Raises ApiError, which names the parameter."""
     query = request.query_params
-    limit, order = query_integer(request, "limit", 1, most), query.get("order", "desc")
+    limit, order = query_integer(request, "limit", 1, most), query.get("order", order)
     if order not in ("asc", "desc"):
         raise invalid(f"order is {order[:32]}; it must be asc or desc", "order")
     return PageQuery(default if limit is None else limit, order == "desc", query.get("after"))

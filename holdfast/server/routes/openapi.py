@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from holdfast.server.protocol import is_inference, is_messages
+from holdfast.server.protocol import OLLAMA_PATHS, is_inference, is_messages
 from holdfast.server.routes.repeats import MOST_CHARACTERS
 
 Schema = dict[str, Any]
@@ -84,6 +84,12 @@ SCHEMAS: Mapping[str, Schema] = {
         model=TEXT,
         usage=record(prompt_tokens=COUNT, total_tokens=COUNT),
     ),
+    "Vectors": record(id=TEXT, object=one_of("list"), data=many(record(index=COUNT, data={})), model=TEXT),
+    "Scores": record(id=TEXT, object=one_of("list"), data=many(record(index=COUNT, score={"type": "number"}))),
+    "Ranking": record(id=TEXT, model=TEXT, results=many(record(index=COUNT, relevance_score={"type": "number"}))),
+    "OllamaAnswer": record(model=TEXT, created_at=TEXT, done=TRUTH),
+    "OllamaModels": record(models=many(record(name=TEXT, model=TEXT, size=COUNT, digest=TEXT))),
+    "OllamaModel": record(template=TEXT, capabilities=many(TEXT), model_info=ANYTHING),
     "MessageTokens": record(input_tokens=COUNT),
     "Usage": record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     "ChatCompletion": record(
@@ -100,6 +106,9 @@ SCHEMAS: Mapping[str, Schema] = {
         ),
         usage=ref("Usage"),
     ),
+    "ChatCompletions": page_of("ChatCompletion"),
+    "StoredMessage": record(id=TEXT, role=TEXT),
+    "StoredMessages": page_of("StoredMessage"),
     "ChatCompletionChunk": record(
         id=TEXT,
         object=one_of("chat.completion.chunk"),
@@ -205,7 +214,10 @@ USAGE = (
 TUNING = "/v1/fine_tuning/jobs"
 REPLIES: Mapping[str, Reply] = {
     "GET /": Reply("Root"),
+    "GET /docs": Reply(bytes="text/html"),
     "GET /health": Reply("Health"),
+    "GET /ping": Reply("Health"),
+    "POST /ping": Reply("Health"),
     "GET /health/live": Reply("Health"),
     "GET /health/ready": Reply("Health"),
     "GET /version": Reply("Version"),
@@ -218,8 +230,24 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/load_lora_adapter": Reply(bytes="text/plain"),
     "POST /v1/unload_lora_adapter": Reply(bytes="text/plain"),
     "POST /v1/chat/completions": Reply("ChatCompletion", "ChatCompletionChunk"),
+    "GET /v1/chat/completions": Reply("ChatCompletions"),
+    "GET /v1/chat/completions/{completion_id}": Reply("ChatCompletion"),
+    "POST /v1/chat/completions/{completion_id}": Reply("ChatCompletion"),
+    "DELETE /v1/chat/completions/{completion_id}": Reply("Deleted"),
+    "GET /v1/chat/completions/{completion_id}/messages": Reply("StoredMessages"),
     "POST /v1/completions": Reply("Completion", "Completion"),
     "POST /v1/embeddings": Reply("Embeddings"),
+    "POST /pooling": Reply("Vectors"),
+    "POST /score": Reply("Scores"),
+    "POST /v1/score": Reply("Scores"),
+    "POST /rerank": Reply("Ranking"),
+    "POST /v1/rerank": Reply("Ranking"),
+    "POST /api/chat": Reply("OllamaAnswer"),
+    "POST /api/generate": Reply("OllamaAnswer"),
+    "GET /api/tags": Reply("OllamaModels"),
+    "GET /api/ps": Reply("OllamaModels"),
+    "POST /api/show": Reply("OllamaModel"),
+    "GET /api/version": Reply("Version"),
     "POST /v1/messages": Reply("Message", "MessageEvent"),
     "POST /v1/messages/count_tokens": Reply("MessageTokens"),
     "POST /v1/responses": Reply("Response", "ResponseEvent"),
@@ -265,7 +293,10 @@ REPLIES: Mapping[str, Reply] = {
 }
 """Replies by method and path. Unlisted routes, such as those under /v2, return other JSON."""
 
+OLDEST_FIRST = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "asc"}, "oldest or newest first")
 QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
+    "GET /v1/chat/completions": (LIMIT, OLDEST_FIRST, AFTER, ("model", TEXT, "only answers of this model")),
+    "GET /v1/chat/completions/{completion_id}/messages": (LIMIT, OLDEST_FIRST, AFTER),
     "GET /v1/responses/{response_id}": (
         ("stream", TRUTH, "return the events of a background response"),
         ("starting_after", COUNT, "with stream: the sequence_number of the last known event"),
@@ -327,7 +358,8 @@ def describe(operation: Schema, route: str, path: str) -> None:
 
     FastAPI's own replies are removed, because they describe validation errors that the routes never return.
     """
-    kind = "InferenceError" if is_inference(path) else "MessageError" if is_messages(path) else "Error"
+    plain = is_inference(path) or path in OLLAMA_PATHS
+    kind = "InferenceError" if plain else "MessageError" if is_messages(path) else "Error"
     error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {
         "200": {"description": "Done", "content": REPLIES.get(route, Reply("Any")).content()},

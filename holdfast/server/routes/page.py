@@ -102,11 +102,11 @@ def wants_page(request: Request) -> bool:
 
 
 def is_page(scope: Scope) -> bool:
-    """Whether a request is for a file of the page, which needs no key."""
+    """Whether a request is for a file of the page or for the page of routes, which need no key."""
     if scope["method"] not in ("GET", "HEAD"):
         return False
     path: str = scope["path"]
-    return path.startswith(PREFIX) or (path == "/" and wants_page(Request(scope)))
+    return path.startswith(PREFIX) or path == "/docs" or (path == "/" and wants_page(Request(scope)))
 
 
 def index(request: Request) -> Response:

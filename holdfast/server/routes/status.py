@@ -60,7 +60,8 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
             "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/files, "
             "/v1/batches, /v1/fine_tuning/jobs, /v1/models"
         )
-        apis.append("vLLM's: /tokenize, /detokenize, /version")
+        apis.append("vLLM's: /tokenize, /detokenize, /score, /rerank, /pooling, /version")
+        apis.append("Ollama's: /api/chat, /api/generate, /api/tags")
     if applications.apps:
         served["applications"] = list(applications.apps)
         apis.append("Open Inference Protocol: /v2, /v2/models/{name}, /v2/models/{name}/infer")
@@ -76,6 +77,7 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
             **served,
             "api": "; ".join(apis),
             "schema": "/openapi.json",
+            "docs": "/docs",
             "health": "/health",
             "metrics": "/metrics",
         }
@@ -118,6 +120,9 @@ def add_status_routes(
             return JSON({"status": "not ready", "reason": reason}, 503)
         return JSON({"status": "ready"})
 
+    @app.get("/ping")
+    @app.head("/ping", include_in_schema=False)
+    @app.post("/ping")
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:

@@ -14,6 +14,7 @@ from holdfast.server.protocol import (
     TemplateOptions,
     TokenId,
     invalid,
+    prompt_end,
     read_messages,
 )  # fmt: skip
 from holdfast.server.routes.generation import read_request
@@ -30,7 +31,6 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
-        "continue_final_message": (False,),
         "mm_processor_kwargs": ({},),
     }
 
@@ -39,7 +39,10 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """Whether to add special tokens. By default only to a prompt, because a chat's template has its own."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """Whether the prompt of a chat ends with the beginning of an answer. By default it does."""
+    continue_final_message: bool = False
+    """Whether the prompt of a chat ends within its last message."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     return_token_strs: bool = False
@@ -63,16 +66,20 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         service.check_model(wanted.model or client.info.model, tenant_of(request))
         if (wanted.prompt is None) == (wanted.messages is None):
             raise invalid("give a prompt or messages, one of them", "prompt")
+        if wanted.prompt is not None and wanted.continue_final_message:
+            raise invalid("continue_final_message needs messages, and there is a prompt", "continue_final_message")
         special, size = wanted.add_special_tokens, len(wanted.prompt or "")
         if wanted.messages is not None:
             said = read_messages(wanted.messages)
-            reading = Reading(service.format, read_toolset(wanted.tools, None), wanted.chat_template_kwargs)
+            continues = wanted.continue_final_message
+            end = prompt_end(wanted.messages, begins=wanted.add_generation_prompt, continues=continues)
+            reading = Reading(service.format, read_toolset(wanted.tools, None), wanted.chat_template_kwargs, end)
             size = sum(len(message["content"]) for message in said)
 
         def work() -> dict[str, Any]:
             text = wanted.prompt
             if text is None:
-                text = reading.render(client.text, said, begin=wanted.add_generation_prompt)
+                text = reading.render(client.text, said)
             tokens = client.text.encode(
                 text, add_special_tokens=wanted.messages is None if special is None else special
             )

@@ -57,7 +57,8 @@ def test_every_reply_and_query_is_of_a_route_and_every_route_has_a_reply(documen
 def test_refusals_are_documented_with_their_shape_and_never_as_422(document: dict[str, Any]) -> None:
     for route, operation in operations(document).items():
         assert set(operation["responses"]) == {"200", "4XX", "5XX"}
-        error = "InferenceError" if " /v2" in route else "MessageError" if "/v1/messages" in route else "Error"
+        plain = " /v2" in route or " /api/" in route
+        error = "InferenceError" if plain else "MessageError" if "/v1/messages" in route else "Error"
         for refusal in ("4XX", "5XX"):
             schema = operation["responses"][refusal]["content"]["application/json"]["schema"]
             assert schema == {"$ref": f"#/components/schemas/{error}"}
@@ -74,7 +75,7 @@ def test_keys_are_required_if_the_server_has_some_except_for_its_health(document
     assert keyed["security"] == [{"key": []}]
     assert keyed["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     free = {route for route, operation in operations(keyed).items() if operation.get("security") == []}
-    health = {"GET /health", "GET /health/live", "GET /health/ready"}
+    health = {"GET /health", "GET /health/live", "GET /health/ready", "GET /ping", "POST /ping"}
     assert free == health | {"GET /v2/health/live", "GET /v2/health/ready"}
 
 

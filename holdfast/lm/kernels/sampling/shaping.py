@@ -1,4 +1,4 @@
-"""Shaping: logits changed by penalties, biases, banned tokens and min-p before a token is drawn, on the device."""
+"""Shaping: logits changed by penalties, biases, banned tokens and words, and min-p before a draw, on the device."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ PENALISED = np.dtype(
 """A row with penalties."""
 CUT = np.dtype([("at", "i8"), ("offset", "f4")])
 """A row with min-p, and the negative offset from its largest logit below which tokens are cut."""
+ALLOWED = np.dtype([("at", "i8"), ("token", "i8")])
+"""A token that may be drawn, in a row where only such tokens may."""
+
+
+def word_type(width: int) -> np.dtype[np.void]:
+    """The type of a bad word whose last token may not follow the others, of which there are at most `width`."""
+    return np.dtype(
+        [
+            *((name, "i8") for name in ("at", "row", "position", "prompt", "token")),
+            ("length", "i8"),  # number of tokens before the last one
+            ("before", "i8", (width,)),  # those tokens, at the end of the field
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,8 @@ class Changes:
     biased: Records  # of BIASED
     penalised: Records  # of PENALISED
     cut: Records  # of CUT
+    words: Records  # of `word_type`
+    allowed: Records  # of ALLOWED
 
     @classmethod
     def of(cls, records: Sequence[Sampling], rows: Sequence[int], positions: Sequence[int]) -> Changes | None:
@@ -69,8 +84,28 @@ class Changes:
             for at, each, shaping in asked
             if shaping.min_p > 0 and each.temperature > 0
         ]
+        width = max((len(word) - 1 for _, _, shaping in asked for word in shaping.bad_words[:1]), default=0)
+        words = [
+            (
+                at,
+                rows[at],
+                positions[at],
+                shaping.prompt,
+                word[-1],
+                len(word) - 1,
+                (0,) * (width + 1 - len(word)) + word[:-1],
+            )
+            for at, _, shaping in asked
+            for word in shaping.bad_words
+        ]
+        allowed = [(at, token) for at, _, shaping in asked for token in shaping.allowed]
         return cls(
-            np.array(banned, BANNED), np.array(biased, BIASED), np.array(penalised, PENALISED), np.array(cut, CUT)
+            np.array(banned, BANNED),
+            np.array(biased, BIASED),
+            np.array(penalised, PENALISED),
+            np.array(cut, CUT),
+            np.array(words, word_type(width)),
+            np.array(allowed, ALLOWED),
         )
 
     def part(self, rows: range) -> Changes:
@@ -81,7 +116,8 @@ class Changes:
             chosen["at"] -= rows.start
             return chosen
 
-        return Changes(within(self.banned), within(self.biased), within(self.penalised), within(self.cut))
+        records = self.banned, self.biased, self.penalised, self.cut, self.words, self.allowed
+        return Changes(*map(within, records))
 
 
 class Histories:
@@ -127,6 +163,21 @@ class Histories:
         # Sums of ones are exact in any order.
         return empty[0].scatter_add_(1, tokens, known.float()), empty[1].scatter_add_(1, tokens, answered.float())
 
+    def follow(self, words: Records, device: torch.device) -> torch.Tensor:
+        """Whether each bad word's last token would complete it now: bool [W]. Only tokens of the answer count."""
+        before = words["before"]
+        width = before.shape[1]
+        if not width:
+            return torch.ones(len(words), dtype=torch.bool, device=device)
+        assert self._tokens is not None
+        numbers = upload(_columns(words, "row", "position", "prompt", "length"), device)
+        row, position, prompt, length = numbers[:, :, None]
+        back = torch.arange(-width, 0, device=device)
+        known = self._tokens[row, (position + back).clamp_min(0)]
+        same = (known == upload(before.copy(), device)) | (back < -length)
+        completes: torch.Tensor = same.all(-1) & (position - length >= prompt)[:, 0]
+        return completes
+
     def _room(self, rows: int, positions: int, device: torch.device) -> torch.Tensor:
         """The histories, with room for this many rows and positions."""
         before = self._tokens
@@ -165,7 +216,8 @@ def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch
     Rows without changes keep their values.
 
     The order is vLLM's: banned tokens, biases, penalties for repetition, frequency and presence, min-p. Min-p keeps the
-    tokens of at least `min_p` times the largest probability, at the row's temperature.
+    tokens of at least `min_p` times the largest probability, at the row's temperature. Bad words and tokens that are
+    not allowed are removed before min-p, which gives the same as removing them first.
     """
     shaped, device = logits.to(torch.float32, copy=True), logits.device
     vocab_size = shaped.shape[1]
@@ -186,9 +238,35 @@ def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch
         part -= frequency * answered
         part -= presence * (answered > 0)
         shaped.index_copy_(0, at, part)
+    if len(changes.words) or len(changes.allowed):
+        _remove(shaped, changes, histories)
     if len(changes.cut):
         at = upload(_column(changes.cut, "at"), device)
         part = shaped.index_select(0, at)
         least = part.amax(-1, keepdim=True) + upload(_column(changes.cut, "offset"), device)[:, None]
         shaped.index_copy_(0, at, part.masked_fill(part < least, -torch.inf))
     return shaped
+
+
+def _remove(shaped: torch.Tensor, changes: Changes, histories: Histories) -> None:
+    """Set the logits [R, V] of tokens that are not allowed or complete a bad word to -inf, in place.
+
+    A row in which nothing would be left keeps its logits: a grammar may allow only what a bad word forbids.
+    """
+    words, allowed, device, vocab_size = changes.words, changes.allowed, shaped.device, shaped.shape[1]
+    rows = np.union1d(words["at"], allowed["at"])
+    found = torch.zeros(len(rows) * vocab_size, dtype=torch.int32, device=device)
+    if len(words):
+        places = np.searchsorted(rows, words["at"]) * vocab_size + words["token"]
+        found.index_add_(0, upload(places, device), histories.follow(words, device).int())
+    unwanted = found.view(len(rows), vocab_size) > 0
+    if len(allowed):
+        limited = np.searchsorted(rows, allowed["at"])
+        taken = torch.ones_like(unwanted)
+        taken.index_fill_(0, upload(np.unique(limited), device), 0)
+        taken.view(-1).index_fill_(0, upload(limited * vocab_size + allowed["token"], device), 1)
+        unwanted |= ~taken
+    at = upload(rows, device)
+    part = shaped.index_select(0, at)
+    left = (~unwanted & (part > -torch.inf)).any(-1, keepdim=True)
+    shaped.index_copy_(0, at, part.masked_fill(unwanted & left, -torch.inf))

@@ -126,8 +126,9 @@ def test_histories_grow_by_input_tokens_and_a_row_given_anew_forgets_the_old_one
 def test_devices_of_a_group_draw_the_tokens_of_one_device(size: int) -> None:
     tokens = sequences(5, 20)
     records = [
-        record(repetition_penalty=3.0), PLAIN, record(1.5, min_p=0.3), record(0.0, bias=((5, 9.0),)),
-        record(0.7, presence_penalty=2.0, frequency_penalty=1.0),
+        record(repetition_penalty=3.0, bad_words=((tokens[0][-1], 3), (7,))), PLAIN, record(1.5, min_p=0.3),
+        record(0.0, bias=((5, 9.0),)),
+        record(0.7, presence_penalty=2.0, frequency_penalty=1.0, allowed=tuple(range(9))),
     ]  # fmt: skip
     logits = 2 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(4))
     columns = {
@@ -151,3 +152,40 @@ def test_devices_of_a_group_draw_the_tokens_of_one_device(size: int) -> None:
     expected = draw(Sampler(), logits)
     assert expected[3] == 5
     assert in_group(size, work) == [expected] * size
+
+
+def test_a_bad_word_is_transformers_no_bad_words() -> None:
+    tokens = sequences(3, 20)
+    words = ((tokens[0][-2], tokens[0][-1], 41), (tokens[0][-1], 42), (43,), (50, 51, 52), (51, 44))
+    logits, got = shaped([record(bad_words=words[:3]), PLAIN, record(bad_words=words)], tokens)
+    for row in (0, 2):
+        given = words[:3] if row == 0 else words
+        processor = transformers.NoBadWordsLogitsProcessor([list(word) for word in given], eos_token_id=99)
+        expected = processor(torch.tensor(tokens[row : row + 1]), logits[row : row + 1].clone())
+        assert torch.equal(got[row].isinf(), expected[0].isinf())
+        assert torch.equal(got[row].nan_to_num(neginf=0), logits[row].masked_fill(got[row].isinf(), 0))
+    assert got[0, [41, 42, 43]].isinf().all() and not got[2, 41].isinf()
+    assert torch.equal(got[1], logits[1])
+
+
+def test_a_bad_word_that_begins_in_the_prompt_may_go_on() -> None:
+    tokens = sequences(1, PROMPT + 1)
+    word = (*tokens[0][-2:], 33)
+    assert shaped([record(bad_words=(word,))], tokens)[1][0, 33].isfinite()
+    assert shaped([record(bad_words=(word[1:],))], tokens)[1][0, 33].isinf()
+
+
+def test_only_allowed_tokens_remain_and_bad_words_leave_them() -> None:
+    logits, got = shaped([record(allowed=(3, 8, 9), bad_words=((8,), (11,))), record(allowed=(0,))], sequences(2, 9))
+    assert got[0].isfinite().nonzero().flatten().tolist() == [3, 9]
+    assert got[1].isfinite().nonzero().flatten().tolist() == [0]
+    assert torch.equal(got[0, [3, 9]], logits[0, [3, 9]])
+
+
+def test_a_row_without_any_other_token_may_draw_a_bad_word() -> None:
+    logits, got = shaped([record(allowed=(7,), bad_words=((7,),)), record(bad_words=((5,),))], sequences(2, 9))
+    assert torch.equal(got[0], logits[0]) and got[1, 5].isinf()
+    only = torch.full((2, VOCAB), -torch.inf)
+    only[:, 5] = 1.0
+    changes = Changes.of([record(bad_words=((5,),))] * 2, [0, 1], [9, 9])
+    assert changes is not None and torch.equal(shape(only, changes, Histories()), only)

@@ -1,0 +1,1 @@
+"""Ollama's API: its requests, and its answers as lines of JSON."""

@@ -1,0 +1,119 @@
+"""Routes of Ollama's API: chat, generate, and what is served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from holdfast.core.version import __version__
+from holdfast.server.ollama.protocol import LATEST, OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from holdfast.server.ollama.replies import OllamaShape, error_line, line, stamp
+from holdfast.server.protocol import OLLAMA_PATHS
+from holdfast.server.replies import Reply
+from holdfast.server.routes.generation import failure, read_request
+from holdfast.server.routes.http import JSON, LineStream, described, start_stream, tenant_of, while_connected
+from holdfast.server.service import Answer, Service
+
+CHAT, GENERATE, TAGS, SHOW, VERSION, RUNNING = OLLAMA_PATHS
+NEVER = 253402300799.0
+"""Time in Unix seconds at which a served model is unloaded: the end of the year 9999."""
+
+
+def add_ollama_routes(app: FastAPI, service: Service) -> None:
+    """Add POST /api/chat, /api/generate and /api/show, and GET /api/tags, /api/ps and /api/version."""
+    client = service.client
+
+    @app.post(CHAT, openapi_extra=described(OllamaChatRequest))
+    async def chat(request: Request) -> Response:
+        """One answer to a conversation, as Ollama gives it: a stream of lines unless `stream` is false."""
+        return await respond(request, await read_request(request, service, OllamaChatRequest))
+
+    @app.post(GENERATE, openapi_extra=described(OllamaGenerateRequest))
+    async def generate(request: Request) -> Response:
+        """One answer to a prompt, as Ollama gives it."""
+        return await respond(request, await read_request(request, service, OllamaGenerateRequest))
+
+    async def respond(request: Request, given: OllamaChatRequest | OllamaGenerateRequest) -> Response:
+        tenant, name = tenant_of(request), given.model.removesuffix(LATEST)
+        chat = isinstance(given, OllamaChatRequest)
+        if given.is_empty:
+            service.check_model(name, tenant)
+            word = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+            loaded = {"model": given.model, "created_at": stamp(), **word, "done": True, "done_reason": "load"}
+            return JSON(loaded)
+        answer = service.answer(given.converted(name), tenant)
+        request.state.usage = answer.usage
+        shape = answer.shape(lambda *given, **head: OllamaShape(*given, chat=chat, **head))
+        if given.stream:
+            lines = answer_lines(answer, shape)
+            return await start_stream(request, lines, lambda error: error_line(failure(answer, error)), LineStream)
+        return JSON(await while_connected(request.receive, whole(answer, shape)))
+
+    def card(name: str) -> dict[str, Any]:
+        info = client.info
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": stamp(service.started_at),
+            "size": info.memory.weights,
+            "digest": client.weights,
+            "details": {
+                "parent_model": "",
+                "format": "safetensors",
+                "family": "",
+                "families": None,
+                "parameter_size": "",
+                "quantization_level": info.precision,
+            },
+        }
+
+    @app.get(TAGS)
+    async def tags(request: Request) -> dict[str, Any]:
+        """The served model and the adapters that this key may use."""
+        return {"models": [card(name) for name in service.models(tenant_of(request))]}
+
+    @app.get(RUNNING)
+    async def running(request: Request) -> dict[str, Any]:
+        """The same models: all are loaded, and stay so."""
+        more = {"expires_at": stamp(NEVER), "size_vram": client.info.memory.weights}
+        more["context_length"] = client.info.max_model_len
+        return {"models": [card(name) | more for name in service.models(tenant_of(request))]}
+
+    @app.post(SHOW, openapi_extra=described(OllamaShowRequest))
+    async def show(request: Request) -> Response:
+        """What is known of a model: its template, its context and what it can do."""
+        given = await read_request(request, service, OllamaShowRequest)
+        name = (given.name or given.model).removesuffix(LATEST)
+        service.check_model(name, tenant_of(request))
+        format = service.format
+        able = {"completion": True, "tools": format.knows_tools, "thinking": format.reasoning is not None}
+        able["embedding"] = not client.pooling.refused
+        info = {"general.architecture": "", "context_length": client.info.max_model_len}
+        shown = {"modelfile": "", "parameters": "", "template": client.text.template or ""}
+        capabilities = [each for each, can in able.items() if can]
+        known = {each: card(name)[each] for each in ("details", "modified_at")}
+        return JSON({**shown, **known, "model_info": info, "capabilities": capabilities})
+
+    @app.get(VERSION)
+    async def version() -> dict[str, Any]:
+        """The version of Holdfast."""
+        return {"version": __version__}
+
+
+async def answer_lines(answer: Answer, shape: OllamaShape) -> AsyncGenerator[bytes, None]:
+    """Yield the answer as lines of JSON."""
+    async with aclosing(answer.deltas()) as deltas:
+        async for _, delta in deltas:
+            for piece in shape.lines(delta):
+                yield line(piece)
+    yield line(shape.last(answer.usage))
+
+
+async def whole(answer: Answer, shape: OllamaShape) -> Reply:
+    """Return the whole answer."""
+    async with aclosing(answer.deltas()) as deltas:
+        pieces = [piece async for _, delta in deltas for piece in shape.lines(delta)]
+    return shape.joined(pieces, answer.usage)

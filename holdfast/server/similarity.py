@@ -1,0 +1,144 @@
+"""Scores of pairs of texts and rankings of documents, by the cosine of their embeddings, as vLLM computes them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from holdfast.server.embeddings import EmbeddingRequest, compute, written
+from holdfast.server.protocol import MAX_PROMPTS, RequestBody, invalid
+from holdfast.server.replies import Reply, RequestUsage
+from holdfast.server.service import Service
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+Truncation = Annotated[int, Meta(ge=-1, le=1 << 24)]
+Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+
+
+class ScoreRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /score: one text against several, or as many against as many, in pairs."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("user",)
+
+    model: str = ""
+    text_1: Texts
+    text_2: Texts
+    truncate_prompt_tokens: Truncation | None = None
+    priority: Priority = 0
+
+    def pairs(self) -> tuple[list[str], list[tuple[int, int]]]:
+        """Return all texts, and the places of each pair's two texts in them. Raises ApiError."""
+        left, right = _listed(self.text_1), _listed(self.text_2)
+        if len(left) > 1 and len(left) != len(right):
+            reason = f"text_1 holds {len(left)} texts and text_2 {len(right)}; give one in text_1, or as many in both"
+            raise invalid(reason, "text_1")
+        both = [(0 if len(left) == 1 else at, len(left) + at) for at in range(len(right))]
+        return [*left, *right], both
+
+
+class RerankRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /rerank: documents to be ranked for a query, as in the APIs of Jina and Cohere."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("user",)
+
+    model: str = ""
+    query: str
+    documents: Annotated[list[str | dict[str, Any]], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    """Documents, each a text or an object with a `text`."""
+    top_n: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    """Number of documents to return, the best first; 0: all."""
+    return_documents: bool = True
+    truncate_prompt_tokens: Truncation | None = None
+    priority: Priority = 0
+
+    def texts(self) -> list[str]:
+        """Return the documents' texts. Raises ApiError."""
+        return [_text(document, f"documents[{index}]") for index, document in enumerate(self.documents)]
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /pooling: inputs whose vectors are returned."""
+
+    harmless = (*EmbeddingRequest.harmless, "add_special_tokens")
+
+    task: Literal["embed"] = "embed"
+    normalize: bool | None = None
+    """Whether vectors are scaled to length 1; None: as the model says."""
+
+
+def _listed(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _text(document: str | dict[str, Any], name: str) -> str:
+    match document:
+        case str(text) | {"text": str(text)}:
+            return text
+    raise invalid(f"{name} must be a text, or an object with a text", name)
+
+
+async def score(service: Service, wanted: ScoreRequest, tenant: str, usage: RequestUsage) -> Reply:
+    """Return the score of each pair of texts: the cosine of their embeddings. Raises ApiError."""
+    texts, pairs = wanted.pairs()
+    vectors = await compute(service, _embedding(wanted, texts), tenant, usage)
+    data = [
+        {"index": index, "object": "score", "score": cosine(vectors[left], vectors[right])}
+        for index, (left, right) in enumerate(pairs)
+    ]
+    return {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": wanted.model, "data": data} | _usage(usage)
+
+
+async def rerank(service: Service, wanted: RerankRequest, tenant: str, usage: RequestUsage) -> Reply:
+    """Return the documents in the order of their cosine to the query, the closest first. Raises ApiError."""
+    texts = wanted.texts()
+    query, *found = await compute(service, _embedding(wanted, [wanted.query, *texts]), tenant, usage)
+    results: list[Reply] = [
+        {"index": index, "relevance_score": cosine(query, vector)}
+        | ({"document": {"text": text}} if wanted.return_documents else {})
+        for index, (text, vector) in enumerate(zip(texts, found, strict=True))
+    ]
+    results.sort(key=lambda result: -result["relevance_score"])
+    best = results[: wanted.top_n or None]
+    return {"id": f"rerank-{uuid.uuid4().hex}", "model": wanted.model, "results": best} | _usage(usage)
+
+
+async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: RequestUsage) -> Reply:
+    """Return the vectors of all inputs. Raises ApiError."""
+    vectors = await compute(service, wanted, tenant, usage)
+    normalize = service.client.pooling.normalize if wanted.normalize is None else wanted.normalize
+    data = [
+        {"index": index, "object": "pooling", "data": vector}
+        for index, vector in enumerate(written(vectors, wanted, normalize=normalize))
+    ]
+    return {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "model": wanted.model, "data": data} | _usage(usage)
+
+
+def cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    """Return the cosine of two vectors [hidden]; 0 if one is zero."""
+    import numpy as np  # Imported here, because few servers need it.
+
+    length = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
+    return float(one @ other) / length if length else 0.0
+
+
+def _embedding(wanted: ScoreRequest | RerankRequest, texts: Sequence[str]) -> EmbeddingRequest:
+    """Return the embedding request for these texts. Raises ApiError if there are too many."""
+    if len(texts) > MAX_PROMPTS:
+        raise invalid(f"the request has {len(texts)} texts; at most {MAX_PROMPTS} are taken", "documents")
+    return EmbeddingRequest(
+        model=wanted.model,
+        input=list(texts),
+        truncate_prompt_tokens=wanted.truncate_prompt_tokens,
+        priority=wanted.priority,
+    )
+
+
+def _usage(usage: RequestUsage) -> Reply:
+    return {"usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}}

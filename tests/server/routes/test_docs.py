@@ -1,0 +1,38 @@
+"""The page of routes, the check for load balancers of SageMaker, and bodies for routes that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from fake_engine import FakeClient
+
+Http = Callable[..., httpx.AsyncClient]
+
+
+@pytest.mark.parametrize("keys", [(), ("k" * 16,)])
+async def test_the_page_of_routes_needs_no_key_and_loads_nothing(http: Http, keys: tuple[str, ...]) -> None:
+    async with http(api_key=keys) as api:
+        page = await api.get("/docs")
+        paths = (await api.get("/openapi.json", headers={"authorization": f"Bearer {'k' * 16}"})).json()["paths"]
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
+    assert "<script" not in page.text and "src=" not in page.text and "http" not in page.text.split("<h2>")[0][:2000]
+    assert all(f"<code>{path}</code>" in page.text for path in paths)
+    assert ("Bearer KEY" in page.text) is bool(keys)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
+async def test_ping_answers_as_health_does_without_a_key(http: Http, client: FakeClient, method: str) -> None:
+    async with http(api_key=("k" * 16,)) as api:
+        assert (await api.request(method, "/ping")).status_code == 200
+        client.die("it ended")
+        assert (await api.request(method, "/ping")).status_code == 503
+
+
+async def test_a_form_for_a_missing_route_is_not_found(http: Http) -> None:
+    async with http({"content-type": "multipart/form-data; boundary=x"}) as api:
+        assert (await api.post("/v1/audio/transcriptions", content=b"--x--")).status_code == 404
+        assert (await api.post("/v1/models", content=b"--x--")).status_code == 405
+        assert (await api.post("/v1/completions", content=b"--x--")).status_code == 415

@@ -1,0 +1,245 @@
+"""Fields that other servers of OpenAI's API take, over a fake client: ids, tokens, words, salts and prompts' ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeClient
+
+from holdfast.core.types import MAX_ALLOWED, MAX_BAD_WORDS
+from holdfast.server.bad_words import word_tokens
+from holdfast.server.protocol import ApiError
+
+Http = Callable[..., httpx.AsyncClient]
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+BEGUN: dict[str, Any] = {"messages": [*HELLO["messages"], {"role": "assistant", "content": "Ahoy, "}]}
+BODIES = {CHAT: HELLO, TEXT: {"prompt": "hello"}, RESPONSES: {"input": "hello", "store": False}}
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def prompt_of(client: FakeClient) -> str:
+    """Return the text of the latest request's prompt."""
+    return "".join(map(chr, client.asked[-1].prompt))
+
+
+async def refused(http: Http, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the error of a request, which must be refused with status 400."""
+    async with http() as api:
+        response = await api.post(path, json={**BODIES[path], **body})
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+async def test_the_final_message_stays_open_and_its_text_is_continued(http: Http, client: FakeClient) -> None:
+    client.text.opening = "<assistant>"
+    async with http() as api:
+        for more in ({}, {"add_generation_prompt": False}):
+            answer = await api.post(CHAT, json={**BEGUN, **more, "continue_final_message": True})
+            assert answer.json()["choices"][0]["message"]["content"] == "Ahoy, sailor!"
+            assert prompt_of(client) == "<user>hello<assistant>Ahoy, "
+        await api.post(CHAT, json=BEGUN)
+        assert prompt_of(client) == "<user>hello<assistant>Ahoy, <assistant>"
+        await api.post(CHAT, json={**BEGUN, "add_generation_prompt": False})
+        assert prompt_of(client) == "<user>hello<assistant>Ahoy, "
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True}, "messages[0].role"),
+        (
+            {
+                "continue_final_message": True,
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                    }
+                ],
+            },
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+async def test_a_final_message_that_cannot_be_continued_is_refused(http: Http, body: Any, param: str) -> None:
+    assert (await refused(http, CHAT, body))["param"] == param
+
+
+async def test_tokenize_ends_a_prompt_as_a_chat_does(http: Http) -> None:
+    async with http() as api:
+        asked = {**BEGUN, "continue_final_message": True, "add_generation_prompt": False}
+        tokens = (await api.post("/tokenize", json=asked)).json()["tokens"]
+        both = await api.post("/tokenize", json={**asked, "add_generation_prompt": True})
+    assert "".join(map(chr, tokens)) == "<user>hello<assistant>Ahoy, "
+    assert both.status_code == 400 and both.json()["error"]["param"] == "continue_final_message"
+
+
+async def test_special_tokens_are_added_to_texts_and_on_request_to_chats(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = client.text.encode
+
+    def encode(text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        return [*([1] if add_special_tokens else []), *plain(text)]
+
+    monkeypatch.setattr(client.text, "encode", encode)
+    async with http() as api:
+        for path, default in ((CHAT, False), (TEXT, True)):
+            for given in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+                await api.post(path, json={**BODIES[path], **given})
+                assert (client.asked[-1].prompt[0] == 1) is given.get("add_special_tokens", default)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+async def test_sampling_fields_and_the_salt_reach_the_engine(http: Http, client: FakeClient, path: str) -> None:
+    asked = {
+        "bad_words": ["bad"], "allowed_token_ids": [5, 7], "include_stop_str_in_output": True, "stop": "x",
+        "cache_salt": "mine",
+    }  # fmt: skip
+    async with http() as api:
+        response = await api.post(path, json={**BODIES[path], **asked})
+        assert response.status_code == 200, response.text
+        await api.post(path, json=BODIES[path])
+    first, second = client.asked
+    assert first.params.bad_words == (tuple(map(ord, "bad")),)
+    assert (first.params.allowed_token_ids, first.params.include_stop_str_in_output) == ((5, 7), True)
+    assert (first.salt, second.salt) == ("mine", "")
+    assert (second.params.bad_words, second.params.allowed_token_ids) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bad_words", [""]),
+        ("bad_words", "word"),
+        ("bad_words", ["x"] * (MAX_BAD_WORDS // 2 + 1)),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", list(range(MAX_ALLOWED + 1))),
+        ("cache_salt", ""),
+        ("include_stop_str_in_output", "yes"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+async def test_a_bad_value_is_refused_by_name(http: Http, path: str, field: str, value: Any) -> None:
+    assert (await refused(http, path, {field: value}))["param"].startswith(field)
+
+
+@pytest.mark.parametrize(("words", "name"), [([" "], "bad_words[0]"), (["a", "b" * 65], "bad_words[1]")])
+async def test_a_word_without_tokens_or_with_too_many_is_refused(http: Http, words: list[str], name: str) -> None:
+    error = await refused(http, CHAT, {"bad_words": words})
+    assert error["param"] == name and name in error["message"]
+
+
+class Spaced:
+    """A tokenizer with tokens for words after a space, as those of byte-level models have."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return {"bad": [1], " bad": [2], "worse": [3, 4], " worse": [5], "apart": [6], " apart": [7, 6]}.get(
+            text, [9] * len(text)
+        )
+
+
+def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space() -> None:
+    text: Any = Spaced()
+    assert word_tokens(text, ["bad", "  bad"]) == ((1,), (2,))
+    assert word_tokens(text, ["worse", "apart"]) == ((3, 4), (5,), (6,))
+    with pytest.raises(ApiError, match=r"bad_words\[1\]"):
+        word_tokens(text, ["bad", "\n "])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_token_ids_of_prompts_and_choices_are_returned_whole_and_streamed(
+    http: Http, client: FakeClient, path: str
+) -> None:
+    client.ends = True
+    asked = {**BODIES[path], "n": 2, "return_token_ids": True}
+    async with http() as api:
+        whole = (await api.post(path, json=asked)).json()
+        events = events_of(await api.post(path, json={**asked, "stream": True}))
+        plain = (await api.post(path, json=BODIES[path])).text
+    prompt = list(client.asked[-1].prompt)
+    holder = whole if path == CHAT else whole["choices"][0]
+    assert holder["prompt_token_ids"] == prompt
+    assert [choice["token_ids"] for choice in whole["choices"]] == [[0, 1, 2, 3, 31]] * 2
+    for index in range(2):
+        own = [event for event in events if event["choices"][0]["index"] == index]
+        assert [token for event in own for token in event["choices"][0].get("token_ids", [])] == [0, 1, 2, 3, 31]
+        holders = own if path == CHAT else [event["choices"][0] for event in own]
+        assert [each["prompt_token_ids"] for each in holders if "prompt_token_ids" in each] == [prompt]
+        assert "prompt_token_ids" in holders[0]
+    assert "token_ids" not in plain
+
+
+async def test_each_of_several_prompts_has_its_own_token_ids(http: Http) -> None:
+    asked = {"prompt": ["ab", "c"], "n": 2, "return_token_ids": True}
+    async with http() as api:
+        whole = (await api.post(TEXT, json=asked)).json()["choices"]
+        streamed = events_of(await api.post(TEXT, json={**asked, "stream": True}))
+    expected = {0: [97, 98], 1: [97, 98], 2: [99], 3: [99]}
+    assert {choice["index"]: choice["prompt_token_ids"] for choice in whole} == expected
+    choices = [event["choices"][0] for event in streamed]
+    assert {each["index"]: each["prompt_token_ids"] for each in choices if "prompt_token_ids" in each} == expected
+
+
+async def test_log_probabilities_name_tokens_by_their_ids_when_asked(http: Http) -> None:
+    async with http() as api:
+        chat = await api.post(
+            CHAT, json={**HELLO, "logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
+        )
+        text = await api.post(TEXT, json={"prompt": "a", "logprobs": 2, "return_tokens_as_token_ids": True})
+    first = chat.json()["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], bytes(first["bytes"])) == ("token_id:0", b"Ahoy")
+    assert [each["token"] for each in first["top_logprobs"]] == [f"token_id:{ord('?')}", "token_id:0"]
+    columns = text.json()["choices"][0]["logprobs"]
+    assert columns["tokens"] == [f"token_id:{token}" for token in range(4)]
+    assert set(columns["top_logprobs"][1]) == {f"token_id:{ord('?')}", "token_id:1"}
+    assert columns["text_offset"] == [0, 4, 6, 12]
+
+
+@pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl-"), (TEXT, "cmpl-")])
+async def test_an_answer_has_the_requests_id_of_its_header_or_body(http: Http, path: str, prefix: str) -> None:
+    async with http() as api:
+        by_body = await api.post(path, json={**BODIES[path], "request_id": "mine-1"})
+        by_header = await api.post(
+            path, json={**BODIES[path], "request_id": "mine-1"}, headers={"x-request-id": "mine-2"}
+        )
+        streamed = await api.post(path, json={**BODIES[path], "request_id": "mine-3", "stream": True})
+        random = await api.post(path, json=BODIES[path])
+    assert (by_body.json()["id"], by_body.headers["x-request-id"]) == (f"{prefix}mine-1", "mine-1")
+    assert (by_header.json()["id"], by_header.headers["x-request-id"]) == (f"{prefix}mine-2", "mine-2")
+    assert {event["id"] for event in events_of(streamed)} == {f"{prefix}mine-3"}
+    assert random.json()["id"] != by_body.json()["id"] and len(random.json()["id"]) == len(prefix) + 32
+
+
+@pytest.mark.parametrize("id", ["", "a b", "é", "x" * 129])
+async def test_an_id_that_is_empty_long_or_not_visible_ascii_is_refused(http: Http, id: str) -> None:
+    assert (await refused(http, CHAT, {"request_id": id}))["param"] == "request_id"
+
+
+async def test_the_fingerprint_changes_with_the_weights_and_with_nothing_else(http: Http, client: FakeClient) -> None:
+    async def fingerprints(**config: Any) -> set[str]:
+        async with http(**config) as api:
+            whole = [(await api.post(path, json=BODIES[path])).json() for path in (CHAT, TEXT)]
+            streamed = events_of(await api.post(CHAT, json={**HELLO, "stream": True}))
+        return {each["system_fingerprint"] for each in (*whole, *streamed)}
+
+    (first,) = await fingerprints()
+    assert await fingerprints(port=9999) == {first}
+    assert first.startswith("fp_") and len(first) == 15
+    client.weights = "0124"
+    (second,) = await fingerprints()
+    assert second != first

@@ -1,0 +1,95 @@
+"""Scores, rankings and pooled vectors over a fake client whose vectors are known."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fake_engine import FakeClient
+
+from holdfast.engine.client.client import Delta
+from holdfast.engine.client.pooling import Pooling
+
+Http = Callable[..., httpx.AsyncClient]
+VECTORS = {"north": (0, 2), "east": (3, 0), "northeast": (1, 1), "south": (0, -1), "zero": (0, 0)}
+
+
+class Embedder(FakeClient):
+    """Gives each prompt the vector of its text."""
+
+    async def stream(self, prompt: Any, params: Any, **more: Any) -> AsyncGenerator[Delta, None]:
+        vector = np.array(VECTORS["".join(map(chr, prompt))], np.float32).tobytes()
+        async for delta in super().stream(prompt, params, **more):
+            yield replace(delta, vector=vector)
+
+
+@pytest.fixture
+def client() -> FakeClient:
+    return Embedder(pooling=Pooling(normalize=True))
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_a_score_is_the_cosine_of_two_texts(http: Http, path: str) -> None:
+    async with http() as api:
+        one = (await api.post(path, json={"text_1": "north", "text_2": ["northeast", "south", "zero"]})).json()
+        pairs = (await api.post(path, json={"text_1": ["north", "east"], "text_2": ["east", "east"]})).json()
+    assert [each["score"] for each in one["data"]] == pytest.approx([0.5**0.5, -1, 0])
+    assert [each["score"] for each in pairs["data"]] == pytest.approx([0, 1])
+    assert [(each["index"], each["object"]) for each in pairs["data"]] == [(0, "score"), (1, "score")]
+    assert (one["object"], one["model"]) == ("list", "tiny")
+    assert one["usage"] == {"prompt_tokens": 23, "total_tokens": 23}
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+async def test_documents_are_ranked_by_their_closeness_to_the_query(http: Http, path: str) -> None:
+    documents = ["south", {"text": "northeast"}, "north"]
+    async with http() as api:
+        ranked = (await api.post(path, json={"query": "north", "documents": documents})).json()
+        best = await api.post(
+            path, json={"query": "north", "documents": documents, "top_n": 1, "return_documents": False}
+        )
+    assert [each["index"] for each in ranked["results"]] == [2, 1, 0]
+    assert [each["document"]["text"] for each in ranked["results"]] == ["north", "northeast", "south"]
+    assert [each["relevance_score"] for each in ranked["results"]] == pytest.approx([1, 0.5**0.5, -1])
+    (only,) = best.json()["results"]
+    assert only == {"index": 2, "relevance_score": pytest.approx(1)}
+
+
+async def test_pooled_vectors_are_normalized_as_the_model_or_the_client_says(http: Http) -> None:
+    async with http() as api:
+        scaled = (await api.post("/pooling", json={"input": ["north", "east"]})).json()
+        plain = (await api.post("/pooling", json={"input": "east", "normalize": False})).json()
+    assert [each["data"] for each in scaled["data"]] == [[0, 1], [1, 0]]
+    assert plain["data"] == [{"index": 0, "object": "pooling", "data": [3, 0]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"text_1": ["north", "east"], "text_2": ["north"]}, "text_1"),
+        ("/score", {"text_1": [], "text_2": "north"}, "text_1"),
+        ("/score", {"text_1": "north"}, "text_2"),
+        ("/rerank", {"query": "north", "documents": []}, "documents"),
+        ("/rerank", {"query": "north", "documents": ["east", {"picture": "x"}]}, "documents[1]"),
+        ("/rerank", {"query": "north", "documents": ["east"] * 1024}, "documents"),
+        ("/rerank", {"query": "north", "documents": ["east"], "top_n": -1}, "top_n"),
+        ("/pooling", {"input": "north", "task": "classify"}, "task"),
+        ("/pooling", {"input": "north", "model": "other"}, "model"),
+    ],
+)
+async def test_a_bad_value_is_refused(http: Http, path: str, body: Any, param: str) -> None:
+    async with http() as api:
+        response = await api.post(path, json=body)
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def test_a_model_that_gives_no_embeddings_refuses_scores(http: Http, client: FakeClient) -> None:
+    client.pooling = Pooling(refused="this model is not made for embeddings")
+    async with http() as api:
+        response = await api.post("/score", json={"text_1": "north", "text_2": "east"})
+    assert response.status_code == 400 and "not made for embeddings" in response.json()["error"]["message"]

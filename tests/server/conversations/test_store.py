@@ -449,6 +449,14 @@ class TestBounds:
             store.turns.commit(turn("mine2", tenant="small", tokens=[0] * size))
             assert kept(store, "mine0", "small") and not kept(store, f"theirs{left[0]}", "large")
 
+    def test_a_thread_is_removed_once_it_is_too_old(self, opened: Callable[..., Store], clock: Clock) -> None:
+        store = opened(seconds=100)
+        for name, pause in (("old", 50), ("younger", 60), ("new", 50), ("newest", 0)):
+            store.turns.commit(turn(name))
+            clock.now += pause
+        with store.database.read() as db:
+            assert {*db.execute(text("SELECT id FROM threads")).scalars()} == {"new", "newest"}
+
     def test_a_thread_beyond_its_share_of_the_store_is_refused(self, opened: Callable[..., Store]) -> None:
         store = opened(bytes=80_000)
         with pytest.raises(ThreadTooLarge, match="more than 10000 bytes"):

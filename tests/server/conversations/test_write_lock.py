@@ -25,6 +25,14 @@ def somebody_waits(database: Path) -> bool:
         return True
 
 
+def wait_for_a_writer(database: Path) -> None:
+    """Wait until a writer waits for the turn, at most 20 s."""
+    end = time.monotonic() + 20
+    while not somebody_waits(database):
+        assert time.monotonic() < end, "no writer waits"
+        time.sleep(0.001)
+
+
 def test_a_writer_that_had_the_turn_lets_one_that_waits_go_first(tmp_path: Path) -> None:
     database, order = tmp_path / "store.sqlite", list[str]()
     one, other = FileLock(database), FileLock(database)
@@ -35,14 +43,13 @@ def test_a_writer_that_had_the_turn_lets_one_that_waits_go_first(tmp_path: Path)
 
     for _ in range(20):
         with one.held():
-            thread = threading.Thread(target=write)
+            thread = threading.Thread(target=write, daemon=True)
             thread.start()
-            while not somebody_waits(database):
-                time.sleep(0.001)
+            wait_for_a_writer(database)
             order.append("one")
         with one.held():
             order.append("one again")
-        thread.join()
+        thread.join(20)
     assert order == ["one", "other", "one again"] * 20
     one.close()
     other.close()
@@ -58,11 +65,11 @@ def test_threads_of_one_process_do_not_hold_the_lock_at_once(tmp_path: Path) -> 
                 most.append(len(inside))
                 inside.pop()
 
-    threads = [threading.Thread(target=write) for _ in range(4)]
+    threads = [threading.Thread(target=write, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(20)
     assert most == [1] * 200
     lock.close()
 
@@ -82,8 +89,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, when: str) -> None
         if when == "it waits":
             with own.held():
                 assert process.stdout.readline() == b"asks\n"
-                while not somebody_waits(database):
-                    time.sleep(0.001)
+                wait_for_a_writer(database)
                 process.kill()
                 process.wait()
         else:

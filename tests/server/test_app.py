@@ -988,7 +988,9 @@ class TestApiKeys:
                 for method in ("GET", "POST"):
                     response = await api.request(method, path.replace("{model:path}", "tiny"))
                     assert response.status_code == 401, path
-                    if "/v1/messages" not in path and "/api/" not in path:  # Their errors have other shapes.
+                    if (
+                        "/v1/messages" not in path and "/api/" not in path
+                    ):  # Errors of other protocols have other shapes.
                         assert error_of(response)["code"] == "invalid_api_key"
             assert (await api.get("/health")).status_code == 200
 

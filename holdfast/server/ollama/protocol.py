@@ -199,7 +199,7 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         refuse_extra(message, MESSAGE_FIELDS, name)
-        said = {"role": message.get("role"), "content": message.get("content") or ""}
+        said: dict[str, Any] = {"role": message.get("role"), "content": message.get("content") or ""}
         if message.get("thinking"):
             said["reasoning_content"] = message["thinking"]
         calls = message.get("tool_calls") or []

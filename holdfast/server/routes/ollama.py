@@ -77,14 +77,14 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(RUNNING)
     async def running(request: Request) -> dict[str, Any]:
-        """The same models: all are loaded, and stay so."""
+        """The models that are loaded. Each stays loaded."""
         more = {"expires_at": stamp(NEVER), "size_vram": client.info.memory.weights}
         more["context_length"] = client.info.max_model_len
         return {"models": [card(name) | more for name in service.models(tenant_of(request))]}
 
     @app.post(SHOW, openapi_extra=described(OllamaShowRequest))
     async def show(request: Request) -> Response:
-        """What is known of a model: its template, its context and what it can do."""
+        """The template, the context and the abilities of a model."""
         given = await read_request(request, service, OllamaShowRequest)
         name = (given.name or given.model).removesuffix(LATEST)
         service.check_model(name, tenant_of(request))

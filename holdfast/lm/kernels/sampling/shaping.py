@@ -163,7 +163,7 @@ class Histories:
         # Sums of ones are exact in any order.
         return empty[0].scatter_add_(1, tokens, known.float()), empty[1].scatter_add_(1, tokens, answered.float())
 
-    def follow(self, words: Records, device: torch.device) -> torch.Tensor:
+    def completed(self, words: Records, device: torch.device) -> torch.Tensor:
         """Whether each bad word's last token would complete it now: bool [W]. Only tokens of the answer count."""
         before = words["before"]
         width = before.shape[1]
@@ -258,7 +258,7 @@ def _remove(shaped: torch.Tensor, changes: Changes, histories: Histories) -> Non
     found = torch.zeros(len(rows) * vocab_size, dtype=torch.int32, device=device)
     if len(words):
         places = np.searchsorted(rows, words["at"]) * vocab_size + words["token"]
-        found.index_add_(0, upload(places, device), histories.follow(words, device).int())
+        found.index_add_(0, upload(places, device), histories.completed(words, device).int())
     unwanted = found.view(len(rows), vocab_size) > 0
     if len(allowed):
         limited = np.searchsorted(rows, allowed["at"])

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from holdfast.core.training_cost import BACKWARDS, LayerHalves, UnitKind
+from holdfast.training.losses import Adam
 from holdfast.training.order import Order, pack
 
 ALL_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -21,6 +22,8 @@ RECURRENT_MODULES = (
 """The modules of recurrent layers. Each family has some of them."""
 KNOWN_MODULES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", *RECURRENT_MODULES)
 """The modules of all families. Which of them a model has is known when a job begins."""
+MLP_MODULES = ("gate", "up", "gate_up", "down")
+"""The modules of the MLP. All others belong to attention, or to a recurrence in its place."""
 HEAD_ROWS = 1024
 """Number of tokens whose logits one unit computes. With 128,256 words, the logits take 263 MB in 16 bits."""
 VALIDATION_STEPS = 100
@@ -34,22 +37,39 @@ def short_module(name: str) -> str:
     return name if name in KNOWN_MODULES else name.removesuffix("_proj")
 
 
+def modules_of(known: Sequence[str], *, attention: bool, mlp: bool) -> tuple[str, ...]:
+    """The modules among `known` that are of attention, of the MLP, or both.
+
+    A recurrence in the place of attention counts as attention. Raises ValueError if there is none.
+    """
+    chosen = tuple(name for name in known if (mlp if name in MLP_MODULES else attention))
+    if not chosen:
+        wanted = " and ".join(each for each, on in (("attention", attention), ("the MLP", mlp)) if on) or "nothing"
+        raise ValueError(f"modules to tune are those of {wanted}; the model has {', '.join(known)}")
+    return chosen
+
+
 class Unit(NamedTuple):
     """The smallest piece of work that a slice can hold."""
 
     kind: UnitKind
     number: int
-    """The number of the layer; for the head, of the chunk of HEAD_ROWS tokens; 0 for the optimizer."""
+    """The number of the layer; for the head, of the chunk of HEAD_ROWS tokens; 0 for the optimizer.
+
+    Where the head computes the chunks again, it counts on.
+    """
 
 
-def units_of(layers: Sequence[LayerHalves], tokens: int, *, backward: bool, optimizer: bool) -> tuple[Unit, ...]:
+def units_of(
+    layers: Sequence[LayerHalves], tokens: int, *, backward: bool, optimizer: bool, passes: int = 1
+) -> tuple[Unit, ...]:
     """The units of a micro-batch, in order, from the halves of each layer. A validation has no `backward`.
 
-    With `optimizer`, the last unit is its update.
+    With `optimizer`, the last unit is its update. `passes` says how often the loss needs the head.
     """
     halves = [(kind, layer) for layer, kinds in enumerate(layers) for kind in kinds]
     units = [Unit(kind, layer) for kind, layer in halves]
-    units += [Unit("head", chunk) for chunk in range(-(-tokens // HEAD_ROWS))]
+    units += [Unit("head", chunk) for chunk in range(passes * -(-tokens // HEAD_ROWS))]
     if backward:
         units += [Unit(BACKWARDS[kind], layer) for kind, layer in reversed(halves)]
     if optimizer:
@@ -107,6 +127,17 @@ class Hyperparameters:
             raise ValueError(f"dora is {self.dora!r}; it must be true or false")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
+
+    @property
+    def adam(self) -> Adam:
+        """The optimizer's parameters at the peak of the learning rate."""
+        return Adam(
+            learning_rate=self.learning_rate,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=self.weight_decay,
+            grad_clip_norm=self.max_grad_norm,
+        )
 
     @property
     def scale(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError, invalid
-from holdfast.server.tinker.tables import FutureTable, LimitReached, Reused
+from holdfast.server.tinker.tables import FutureTable, LimitReached, ModelEnded, Reused
 from holdfast.server.tinker.values import Category, Checkpoint, Future
 
 MOST_PENDING = 512
@@ -22,12 +22,20 @@ LOOK_SECONDS = 0.5
 
 
 def new_future(
-    tenant: str, item: str, seq: int, kind: str, digest: str, now: float, detail: Mapping[str, Any] | None = None
+    tenant: str,
+    item: str,
+    seq: int,
+    kind: str,
+    digest: str,
+    now: float,
+    *,
+    call: int | None = None,
+    detail: Mapping[str, Any] | None = None,
 ) -> Future:
     """Return a new pending request with an id of its own."""
     id = f"future-{uuid.uuid4().hex}"
     return Future(
-        id=id, tenant=tenant, item=item, seq=seq, kind=kind, digest=digest, created=now, detail=detail or {},
+        id=id, tenant=tenant, item=item, seq=seq, kind=kind, digest=digest, created=now, call=call, detail=detail or {}
     )  # fmt: skip
 
 
@@ -50,6 +58,7 @@ class Futures:
         kind: str,
         digest: str,
         *,
+        call: int | None = None,
         detail: Mapping[str, Any] | None = None,
         saves: Sequence[Checkpoint] = (),
     ) -> tuple[Future, bool]:
@@ -58,7 +67,7 @@ class Futures:
         A request that is sent again, with the same item, number and digest, gives the earlier one. Raises ApiError:
         400 if its number had another content, 429 if too many requests are pending.
         """
-        future = new_future(tenant, item, seq, kind, digest, self._now(), detail)
+        future = new_future(tenant, item, seq, kind, digest, self._now(), call=call, detail=detail)
 
         def add(store: Store) -> tuple[Future, bool]:
             limits = {"limit": MOST_PENDING, "tenant_limit": self._tenant_limit}
@@ -73,6 +82,8 @@ class Futures:
         except Reused as error:
             # Not 409: the SDK would send such a request again.
             raise invalid(str(error), "seq_id", "seq_id_reused") from None
+        except ModelEnded as error:
+            raise invalid(str(error), "model_id", "model_ended") from None
         except LimitReached as error:
             raise ApiError(str(error), status=429, code="too_many_requests", retry_after=1) from None
 
@@ -105,6 +116,10 @@ class Futures:
         if future.state == "expired":
             raise ApiError(f"the result of {id[:64]} is deleted by now", status=410, code="future_expired")
         return future
+
+    async def of_item(self, item: str) -> list[Future]:
+        """Return the pending requests of an item in the order of their numbers."""
+        return await self._store.read(lambda store: FutureTable(store.database).of_item(item, pending=True))
 
     async def body(self, tenant: str, id: str) -> bytes:
         """Return the stored result of a finished request. Raises ApiError 404."""

@@ -118,6 +118,10 @@ class Reused(Exception):
     """A client sent another request under a number that it had used. The message says which."""
 
 
+class ModelEnded(Exception):
+    """A request is for a model that has failed or was unloaded."""
+
+
 class LimitReached(Exception):
     """A limit of the number of open models or pending requests is reached. The message names it."""
 
@@ -295,12 +299,15 @@ class FutureTable:
     ) -> tuple[Future, bool]:
         """Add a request, with the checkpoints that it writes. Returns it, or the earlier one with its number.
 
-        The second value is whether it is new. Raises Reused, and LimitReached if its item has `limit` pending
-        requests, or its tenant `tenant_limit`.
+        The second value is whether it is new. Raises Reused, ModelEnded, and LimitReached if its item has `limit`
+        pending requests, or its tenant `tenant_limit`.
         """
         with self._database.write() as db:
             if (known := _known(db, future)) is not None:
                 return known, False
+            is_open = db.execute(select(models.c.open).where(models.c.id == future.item)).scalar()
+            if is_open is False:
+                raise ModelEnded(f"{future.item} has ended and takes no more requests")
             pending = select(func.count()).select_from(futures).where(futures.c.state == "pending")
             own = futures.c.tenant == future.tenant
             if db.execute(pending.where(own, futures.c.item == future.item)).scalar_one() >= limit:

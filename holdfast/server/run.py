@@ -48,6 +48,7 @@ from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
 from holdfast.server.shared_adapters import SharedAdapters
 from holdfast.server.tinker.tables import create_tables
+from holdfast.server.tinker.training import Training
 from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
@@ -222,7 +223,7 @@ async def serve(
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
     shared: SharedAdapters | None = app.state.shared_adapters
-    jobs: tuple[Tuning | Batches, ...] = app.state.jobs
+    jobs: tuple[Tuning | Training | Batches, ...] = app.state.jobs
     connections = Connections(config)
     server = Server(
         uvicorn.Config(
@@ -266,7 +267,7 @@ async def serve(
     return code
 
 
-async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
+async def start_jobs(jobs: Sequence[Tuning | Training | Batches]) -> None:
     """Continue the batches and tuning jobs of an earlier start."""
     for each in jobs:
         try:
@@ -275,7 +276,9 @@ async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
             log.error("batches and tuning jobs of an earlier start cannot continue yet: %s", error.message)
 
 
-async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
+async def end_work(
+    admissions: Sequence[Admission], jobs: Sequence[Tuning | Training | Batches], engines: Engines
+) -> None:
     """End the jobs and the engines. Running streams get a moment to send an error event."""
     for admission in admissions:
         admission.draining = True
@@ -320,7 +323,7 @@ class Closing(NamedTuple):
     listener: socket.socket
     connections: Connections
     admissions: Sequence[Admission]
-    jobs: Sequence[Tuning | Batches]
+    jobs: Sequence[Tuning | Training | Batches]
 
 
 async def leave(parts: Closing, config: ServerConfig) -> None:

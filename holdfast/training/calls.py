@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -297,6 +297,9 @@ class CallSteps:
         """The micro-batches of each call that is not forgotten."""
         self._count = done
 
+    final: ClassVar[bool] = False
+    """Whether `count` is the number of all steps. More calls may come."""
+
     @property
     def num_layers(self) -> int:
         """Number of layers of the base model."""
@@ -360,7 +363,7 @@ class CallSteps:
             raise ValueError(f"call {number} is not the next one, which is {self._count}")
 
     def _outline(self, call: Call, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
-        if call.kind == "optimize":
+        if call.kind in ("optimize", "load"):
             return (MicroBatch((), (), (Unit("optimizer", 0),)),)
         packed = pack(range(len(lengths)), lengths, self.most_tokens)
         return tuple(self._micro_batch(call, data, lengths) for data in packed)

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from holdfast.core.training_cost import BACKWARDS, LayerHalves, UnitKind
+from holdfast.training.losses import Adam
 from holdfast.training.order import Order, pack
 
 ALL_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -107,6 +108,17 @@ class Hyperparameters:
             raise ValueError(f"dora is {self.dora!r}; it must be true or false")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
+
+    @property
+    def adam(self) -> Adam:
+        """The optimizer's parameters at the peak of the learning rate."""
+        return Adam(
+            learning_rate=self.learning_rate,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=self.weight_decay,
+            grad_clip_norm=self.max_grad_norm,
+        )
 
     @property
     def scale(self) -> float:

@@ -63,7 +63,7 @@ class LoraConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The `lora_config` parameter."""
 
     rank: Annotated[int, Meta(ge=1, le=1024)]
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True

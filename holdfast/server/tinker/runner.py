@@ -36,7 +36,7 @@ from holdfast.server.tinker.checkpoints import DIRECTORY, Checkpoints
 from holdfast.server.tinker.futures import Futures
 from holdfast.server.tinker.order import Arrival, CallOrder
 from holdfast.server.tinker.results import FORWARDS, JSON_MEDIA
-from holdfast.server.tinker.sessions import Sessions
+from holdfast.server.tinker.sessions import AWAY_SECONDS, Sessions
 from holdfast.server.tinker.tables import ModelTable
 from holdfast.server.tinker.values import Category, Checkpoint, Future, Model
 
@@ -129,6 +129,8 @@ class ModelRunner:
         """Whether requests can be taken."""
         self._alone = False
         """Whether the model is being tried alone."""
+        self._used = shared.now()
+        """Time of the last request here."""
 
     def begin(self, on_end: Callable[[ModelRunner], None]) -> None:
         """Start. `on_end` is called when the model is no longer open here."""
@@ -168,6 +170,7 @@ class ModelRunner:
         for future in ready:
             assert future.call is not None
             self._waiting[future.call] = future
+            self._used = self._shared.now()
         self._changed.set()
 
     # Life of the model
@@ -197,8 +200,8 @@ class ModelRunner:
 
     async def _load(self) -> None:
         """Read the pending requests. Attempts count against a model only if it had any."""
-        for future in await self.order.load():
-            self._take([future])
+        await self._shared.checkpoints.delete_unknown(self.model)
+        self._take(await self.order.load())
         known = await persist(lambda: self._shared.futures.of_item(self.model.id))
         self._creation = next((each for each in known if each.kind == "create_model"), None)
         if not self._waiting and self._creation is None and self._attempt != Attempt():
@@ -315,7 +318,9 @@ class ModelRunner:
 
     async def _may_leave(self) -> bool:
         """Whether the engine may free the memory of the model: no request is pending, and its client is away."""
-        return not self._waiting and not self.order.held and await self._shared.sessions.away(self.model.session)
+        if self._waiting or self.order.held or self._shared.now() - self._used <= AWAY_SECONDS:
+            return False
+        return await self._shared.sessions.away(self.model.session)
 
     async def _check_gap(self) -> None:
         if not self._waiting and self.order.overdue(self._shared.now()):

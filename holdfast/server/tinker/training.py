@@ -350,10 +350,12 @@ class Training:
 
     async def _add(self, model: Model, arrival: Arrival) -> Future:
         """Give a request to the server that drives its model: this one, or another one through the store."""
-        if model.status == "failed":
+        if model.status != "open":
             known = await self._known(model.id, arrival.seq)
             if known is None or known.digest != arrival.digest:
-                raise invalid(f"{model.id} has failed: {model.reason}", "model_id", "model_failed")
+                reason = model.reason or "it was unloaded"
+                raise invalid(f"{model.id} has ended: {reason}", "model_id", "model_ended")
+            return known
         if (runner := self.runners.get(model.id)) is not None:
             return await runner.add(arrival)
         known = await self._known(model.id, arrival.seq)

@@ -59,7 +59,7 @@ class TrainingServer:
     def __init__(self, directory: Path, client: FakeClient, **config: Any) -> None:
         self.client, self.driver = client, client.tuner
         assert isinstance(self.driver, FakeDriver)
-        self.now = 1000.0
+        self.now, self.closed = 1000.0, False
         self.directory = directory / "tuning"
         places = {"store": str(directory / "store.sqlite"), "files": str(directory / "files")}
         settings = ServerConfig(**places | config)
@@ -122,13 +122,21 @@ class TrainingServer:
 
     async def kill(self) -> None:
         """End as if the process were killed: nothing more is stored, and its lock is free."""
+
+        async def nothing() -> None:
+            """Note nothing in the store."""
+
         for runner in [*self.training.runners.values()]:
+            runner._note_end = nothing  # type: ignore[method-assign]
             runner._task.cancel()
             await asyncio.gather(runner._task, return_exceptions=True)
         self.training.runners.clear()
         await self.close()
 
     async def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
         await self.training.close()
         self.owner.close()
         self.files.close()

@@ -249,6 +249,10 @@ class ModelRunner:
         following = asyncio.create_task(self._follow(run))
         try:
             return await self._serve(run)
+        except Exception:
+            with suppress(TuningError, EngineDead):
+                await run.leave()  # Otherwise the engine would refuse to open the model again.
+            raise
         finally:
             following.cancel()
             await self._note_end()

@@ -44,7 +44,7 @@ from holdfast.lm.types.news import PartNews
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
 from holdfast.training.state import JOB_FILE, read_job, write_job
-from holdfast.training.storage import JobFailure, StepReport
+from holdfast.training.done import JobFailure, StepReport
 from holdfast.training.trainer import Trainer
 
 log = logging.getLogger("holdfast.engine")

@@ -148,7 +148,12 @@ class PreparedCall:
     data: CallData
     batches: tuple[MicroBatch, ...]
     saved: Saved | None = None
-    """What a load call loads; None for other calls."""
+    """What a load call loads; None for other calls, and before it is read."""
+
+    @property
+    def loads(self) -> bool:
+        """Whether the call waits for what it loads."""
+        return self.call.kind == "load" and self.saved is None
 
 
 class CallSource(Source):
@@ -169,19 +174,21 @@ class CallSource(Source):
         """The reasons of refused calls that are not done."""
 
     def prepare(self, number: int) -> PreparedCall:
-        """Read a call. May run in any thread. Raises ValueError for one that must be refused, with the reason."""
+        """Read a call, but not yet what it loads. May run in any thread. Raises ValueError for one that must be refused,
+        with the reason."""
         if reason := refusal_of(self._directory, number):
             raise ValueError(reason)
         try:
             call, data = read_call(self._directory, number, self._limits)
         except OSError as error:
             raise ValueError(f"the file of call {number} cannot be read: {error.strerror}") from None
-        saved = None
-        if call.kind == "load":
-            shape = SavedShape.of(self.steps.job)
-            saved = read_saved(Path(call.directory), shape, sum(self._layout.sizes))
-            saved = saved if call.moments else saved.without_moments()
-        return PreparedCall(call, data, self.steps.outline(call, data.lengths), saved)
+        return PreparedCall(call, data, self.steps.outline(call, data.lengths))
+
+    def load(self, prepared: PreparedCall) -> PreparedCall:
+        """Read what a call loads. May run in any thread, after the calls before it. Raises ValueError as `prepare`."""
+        shape, call = SavedShape.of(self.steps.job), prepared.call
+        saved = read_saved(Path(call.directory), shape, sum(self._layout.sizes))
+        return replace(prepared, saved=saved if call.moments else saved.without_moments())
 
     def add(self, prepared: PreparedCall) -> None:
         """Take the next call. Raises ValueError if it is not the next."""

@@ -268,6 +268,13 @@ class Trainer(Device):
         """Read a call of an open job. May run in any thread. Raises ValueError for one that must be refused."""
         return self._driven(job).prepare(number)
 
+    def prepare_load(self, job: str, prepared: PreparedCall) -> PreparedCall:
+        """Read what a call loads, once all calls before it are done and stored. May run in any thread.
+
+        Raises ValueError for one that must be refused.
+        """
+        return self._driven(job).load(prepared)
+
     def add_call(self, job: str, prepared: PreparedCall) -> None:
         """Take the next call of an open job. Raises ValueError for a call that is not the next."""
         with self._passing:

@@ -173,6 +173,11 @@ class CallSource(Source):
         self._refused: dict[int, str] = {}
         """The reasons of refused calls that are not done."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a datum."""
+        return self._limits.tokens
+
     def prepare(self, number: int) -> PreparedCall:
         """Read a call, but not yet what it loads. May run in any thread. Raises ValueError for one that must be refused,
         with the reason."""

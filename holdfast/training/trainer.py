@@ -292,6 +292,10 @@ class Trainer(Device):
         ledger = self._jobs[job].stored.ledger
         return ledger.step, ledger.updates
 
+    def most_tokens(self, job: str) -> int:
+        """Most tokens of a datum of an open driven job."""
+        return self._driven(job).most_tokens
+
     def _driven(self, job: str) -> CallSource:
         source = self._jobs[job].source
         assert isinstance(source, CallSource), f"job {job} takes no calls"
@@ -304,6 +308,11 @@ class Trainer(Device):
     def steps(self, job: str) -> Any:
         """The steps of an open job."""
         return self._jobs[job].steps
+
+    def is_complete(self, job: str) -> bool:
+        """Whether an open job has done all steps that it will ever have."""
+        known = self._jobs[job]
+        return bool(known.steps.final) and known.step == known.steps.count
 
     def host_vector(self, job: str, name: str) -> torch.Tensor:
         """One of the vectors in STORED on the host. For an offloaded job, it is the only copy."""

@@ -8,8 +8,8 @@ import time
 import uuid
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +30,7 @@ from holdfast.core.types import (
 from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
+from holdfast.engine.client.adapter_holds import AdapterHolds
 from holdfast.engine.client.attachment import Attachment
 from holdfast.engine.client.connection import (
     HEALTH_SECONDS,
@@ -235,6 +236,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """The adapters that requests may name, by name."""
         self.version = __version__
         """The engine's version of Holdfast; empty if the engine is too old to say so."""
+        self._holds = AdapterHolds(self.adapters, self._forget_adapter)
+        """The versions of adapters that requests are about to use."""
         self.draining = asyncio.Event()
         """Set when the engine, to which this client is attached, is to end soon and should get no new requests."""
         self.drain_seconds = 0.0
@@ -362,7 +365,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
-        `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
+        `adapter` is the name of a loaded adapter, or the content id that `hold_adapter` gave; empty: none. The request
+        shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
         from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
         names the conversation that this is a turn of, for a router among several engines. `batch` is the batch that the
@@ -385,13 +389,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             prepare(
                 self.info,
                 self.text,
-                self.adapters,
                 prompt,
                 params,
                 request_id,
                 priority,
                 tenant,
-                adapter,
+                self._holds.content_of(adapter),
                 deadline,
                 shown,
                 batch,
@@ -457,8 +460,6 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
         Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
         """
-        if adapter and adapter not in self.adapters:
-            raise RequestRefused(f"there is no adapter {adapter}", "model")
         tokens = prompt[: usable_blocks(len(prompt), self.info.block_size) * self.info.block_size]
         return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
 
@@ -510,8 +511,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self._child.send(WarmState(self.chain(prompt, tenant=tenant, adapter=adapter)))
 
     def _identity(self, tenant: str, adapter: str) -> Identity:
-        content = self.adapters[adapter].id if adapter else ""
-        return Identity(self.info.model, content, self.info.precision, tenant)
+        return Identity(self.info.model, self._holds.content_of(adapter), self.info.precision, tenant)
 
     async def drain(self, seconds: float) -> None:
         """Let the clients that are attached to the engine leave it, and wait until all have left.
@@ -545,9 +545,32 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             asked = self._questions.ask(lambda number: LoadAdapter(number, name, path))
             loaded: AdapterInfo = await asyncio.shield(asked)
             self.adapters[name] = loaded
+            self._holds.keep(loaded.id)
         for adapter in before - {loaded.id}:
-            self._questions.ask(partial(UnloadAdapter, adapter=adapter))
+            self._holds.give_up(adapter)
         return loaded
+
+    def hold_adapter(self, adapter: str) -> AbstractContextManager[str]:
+        """Hold the present version of an adapter, by its name. Gives the content id that `stream` takes.
+
+        While it is held, requests may begin with it, even if another version has replaced it. Raises RequestRefused on
+        entering if there is no such adapter. An empty name holds nothing.
+        """
+        return self._holds.hold(adapter)
+
+    async def forgotten(self, adapter: str) -> None:
+        """Wait until the engine has forgotten a replaced version, a content id. Other clients must have replaced it.
+
+        Returns at once if requests may name it again. Raises EngineDead.
+        """
+        await self._holds.released(adapter)
+        if all(info.id != adapter for info in self.adapters.values()):
+            await asyncio.shield(self._questions.ask(lambda number: UnloadAdapter(number, adapter)))
+
+    def _forget_adapter(self, adapter: str) -> None:
+        """Let the engine forget a version that nobody holds. Does nothing for an engine that has ended."""
+        if not self.dead.is_set():
+            self._questions.ask(partial(UnloadAdapter, adapter=adapter))
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter, and forget it once the running ones have ended.
@@ -558,6 +581,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             if name not in self.adapters:
                 raise AdapterError(f"there is no adapter {name}", missing=True)
             adapter = self.adapters.pop(name)
+            await self._holds.released(adapter.id)
             await asyncio.shield(self._questions.ask(lambda number: UnloadAdapter(number, adapter.id)))
 
     @contextmanager
@@ -898,13 +922,12 @@ class Stream:
 def prepare(
     info: messages.EngineInfo,
     text: Text,
-    adapters: Mapping[str, AdapterInfo],
     prompt: Sequence[int],
     params: SamplingParams,
     request_id: str,
     priority: int = 0,
     tenant: str = "",
-    adapter: str = "",
+    content: str = "",
     deadline: float | None = None,
     shown: Collection[int] = (),
     batch: UserBatch = ALONE,
@@ -914,11 +937,8 @@ def prepare(
 ) -> Stream:
     """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
-    `adapters` are those that requests may name. Raises RequestRefused.
+    `content` is the content id of the request's adapter; empty: it has none. Raises RequestRefused.
     """
-    if adapter and adapter not in adapters:
-        raise RequestRefused(f"there is no adapter {adapter}", "model")
-    content = adapters[adapter].id if adapter else ""
     identity = Identity(info.model, content, info.precision, tenant)
     tokens = info.limits.check(
         prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)

@@ -18,6 +18,7 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
+from holdfast.server.adapter_versions import AdapterVersions
 from holdfast.server.config import ServerConfig, SharedConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
@@ -38,7 +39,7 @@ from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, i
 from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
-from holdfast.server.routes.adapters import add_adapter_routes
+from holdfast.server.routes.adapters import add_adapter_routes, is_weights_path
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
 from holdfast.server.routes.generation import (
@@ -59,6 +60,7 @@ from holdfast.server.routes.usage import add_usage_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.shared_adapters import SharedAdapters
 from holdfast.server.tracing import Tracing, exporter_to
+from holdfast.server.version_files import VersionFiles
 
 EXPOSED = [
     "x-request-id", "retry-after", "retry-after-ms",
@@ -124,7 +126,7 @@ def create_app(
     add_access(app, ring, config, accounts)
     service = Service(client, config, metrics) if client is not None else None
     app.state.service = service
-    app.state.responses = app.state.shared_adapters = None
+    app.state.responses = app.state.shared_adapters = app.state.adapter_versions = None
     app.state.jobs = ()
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
@@ -137,7 +139,6 @@ def create_app(
         add_model_routes(app, service)
         shared = SharedAdapters(service, held)
         app.state.shared_adapters = shared
-        add_adapter_routes(app, service, shared)
         add_activity_routes(app, service, config)
         add_completion_routes(app, service)
         add_response_routes(app, responses)
@@ -150,6 +151,9 @@ def create_app(
         batches = Batches(responses, files, charge=accounts.charge_batch)
         tuning = Tuning(service, files, batches.owner, lines_cleared=batches.cleared)
         app.state.jobs = (tuning, batches)
+        version_files = VersionFiles(tuning.runner.directory / "versions", batches.owner, config.max_file_bytes)
+        app.state.adapter_versions = AdapterVersions(service, shared, version_files)
+        add_adapter_routes(app, service, app.state.adapter_versions, version_files)
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
@@ -269,7 +273,7 @@ class BrowserCheck:
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         # A binary body needs a CORS preflight. A request without a type is harmless unless a browser sends its origin.
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
-        if is_inference(scope["path"]) and harmless:
+        if (is_inference(scope["path"]) or is_weights_path(scope["path"])) and harmless:
             return None
         if (scope["method"], scope["path"]) == ("POST", UPLOAD) and kind == b"multipart/form-data":
             return None

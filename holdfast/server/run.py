@@ -30,6 +30,7 @@ from holdfast.engine.client.warming import started_warm
 from holdfast.engine.ledger import make_ledger
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
+from holdfast.server.adapter_versions import AdapterVersions
 from holdfast.server.address import loopback, url_of
 from holdfast.server.closing import all_answered, leave_listener, stop_accepting
 from holdfast.server.config import ServerConfig
@@ -221,6 +222,7 @@ async def serve(
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
     shared: SharedAdapters | None = app.state.shared_adapters
+    versions: AdapterVersions | None = app.state.adapter_versions
     jobs: tuple[Tuning | Batches, ...] = app.state.jobs
     connections = Connections(config)
     server = Server(
@@ -242,8 +244,9 @@ async def serve(
         await start_jobs(jobs)
         if responses is not None:
             responses.begin_takeovers()
-        if shared is not None:
+        if shared is not None and versions is not None:
             shared.begin()
+            await clean_versions(versions)
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
@@ -254,8 +257,9 @@ async def serve(
             handed_over = stop.done() and stop.result() == HAND_OVER
             ends = hand_over(parts, config) if handed_over else leave(parts, config)
             code = await ended_first(ends, died, received)
-        if shared is not None:
+        if shared is not None and versions is not None:
             await shared.close()
+            await versions.close()
         await end_work(admissions, jobs, engines)
         server.should_exit = True
         for task in (died, stop):
@@ -272,6 +276,14 @@ async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
             await each.start()
         except ApiError as error:  # The jobs try again every few seconds.
             log.error("batches and tuning jobs of an earlier start cannot continue yet: %s", error.message)
+
+
+async def clean_versions(versions: AdapterVersions) -> None:
+    """Delete the files of adapters' versions that ended servers left."""
+    try:
+        await versions.clean()
+    except (ApiError, OSError) as error:  # The next server tries again.
+        log.warning("files of replaced adapters cannot be deleted now: %s", error)
 
 
 async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:

@@ -1,4 +1,4 @@
-"""AdapterHolds: who uses which version of an adapter, so that a replaced version stays until its last user has ended."""
+"""AdapterHolds: who uses which version of an adapter, so that a replaced version stays until its last user ends."""
 
 from __future__ import annotations
 

@@ -181,6 +181,11 @@ class Adoption:
         )  # fmt: skip
 
 
+def name_of(adapter: str) -> str:
+    """The name of an adapter, from its content id (`AdapterInfo.id`)."""
+    return adapter.rpartition("@")[0]
+
+
 class AdapterError(ValueError):
     """An adapter that could not be loaded or unloaded. The message has the reason; it names no directory."""
 
@@ -242,8 +247,10 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Set when the engine, to which this client is attached, is to end soon and should get no new requests."""
         self.drain_seconds = 0.0
         """Time from `draining` until the engine ends in any case."""
-        self._changing: set[str] = set()
-        """Names of adapters that are being loaded or unloaded."""
+        self._changing: dict[str, asyncio.Event] = {}
+        """For the name of each adapter that is being loaded or unloaded, the event of its end."""
+        self._postponed: set[str] = set()
+        """Versions to forget, content ids, whose name is being loaded: the load may bring them back."""
         super().__init__(process or EngineProcess(config.device), on_progress, connect)
         self.tuning = TuningClient(lambda message: self._child.send(message), self.adapters, self._check_alive)
         """The tuning jobs of the engine."""
@@ -564,12 +571,20 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         Returns at once if requests may name it again. Raises EngineDead.
         """
         await self._holds.released(adapter)
-        if all(info.id != adapter for info in self.adapters.values()):
+        while (changing := self._changing.get(name_of(adapter))) is not None:
+            await changing.wait()
+        if not self._serves(adapter):
             await asyncio.shield(self._questions.ask(lambda number: UnloadAdapter(number, adapter)))
+
+    def _serves(self, adapter: str) -> bool:
+        """Whether new requests may take this version, a content id."""
+        return any(info.id == adapter for info in self.adapters.values())
 
     def _forget_adapter(self, adapter: str) -> None:
         """Let the engine forget a version that nobody holds. Does nothing for an engine that has ended."""
-        if not self.dead.is_set():
+        if name_of(adapter) in self._changing:
+            self._postponed.add(adapter)
+        elif not self.dead.is_set():
             self._questions.ask(partial(UnloadAdapter, adapter=adapter))
 
     async def unload_adapter(self, name: str) -> None:
@@ -589,11 +604,15 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Prevent other loads and unloads of this name inside the block. Raises AdapterError."""
         if name in self._changing:
             raise AdapterError(f"adapter {name} is being loaded or unloaded; try again in a moment")
-        self._changing.add(name)
+        self._changing[name] = asyncio.Event()
         try:
             yield
         finally:
-            self._changing.discard(name)
+            self._changing.pop(name).set()
+            for adapter in [each for each in self._postponed if name_of(each) == name]:
+                self._postponed.discard(adapter)
+                if not self._serves(adapter):
+                    self._forget_adapter(adapter)
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""

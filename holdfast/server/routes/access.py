@@ -29,7 +29,7 @@ UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "
 """Paths that any key may read."""
 OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
 """Beginnings of the paths whose routes ask for an operator themselves."""
-ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/fine_tuning")
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/v1/fine_tuning")
 """Beginnings of the paths for which a key needs the scope `adapters`."""
 
 METERED = {

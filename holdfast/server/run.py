@@ -48,6 +48,7 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
 from holdfast.server.shared_adapters import SharedAdapters
+from holdfast.server.tinker.tables import create_tables
 from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
@@ -201,7 +202,7 @@ def open_store(config: ServerConfig) -> Store:
         threads=math.inf if most is None else most,
         bytes=default_bytes(where) if size is None else size,
     )
-    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes])
+    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes, create_tables])
 
 
 async def serve(

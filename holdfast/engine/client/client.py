@@ -61,7 +61,14 @@ from holdfast.lm.parts.adapters.messages import (
 from holdfast.lm.parts.adapters.options import check_adapter_name
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
 from holdfast.lm.parts.pauses.messages import NotePause, WarmState
-from holdfast.lm.parts.tuning.messages import JobChanged, JobProgress, JobRefused, JobStarted
+from holdfast.lm.parts.tuning.messages import (
+    DrivenProgress,
+    DrivenStarted,
+    JobChanged,
+    JobProgress,
+    JobRefused,
+    JobStarted,
+)
 from holdfast.lm.types import SchedulerStats
 
 REMEMBERED_BLOCKS = 1 << 16
@@ -212,6 +219,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         listen_key: str = "",
         connect: Connect = connect_child,
         lasting: bool = False,
+        drives: bool = True,
     ) -> None:
         """Not for callers, who use `start` or `attach`."""
         self.config = config
@@ -252,7 +260,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._postponed: set[str] = set()
         """Versions to forget, content ids, whose name is being loaded: the load may bring them back."""
         super().__init__(process or EngineProcess(config.device), on_progress, connect)
-        self.tuning = TuningClient(lambda message: self._child.send(message), self.adapters, self._check_alive)
+        self.tuning = TuningClient(
+            lambda message: self._child.send(message), self.adapters, self._check_alive, drives=drives
+        )
         """The tuning jobs of the engine."""
 
     @classmethod
@@ -310,7 +320,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             checkpoint = await asyncio.to_thread(Checkpoint.of, welcome.config)
             client = cls(
                 welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end),
-                lasting=knows(welcome.wire, "adopt"),
+                lasting=knows(welcome.wire, "adopt"), drives=knows(welcome.wire, "start-driven"),
             )  # fmt: skip
         except BaseException as error:
             await attachment.close()
@@ -718,7 +728,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self._questions.answer(number, count)
             case AdapterRefused(number, reason):
                 self._questions.refuse(number, AdapterError(reason))
-            case JobStarted() | JobChanged() | JobRefused() | JobProgress():
+            case JobStarted() | JobChanged() | JobRefused() | JobProgress() | DrivenStarted() | DrivenProgress():
                 self.tuning.take(message)
 
     def _take_adopted(self, held: messages.Held | None, *, yours: bool) -> Adoption | None:

@@ -1,0 +1,467 @@
+"""The calls of a driven job, which is a tuning job whose work comes from its owner: values, files, micro-batches.
+
+Calls have numbers from 0 without gaps. The owner writes each call to a file before the engine hears of it. The engine
+writes the result to another file before it reports the call done. So both survive a killed process.
+
+    DIRECTORY/calls/00000007.bin      call 7 with its data
+    DIRECTORY/results/00000007.bin    the result of call 7
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from holdfast.core.training_cost import LayerHalves
+from holdfast.training.framed import read_framed, write_framed
+from holdfast.training.jobs import MicroBatch, TrainingJob, Unit, units_of
+from holdfast.training.losses import Adam, Loss
+from holdfast.training.order import pack
+
+if TYPE_CHECKING:
+    import numpy as np  # imported where it is needed, because the API process starts without it
+    import numpy.typing as npt
+
+CallKind = Literal["forward", "forward_backward", "optimize", "save", "save_adapter", "load"]
+"""The kind of a call.
+
+- forward: log probabilities of the targets.
+- forward_backward: the same, and the gradients of the loss are added to those of earlier calls.
+- optimize: one update by Adam from these gradients, which are zero afterwards.
+- save: parameters, moments and the number of updates, to a directory.
+- save_adapter: the adapter in PEFT's format, to a directory.
+- load: parameters from a directory of `save`, with or without moments. Gradients are zero afterwards.
+"""
+SCORES = ("forward", "forward_backward")
+"""Kinds of calls that have data."""
+PLACED = ("save", "save_adapter", "load")
+"""Kinds of calls that have a directory. They have no unit on the device."""
+CALLS, RESULTS = "calls", "results"
+"""Names of the folders in a job's directory."""
+CALL_FILE, RESULT_FILE = b"HFCALL01", b"HFRSLT01"
+MOST_NUMBER = 10**8 - 1
+"""The largest number of a call."""
+_Header = TypeVar("_Header")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a job's owner. Raises ValueError for values that are out of their limits."""
+
+    number: int
+    kind: CallKind
+    loss: Loss = field(default_factory=Loss)
+    """The loss of a forward or a forward_backward call."""
+    adam: Adam = field(default_factory=Adam)
+    """The parameters of an optimize call."""
+    directory: str = ""
+    """The directory that a save call writes, or that a load call reads."""
+    moments: bool = True
+    """Whether a load call reads the moments and the number of updates too; otherwise both begin at zero."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number <= MOST_NUMBER:
+            raise ValueError(f"number of the call is {self.number}; it must be from 0 to {MOST_NUMBER}")
+        if self.kind not in get_args(CallKind):
+            raise ValueError(f"kind of the call is {self.kind!r}; choose from {', '.join(get_args(CallKind))}")
+        if bool(self.directory) != (self.kind in PLACED):
+            raise ValueError(f"a call of kind {self.kind} {'needs a' if self.kind in PLACED else 'has no'} directory")
+
+    @property
+    def scores(self) -> bool:
+        """Whether the call has data, and a log probability for each of its positions."""
+        return self.kind in SCORES
+
+    @property
+    def placed(self) -> bool:
+        """Whether the call reads or writes a directory, and has no unit on the device."""
+        return self.kind in PLACED
+
+
+@dataclass(frozen=True, eq=False)
+class Datum:
+    """A sequence to score, as its owner gives it. Numbers may be lists or arrays."""
+
+    tokens: Sequence[int] | npt.NDArray[Any]
+    """The tokens that the model reads, [n]."""
+    targets: Sequence[int] | npt.NDArray[Any]
+    """The token that is scored at each of them, [n]. It is mostly the next one."""
+    arrays: Mapping[str, Sequence[float] | npt.NDArray[Any]] = field(default_factory=dict)
+    """What the loss reads, by name, [n] each (`Loss.kind`)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model takes."""
+
+    vocabulary: int
+    """Number of token ids."""
+    tokens: int
+    """Most tokens of one datum."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallData:
+    """The data of a call, one datum after the other. T is the number of all positions."""
+
+    lengths: tuple[int, ...]
+    """Number of positions of each datum."""
+    tokens: npt.NDArray[np.int32]
+    """[T]"""
+    targets: npt.NDArray[np.int32]
+    """[T]"""
+    arrays: Mapping[str, npt.NDArray[np.float32]]
+    """What the loss reads, by name, [T] each."""
+
+    def packed(self, numbers: Sequence[int]) -> CallData:
+        """The data of a micro-batch, whose numbers follow one another."""
+        before = sum(self.lengths[: numbers[0]])
+        lengths = self.lengths[numbers[0] : numbers[-1] + 1]
+        part = slice(before, before + sum(lengths))
+        arrays = {name: array[part] for name, array in self.arrays.items()}
+        return CallData(lengths, self.tokens[part], self.targets[part], arrays)
+
+    def check(self, limits: Limits) -> None:
+        """Raise ValueError, naming a datum, if the model cannot take the data."""
+        for number, length in enumerate(self.lengths):
+            if length > limits.tokens:
+                raise ValueError(f"datum {number} has {length} tokens; it may have {limits.tokens}")
+        for name in ("tokens", "targets"):
+            ids = getattr(self, name)
+            for number, part in enumerate(_parts(ids, self.lengths)) if _most(ids) >= limits.vocabulary else ():
+                if _most(part) >= limits.vocabulary:
+                    largest = f"{_most(part)}; the model has tokens 0 to {limits.vocabulary - 1}"
+                    raise ValueError(f"{name} of datum {number} have {largest}")
+
+
+@dataclass(frozen=True, eq=False)
+class CallResult:
+    """The result of a call."""
+
+    number: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by name. A name ends in the way in which several of them become one, as in "loss:sum"."""
+    logprobs: Sequence[npt.NDArray[np.float32]] = ()
+    """For each datum, the log probability of each target, [n]."""
+
+
+class _CallHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The header of a call's file. The arrays are: lengths of data as uint32, tokens, targets, and those named here."""
+
+    call: Call
+    data: int
+    positions: int
+    arrays: tuple[str, ...]
+
+
+class _ResultHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The header of a result's file. The arrays are: lengths of data as uint32, and log probabilities."""
+
+    number: int
+    metrics: dict[str, float]
+    data: int
+    positions: int
+
+
+def call_path(directory: Path, number: int) -> Path:
+    """The file of a call, in a job's directory."""
+    return directory / CALLS / f"{number:08d}.bin"
+
+
+def result_path(directory: Path, number: int) -> Path:
+    """The file of a call's result, in a job's directory."""
+    return directory / RESULTS / f"{number:08d}.bin"
+
+
+def write_call(directory: Path, call: Call, data: Sequence[Datum] = ()) -> None:
+    """Write a call to its file, in place of an earlier one of this number. It is on the disk when this returns.
+
+    Raises ValueError, naming a datum by its number from 0, for data that the loss cannot take. No file is written then.
+    """
+    import numpy as np
+
+    if bool(data) != call.scores:
+        raise ValueError(f"a call of kind {call.kind} {'needs' if call.scores else 'has no'} data")
+    names = tuple(data[0].arrays) if data else ()
+    if call.scores:
+        call.loss.check_arrays(names)
+    checked = [_checked(number, datum, names) for number, datum in enumerate(data)]
+    lengths = np.array([len(each[0]) for each in checked], "<u4")
+    header = _CallHeader(call, len(lengths), int(lengths.sum()), names)
+    arrays = [np.concatenate(parts) for parts in zip(*checked, strict=True)]
+    write_framed(
+        call_path(directory, call.number), CALL_FILE, msgspec.json.encode(header), [lengths, *arrays], durable=True
+    )  # fmt: skip
+
+
+def read_call(directory: Path, number: int, limits: Limits) -> tuple[Call, CallData]:
+    """Read a call and its data, which are views of the file.
+
+    Raises ValueError for a damaged file and for data that the model cannot take; FileNotFoundError if there is none.
+    """
+    path = call_path(directory, number)
+    text, body = read_framed(path, CALL_FILE)
+    header = _decoded(text, _CallHeader, path)
+    call, count, positions = header.call, header.data, header.positions
+    if call.number != number:
+        raise ValueError(f"{path.name} holds call {call.number}")
+    if (count > 0) != call.scores or len({*header.arrays}) != len(header.arrays):
+        raise ValueError(f"{path.name} is damaged: a call of kind {call.kind} with {count} data")
+    if call.scores:
+        call.loss.check_arrays(header.arrays)
+    lengths, numbers = _body(body, count, positions, 2 + len(header.arrays), path)
+    tokens, targets, *floats = numbers
+    given = dict(zip(header.arrays, (part.view("<f4") for part in floats), strict=True))
+    data = CallData(lengths, tokens.view("<i4"), targets.view("<i4"), given)
+    _check_read(data)
+    data.check(limits)
+    return call, data
+
+
+def write_result(directory: Path, result: CallResult, *, durable: bool = False) -> None:
+    """Write the result of a call to its file. A `durable` one is on the disk when this returns.
+
+    Raises ValueError for a number that is not finite, naming it: training has diverged.
+    """
+    import numpy as np
+
+    for name, value in result.metrics.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}: training has diverged; lower the learning rate")
+    for number, part in enumerate(result.logprobs):
+        if not np.isfinite(part).all():
+            raise ValueError(f"log probabilities of datum {number} are not finite: training has diverged")
+    lengths = np.array([len(part) for part in result.logprobs], "<u4")
+    header = _ResultHeader(result.number, {**result.metrics}, len(lengths), int(lengths.sum()))
+    whole = np.concatenate([np.empty(0, "<f4"), *result.logprobs]).astype("<f4", copy=False)
+    write_framed(
+        result_path(directory, result.number), RESULT_FILE, msgspec.json.encode(header), [lengths, whole],
+        durable=durable,
+    )  # fmt: skip
+
+
+def read_result(directory: Path, number: int) -> CallResult:
+    """Read the result of a call. The log probabilities are views of the file.
+
+    Raises ValueError for a damaged file, and FileNotFoundError if there is none.
+    """
+    path = result_path(directory, number)
+    text, body = read_framed(path, RESULT_FILE)
+    header = _decoded(text, _ResultHeader, path)
+    if header.number != number:
+        raise ValueError(f"{path.name} holds the result of call {header.number}")
+    lengths, (logprobs,) = _body(body, header.data, header.positions, 1, path)
+    return CallResult(number, header.metrics, tuple(_parts(logprobs.view("<f4"), lengths)))
+
+
+def call_numbers(directory: Path) -> list[int]:
+    """The numbers of the calls in a job's directory, in order."""
+    return _numbers(directory / CALLS)
+
+
+def result_numbers(directory: Path) -> list[int]:
+    """The numbers of the results in a job's directory, in order."""
+    return _numbers(directory / RESULTS)
+
+
+def delete_calls(directory: Path, stop: int) -> None:
+    """Delete the files of all calls before number `stop`."""
+    for number in call_numbers(directory):
+        if number < stop:
+            call_path(directory, number).unlink(missing_ok=True)
+
+
+def delete_results(directory: Path, stop: int) -> None:
+    """Delete the files of the results of all calls before number `stop`."""
+    for number in result_numbers(directory):
+        if number < stop:
+            result_path(directory, number).unlink(missing_ok=True)
+
+
+class CallSteps:
+    """The steps of a driven job, of which each is one call. Their number grows with the calls that arrive.
+
+    It is the outline that the tuner reads (`lm.parts.tuning.tuner.JobOutline`), as `JobSteps` is for a job over files.
+    """
+
+    def __init__(self, job: TrainingJob, layers: tuple[LayerHalves, ...], *, done: int = 0) -> None:
+        """`layers` are the halves of each layer of the base model. The first `done` calls need no outline any more."""
+        self.job, self.layers = job, layers
+        self._calls: dict[int, Call] = {}
+        self._outlines: dict[int, tuple[MicroBatch, ...]] = {}
+        """The micro-batches of each call that is not forgotten."""
+        self._count = done
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the base model."""
+        return len(self.layers)
+
+    @property
+    def count(self) -> int:
+        """Number of calls that have arrived. More may follow."""
+        return self._count
+
+    @property
+    def most_tokens(self) -> int:
+        """An upper bound on the tokens of any micro-batch, of later calls too."""
+        return self.job.hyperparameters.micro_batch
+
+    def add(self, call: Call, lengths: Sequence[int]) -> None:
+        """Take the next call, with the number of positions of each of its data.
+
+        Raises ValueError for a call that is not the next one, and for a datum that no micro-batch holds. The call is
+        then not taken.
+        """
+        self._check_next(call.number)
+        self._outlines[call.number] = self._outline(call, lengths)
+        self._calls[call.number] = call
+        self._count += 1
+
+    def skip(self, number: int) -> None:
+        """Take the next call as one that was refused. Nothing is computed for it."""
+        self._check_next(number)
+        self._outlines[number] = ()
+        self._count += 1
+
+    def forget(self, stop: int) -> None:
+        """Forget the calls before number `stop`, which are done."""
+        for number in [number for number in self._outlines if number < stop]:
+            del self._outlines[number]
+            self._calls.pop(number, None)
+
+    def call(self, step: int) -> Call:
+        """The call of a step. Raises KeyError if it has not arrived, was refused, or was forgotten."""
+        return self._calls[step]
+
+    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a step, in order. There is none if nothing is computed on the device.
+
+        Those of a forward have no backward. That of an update has no example. Raises KeyError for a call that has not
+        arrived or was forgotten.
+        """
+        return self._outlines[step]
+
+    def validates(self, step: int) -> bool:
+        """Whether a validation follows the step: never."""
+        return False
+
+    def checkpoint_after(self, step: int) -> bool:
+        """Whether the adapter is written after the step without a call for it: never."""
+        return False
+
+    def _check_next(self, number: int) -> None:
+        if number != self._count:
+            raise ValueError(f"call {number} is not the next one, which is {self._count}")
+
+    def _outline(self, call: Call, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
+        if call.kind == "optimize":
+            return (MicroBatch((), (), (Unit("optimizer", 0),)),)
+        packed = pack(range(len(lengths)), lengths, self.most_tokens)
+        return tuple(self._micro_batch(call, data, lengths) for data in packed)
+
+    def _micro_batch(self, call: Call, data: tuple[int, ...], lengths: Sequence[int]) -> MicroBatch:
+        own, backward = tuple(int(lengths[number]) for number in data), call.kind == "forward_backward"
+        units = units_of(self.layers, sum(own), backward=backward, optimizer=False)
+        return MicroBatch(data, own, units, validation=not backward)
+
+
+def _checked(number: int, datum: Datum, names: tuple[str, ...]) -> tuple[npt.NDArray[Any], ...]:
+    """The arrays of a datum as they are written: tokens, targets, and those of these names."""
+    if {*datum.arrays} != {*names}:
+        raise ValueError(f"datum {number} has {', '.join(datum.arrays) or 'no arrays'}; datum 0 has {', '.join(names)}")
+    ids = [_ids(number, name, numbers) for name, numbers in (("tokens", datum.tokens), ("targets", datum.targets))]
+    found = [*ids, *(_floats(number, name, datum.arrays[name]) for name in names)]
+    for name, array in zip(("tokens", "targets", *names), found, strict=True):
+        if len(array) != len(ids[0]) or not len(array):
+            raise ValueError(f"datum {number} has {len(ids[0])} tokens and {len(array)} {name}")
+    return tuple(found)
+
+
+def _ids(number: int, name: str, given: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Token ids as int32."""
+    array = _array(number, name, given, "iu", "whole numbers")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 1 << 31:
+        raise ValueError(f"{name} of datum {number} have {array.min()} or {array.max()}, which is no token")
+    return array.astype("<i4")
+
+
+def _floats(number: int, name: str, given: Sequence[float] | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Numbers as float32, all of them finite."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):  # a number that float32 cannot hold becomes infinite
+        array: npt.NDArray[np.float32] = _array(number, name, given, "iuf", "numbers").astype("<f4")
+    wrong = np.flatnonzero(~np.isfinite(array))
+    if len(wrong):
+        raise ValueError(f"{name} of datum {number} at position {wrong[0]} is {array[wrong[0]]}; it must be finite")
+    return array
+
+
+def _array(number: int, name: str, given: Any, kinds: str, wanted: str) -> npt.NDArray[Any]:
+    """Numbers as an array of one dimension, of one of these kinds of dtype."""
+    import numpy as np
+
+    try:
+        array = np.asarray(given) if len(given) else np.empty(0, np.int32)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} of datum {number} must be {wanted} in one list") from None
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise ValueError(f"{name} of datum {number} must be {wanted} in one list, not {array.ndim} of {array.dtype}")
+    return array
+
+
+def _decoded(text: bytes, kind: type[_Header], path: Path) -> _Header:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None
+
+
+def _body(
+    body: npt.NDArray[np.uint8], count: int, positions: int, arrays: int, path: Path
+) -> tuple[tuple[int, ...], list[npt.NDArray[np.uint8]]]:
+    """The lengths of `count` data, and the bytes of as many arrays, each with 4 bytes a position."""
+    if count < 0 or positions < 0 or len(body) != 4 * (count + arrays * positions):
+        raise ValueError(f"{path.name} is damaged: {len(body)} bytes for {count} data of {positions} positions")
+    lengths = tuple(body[: 4 * count].view("<u4").tolist())
+    if sum(lengths) != positions or 0 in lengths:
+        raise ValueError(f"{path.name} is damaged: its data do not fill {positions} positions")
+    first = 4 * count
+    return lengths, [body[first + 4 * positions * at : first + 4 * positions * (at + 1)] for at in range(arrays)]
+
+
+def _check_read(data: CallData) -> None:
+    """Raise ValueError for numbers that `write_call` does not write."""
+    import numpy as np
+
+    for name in ("tokens", "targets"):
+        ids = getattr(data, name)
+        if ids.size and int(ids.min()) < 0:
+            raise ValueError(f"{name} have {ids.min()}, which is no token")
+    for name, array in data.arrays.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} have a number that is not finite")
+
+
+def _parts(array: npt.NDArray[Any], lengths: Sequence[int]) -> Iterator[npt.NDArray[Any]]:
+    """The part of each datum, as views."""
+    first = 0
+    for length in lengths:
+        yield array[first : first + length]
+        first += length
+
+
+def _most(array: npt.NDArray[Any]) -> int:
+    return int(array.max()) if array.size else -1
+
+
+def _numbers(folder: Path) -> list[int]:
+    """The numbers of the files in a folder, in order; none if there is no folder."""
+    names = (path.stem for path in folder.glob("*.bin")) if folder.is_dir() else ()
+    return sorted(int(name) for name in names if len(name) == 8 and name.isdecimal() and name.isascii())

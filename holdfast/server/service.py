@@ -52,6 +52,8 @@ Sampled = TypeVar("Sampled", bound=SampledRequest)
 
 REPLICA_LOST = "replica_lost"
 """Error code of a request whose replica has ended and that no other replica can continue."""
+HIDDEN = "tinker:"
+"""Prefix of the names of adapters that belong to sampling sessions. No list shows them."""
 LARGE = 1 << 18
 """Number of characters or bytes from which a text counts as large. Tokenizing 8 MB may take 10 s and 1.5 GB."""
 SMALL_WORKERS = 2
@@ -212,8 +214,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(chosen, work)
 
     def models(self, tenant: str) -> list[str]:
-        """Return the names that a tenant may use as `model`: the model's names, then those of the tenant's adapters."""
-        return [*self.client.names, *(name for name in self.client.adapters if self._allowed(name, tenant))]
+        """Return the names that a tenant may use as `model`: the model's names, then those of the tenant's adapters.
+
+        Adapters of sampling sessions are left out.
+        """
+        shown = (name for name in self.client.adapters if not name.startswith(HIDDEN) and self._allowed(name, tenant))
+        return [*self.client.names, *shown]
 
     def check_model(self, name: str, tenant: str) -> None:
         """Raises ApiError: 404 if this tenant has no such model or adapter, 503 while the adapter is being loaded."""

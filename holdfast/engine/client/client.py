@@ -149,6 +149,9 @@ class Delta:
     """The prompt's embedding, if the request asks: float32 numbers in native order. It comes with the final Delta."""
     stop_string: str | None = None
     """The stop string that ended the answer, if one did. It comes with the final Delta."""
+    end_logprobs: TokenLogprobs | None = None
+    """Log probabilities of the token that ended the answer, if one did and the request asks. It comes with the final
+    Delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -798,6 +801,8 @@ class Stream:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._vector = b""
+        self._end_logprobs: TokenLogprobs | None = None
+        """Log probabilities of the token that ended the answer."""
         self._count = 0
         self._cached = 0
         self._by_tier = 0, 0, 0
@@ -894,6 +899,8 @@ class Stream:
             self._tokens.extend(tokens)
         if output.logprobs and not self.note:
             self._logprobs.extend(output.logprobs[: len(visible)])
+            if len(visible) < len(tokens):
+                self._end_logprobs = output.logprobs[len(visible)]
         if output.prompt_logprobs:
             again = min(self._told_again, len(output.prompt_logprobs))
             self._told_again -= again
@@ -945,7 +952,9 @@ class Stream:
         usage = Usage(request.answer_start, self._count, self._cached, self._by_tier)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count, self._preemptions)
         stop = self._text.stop_string
-        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
+        return Delta(
+            text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop, self._end_logprobs
+        )  # fmt: skip
 
 
 def prepare(

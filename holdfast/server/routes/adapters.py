@@ -15,7 +15,7 @@ from holdfast.server.adapter_versions import AdapterVersions, Version, check_exp
 from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import JSON, described, query_integer, tenant_of
-from holdfast.server.service import Admission, Service, engine_dead
+from holdfast.server.service import HIDDEN, Admission, Service, engine_dead
 from holdfast.server.version_files import VersionFiles
 
 RESERVED = "ft:"
@@ -78,6 +78,9 @@ def add_adapter_routes(app: FastAPI, service: Service, versions: AdapterVersions
         name = wanted.lora_name
         if name.startswith(RESERVED):
             reason = f"adapter {name[:128]}: names that begin with {RESERVED} are those of tuning jobs' results"
+            raise invalid(reason, "lora_name", "invalid_adapter")
+        if name.startswith(HIDDEN):
+            reason = f"adapter {name[:128]}: names that begin with {HIDDEN} are those of sampling sessions"
             raise invalid(reason, "lora_name", "invalid_adapter")
         tenant, all_adapters = tenant_of(request), request.state.all_adapters
         if name not in client.adapters or service.may_change(name, tenant, all_adapters=all_adapters):

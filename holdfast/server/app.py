@@ -55,10 +55,19 @@ from holdfast.server.routes.openapi import document
 from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
 from holdfast.server.routes.page import add_page_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
+from holdfast.server.routes.tinker import FORWARD, add_checkpoint_routes, add_client_routes
+from holdfast.server.routes.tinker import add_model_routes as add_trained_model_routes
+from holdfast.server.routes.tinker_sampling import add_sampling_routes
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.usage import add_usage_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.shared_adapters import SharedAdapters
+from holdfast.server.tinker.checkpoints import Checkpoints
+from holdfast.server.tinker.futures import Futures
+from holdfast.server.tinker.protos import MEDIA as PROTOBUF
+from holdfast.server.tinker.sampling import Samplers
+from holdfast.server.tinker.sessions import Sessions
+from holdfast.server.tinker.training import Training
 from holdfast.server.tracing import Tracing, exporter_to
 from holdfast.server.version_files import VersionFiles
 
@@ -96,10 +105,10 @@ def create_app(
 ) -> FastAPI:
     """Create the HTTP application over started engines.
 
-    They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs and
-    the batches, which must be started and closed in this order. `app.state.responses.close()` closes the store.
-    `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` counts the requests in progress.
-    `app.state.clients` holds the clients of all engines.
+    They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs, the
+    models in training and the batches, which must be started and closed in this order. `app.state.responses.close()`
+    closes the store. `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` counts the
+    requests in progress. `app.state.clients` holds the clients of all engines.
     """
     app = App(
         config,
@@ -150,13 +159,23 @@ def create_app(
         files = Files(responses.store, config)
         batches = Batches(responses, files, charge=accounts.charge_batch)
         tuning = Tuning(service, files, batches.owner, lines_cleared=batches.cleared)
-        app.state.jobs = (tuning, batches)
         version_files = VersionFiles(tuning.runner.directory / "versions", batches.owner, config.max_file_bytes)
         app.state.adapter_versions = AdapterVersions(service, shared, version_files)
         add_adapter_routes(app, service, app.state.adapter_versions, version_files)
+        sessions, futures = Sessions(held), Futures(held, config.share)
+        checkpoints = Checkpoints(held, files, tuning.runner.directory)
+        samplers = Samplers(service, held, batches.owner, sessions, futures, checkpoints)
+        training = Training(
+            service, files, batches.owner, sessions, futures, checkpoints, samplers, lines_cleared=batches.cleared,
+        )  # fmt: skip
+        app.state.jobs = (tuning, training, samplers, batches)
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
+        add_client_routes(app, training, config)
+        add_trained_model_routes(app, training, config)
+        add_checkpoint_routes(app, training, config)
+        add_sampling_routes(app, samplers, config)
         if isinstance(client, Replicas):
             operators.register(ReplicaMetrics(client))
             add_replica_routes(app, client, config)
@@ -276,6 +295,8 @@ class BrowserCheck:
         if (is_inference(scope["path"]) or is_weights_path(scope["path"])) and harmless:
             return None
         if (scope["method"], scope["path"]) == ("POST", UPLOAD) and kind == b"multipart/form-data":
+            return None
+        if (scope["method"], scope["path"]) == ("POST", FORWARD) and kind == PROTOBUF.encode():
             return None
         if scope["method"] == "POST" and has_body and kind != b"application/json":
             reason = "the body must be JSON, with the header content-type: application/json"

@@ -48,9 +48,14 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
 from holdfast.server.shared_adapters import SharedAdapters
+from holdfast.server.tinker.sample_table import create_sampler_table
+from holdfast.server.tinker.sampling import Samplers
 from holdfast.server.tinker.tables import create_tables
+from holdfast.server.tinker.training import Training
 from holdfast.server.tracing import Tracing
 
+Work = Tuning | Training | Samplers | Batches
+"""What goes on at a server while no request of a client waits for it."""
 CUT_SECONDS = 2.0
 """Seconds for which running streams may send their error event after the engine has ended."""
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -202,7 +207,7 @@ def open_store(config: ServerConfig) -> Store:
         threads=math.inf if most is None else most,
         bytes=default_bytes(where) if size is None else size,
     )
-    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes, create_tables])
+    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes, create_tables, create_sampler_table])
 
 
 async def serve(
@@ -224,7 +229,7 @@ async def serve(
     responses: Responses | None = app.state.responses
     shared: SharedAdapters | None = app.state.shared_adapters
     versions: AdapterVersions | None = app.state.adapter_versions
-    jobs: tuple[Tuning | Batches, ...] = app.state.jobs
+    jobs: tuple[Work, ...] = app.state.jobs
     connections = Connections(config)
     server = Server(
         uvicorn.Config(
@@ -270,7 +275,7 @@ async def serve(
     return code
 
 
-async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
+async def start_jobs(jobs: Sequence[Work]) -> None:
     """Continue the batches and tuning jobs of an earlier start."""
     for each in jobs:
         try:
@@ -287,7 +292,7 @@ async def clean_versions(versions: AdapterVersions) -> None:
         log.warning("files of replaced adapters cannot be deleted now: %s", error)
 
 
-async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
+async def end_work(admissions: Sequence[Admission], jobs: Sequence[Work], engines: Engines) -> None:
     """End the jobs and the engines. Running streams get a moment to send an error event."""
     for admission in admissions:
         admission.draining = True
@@ -332,7 +337,7 @@ class Closing(NamedTuple):
     listener: socket.socket
     connections: Connections
     admissions: Sequence[Admission]
-    jobs: Sequence[Tuning | Batches]
+    jobs: Sequence[Work]
 
 
 async def leave(parts: Closing, config: ServerConfig) -> None:

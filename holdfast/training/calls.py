@@ -40,7 +40,9 @@ CallKind = Literal["forward", "forward_backward", "optimize", "save", "save_adap
 SCORES = ("forward", "forward_backward")
 """Kinds of calls that have data."""
 PLACED = ("save", "save_adapter", "load")
-"""Kinds of calls that have a directory. They have no unit on the device."""
+"""Kinds of calls that have a directory."""
+CHANGES = ("optimize", "load")
+"""Kinds of calls that change the parameters. Their only unit is that of the optimizer."""
 CALLS, RESULTS = "calls", "results"
 """Names of the folders in a job's directory."""
 CALL_FILE, RESULT_FILE = b"HFCALL01", b"HFRSLT01"
@@ -78,9 +80,9 @@ class Call:
         return self.kind in SCORES
 
     @property
-    def placed(self) -> bool:
-        """Whether the call reads or writes a directory, and has no unit on the device."""
-        return self.kind in PLACED
+    def changes(self) -> bool:
+        """Whether the call changes the parameters."""
+        return self.kind in CHANGES
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +291,9 @@ class CallSteps:
     It is the outline that the tuner reads (`lm.parts.tuning.tuner.JobOutline`), as `JobSteps` is for a job over files.
     """
 
+    final = False
+    """Whether `count` is the number of all steps that the job will ever have."""
+
     def __init__(self, job: TrainingJob, layers: tuple[LayerHalves, ...], *, done: int = 0) -> None:
         """`layers` are the halves of each layer of the base model. The first `done` calls need no outline any more."""
         self.job, self.layers = job, layers
@@ -319,12 +324,15 @@ class CallSteps:
         then not taken.
         """
         self._check_next(call.number)
-        self._outlines[call.number] = self._outline(call, lengths)
+        self._outlines[call.number] = self.outline(call, lengths)
         self._calls[call.number] = call
         self._count += 1
 
-    def skip(self, number: int) -> None:
-        """Take the next call as one that was refused. Nothing is computed for it."""
+    def refuse(self, number: int) -> None:
+        """Take the next call as one that was refused. Nothing is computed for it.
+
+        Raises ValueError for a call that is not the next one.
+        """
         self._check_next(number)
         self._outlines[number] = ()
         self._count += 1
@@ -340,10 +348,10 @@ class CallSteps:
         return self._calls[step]
 
     def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
-        """The micro-batches of a step, in order. There is none if nothing is computed on the device.
+        """The micro-batches of a step, in order. A save and a refused call have none: they compute nothing.
 
-        Those of a forward have no backward. That of an update has no example. Raises KeyError for a call that has not
-        arrived or was forgotten.
+        Those of a forward have no backward. The one of an update or a load has no example. Raises KeyError for a call
+        that has not arrived or was forgotten.
         """
         return self._outlines[step]
 
@@ -359,8 +367,9 @@ class CallSteps:
         if number != self._count:
             raise ValueError(f"call {number} is not the next one, which is {self._count}")
 
-    def _outline(self, call: Call, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
-        if call.kind == "optimize":
+    def outline(self, call: Call, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a call that has not arrived. Raises ValueError for a datum that none of them holds."""
+        if call.changes:
             return (MicroBatch((), (), (Unit("optimizer", 0),)),)
         packed = pack(range(len(lengths)), lengths, self.most_tokens)
         return tuple(self._micro_batch(call, data, lengths) for data in packed)

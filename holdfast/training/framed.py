@@ -44,7 +44,7 @@ def write_framed(
         raise ValueError(f"the header has {len(header)} bytes; it may have {MOST_HEADER}")
     start = START.pack(kind, 0, len(header))[CHECKED:] + header
     parts = [memoryview(start + bytes(-(CHECKED + len(start)) % WIDTH))]
-    parts += [memoryview(array).cast("B") for array in arrays if array.size]
+    parts += [array.view("u1").data for array in arrays]
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)

@@ -16,6 +16,7 @@ import torch
 
 from holdfast.core.training_cost import BACKWARDS, HALF_OF, HALVES, HalfKind
 from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.kernels.training.losses import CrossEntropy, PositionLoss
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter, layer_halves
@@ -163,7 +164,7 @@ def workspace_bytes(model: Decoder, tokens: int, rank: int, *, dora: bool = Fals
         else:
             halves.mlp_backward(layer, gradient, x.clone(), x, adapter, grads, None)
     if model.shard.last:
-        halves.head(gradient[:rows], ids[:rows], torch.zeros(rows, device=device), backward=True)
+        halves.head(gradient[:rows], ids[:rows], CrossEntropy(torch.zeros(rows, device=device)), backward=True)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before + gradient.nbytes
 
@@ -188,12 +189,12 @@ class Iteration:
         units: tuple[Unit, ...],
         tokens: PackedTokens,
         targets: torch.Tensor,
-        weights: torch.Tensor,
+        loss: PositionLoss,
         adapters: Sequence[LayerAdapter],
         grads: Sequence[LayerAdapter],
         stages: Stages | None = None,
     ) -> None:
-        """`before` are the places that are already taken. `targets` and `weights` [T] are those of `Halves.head`.
+        """`before` are the places that are already taken. `targets` [T] and `loss` are those of `Halves.head`.
 
         `adapters` and `grads` are by layer of this device. The backward writes each gradient once, and overwrites the
         old contents. `stages` sends streams and gradients between the devices that have layers.
@@ -203,7 +204,7 @@ class Iteration:
         self.at = 0
         """The index of the next unit."""
         self._halves, self._arena, self._tokens = halves, arena, tokens
-        self._targets, self._weights, self._adapters, self._grads = targets, weights, adapters, grads
+        self._targets, self._loss, self._adapters, self._grads = targets, loss, adapters, grads
         self._inputs, self._all = kept_places(halves, tokens.count, before)
         own = [(layer, kind) for layer, kinds in enumerate(halves.layers) for kind in kinds]
         self._next = dict(pairwise(own))
@@ -216,6 +217,8 @@ class Iteration:
         spec = halves.model.spec
         sums = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self._losses = torch.zeros(chunks, dtype=sums, device=spec.device)
+        self.logprobs = torch.zeros(tokens.count, dtype=sums, device=spec.device)
+        """The log probability of each target, [T], on the device; 0 where the head has not been, or is not here."""
         self._stream: torch.Tensor | None = None
         """The output of the last layer, and later the gradient of the stream, [T, hidden]."""
 
@@ -235,7 +238,7 @@ class Iteration:
 
     @property
     def loss(self) -> torch.Tensor:
-        """The sum of the weighted losses of the head's chunks so far, on the device."""
+        """The sum of the losses of the head's chunks so far, on the device."""
         return self._losses.sum()
 
     @torch.no_grad()
@@ -274,8 +277,8 @@ class Iteration:
 
     def _run_head(self, number: int) -> None:
         rows = slice(number * HEAD_ROWS, (number + 1) * HEAD_ROWS)
-        self._losses[number] = self._halves.head(
-            self._gradient[rows], self._targets[rows], self._weights[rows], backward=self._backward
+        self._losses[number], self.logprobs[rows] = self._halves.head(
+            self._gradient[rows], self._targets[rows], self._loss.part(rows), backward=self._backward
         )
 
     def _run_forward(self, half: Half, keep: bool) -> None:

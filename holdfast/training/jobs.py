@@ -8,9 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from holdfast.core.training_cost import BACKWARDS, LayerHalves, UnitKind
+from holdfast.training.losses import Adam
 from holdfast.training.order import Order, pack
 
 ALL_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -109,6 +110,17 @@ class Hyperparameters:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to 2^63 - 1")
 
     @property
+    def adam(self) -> Adam:
+        """The optimizer's parameters at the peak of the learning rate."""
+        return Adam(
+            learning_rate=self.learning_rate,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=self.weight_decay,
+            grad_clip_norm=self.max_grad_norm,
+        )
+
+    @property
     def scale(self) -> float:
         """LoRA's factor alpha / rank."""
         return self.alpha / self.rank
@@ -141,6 +153,8 @@ class TrainingJob:
     """SHA-256 of the file of validation examples; empty without one."""
     threads: int = 0
     """Number of CPU threads that the job began with, on which the last bits depend; 0 on a GPU."""
+    driven: bool = False
+    """Whether its work comes as calls of its owner. It then has no examples, and epochs and batches mean nothing."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, sort_keys=True)
@@ -160,6 +174,8 @@ class TrainingJob:
         """SHA-256 of everything that the job's result depends on. A state belongs to the job with its digest."""
         values = asdict(self)
         del values["threads"]
+        if not self.driven:
+            del values["driven"]
         if not self.hyperparameters.dora:  # states of jobs from before there was a choice have a digest without it
             del values["hyperparameters"]["dora"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
@@ -191,6 +207,8 @@ class JobSteps:
     lengths: Sequence[int]
     """Number of tokens of each example."""
     validation_lengths: Sequence[int] = ()
+    final: ClassVar[bool] = True
+    """Whether `count` is the number of all steps: the examples and the epochs say it."""
 
     def __post_init__(self) -> None:
         limit = self.job.hyperparameters.micro_batch

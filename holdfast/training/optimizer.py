@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim.adamw import adamw
 
-BETAS = (0.9, 0.999)
-EPS = 1e-8
+from holdfast.training.losses import Adam
 
 Pieces = Sequence[torch.Tensor]
 """A vector in pieces, in a fixed order. Sums over it are taken piece by piece."""
@@ -21,27 +20,26 @@ def adamw_step(
     variances: Pieces,
     *,
     number: int,
-    learning_rate: float,
-    max_norm: float,
-    weight_decay: float = 0.0,
+    adam: Adam,
     norm: torch.Tensor | None = None,
-) -> None:
+) -> torch.Tensor:
     """One update, in place, of params and of the running means of gradients and of their squares; float32.
 
-    `number` counts from 1. Gradients are first scaled in place, so that the norm of all is at most `max_norm`. `norm`
-    is that of all gradients, if there are others than `grads`.
+    `number` counts updates from 1. Gradients are first scaled in place, so that the norm of all is at most that of
+    `adam`. `norm` is that of all gradients, if there are others than `grads`. Returns the norm before the scaling, with
+    no dimensions, on the device.
     """
     if norm is None:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*grads])))
     steps = torch.full((len(params),), number - 1.0, device=norm.device)
-    first, second = BETAS
     # Gradients are scaled in the same pass. PyTorch's option for loss scaling does the same arithmetic as clipping.
     adamw(
         [*params], [*grads], [*means], [*variances], [], [*steps],
-        fused=True, grad_scale=torch.clamp((norm + 1e-6) / max_norm, min=1.0),
-        lr=learning_rate, beta1=first, beta2=second, eps=EPS, weight_decay=weight_decay,
+        fused=True, grad_scale=torch.clamp((norm + 1e-6) / adam.max_norm, min=1.0),
+        lr=adam.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps, weight_decay=adam.weight_decay,
         amsgrad=False, maximize=False,
     )  # fmt: skip
+    return norm
 
 
 def learning_rate(step: int, *, steps: int, peak: float, warmup: float) -> float:

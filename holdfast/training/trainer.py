@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from holdfast.core.training_cost import HALVES
 from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.kernels.collectives.protocol import in_rows
 from holdfast.lm.kernels.training.attention import sent
+from holdfast.lm.kernels.training.losses import CrossEntropy
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter, layer_halves
 from holdfast.lm.parts.tuning.values import TrainingReport, TrainingSlice
@@ -387,7 +388,7 @@ class Trainer:
             batch.units,
             known.halves.pack(ids, batch.lengths),
             targets,
-            weights,
+            CrossEntropy(weights),
             resident.adapters,
             resident.fresh if known.micro_batch else resident.grads,
             self._stages,
@@ -402,9 +403,7 @@ class Trainer:
             adamw_step(
                 *(vectors[name] for name in ("params", "grads", "means", "variances")),
                 number=known.step + 1,
-                learning_rate=rate,
-                max_norm=chosen.max_grad_norm,
-                weight_decay=chosen.weight_decay,
+                adam=replace(chosen.adam, learning_rate=rate),
                 norm=self._sum_gradients(vectors["grads"]),
             )
         _cast(vectors)

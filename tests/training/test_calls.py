@@ -331,9 +331,9 @@ def test_calls_are_steps_and_their_units_are_those_of_jobs() -> None:
     steps = steps_for(micro_batch=HEAD_ROWS + 2)
     assert steps.count == 0 and steps.num_layers == 2
     lengths = (HEAD_ROWS, 2, 3, 5, HEAD_ROWS + 2)
-    for number, kind in enumerate(("forward", "forward_backward", "optimize", "save")):
+    for number, kind in enumerate(("forward", "forward_backward", "optimize", "save", "load")):
         steps.add(call_of(number, kind), lengths if number < 2 else ())  # type: ignore[arg-type]
-    assert steps.count == 4
+    assert steps.count == 5 and not steps.final
     halves = ["attention", "mlp"] * 2
     backward = ["mlp_backward", "attention_backward"] * 2
     assert kinds(steps, 0) == [halves + ["head"] * 2, [*halves, "head"], halves + ["head"] * 2]
@@ -342,8 +342,9 @@ def test_calls_are_steps_and_their_units_are_those_of_jobs() -> None:
     assert [batch.lengths for batch in steps.micro_batches(1)] == [lengths[:2], lengths[2:4], lengths[4:]]
     assert [batch.validation for batch in steps.micro_batches(0)] == [True] * 3
     assert [batch.validation for batch in steps.micro_batches(1)] == [False] * 3
-    (update,) = steps.micro_batches(2)
-    assert update.units == (Unit("optimizer", 0),) and update.tokens == 0
+    for step in (2, 4):
+        (update,) = steps.micro_batches(step)
+        assert update.units == (Unit("optimizer", 0),) and update.tokens == 0
     assert steps.micro_batches(3) == ()
     assert not steps.validates(0) and not steps.checkpoint_after(3)
     assert steps.most_tokens == HEAD_ROWS + 2
@@ -357,7 +358,7 @@ def test_calls_come_one_after_the_other_and_a_refused_one_is_an_empty_step() -> 
     with pytest.raises(ValueError, match="example 1 has 11 tokens; a micro-batch holds 10"):
         steps.add(call_of(5, "forward"), (3, 11))
     assert steps.count == 5
-    steps.skip(5)
+    steps.refuse(5)
     steps.add(call_of(6, "forward"), (3, 10))
     assert steps.micro_batches(5) == () and len(steps.micro_batches(6)) == 2
     assert steps.call(6).kind == "forward"

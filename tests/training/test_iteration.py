@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.lm.kernels.training.losses import CrossEntropy
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, layer_halves
@@ -49,15 +50,16 @@ class Run:
             units_of(layer_halves(model.decoder), TOKENS, backward=True, optimizer=False),
             halves.pack(ids, LENGTHS),
             ids.roll(-1),
-            torch.rand(TOKENS, generator=fixed) / TOKENS,
+            CrossEntropy(torch.rand(TOKENS, generator=fixed) / TOKENS),
             [layout.views(layer, part) for layer, part in enumerate(layout.split(vector))],
             [layout.views(layer, part) for layer, part in enumerate(layout.split(self.grads))],
         )
 
     def result(self) -> bytes:
-        """The bits of the gradients and the loss."""
+        """The bits of the gradients, the loss and the log probabilities."""
         assert self.iteration.done and torch.isfinite(self.grads).all()
-        return self.grads.numpy().tobytes() + self.iteration.loss.numpy().tobytes()
+        numbers = self.grads, self.iteration.loss, self.iteration.logprobs
+        return b"".join(each.numpy().tobytes() for each in numbers)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,7 @@ def test_the_head_is_cut_into_chunks_whose_losses_add_up(model: Decoder, monkeyp
     assert sum(unit.kind == "head" for unit in cut.iteration.units) == 4
     cut.iteration.run(0, len(cut.iteration.units), keep=True)
     torch.testing.assert_close(cut.iteration.loss, run.iteration.loss)
+    torch.testing.assert_close(cut.iteration.logprobs, run.iteration.logprobs)
     torch.testing.assert_close(cut.grads, run.grads, atol=1e-6, rtol=1e-4)
 
 

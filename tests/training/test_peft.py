@@ -11,6 +11,7 @@ import torch
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.training.fused_ops import FusedTrainingOps
+from holdfast.lm.kernels.training.losses import CrossEntropy
 from holdfast.lm.models import halves as halves_module
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
@@ -160,7 +161,7 @@ def assert_gradients_are_peft_s(
         units_of(layers, len(ids), backward=True, optimizer=False),
         halves.pack(ids, lengths),
         ids.roll(-1),
-        weights / weights.sum(),
+        CrossEntropy(weights / weights.sum()),
         by_layer(layout, vector),
         by_layer(layout, grads),
     )

@@ -42,6 +42,20 @@ from holdfast.lm.parts.tuning.messages import (
     StartJob,
     ToEngine,
 )
+from holdfast.training.calls import (
+    CALLS,
+    RESULTS,
+    Call,
+    CallData,
+    CallResult,
+    Datum,
+    Limits,
+    call_path,
+    read_call,
+    read_result,
+    result_path,
+    write_call,
+)
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, digest_of, write_examples
 from holdfast.training.jobs import (
     ALL_MODULES,
@@ -51,14 +65,22 @@ from holdfast.training.jobs import (
     auto_epochs,
     short_module,
 )
+from holdfast.training.losses import Adam, Loss
 
 __all__ = [
     "ALL_MODULES",
+    "CALLS",
     "EXAMPLES_FILE",
+    "RESULTS",
     "VALIDATION_EXAMPLES",
     "VALIDATION_FILE",
+    "Adam",
+    "Call",
+    "CallData",
     "CallDone",
     "CallFailed",
+    "CallResult",
+    "Datum",
     "DrivenEvent",
     "DrivenInfo",
     "DrivenRun",
@@ -71,13 +93,20 @@ __all__ = [
     "JobStart",
     "JobStatus",
     "JobStep",
+    "Limits",
+    "Loss",
     "TuningClient",
     "TuningError",
     "TuningRun",
     "auto_batch_size",
     "auto_epochs",
+    "call_path",
     "digest_of",
+    "read_call",
+    "read_result",
+    "result_path",
     "short_module",
+    "write_call",
     "write_examples",
 ]
 

@@ -44,6 +44,7 @@ from holdfast.lm.kernels.training import training_ops_for
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
 from holdfast.lm.kernels.training.experts import experts_backward
 from holdfast.lm.kernels.training.loss import shared_loss_backward
+from holdfast.lm.kernels.training.losses import PositionLoss
 from holdfast.lm.kernels.training.ops import product_in_float32, wide
 from holdfast.lm.kernels.training.recurrence import TrainingRecurrence
 from holdfast.lm.models.adapted import AdaptedModules, adapted_modules
@@ -469,11 +470,12 @@ class Halves:
         self._ops.add_norm_backward(x.zero_() if self._spec.parallel else gradient, back, source, norm)
 
     def head(
-        self, stream: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, backward: bool
-    ) -> torch.Tensor:
-        """The sum of the weighted cross entropies of rows [C, hidden]; with `backward`, the rows become their gradient.
+        self, stream: torch.Tensor, targets: torch.Tensor, loss: PositionLoss, *, backward: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the losses of rows [C, hidden], and the log probability of each row's target, [C].
 
-        `targets` is [C] int64, `weights` is [C] float32. The result has no dimensions and stays on the device.
+        `targets` is [C] int64. With `backward`, the rows become their gradient; otherwise they stay. The results stay
+        on the device. They are float32, or float64 for float64 rows.
         """
         head, norm, narrow = self._dense(self.model.lm_head), self.model.norm, self.model.project_out
         cap = self._spec.logit_softcap
@@ -490,10 +492,10 @@ class Halves:
         if divisor != 1.0:
             logits.div_(divisor)
         if self._group is None:
-            losses = self._ops.loss_backward(logits, targets, weights)
+            losses, logprobs = self._ops.loss_backward(logits, targets, loss, backward=backward)
         else:
             first = self.model.shard.vocabulary(self._spec.vocab_size).start
-            losses = shared_loss_backward(logits, targets, weights, first, self._group)
+            losses, logprobs = shared_loss_backward(logits, targets, loss, first, self._group, backward=backward)
         if backward:
             if divisor != 1.0:
                 logits.div_(divisor)
@@ -501,7 +503,7 @@ class Halves:
             gradient = torch.zeros_like(stream)
             self._ops.add_norm_backward(gradient, back if narrow is None else back @ narrow, stream, norm)
             stream.copy_(gradient)
-        return losses.sum()
+        return losses.sum(), logprobs
 
     def _mix(
         self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept

@@ -10,6 +10,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.protocol import Body, parse
 from holdfast.server.routes.http import JSON, described, read_body, tenant_of
 from holdfast.server.tinker.protos import require
+from holdfast.server.tinker.requests import CancelFuture
 from holdfast.server.tinker.sample_requests import CreateSamplingSession, JoinSamplingSession, Sample
 from holdfast.server.tinker.sampling import Samplers
 
@@ -18,7 +19,7 @@ SAMPLE = f"{API}/asample"
 
 
 def add_sampling_routes(app: FastAPI, samplers: Samplers, config: ServerConfig) -> None:
-    """Add POST create_sampling_session, join_sampling_session and asample, and GET samplers/{id}."""
+    """Add POST create_sampling_session, join_sampling_session, asample and cancel_future, and GET samplers/{id}."""
 
     async def read(request: Request, shape: type[Body]) -> Body:
         body = await read_body(request, config)
@@ -43,6 +44,12 @@ def add_sampling_routes(app: FastAPI, samplers: Samplers, config: ServerConfig) 
         """A sampling session."""
         found = await samplers.get(tenant_of(request), sampler_id)
         return {"sampler_id": found.id, "base_model": found.base, "model_path": found.path}
+
+    @app.post(f"{API}/cancel_future", openapi_extra=described(CancelFuture))
+    async def cancel(request: Request) -> Response:
+        """Abort a sample whose result nobody wants any more. Other requests go on."""
+        await samplers.cancel(tenant_of(request), (await read(request, CancelFuture)).request_id)
+        return Response(status_code=204)
 
     @app.post(SAMPLE, openapi_extra=described(Sample))
     async def sample(request: Request) -> Response:

@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from holdfast.engine.client.tuning import Adam, Call, Datum, Loss
-from holdfast.server.protocol import ApiError, invalid
+from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.tinker.protos import BFLOAT16, FLOAT32, INT32, INT64, messages
 from holdfast.server.tinker.values import Kind
 
@@ -56,6 +58,11 @@ def digest_of(kind: str, content: bytes) -> str:
     return hashlib.sha256(kind.encode() + b"\0" + content).hexdigest()
 
 
+def digest_of_body(kind: str, body: RequestBody) -> str:
+    """Return the digest of a request with a JSON body. The order of its fields does not matter."""
+    return digest_of(kind, msgspec.json.encode(body, order="deterministic"))
+
+
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     """Decode a body from its content encoding.
 
@@ -76,7 +83,8 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
             raise ApiError(reason, status=413, code="body_too_large")
         if size < 0:
             raise ApiError("the body's zstd frame does not give its size", code="invalid_encoding")
-        return zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
+        found: bytes = zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
+        return found
     except zstandard.ZstdError:
         raise ApiError("the body is not in the encoding zstd", code="invalid_encoding") from None
 

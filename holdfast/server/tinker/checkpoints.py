@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec import structs
 
@@ -28,6 +28,8 @@ TTL_SECONDS = (3600, 10 * 366 * 86400)
 """Shortest and longest time for which a client may keep a checkpoint, as in Tinker: an hour, and ten years."""
 DIRECTORY = "checkpoints"
 PIECE = 1 << 20
+
+T = TypeVar("T")
 
 
 class Path3(NamedTuple):
@@ -70,6 +72,10 @@ class Checkpoints:
         """`directory` has a directory for each model."""
         self._store, self._files, self._now = store, files, now
         self.directory = directory
+
+    async def on_disk(self, work: Callable[[], T]) -> T:
+        """Run work that reads or deletes files of checkpoints in a thread. Raises OSError."""
+        return await self._files.on_disk(work)
 
     def new(
         self,

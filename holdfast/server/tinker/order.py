@@ -25,7 +25,7 @@ from holdfast.server.tinker.values import Checkpoint, Future, Model
 HELD = "held"
 """Name of the folder, in a model's directory, of requests that wait for earlier ones."""
 GAP_SECONDS = 120.0
-"""Seconds that requests wait for an earlier one that has not arrived. Then they fail, and the numbers after them go on."""
+"""Seconds that requests wait for one that has not arrived. Then they fail, and the numbers after them go on."""
 AGAIN = Limits(vocabulary=1 << 31, tokens=MOST_CALL_TOKENS)
 """Limits for reading a held request, which was checked when it arrived."""
 

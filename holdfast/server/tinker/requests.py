@@ -30,7 +30,7 @@ class CreateSession(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     harmless: ClassVar[tuple[str, ...]] = ("type", "project_id")
 
-    tags: Annotated[list[Text], Meta(max_length=64)] = []
+    tags: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     user_metadata: dict[str, Any] | None = None
     sdk_version: Text = ""
     display_name: Text | None = None
@@ -63,7 +63,7 @@ class LoraConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The `lora_config` parameter."""
 
     rank: Annotated[int, Meta(ge=1, le=1024)]
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
@@ -94,6 +94,15 @@ class OfModel(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST get_info and unload_model."""
 
     model_id: Id
+
+
+class OfCall(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST save_weights_external, of which only the model and the number matter."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("type", "path", "ttl_seconds", "age_encryption_recipients")
+
+    model_id: Id
+    seq_id: Seq
 
 
 class OptimStep(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):

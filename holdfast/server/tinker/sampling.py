@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing, suppress
+from typing import NamedTuple
 
 from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, MAX_SEED, FinishReason
 from holdfast.server.conversations.store import AsyncStore
@@ -48,6 +49,13 @@ SMALL = 1 << 14
 log = logging.getLogger("holdfast.server")
 
 
+class Running(NamedTuple):
+    """A sample that this server carries out."""
+
+    tenant: str
+    task: asyncio.Task[None]
+
+
 class Samplers:
     """The sampling sessions of one server, which carries out the samples that it has accepted."""
 
@@ -78,7 +86,7 @@ class Samplers:
             pause=BATCH,
         )
         """Lane of samples. They hold at most half of the engine's queue, so chats find places there."""
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, Running] = {}
         """The samples that this server carries out, by the id of their future."""
         self._used: dict[str, float] = {}
         """Time of the last note of each sampling session's use."""
@@ -93,7 +101,7 @@ class Samplers:
     async def close(self) -> None:
         """Abort the samples. A client that sends one again gets it from another server. May be called twice."""
         self._closed = True
-        tasks = [*self._running.values(), *([] if self._ticking is None else [self._ticking])]
+        tasks = [*(each.task for each in self._running.values()), *([] if self._ticking is None else [self._ticking])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,7 +140,8 @@ class Samplers:
         now, base = self._now(), self._service.client.info.model
         path = None if checkpoint is None else checkpoint.path
         id = f"{session}:sample:{seq}"
-        sampler = Sampler(id, tenant, session, seq, base, path, checkpoint and checkpoint.id, now, now)
+        source = None if checkpoint is None else checkpoint.id
+        sampler = Sampler(id, tenant, session, seq, base, path, source, now, now)
         found = await self._store.run(lambda store: SamplerTable(store.database).open(sampler))
         if found.checkpoint != sampler.checkpoint:
             reason = f"sampling session {seq} of {session[:64]} was created with other weights"
@@ -191,7 +200,7 @@ class Samplers:
             return future, RequestUsage(), None
         usage = RequestUsage()
         task = asyncio.create_task(self._run(future, wanted, prompt, checkpoint, usage))
-        self._running[future.id] = task
+        self._running[future.id] = Running(tenant, task)
         task.add_done_callback(lambda _: self._running.pop(future.id, None))
         return future, usage, task
 
@@ -211,9 +220,9 @@ class Samplers:
 
     async def _abort(self, id: str, reason: str) -> None:
         """Abort a sample, at whichever server it runs, and end its future."""
-        if (task := self._running.get(id)) is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if (running := self._running.get(id)) is not None:
+            running.task.cancel()
+            await asyncio.gather(running.task, return_exceptions=True)
         await self._futures.fail(id, reason, "user")
 
     async def _item(self, wanted: Sample, tenant: str) -> tuple[str, Checkpoint | None]:
@@ -295,6 +304,7 @@ class Samplers:
                     sampled[choice].add(delta)
         finally:
             usage.include(answer.usage)
+            usage.wanted = request.changed(model=self._service.client.info.model)  # Weights have no names of their own.
         if any(each.reason not in (FinishReason.STOP, FinishReason.LENGTH) for each in sampled):
             raise ApiError("the engine has aborted the sample", status=503, code="aborted")
         return sample_response(
@@ -311,11 +321,19 @@ class Samplers:
     async def _tick(self) -> None:
         while True:
             try:
+                await self._stop_ended()
                 for session in await self._store.read(lambda store: SamplerTable(store.database).sessions()):
                     await self._look_at(session)
             except (ApiError, OSError) as error:
                 log.warning("sampling sessions cannot be released now: %s", error)
             await asyncio.sleep(self._tick_seconds)
+
+    async def _stop_ended(self) -> None:
+        """Abort the samples here whose futures other servers have ended, because their clients cancelled them."""
+        for id, running in [*self._running.items()]:
+            future = await self._futures.get(running.tenant, id)
+            if future.state != "pending":
+                running.task.cancel()
 
     async def _look_at(self, session: str) -> None:
         """Release the sampling sessions of a session that has ended, and unnamed weights that nobody uses."""
@@ -324,6 +342,10 @@ class Samplers:
         if await self._ended(session, own[0].tenant if own else ""):
             await self._release(own)
             return
+        if await self._sessions.away(session):
+            for sampler in own:
+                for future in await self._futures.of_item(sampler.id):
+                    await self._abort(future.id, "its client has sent no heartbeat for some minutes")
         newest = {sampler.path.rpartition("/")[0]: sampler.id for sampler in own if sampler.path is not None}
         for sampler in own:
             if sampler.path is None or newest[sampler.path.rpartition("/")[0]] == sampler.id:

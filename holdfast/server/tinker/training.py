@@ -1,4 +1,4 @@
-"""Training: the models of one server, from the requests of clients to the runners that let the engine carry them out."""
+"""Training: the models of one server, from the requests of clients to the runners that pass calls to the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.locks import Owner
 from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.service import Service
-from holdfast.server.tinker.calls import Bounds, Wanted, digest_of, read_forward, read_update
+from holdfast.server.tinker.calls import Bounds, Wanted, digest_of, digest_of_body, read_forward, read_update
 from holdfast.server.tinker.checkpoints import Checkpoints, check_name, check_ttl
 from holdfast.server.tinker.futures import Futures, new_future
 from holdfast.server.tinker.order import Arrival, hold, write_in
@@ -28,6 +28,7 @@ from holdfast.server.tinker.requests import (
     CreateModel,
     LoadWeights,
     LoraConfig,
+    OfCall,
     OptimStep,
     SaveForSampler,
     SaveWeights,
@@ -36,7 +37,7 @@ from holdfast.server.tinker.results import FORWARDS, forward_output
 from holdfast.server.tinker.runner import ModelRunner, Samplers, Shared
 from holdfast.server.tinker.sessions import Sessions
 from holdfast.server.tinker.tables import FutureTable, ModelTable, SessionTable
-from holdfast.server.tinker.values import Checkpoint, CheckpointKind, Future, Model
+from holdfast.server.tinker.values import Checkpoint, CheckpointKind, Future, Kind, Model
 
 MOST_MODELS = 64
 """Maximum number of open models, of all tenants."""
@@ -118,6 +119,21 @@ class Training:
         """Name of the base model."""
         return self._client.info.model
 
+    @property
+    def tokenizer(self) -> str:
+        """Name by which clients find the tokenizer: the base model's id, or its served name if it is in a directory."""
+        name = self._client.config.model
+        return self.base if name is None or Path(name).exists() else name
+
+    def capability(self) -> dict[str, Any]:
+        """Return Tinker's description of the base model."""
+        return {
+            "model_name": self.base,
+            "max_context_length": self._client.info.max_model_len,
+            "trainable": self.trains,
+            "sampleable": True,
+        }
+
     async def create(self, wanted: CreateModel, tenant: str) -> Future:
         """Create a model. The request ends when the engine has opened it. Raises ApiError."""
         self._check_on()
@@ -127,7 +143,7 @@ class Training:
             raise invalid("lora_config is missing; models are trained as LoRA adapters", "lora_config")
         self._check_lora(wanted.lora_config)
         model = self._new_model(tenant, session.id, wanted.model_seq_id, wanted.lora_config, wanted.user_metadata)
-        digest = digest_of("create_model", repr(wanted).encode())
+        digest = digest_of_body("create_model", wanted)
         future = new_future(tenant, model.id, 0, "create_model", digest, self._now())
         return await self._add_model(model, future)
 
@@ -178,6 +194,10 @@ class Training:
         self._unload([id])
         return found
 
+    def lost(self, future: Future) -> bool:
+        """Whether a request to sample is pending at a server that has ended, so that its client must ask again."""
+        return self._shared.samplers.lost(future)
+
     async def finish_session(self, tenant: str, id: str, reason: str) -> None:
         """Finish a session and unload its models. Raises ApiError 404."""
         self._unload(await self.sessions.finish(tenant, id, reason))
@@ -200,7 +220,7 @@ class Training:
     async def optimize(self, wanted: OptimStep, tenant: str) -> Future:
         """Take an update. Raises ApiError."""
         model = await self.model(tenant, wanted.model_id)
-        digest = digest_of("optimize", repr((wanted.adam_params, wanted.optimizer_params)).encode())
+        digest = digest_of_body("optimize", wanted)
         call = read_update(wanted.adam_params, wanted.optimizer_params)
         return await self._add(model, Arrival(seq=wanted.seq_id, digest=digest, wanted=call))
 
@@ -215,13 +235,6 @@ class Training:
         model = await self.model(tenant, wanted.model_id)
         if wanted.path is not None:
             return await self._save(model, wanted, "sampler", wanted.path)
-        if wanted.sampling_session_seq_id is None:
-            raise invalid("give path, or sampling_session_seq_id for a sampling session", "path")
-        if wanted.kind == "inflight":
-            reason = (
-                "kind is 'inflight'; weights that change under a sampling session are not supported, use 'snapshot'"
-            )
-            raise invalid(reason, "kind", "unsupported_kind")
         return await self._save(
             model, wanted, "sampler", f"unnamed-{wanted.seq_id}", sampler=wanted.sampling_session_seq_id
         )
@@ -237,9 +250,11 @@ class Training:
         sampler: int | None = None,
     ) -> Future:
         """Take a request that saves a model. With `sampler`, the checkpoint is not listed."""
-        call_kind = "save" if kind == "training" else "save_adapter"
-        digest = digest_of(call_kind, repr(wanted).encode())
-        fault, saves, detail = "", (), {}
+        call_kind: Kind = "save" if kind == "training" else "save_adapter"
+        digest = digest_of_body(call_kind, wanted)
+        fault = ""
+        saves: tuple[Checkpoint, ...] = ()
+        detail: dict[str, Any] = {}
         call: Call | None = None
         try:
             await self._check_save(model, wanted, kind, name, overwrite)
@@ -259,17 +274,26 @@ class Training:
         self, model: Model, wanted: SaveWeights | SaveForSampler, kind: CheckpointKind, name: str, overwrite: bool
     ) -> None:
         """Raises ApiError for a name that cannot be used, and for a time that is too short or too long."""
+        if wanted.path is None and getattr(wanted, "sampling_session_seq_id", 0) is None:
+            raise invalid("give path, or sampling_session_seq_id for a sampling session", "path")
         check_name(name)
         check_ttl(wanted.ttl_seconds)
         known = await self._known(model.id, wanted.seq_id)
         if known is None and not overwrite and await self.checkpoints.taken(model.id, kind, name):
             raise invalid(f"the model has a checkpoint {name!r} already; choose another name", "path", "name_taken")
 
+    async def refuse(self, wanted: OfCall, tenant: str, reason: str) -> Future:
+        """Take a request of a kind that is not supported. It fails in its turn, and those after it go on."""
+        model = await self.model(tenant, wanted.model_id)
+        calls = Wanted("save", None, fault=reason)
+        digest = digest_of_body("refused", wanted)
+        return await self._add(model, Arrival(seq=wanted.seq_id, digest=digest, wanted=calls))
+
     async def load(self, wanted: LoadWeights, tenant: str) -> Future:
         """Load a checkpoint into a model, or create a model from it. Raises ApiError."""
         if wanted.model_id is not None and wanted.seq_id is not None:
             model = await self.model(tenant, wanted.model_id)
-            digest = digest_of("load", repr(wanted).encode())
+            digest = digest_of_body("load", wanted)
             calls = await self._wanted_load(model, wanted, tenant)
             arrival = Arrival(seq=wanted.seq_id, digest=digest, wanted=calls, detail={"path": wanted.path})
             return await self._add(model, arrival)
@@ -299,8 +323,10 @@ class Training:
             train_unembed=source.unembed,
         )  # fmt: skip
         model = self._new_model(tenant, session.id, wanted.model_seq_id, lora, wanted.user_metadata)
-        digest = digest_of("load", repr(wanted).encode())
-        if (known := await self._known(model.id, 0)) is not None and known.digest == digest:
+        digest = digest_of_body("load", wanted)
+        if (known := await self._known(model.id, 0)) is not None:
+            if known.digest != digest:
+                raise invalid(f"model_seq_id {wanted.model_seq_id} was used for another model", "model_seq_id")
             return known
         future = new_future(
             tenant, model.id, 0, "load", digest, self._now(), call=0, detail={"path": wanted.path}

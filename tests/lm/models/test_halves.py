@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from holdfast.core.training_cost import PLAIN
 from holdfast.lm.kernels.int4 import Int4Weight, pack
+from holdfast.lm.kernels.training.losses import CrossEntropy
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec
@@ -225,17 +226,19 @@ def test_the_gradient_of_the_head_is_autograd_s() -> None:
     model = decoder_of(spec)
     halves = Halves(model, AdapterLayout(spec, ("q",), 1), SCALE)
     x, targets = drawn(2, 6, spec.hidden_size), torch.tensor([0, 36, 4, 4, 1, 2])
-    weights = torch.tensor([0.5, 0.0, 1.0, 0.25, 0.125, 1.0])
+    weights = torch.tensor([0.5, 0.0, -1.0, 0.25, 0.125, 1.0])
     stream = x.clone()
     with torch.no_grad():
-        untouched = halves.head(stream, targets, weights, backward=False)
+        untouched, early = halves.head(stream, targets, CrossEntropy(weights), backward=False)
         assert torch.equal(stream, x)
-        loss = halves.head(stream, targets, weights, backward=True)
+        loss, logprobs = halves.head(stream, targets, CrossEntropy(weights), backward=True)
     x = x.requires_grad_()
     logits = Reference(model, SCALE).norm(x, model.norm) @ model.lm_head.T
-    wanted = (functional.cross_entropy(logits, targets, reduction="none") * weights).sum()
+    entropies = functional.cross_entropy(logits, targets, reduction="none")
+    wanted = (entropies * weights).sum()
     torch.testing.assert_close(loss, wanted.detach())
-    assert torch.equal(loss, untouched)
+    torch.testing.assert_close(logprobs, -entropies.detach())
+    assert torch.equal(loss, untouched) and torch.equal(early, logprobs)
     torch.testing.assert_close(stream, torch.autograd.grad(wanted, x)[0])
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.linear.layers import Rotation
+from holdfast.lm.kernels.training.losses import PositionLoss
 from holdfast.lm.kernels.training.ops import TrainingOps
 
 GATED_AT_A_TIME = 1024
@@ -79,14 +80,21 @@ class FusedTrainingOps(TrainingOps):
         )  # fmt: skip
         return out
 
-    def loss_backward(self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def loss_backward(
+        self, logits: torch.Tensor, targets: torch.Tensor, loss: PositionLoss, *, backward: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, vocabulary = logits.shape
-        losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        logprobs, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
         block = min(LOGITS_AT_A_TIME, triton.next_power_of_2(vocabulary))
-        loss_backward_kernel[(rows,)](
-            logits, targets, weights, losses, vocabulary, logits.stride(0), BLOCK=block, num_warps=16
+        logprobs_kernel[(rows,)](
+            logits, targets, logprobs, log_sums, vocabulary, logits.stride(0), BLOCK=block, num_warps=16
         )
-        return losses
+        losses, factors = loss.of(logprobs)
+        if backward:
+            logits_backward_kernel[(rows, triton.cdiv(vocabulary, block))](
+                logits, targets, log_sums, factors, vocabulary, logits.stride(0), BLOCK=block, num_warps=16
+            )
+        return losses, logprobs
 
 
 @triton.jit
@@ -200,15 +208,10 @@ def rotate_backward_kernel(
 
 
 @triton.jit
-def loss_backward_kernel(logits, targets, weights, losses, vocabulary, stride, BLOCK: tl.constexpr):
-    """Cross entropy of one row times its weight; the logits become their gradient. Program (row).
-
-    The row is read twice: once for its largest number and its sum of exponentials, once to write the gradient.
-    """
+def logprobs_kernel(logits, targets, logprobs, log_sums, vocabulary, stride, BLOCK: tl.constexpr):
+    """The log probability of each row's target, and the logarithm of the row's sum of exponentials. Program (row)."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    target = tl.load(targets + row)
-    weight = tl.load(weights + row)
     column = tl.arange(0, BLOCK)
     # This number is below every logit and finite, so a column without a logit adds nothing.
     largest = tl.full([BLOCK], -1e30, tl.float32)
@@ -222,15 +225,21 @@ def loss_backward_kernel(logits, targets, weights, losses, vocabulary, stride, B
         largest = above
     top = tl.max(largest, 0)
     log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
-    chosen = tl.load(start + target).to(tl.float32)
-    tl.store(losses + row, (log_sum - chosen) * weight)
-    # The target's logit is read above, before any is overwritten.
+    chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
+    tl.store(logprobs + row, chosen - log_sum)
+    tl.store(log_sums + row, log_sum)
+
+
+@triton.jit
+def logits_backward_kernel(logits, targets, log_sums, factors, vocabulary, stride, BLOCK: tl.constexpr):
+    """The logits become factor (softmax - onehot), in place. Program (row, part of the row)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = column < vocabulary
+    at = logits + row * stride + column
+    score = tl.load(at, mask=held, other=0.0).to(tl.float32)
+    onehot = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    back = (tl.exp(score - tl.load(log_sums + row)) - onehot) * tl.load(factors + row)
+    # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()
-    for first in range(0, vocabulary, BLOCK):
-        at = first + column
-        held = at < vocabulary
-        score = tl.load(start + at, mask=held, other=0.0).to(tl.float32)
-        back = (tl.exp(score - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
-        # Several threads may hold the same element, and all must read it before one writes it.
-        tl.debug_barrier()
-        tl.store(start + at, back.to(logits.dtype.element_ty), mask=held)
+    tl.store(at, back.to(logits.dtype.element_ty), mask=held)

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS, LayerOps, Rotation
+from holdfast.lm.kernels.training.losses import PositionLoss
 
 SUMMED_TOGETHER = 128
 """Number of tokens whose sums travel between devices as one row. One row per token would mean one wait per token."""
@@ -142,20 +143,23 @@ class TrainingOps:
         rows = functional.pad(sums, (0, 0, 0, -tokens % SUMMED_TOGETHER)).view(-1, SUMMED_TOGETHER * width)
         return self.layers.group.all_reduce(rows).view(-1, width)[:tokens]
 
-    def loss_backward(self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The cross entropy of each row times its weight, [C]. `logits` [C, vocabulary] become their gradient.
+    def loss_backward(
+        self, logits: torch.Tensor, targets: torch.Tensor, loss: PositionLoss, *, backward: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of each row, [C], and the log probability of its target, [C].
 
-        `targets` [C] int64, `weights` [C] float32.
+        `targets` [C] int64. With `backward`, `logits` [C, vocabulary] become their gradient; otherwise they stay. The
+        results are float32, or float64 for float64 logits.
         """
-        scores = wide(logits)
-        logs = torch.log_softmax(scores, dim=-1)
-        weights = weights.to(scores.dtype)
+        logs = torch.log_softmax(wide(logits), dim=-1)
         chosen = targets[:, None]
-        losses = -logs.gather(1, chosen)[:, 0] * weights
-        back = logs.exp_()
-        back.scatter_add_(1, chosen, torch.full_like(chosen, -1, dtype=back.dtype))
-        logits.copy_(back.mul_(weights[:, None]))
-        return losses
+        logprobs = logs.gather(1, chosen)[:, 0]
+        losses, factors = loss.of(logprobs)
+        if backward:
+            back = logs.exp_()
+            back.scatter_add_(1, chosen, torch.full_like(chosen, -1, dtype=back.dtype))
+            logits.copy_(back.mul_(factors[:, None]))
+        return losses, logprobs
 
     def _activation_backward(self, back: torch.Tensor, given: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
         """The gradient of `given` from that of its activation, all in the dtype that sums are taken in."""

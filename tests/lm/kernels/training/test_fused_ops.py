@@ -12,9 +12,11 @@ from torch.nn import functional
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 from holdfast.lm.kernels.training import ops
 from holdfast.lm.kernels.training.fused_ops import FusedTrainingOps
+from holdfast.lm.kernels.training.losses import CrossEntropy
 from holdfast.lm.kernels.training.ops import TrainingOps, product_in_float32
 from tests.lm.kernels.linear.test_layers import DTYPES, EPS, assert_near, drawn, shape_of
 from tests.lm.kernels.linear.test_shards import Half
+from tests.losses import LOSSES, drawn_loss
 
 
 def both(shape: LayerShape) -> tuple[TrainingOps, TrainingOps]:
@@ -149,16 +151,30 @@ def test_gradients_of_norms_over_the_heads_of_two_devices_add_up_to_those_of_one
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [37, 9000])
-def test_loss_and_its_gradient_equal_float64(vocabulary: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_its_gradient_equal_float64(name: str, vocabulary: int, dtype: torch.dtype, device: str) -> None:
     fused, exact = both(shape_of(device, dtype))
     logits = drawn(4, vocabulary, device=device, dtype=dtype, spread=4)
     targets = torch.tensor([0, vocabulary - 1, 5, 5], device=device)
-    weights = torch.tensor([1.0, 0.25, 0.0, 0.5], device=device)
-    expected = logits.double()
-    losses = exact.loss_backward(expected, targets, weights)
-    torch.testing.assert_close(fused.loss_backward(logits, targets, weights).double(), losses, atol=1e-5, rtol=1e-5)
+    around = torch.log_softmax(logits.float(), -1)[torch.arange(4), targets]
+    loss = drawn_loss(name, 4, device=device, around=around.cpu())
+    expected, before = logits.double(), logits.clone()
+    wanted = exact.loss_backward(expected, targets, loss)
+    for found in (fused.loss_backward(logits, targets, loss, backward=False), None):
+        assert found is None or torch.equal(logits, before)
+        for one, other in zip(found or fused.loss_backward(logits, targets, loss), wanted, strict=True):
+            torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)
     assert_near(logits, expected)
-    assert not logits[2].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_position_without_weight_has_no_gradient(dtype: torch.dtype, device: str) -> None:
+    fused, _ = both(shape_of(device, dtype))
+    logits = drawn(3, 37, device=device, dtype=dtype, spread=4)
+    fused.loss_backward(
+        logits, torch.tensor([0, 1, 2], device=device), CrossEntropy(torch.tensor([1.0, 0.0, -0.5], device=device))
+    )
+    assert not logits[1].any() and logits[0].any() and logits[2].any()
 
 
 def test_a_product_in_float32_is_not_rounded_to_its_factors_dtype(device: str) -> None:

@@ -211,7 +211,7 @@ class Scripted:
         self.needs, self.held, self.max_blocks = Needs(least, most), held, max_blocks
         self.after = dict(after)
         """Blocks that stay in use after an action."""
-        self.runs = self.leaves = False
+        self.runs = self.leaves = self.rests = False
         self.in_flight = self.lent = 0
         self.acted, self.slices = [], []
 

@@ -1,0 +1,126 @@
+"""Turns: which tenant's job has the device next, by the time that each has used lately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+TURN_SECONDS = 30.0
+"""Device time that one tenant's jobs get before another's, if several tenants have jobs."""
+
+
+class Member(Protocol):
+    """A job that takes turns."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def lane(self) -> str:
+        """Jobs of a tenant with the same lane run one after the other; lanes take turns."""
+        ...
+
+
+M = TypeVar("M", bound=Member)
+
+
+class Accounts:
+    """The time that members of one kind have used, on a common scale. One that was away has at most a turn of credit.
+
+    Without that bound, a member that comes back after an hour would have the device for an hour.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[str, float] = {}
+        """Seconds that each member has used. One that came later began a turn below the others."""
+        self._last: dict[str, int] = {}
+        """Number of the turn that each member had last."""
+        self._present: frozenset[str] = frozenset()
+        """The members that had something to run when `update` was last called."""
+
+    def update(self, present: Sequence[str], known: frozenset[str]) -> None:
+        """Note which members have something to run now, and forget those that are not `known`."""
+        now = frozenset(present)
+        least = min((self._used[name] for name in self._present if name in self._used), default=0.0)
+        for name in now - self._present:
+            credit = least - TURN_SECONDS
+            self._used[name] = max(self._used.get(name, credit), credit)
+        self._present = now
+        self._used = {name: used for name, used in self._used.items() if name in known}
+        self._last = {name: turn for name, turn in self._last.items() if name in known}
+
+    def charge(self, name: str, seconds: float) -> None:
+        """Note that a member has used the device."""
+        self._used[name] = self._used.get(name, 0.0) + seconds
+
+    def begin_turn(self, name: str) -> None:
+        """Note that a member's turn begins."""
+        self._last[name] = 1 + max(self._last.values(), default=0)
+
+    def owed(self, name: str, other: str) -> float:
+        """Seconds that `name` has used more than `other`."""
+        return self._used.get(name, 0.0) - self._used.get(other, 0.0)
+
+    def last(self, name: str) -> int:
+        """Number of the turn that a member had last; 0 if it had none."""
+        return self._last.get(name, 0)
+
+
+class Turns:
+    """Chooses between jobs that have something to run.
+
+    A turn is over when its job has nothing to run, or between two of its steps: after TURN_SECONDS, or at once for a
+    tenant that has used TURN_SECONDS less than the job's own, if it comes back. So a job whose calls are short and
+    frequent is served between the steps of a long one, as long as it takes less than its share; and a tenant with many
+    short calls in a row does not keep out another. Lanes of one tenant share its time by the same rule.
+    """
+
+    def __init__(self) -> None:
+        self._tenants, self._lanes = Accounts(), Accounts()
+        self._turn = 0.0
+        """Seconds of the current turn so far."""
+
+    def charge(self, member: Member, seconds: float) -> None:
+        """Note that a job is planned to run for so many seconds."""
+        self._turn += seconds
+        self._tenants.charge(member.tenant, seconds)
+        self._lanes.charge(_lane(member), seconds)
+
+    def choose(self, ready: Sequence[M], current: M | None, known: Sequence[Member], *, between: bool) -> M | None:
+        """The job whose turn it is, out of those that are `ready`, in order of arrival; None if none is.
+
+        `current` had the last turn; None if it is gone. `between` says whether it may be interrupted now. `known` are
+        all jobs.
+        """
+        self._tenants.update([job.tenant for job in ready], frozenset(job.tenant for job in known))
+        self._lanes.update([_lane(job) for job in ready], frozenset(_lane(job) for job in known))
+        others = [job for job in ready if job is not current]
+        if current is not None and any(job is current for job in ready):
+            if not (between and any(self._passes(current, other) for other in others)):
+                return current
+            others = [job for job in others if self._passes(current, job)]
+        if current is not None or others:
+            self._turn = 0.0
+        chosen = min(others, key=self._rank, default=None)
+        if chosen is not None:
+            self._tenants.begin_turn(chosen.tenant)
+            self._lanes.begin_turn(_lane(chosen))
+        return chosen
+
+    def _passes(self, current: Member, other: Member) -> bool:
+        """Whether the turn passes from a job to another."""
+        if other.tenant != current.tenant:
+            owed = self._tenants.owed(current.tenant, other.tenant)
+        elif _lane(other) != _lane(current):
+            owed = self._lanes.owed(_lane(current), _lane(other))
+        else:
+            return False
+        return max(self._turn, owed) >= TURN_SECONDS
+
+    def _rank(self, job: Member) -> tuple[int, int]:
+        return self._tenants.last(job.tenant), self._lanes.last(_lane(job))
+
+
+def _lane(member: Member) -> str:
+    """A lane's name among those of all tenants."""
+    return f"{member.tenant}\n{member.lane}"

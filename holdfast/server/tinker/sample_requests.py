@@ -77,7 +77,7 @@ class SamplingOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    stop: StopText | list[StopText] | list[TokenId] | None = None
+    stop: StopText | list[StopText | TokenId] | None = None
     """None: the model's end tokens end a sequence. Otherwise only these do; an empty list leaves max_tokens alone."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = -1

@@ -121,4 +121,4 @@ def _row(db: Connection, id: str) -> Row[tuple[object, ...]] | None:
 def _owned(row: Row[tuple[object, ...]] | None, tenant: str, id: str) -> Sampler:
     if row is None or row.tenant != tenant:
         raise NotFound("sampling_session", id, "sampling_session_id")
-    return Sampler(*row)
+    return Sampler(*row._tuple())

@@ -197,7 +197,10 @@ def add_model_routes(app: FastAPI, training: Training, config: ServerConfig) -> 
     async def retrieve_future(request: Request) -> Response:
         """The result of an earlier request; 408 if it has not ended within 25 s."""
         wanted = parse(await read_body(request, config), RetrieveFuture)
-        future = await training.futures.wait(tenant_of(request), wanted.request_id, POLL_SECONDS)
+        tenant = tenant_of(request)
+        if training.lost(await training.futures.get(tenant, wanted.request_id)):
+            raise ApiError("the server that sampled this has ended; ask again", status=410, code="future_lost")
+        future = await training.futures.wait(tenant, wanted.request_id, POLL_SECONDS)
         return await outcome_of(training, future, metadata_only=wanted.allow_metadata_only)
 
 

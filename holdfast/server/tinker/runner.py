@@ -71,6 +71,10 @@ class Samplers(Protocol):
         """Open a sampling session, or find the one of this number. Returns its id."""
         ...
 
+    def lost(self, future: Future) -> bool:
+        """Whether a request to sample is pending at a server that has ended."""
+        ...
+
 
 class Drives(Protocol):
     """Engines that drive jobs: `TuningClient`, or that of several engines."""

@@ -59,14 +59,6 @@ REST_SECONDS = 0.1
 log = logging.getLogger("holdfast.server")
 
 
-class NoSamplers:
-    """A server that opens no sampling sessions."""
-
-    async def open(self, tenant: str, session: str, seq: int, checkpoint: Checkpoint) -> str:
-        """Raises ApiError."""
-        raise ApiError("this server opens no sampling sessions; save the weights under a name", code="no_samplers")
-
-
 class Training:
     """The models of one server, which drives them from `start` to `close`."""
 
@@ -207,6 +199,10 @@ class Training:
         found = await self._store.run(lambda store: ModelTable(store.database).unload(tenant, id, future))
         self._unload([id])
         return found
+
+    def lost(self, future: Future) -> bool:
+        """Whether a request to sample is pending at a server that has ended, so that its client must ask again."""
+        return self._shared.samplers.lost(future)
 
     async def finish_session(self, tenant: str, id: str, reason: str) -> None:
         """Finish a session and unload its models. Raises ApiError 404."""

@@ -42,8 +42,6 @@ from holdfast.server.tinker.values import Category, Checkpoint, Future, Model
 
 ALPHA = 32.0
 """LoRA's alpha of all models, as in Tinker: the learning rate does not depend on the rank."""
-ATTENTION = ("q", "k", "v", "o")
-MLP = ("gate", "up", "down")
 IDLE_SECONDS = 5.0
 """Seconds between two checks whether the session of an idle model is away."""
 OPEN_TRIES = 3
@@ -272,7 +270,8 @@ class ModelRunner:
         model = self.model
         return DrivenStart(
             id=model.job, directory=str(self._directory), tenant=model.tenant, rank=model.rank, alpha=ALPHA,
-            modules=modules_of(model), seed=model.seed, known=min(self._waiting, default=self.order.next_call),
+            attention=model.attn, mlp=model.mlp, seed=model.seed,
+            known=min(self._waiting, default=self.order.next_call),
         )  # fmt: skip
 
     async def _opened(self, run: DrivenRun) -> None:
@@ -468,13 +467,6 @@ class ModelRunner:
     async def _clear_attempts(self) -> None:
         id = self.model.id
         await persist(lambda: self._shared.store.run(lambda store: AttemptTable(store.database).clear(id)))
-
-
-def modules_of(model: Model) -> tuple[str, ...]:
-    """Return the modules of a model that get an adapter; empty for all of them."""
-    if model.attn and model.mlp:
-        return ()
-    return ATTENTION if model.attn else MLP
 
 
 def done(kind: str, result: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:

@@ -110,7 +110,7 @@ async def promised(client: httpx.AsyncClient, path: str, **sent: Any) -> dict[st
     """Send a request that must be taken. Returns its result."""
     answer = await client.post(f"{API}/{path}", **sent)
     assert answer.status_code == 200, answer.text
-    while (found := await client.post(f"{API}/retrieve_future", json={"request_id": answer.json()["request_id"]})):
+    while found := await client.post(f"{API}/retrieve_future", json={"request_id": answer.json()["request_id"]}):
         if found.status_code != 408:
             break
     result: dict[str, Any] = {} if MEDIA in found.headers["content-type"] else found.json()

@@ -250,7 +250,9 @@ async def test_checkpoints_and_results_are_deleted_when_their_time_has_ended(
     async with training_server(tmp_path) as server:
         model = await server.model()
         done = await server.ended(await server.forward(model, 1))
-        await server.ended(await server.training.save(SaveWeights(model_id=model, seq_id=2, path="s", ttl_seconds=5), ""))
+        await server.ended(
+            await server.training.save(SaveWeights(model_id=model, seq_id=2, path="s", ttl_seconds=5), "")
+        )
         found = await server.checkpoints.find("", f"tinker://{model}/weights/s")
         result = server.directory / model.replace(":", "-") / "results" / "00000000.bin"
         assert result.exists()

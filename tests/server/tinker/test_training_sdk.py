@@ -17,7 +17,9 @@ from tinker_server import training_client
 tinker = pytest.importorskip("tinker", reason="Tinker's SDK is not installed: pip install tinker")
 types = tinker.types
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::ResourceWarning", "ignore::DeprecationWarning"
+)
 
 
 def served(directory: Path, work: Callable[[str], Any], client: Any = None, **config: Any) -> Any:
@@ -153,7 +155,9 @@ def test_checkpoints_are_listed_published_kept_downloaded_and_deleted(tmp_path: 
             rest.unpublish_checkpoint_from_tinker_path(path).result()
             address = f"{url}/api/v1/training_runs/{training.model_id}/checkpoints/sampler_weights/b/archive"
             with urllib.request.urlopen(address) as answer:
-                names = tarfile.open(fileobj=io.BytesIO(answer.read())).getnames()
+                packed = io.BytesIO(answer.read())
+            with tarfile.open(fileobj=packed) as archive:
+                names = archive.getnames()
             assert names == ["adapter_config.json", "adapter_model.safetensors"]
             rest.delete_checkpoint_from_tinker_path(path).result()
             assert [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints] == [sampler]

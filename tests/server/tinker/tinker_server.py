@@ -52,6 +52,9 @@ class FakeSamplers:
         self.opened[id] = checkpoint
         return id
 
+    def lost(self, future: Future) -> bool:
+        return False
+
 
 class TrainingServer:
     """Training over a fake engine. Its clock is `now`."""

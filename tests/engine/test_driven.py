@@ -1,4 +1,4 @@
-"""Driven jobs in a whole engine: calls and their results, several jobs, beside streams, refusals, and killed engines."""
+"""Driven jobs in a whole engine: calls and results, several jobs, next to streams, refusals, and killed engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from holdfast.engine.client.tuning import TuningError
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tuning.messages import (
     CallDone,
-    CallFailed,
     DrivenInfo,
     DrivenProgress,
     DrivenStart,
@@ -25,8 +24,8 @@ from holdfast.lm.parts.tuning.messages import (
     StartDriven,
 )
 from holdfast.training.calls import read_result
-from tests.driven import Writer, bits, drawn_data
-from tests.engine.test_tuning import SLICES, TUNING, Bench
+from tests.driven import Writer, drawn_data
+from tests.engine.test_tuning import TUNING, Bench
 
 DRIVEN: dict[str, Any] = {**TUNING, "cache_gb": 0.05}
 

@@ -357,7 +357,7 @@ def test_two_driven_jobs_interrupted_at_random_give_the_bits_of_each_alone(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
 ) -> None:
-    """Releases, drops, offloads, switches between jobs, closing and opening again, a new engine, calls late or early."""
+    """Releases, drops, offloads, switches between jobs, a new engine, calls early or late."""
     chance = random.Random(seed)
     root, arena = tmp_path_factory.mktemp("jobs"), arena_for(model)
     writers = {name: new_driven(root, name) for name in ("one", "two")}

@@ -7,6 +7,11 @@ from typing import Protocol, TypeVar
 
 TURN_SECONDS = 30.0
 """Device time that one tenant's jobs get before another's, if several tenants have jobs."""
+CALL_SECONDS = 2.0
+"""Device time by which a job must have used more than a driven job whose call waits, for the call to be next.
+
+Each turn costs the copies of two jobs' vectors, so it is not much shorter.
+"""
 
 
 class Member(Protocol):
@@ -17,7 +22,7 @@ class Member(Protocol):
 
     @property
     def lane(self) -> str:
-        """Jobs of a tenant with the same lane run one after the other; lanes take turns."""
+        """Jobs of a tenant with the same lane run one after the other; lanes take turns. Empty: jobs over files."""
         ...
 
 
@@ -32,19 +37,20 @@ class Accounts:
 
     def __init__(self) -> None:
         self._used: dict[str, float] = {}
-        """Seconds that each member has used. One that came later began a turn below the others."""
+        """Seconds that each member has used. One that came later began as if it had used as much as the others."""
         self._last: dict[str, int] = {}
         """Number of the turn that each member had last."""
+        self._least = 0.0
+        """The fewest seconds that any member had used who had something to run."""
         self._present: frozenset[str] = frozenset()
         """The members that had something to run when `update` was last called."""
 
     def update(self, present: Sequence[str], known: frozenset[str]) -> None:
         """Note which members have something to run now, and forget those that are not `known`."""
         now = frozenset(present)
-        least = min((self._used[name] for name in self._present if name in self._used), default=0.0)
+        self._least = max(self._least, min((self._used[name] for name in self._present & known), default=0.0))
         for name in now - self._present:
-            credit = least - TURN_SECONDS
-            self._used[name] = max(self._used.get(name, credit), credit)
+            self._used[name] = max(self._used.get(name, self._least), self._least - TURN_SECONDS)
         self._present = now
         self._used = {name: used for name, used in self._used.items() if name in known}
         self._last = {name: turn for name, turn in self._last.items() if name in known}
@@ -70,9 +76,9 @@ class Turns:
     """Chooses between jobs that have something to run.
 
     A turn is over when its job has nothing to run, or between two of its steps: after TURN_SECONDS, or at once for a
-    tenant that has used TURN_SECONDS less than the job's own, if it comes back. So a job whose calls are short and
-    frequent is served between the steps of a long one, as long as it takes less than its share; and a tenant with many
-    short calls in a row does not keep out another. Lanes of one tenant share its time by the same rule.
+    tenant that has used TURN_SECONDS less, or CALL_SECONDS less if a call of its waits. So a job whose calls are short
+    and frequent is served between the steps of a long one, as long as it takes less than its share; and a tenant with
+    many short calls in a row does not keep out another. Lanes of one tenant share its time by the same rule.
     """
 
     def __init__(self) -> None:
@@ -115,7 +121,7 @@ class Turns:
             owed = self._lanes.owed(_lane(current), _lane(other))
         else:
             return False
-        return max(self._turn, owed) >= TURN_SECONDS
+        return max(self._turn, owed) >= TURN_SECONDS or (bool(other.lane) and owed >= CALL_SECONDS)
 
     def _rank(self, job: Member) -> tuple[int, int]:
         return self._tenants.last(job.tenant), self._lanes.last(_lane(job))

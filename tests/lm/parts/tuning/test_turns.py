@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from holdfast.lm.parts.tuning.turns import TURN_SECONDS, Turns
+from holdfast.lm.parts.tuning.turns import CALL_SECONDS, TURN_SECONDS, Turns
 
 
 class Job(NamedTuple):
@@ -55,6 +55,17 @@ def test_a_short_call_now_and_then_is_served_after_the_step_under_way():
         waits.append(waited)
         turns.charge(short, 0.05)
     assert waits == [0.0] * 50
+
+
+def test_a_call_that_comes_at_once_waits_until_the_other_job_has_used_a_little_more():
+    turns, long, short = Turns(), Job("long", "a"), Job("short", "b", "short")
+    current = choose(turns, [long], known=[long])
+    current, waited = choose(turns, [long, short], current), 0.0
+    while current is long:
+        turns.charge(long, 0.5)
+        waited += 0.5
+        current = choose(turns, [long, short], current)
+    assert waited == CALL_SECONDS
 
 
 def test_many_short_calls_in_a_row_do_not_keep_out_another_tenant():

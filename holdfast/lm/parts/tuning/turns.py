@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Protocol, TypeVar
 
 TURN_SECONDS = 30.0
@@ -42,12 +42,11 @@ class Accounts:
         """Number of the turn that each member had last."""
         self._least = 0.0
         """The fewest seconds that any member had used who had something to run."""
-        self._present: frozenset[str] = frozenset()
+        self._present: Set[str] = frozenset()
         """The members that had something to run when `update` was last called."""
 
-    def update(self, present: Sequence[str], known: frozenset[str]) -> None:
+    def update(self, now: Set[str], known: Set[str]) -> None:
         """Note which members have something to run now, and forget those that are not `known`."""
-        now = frozenset(present)
         self._least = max(self._least, min((self._used[name] for name in self._present & known), default=0.0))
         for name in now - self._present:
             self._used[name] = max(self._used.get(name, self._least), self._least - TURN_SECONDS)
@@ -82,7 +81,9 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._tenants, self._lanes = Accounts(), Accounts()
+        self._tenants = Accounts()
+        self._lanes: dict[str, Accounts] = {}
+        """The accounts of each tenant's lanes."""
         self._turn = 0.0
         """Seconds of the current turn so far."""
 
@@ -90,7 +91,7 @@ class Turns:
         """Note that a job is planned to run for so many seconds."""
         self._turn += seconds
         self._tenants.charge(member.tenant, seconds)
-        self._lanes.charge(_lane(member), seconds)
+        self._lanes[member.tenant].charge(member.lane, seconds)
 
     def choose(self, ready: Sequence[M], current: M | None, known: Sequence[Member], *, between: bool) -> M | None:
         """The job whose turn it is, out of those that are `ready`, in order of arrival; None if none is.
@@ -98,8 +99,7 @@ class Turns:
         `current` had the last turn; None if it is gone. `between` says whether it may be interrupted now. `known` are
         all jobs.
         """
-        self._tenants.update([job.tenant for job in ready], frozenset(job.tenant for job in known))
-        self._lanes.update([_lane(job) for job in ready], frozenset(_lane(job) for job in known))
+        self._update(ready, known)
         others = [job for job in ready if job is not current]
         if current is not None and any(job is current for job in ready):
             if not (between and any(self._passes(current, other) for other in others)):
@@ -110,23 +110,27 @@ class Turns:
         chosen = min(others, key=self._rank, default=None)
         if chosen is not None:
             self._tenants.begin_turn(chosen.tenant)
-            self._lanes.begin_turn(_lane(chosen))
+            self._lanes[chosen.tenant].begin_turn(chosen.lane)
         return chosen
+
+    def _update(self, ready: Sequence[Member], known: Sequence[Member]) -> None:
+        """Note which jobs have something to run now, and forget what is gone."""
+        tenants = {job.tenant for job in known}
+        self._tenants.update({job.tenant for job in ready}, tenants)
+        self._lanes = {tenant: self._lanes.get(tenant) or Accounts() for tenant in tenants}
+        for tenant, lanes in self._lanes.items():
+            own = ({job.lane for job in jobs if job.tenant == tenant} for jobs in (ready, known))
+            lanes.update(*own)
 
     def _passes(self, current: Member, other: Member) -> bool:
         """Whether the turn passes from a job to another."""
         if other.tenant != current.tenant:
             owed = self._tenants.owed(current.tenant, other.tenant)
-        elif _lane(other) != _lane(current):
-            owed = self._lanes.owed(_lane(current), _lane(other))
+        elif other.lane != current.lane:
+            owed = self._lanes[other.tenant].owed(current.lane, other.lane)
         else:
             return False
         return max(self._turn, owed) >= TURN_SECONDS or (bool(other.lane) and owed >= CALL_SECONDS)
 
     def _rank(self, job: Member) -> tuple[int, int]:
-        return self._tenants.last(job.tenant), self._lanes.last(_lane(job))
-
-
-def _lane(member: Member) -> str:
-    """A lane's name among those of all tenants."""
-    return f"{member.tenant}\n{member.lane}"
+        return self._tenants.last(job.tenant), self._lanes[job.tenant].last(job.lane)

@@ -20,7 +20,7 @@ import msgspec
 from holdfast.core.training_cost import LayerHalves
 from holdfast.training.framed import read_framed, write_framed
 from holdfast.training.jobs import MicroBatch, TrainingJob, Unit, units_of
-from holdfast.training.losses import Adam, Loss
+from holdfast.training.losses import MASK, Adam, Loss
 from holdfast.training.order import pack
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ class Datum:
     targets: Sequence[int] | npt.NDArray[Any]
     """The token that is scored at each of them, [n]. It is mostly the next one."""
     arrays: Mapping[str, Sequence[float] | npt.NDArray[Any]] = field(default_factory=dict)
-    """What the loss reads, by name, [n] each (`Loss.kind`)."""
+    """The arrays that the loss reads, by name, [n] each (`Loss.kind`)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model takes."""
+    """The limits that a model sets to data."""
 
     vocabulary: int
     """Number of token ids."""
@@ -118,7 +118,7 @@ class CallData:
     targets: npt.NDArray[np.int32]
     """[T]"""
     arrays: Mapping[str, npt.NDArray[np.float32]]
-    """What the loss reads, by name, [T] each."""
+    """The arrays that the loss reads, by name, [T] each."""
 
     def packed(self, numbers: Sequence[int]) -> CallData:
         """The data of a micro-batch, whose numbers follow one another."""
@@ -350,8 +350,8 @@ class CallSteps:
     def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
         """The micro-batches of a step, in order. A save and a refused call have none: they compute nothing.
 
-        Those of a forward have no backward. The one of an update or a load has no example. Raises KeyError for a call
-        that has not arrived or was forgotten.
+        A forward has no backward. An update or a load has one micro-batch without an example. Raises KeyError for a
+        call that has not arrived or was forgotten.
         """
         return self._outlines[step]
 
@@ -376,7 +376,8 @@ class CallSteps:
 
     def _micro_batch(self, call: Call, data: tuple[int, ...], lengths: Sequence[int]) -> MicroBatch:
         own, backward = tuple(int(lengths[number]) for number in data), call.kind == "forward_backward"
-        units = units_of(self.layers, sum(own), backward=backward, optimizer=False)
+        passes = call.loss.kind.passes
+        units = units_of(self.layers, sum(own), backward=backward, optimizer=False, passes=passes)
         return MicroBatch(data, own, units, validation=not backward)
 
 
@@ -389,6 +390,8 @@ def _checked(number: int, datum: Datum, names: tuple[str, ...]) -> tuple[npt.NDA
     for name, array in zip(("tokens", "targets", *names), found, strict=True):
         if len(array) != len(ids[0]) or not len(array):
             raise ValueError(f"datum {number} has {len(ids[0])} tokens and {len(array)} {name}")
+        if name == MASK and not array.any():
+            raise ValueError(f"{name} of datum {number} marks no position")
     return tuple(found)
 
 

@@ -257,9 +257,6 @@ def test_what_cannot_be_driven_is_refused_with_the_reason(bench: Callable[..., D
     with pytest.raises(TuningError, match="is a job over files"):
         each.drive(Writer(tmp_path / "files"))
     assert isinstance(each.call("files", 0), JobRefused)
-    each = bench(tuning=False)
-    with pytest.raises(TuningError, match="this engine takes no tuning jobs"):
-        each.drive(writer)
 
 
 def test_a_job_that_is_left_continues_with_the_calls_that_no_state_includes(

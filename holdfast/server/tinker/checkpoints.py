@@ -148,7 +148,7 @@ class Checkpoints:
             await self._files.on_disk(partial(_delete, Path(checkpoint.directory)))
 
     async def delete_unknown(self, model: Model) -> None:
-        """Delete the directories of a model's checkpoints that a killed server has left behind."""
+        """Delete the directories of a model's checkpoints that a killed server has left."""
         directory = self.directory / model.job / DIRECTORY
         for path in await self._files.on_disk(lambda: [*directory.glob("*")]):
             if await self.get(path.name) is None:

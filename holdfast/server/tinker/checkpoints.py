@@ -177,9 +177,11 @@ class Checkpoints:
 def _delete(directory: Path) -> None:
     """Delete a checkpoint's directory, and those above it if they are empty: its model has ended."""
     shutil.rmtree(directory, ignore_errors=True)
+    model = directory.parent.parent
     with suppress(OSError):
-        directory.parent.rmdir()
-        directory.parent.parent.rmdir()
+        if [*model.iterdir()] == [directory.parent]:
+            directory.parent.rmdir()
+            model.rmdir()
 
 
 def archive(directory: Path) -> Iterator[bytes]:

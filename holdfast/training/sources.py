@@ -80,7 +80,10 @@ class Source(ABC):
 
     @abstractmethod
     def done(self, step: int, outputs: Sequence[Output], device: Device, began: float) -> Done[Any]:
-        """The end of a step, from the results of its micro-batches. `began` is the monotonic time of its first slice."""
+        """The end of a step, from the results of its micro-batches.
+
+        `began` is the monotonic time of its first slice.
+        """
 
     @abstractmethod
     def changes(self, step: int) -> bool:

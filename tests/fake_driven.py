@@ -98,7 +98,7 @@ class DrivenJob:
 
     def _write(self, call: Call, files: dict[str, Any]) -> None:
         directory = Path(call.directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
         for name, content in files.items():
             (directory / name).write_text(json.dumps(content))
 
@@ -142,7 +142,7 @@ class FakeDriver(FakeTuner):
         job = self.jobs[order.id] = DrivenJob(order)
         while call_path(job.directory, job.last + 1).exists() or job.last + 1 < job.calls:
             job.last += 1
-        modules = order.modules or ("q", "k", "v", "o", "gate", "up", "down")
+        modules = ("q", "k") * order.attention + ("up", "down") * order.mlp
         info = DrivenInfo(
             id=order.id, calls=job.calls, updates=job.updates, rank=order.rank, alpha=order.alpha or 0.0,
             modules=modules, micro_batch=200,

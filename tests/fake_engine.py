@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -215,6 +216,12 @@ class FakeClient:
             raise EngineDead(self.reason)
         self.adapters[name] = AdapterInfo(f"{name}@0123", name, 4, 100, ("q",))
         return self.adapters[name]
+
+    def hold_adapter(self, adapter: str) -> AbstractContextManager[str]:
+        return nullcontext(adapter)
+
+    async def forgotten(self, adapter: str) -> None:
+        """It keeps nothing."""
 
     async def unload_adapter(self, name: str) -> None:
         if name not in self.adapters:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -123,6 +123,12 @@ class Scripted(EngineClient):
             raise AdapterError(self.refuses)
         self.adapters[name] = AdapterInfo(f"{name}@{path}", name, 4, 1, ())
         return self.adapters[name]
+
+    def hold_adapter(self, adapter: str) -> AbstractContextManager[str]:
+        return nullcontext(adapter)
+
+    async def forgotten(self, adapter: str) -> None:
+        """It keeps nothing."""
 
     async def unload_adapter(self, name: str) -> None:
         del self.adapters[name]

@@ -174,6 +174,15 @@ adapters = Table(
 )
 """Adapters that requests have loaded, for all servers with shared engines. `tenant` is null if all may use it."""
 
+adapter_numbers = Table(
+    "adapter_numbers",
+    tables,
+    Column("model", String(1024), primary_key=True),
+    Column("name", String(1024), primary_key=True),
+    Column("number", Integer, nullable=False),
+)
+"""Numbers of the adapters' present versions. A row of `adapters` without one has version 1."""
+
 key_streams = Table(
     "key_streams",
     tables,
@@ -240,7 +249,8 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    for table in (leases, recipes, adapters, key_streams):  # They have no version: an older server does not mind them.
+    # They have no version: an older server does not mind them.
+    for table in (leases, recipes, adapters, adapter_numbers, key_streams):
         table.create(db, checkfirst=True)
 
 

@@ -29,7 +29,7 @@ UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "
 """Paths that any key may read."""
 OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
 """Beginnings of the paths whose routes ask for an operator themselves."""
-ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/fine_tuning")
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/v1/fine_tuning")
 """Beginnings of the paths for which a key needs the scope `adapters`."""
 
 TRAINING_PATHS = tuple(
@@ -51,10 +51,11 @@ METERED = {
     "/v1/messages": "completions",
     "/v1/batches": "completions",
     "/v1/embeddings": "embeddings",
+    "/api/v1/asample": "completions",
 }
 """Paths whose POST requests are limited and counted, each with its kind of usage.
 
-A batch counts as one request. Its lines are counted when they are answered.
+A batch counts as one request. Its lines are counted when they are answered. A sample is counted when it has ended.
 """
 INFERENCE = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer")
 """Paths whose POST requests are limited, but not counted: applications compute no tokens."""

@@ -41,7 +41,7 @@ FORWARD = f"{API}/forward_backward"
 POLL_SECONDS = 25.0
 """Seconds for which retrieve_future waits for a result. The SDK gives up after 45 s and asks again."""
 INLINE_BYTES = 4 << 20
-"""Size of a result in bytes from which a client that asks for it is told the size first."""
+"""Size of a result in bytes from which a client that asks for metadata gets the size first."""
 CHUNK_SHARE = 0.6
 """Share of the largest body that the SDK's estimate of a request may have. The estimate can be too low."""
 MOST_LISTED = 1000
@@ -116,11 +116,9 @@ def add_client_routes(app: FastAPI, training: Training, config: ServerConfig) ->
     async def session(request: Request, session_id: str) -> Response:
         """A session, with the ids of its models."""
         found = await training.sessions.find(tenant_of(request), session_id)
-        models = await training.sessions.models(found.id)
-        metadata = texts(found.metadata)
-        return JSON(
-            {"training_run_ids": models, "sampler_ids": [], "user_metadata": metadata, "display_name": found.name}
-        )
+        models, samplers = await training.sessions.models(found.id), await training.sessions.samplers(found.id)
+        shown = {"user_metadata": texts(found.metadata), "display_name": found.name}
+        return JSON({"training_run_ids": models, "sampler_ids": samplers, **shown})
 
     @app.post(f"{API}/sessions/{{session_id}}/finish", openapi_extra=described(FinishSession))
     async def finish(request: Request, session_id: str) -> Response:
@@ -197,7 +195,10 @@ def add_model_routes(app: FastAPI, training: Training, config: ServerConfig) -> 
     async def retrieve_future(request: Request) -> Response:
         """The result of an earlier request; 408 if it has not ended within 25 s."""
         wanted = parse(await read_body(request, config), RetrieveFuture)
-        future = await training.futures.wait(tenant_of(request), wanted.request_id, POLL_SECONDS)
+        tenant = tenant_of(request)
+        if training.lost(await training.futures.get(tenant, wanted.request_id)):
+            raise ApiError("the server that sampled this has ended; ask again", status=410, code="future_lost")
+        future = await training.futures.wait(tenant, wanted.request_id, POLL_SECONDS)
         return await outcome_of(training, future, metadata_only=wanted.allow_metadata_only)
 
 
@@ -241,7 +242,7 @@ def add_checkpoint_routes(app: FastAPI, training: Training, config: ServerConfig
         wanted = parse(await read_body(request, config), WeightsInfo)
         checkpoint = await training.checkpoints.find(tenant_of(request), wanted.tinker_path, "tinker_path")
         model = await training.model(checkpoint.tenant, checkpoint.model)
-        parts = {"train_unembed": model.unembed, "train_mlp": model.mlp, "train_attn": model.attn}
+        parts = {"train_unembed": False, "train_mlp": model.mlp, "train_attn": model.attn}
         return JSON({"base_model": model.base, "is_lora": True, "lora_rank": model.rank, **parts})
 
     @app.delete(one)

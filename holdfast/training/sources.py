@@ -173,7 +173,7 @@ class CallSource(Source):
         """`limits` are those of a datum. The owner has the results of the first `known` calls."""
         self.steps, self._directory, self._layout = steps, directory, layout
         self._limits, self._known, self.updates = limits, known, state.ledger.updates
-        self.files = CallFiles(directory, synced=max(state.step, known))
+        self.files = CallFiles(directory, synced=known)
         self._calls: dict[int, PreparedCall] = {}
         """The calls that are not done."""
         self._refused: dict[int, str] = {}

@@ -37,7 +37,7 @@ class CallFiles(JobFiles):
     """
 
     def __init__(self, directory: Path, synced: int) -> None:
-        """The results of the first `synced` calls are on the disk, or with the job's owner."""
+        """The owner has the results of the first `synced` calls. Others may not be on the disk yet."""
         self._directory, self._synced = directory, synced
 
     def sync(self, stop: int) -> None:

@@ -79,7 +79,10 @@ class Done(ABC, Generic[L]):
 
     @abstractmethod
     def report(self, checkpoint: Path | None) -> StepReport | CallReport | None:
-        """The report for the job's owner; None if there is none. `checkpoint` is the adapter that was written after it."""
+        """The report for the job's owner; None if there is none.
+
+        `checkpoint` is the adapter that was written after the step; None if none was.
+        """
 
 
 @dataclass(eq=False)
@@ -131,13 +134,20 @@ class DoneCall(Done[CallCounts]):
     """Number of positions of each datum."""
     save: Callable[[Host], None] | None = None
     """Writes what the call saves; None if it saves nothing."""
+    failure: str = ""
+    """The reason why it could not save; empty if it could."""
 
     def store(self, host: Host) -> None:
-        if self.save is not None:
+        if self.save is None:
+            return
+        try:
             self.save(host)
+        except OSError as error:
+            self.failure = f"it cannot be saved: {error.strerror}"
+            self.refuse(self.failure)
 
     def write(self) -> None:
-        if self.is_known:
+        if self.is_known or self.failure:
             return
         parts = () if self.logprobs is None else torch.split(self.logprobs.float(), [*self.lengths])
         metrics = {name: float(value) for name, value in self.metrics.items()}
@@ -154,7 +164,8 @@ class DoneCall(Done[CallCounts]):
         return CallCounts(self.step + 1, self.updates)
 
     def report(self, checkpoint: Path | None) -> CallReport | None:
-        return None if self.is_known else CallReport(self.job, self.step, time.monotonic() - self.began)
+        seconds = time.monotonic() - self.began
+        return None if self.is_known else CallReport(self.job, self.step, seconds, self.failure)
 
 
 @dataclass(eq=False)

@@ -80,7 +80,10 @@ class Source(ABC):
 
     @abstractmethod
     def done(self, step: int, outputs: Sequence[Output], device: Device, began: float) -> Done[Any]:
-        """The end of a step, from the results of its micro-batches. `began` is the monotonic time of its first slice."""
+        """The end of a step, from the results of its micro-batches.
+
+        `began` is the monotonic time of its first slice.
+        """
 
     @abstractmethod
     def changes(self, step: int) -> bool:
@@ -170,7 +173,7 @@ class CallSource(Source):
         """`limits` are those of a datum. The owner has the results of the first `known` calls."""
         self.steps, self._directory, self._layout = steps, directory, layout
         self._limits, self._known, self.updates = limits, known, state.ledger.updates
-        self.files = CallFiles(directory, synced=max(state.step, known))
+        self.files = CallFiles(directory, synced=known)
         self._calls: dict[int, PreparedCall] = {}
         """The calls that are not done."""
         self._refused: dict[int, str] = {}

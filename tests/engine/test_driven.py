@@ -208,10 +208,10 @@ def test_inference_that_needs_memory_takes_it_back_from_a_job_that_waits(
 def test_a_call_that_cannot_run_is_refused_alone_and_the_job_goes_on(
     bench: Callable[..., DrivenBench], tmp_path: Path
 ) -> None:
-    probe, writer = bench(), Writer(tmp_path / "job")
+    probe, writer = bench(cache_gb=0.005), Writer(tmp_path / "job")
     probe.drive(writer, rank=2, micro_batch=256)
     blocks = [probe.tuning._trainer.blocks("job", tokens) for tokens in (64, 255)]
-    each = bench(tuning_memory_fraction=sum(blocks) / 2 / probe.info.num_blocks)
+    each = bench(cache_gb=0.005, tuning_memory_fraction=sum(blocks) / 2 / probe.info.num_blocks)
     probe.close()
     each.drive(writer, rank=2, micro_batch=256)
     long = Datum([5] * 255, [6] * 255)

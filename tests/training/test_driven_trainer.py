@@ -253,6 +253,19 @@ def test_a_load_of_another_shape_or_of_nothing_is_refused_with_the_reason(model:
     assert torch.equal(vectors_of(trainer, "other")[0], before)
 
 
+def test_a_save_that_cannot_be_written_is_refused_alone_and_the_job_goes_on(model: Decoder, tmp_path: Path) -> None:
+    trainer, writer = trainer_for(model), new_driven(tmp_path)
+    trainer.open(writer.directory)
+    writer.write("save", directory=str(tmp_path / "nowhere" / "saved"))
+    writer.write("save_adapter", directory=str(tmp_path / "nowhere" / "adapter"))
+    writer.write("forward", drawn_data())
+    run(trainer, writer, 0, 1, 2)
+    assert {*results(trainer, writer)} == {2}
+    refusals = [report.refusal for report in trainer.reports() if isinstance(report, CallReport)]
+    assert refusals == ["it cannot be saved: No such file or directory"] * 2 + [""]
+    assert refusal_of(writer.directory, 0) == refusal_of(writer.directory, 1) == refusals[0]
+
+
 def test_an_update_that_diverges_fails_the_job_which_goes_on_without_it(
     model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

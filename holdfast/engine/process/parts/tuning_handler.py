@@ -240,6 +240,8 @@ class TuningHandler(Handler):
         self._tuner, self._trainer, self._adapters, self._rules = tuner, trainer, adapters, rules
         self._notice = notice
         self._reader = ThreadPoolExecutor(1, "holdfast-read-job")
+        self._call_reader = ThreadPoolExecutor(1, "holdfast-read-call")
+        """Reads calls of driven jobs, which do not wait for the large files of other jobs."""
         self._reading: deque[tuple[int, JobStart | DrivenStart, Future[Any]]] = deque()
         """Jobs in the order in which they were asked for: number, job, and what was prepared."""
         self._open: dict[str, Any] = {}
@@ -296,7 +298,13 @@ class TuningHandler(Handler):
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the reader's thread work, and look for the result when it is there."""
-        future = self._reader.submit(work)
+        return self._watched(self._reader.submit(work))
+
+    def _submit_call(self, work: Callable[[], Any]) -> Future[Any]:
+        """Likewise for the thread that reads calls."""
+        return self._watched(self._call_reader.submit(work))
+
+    def _watched(self, future: Future[Any]) -> Future[Any]:
         future.add_done_callback(lambda _: self._notice())
         return future
 
@@ -343,7 +351,8 @@ class TuningHandler(Handler):
 
     def close(self) -> None:
         """Store all jobs on the disk."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        for reader in (self._reader, self._call_reader):
+            reader.shutdown(wait=True, cancel_futures=True)
         self._trainer.shut_down()
 
     # Taking a job
@@ -517,7 +526,7 @@ class TuningHandler(Handler):
         except ValueError as refusal:
             return JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         calls = CallQueue(
-            job, Path(start.directory), self._submit, self._tuner, self._trainer, self._announce,
+            job, Path(start.directory), self._submit_call, self._tuner, self._trainer, self._announce,
             first=done, stop=stop, known=start.known,
         )  # fmt: skip
         self._open[job] = OpenDriven(job, calls=calls, untold=untold)

@@ -106,9 +106,9 @@ def create_app(
     """Create the HTTP application over started engines.
 
     They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs, the
-    models in training and the batches, which must be started and closed in this order. `app.state.responses.close()`
-    closes the store. `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` counts the
-    requests in progress. `app.state.clients` holds the clients of all engines.
+    models in training, the samplers and the batches, which must be started and closed in this order.
+    `app.state.responses.close()` closes the store. `app.state.tracing`, if present, must be closed at the end.
+    `app.state.admissions` counts the requests in progress. `app.state.clients` holds the clients of all engines.
     """
     app = App(
         config,

@@ -22,6 +22,8 @@ RECURRENT_MODULES = (
 """The modules of recurrent layers. Each family has some of them."""
 KNOWN_MODULES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", *RECURRENT_MODULES)
 """The modules of all families. Which of them a model has is known when a job begins."""
+MLP_MODULES = ("gate", "up", "gate_up", "down")
+"""Those of the MLP. All others are of attention, or of what takes its place."""
 HEAD_ROWS = 1024
 """Number of tokens whose logits one unit computes. With 128,256 words, the logits take 263 MB in 16 bits."""
 VALIDATION_STEPS = 100
@@ -33,6 +35,19 @@ VALIDATION_EXAMPLES = 64
 def short_module(name: str) -> str:
     """The short name of a module that has PEFT's name, such as q_proj; other names stay as they are."""
     return name if name in KNOWN_MODULES else name.removesuffix("_proj")
+
+
+def modules_of(known: Sequence[str], *, attention: bool, mlp: bool) -> tuple[str, ...]:
+    """The modules among `known` that are of attention, of the MLP, or both.
+
+    What takes the place of attention in a layer, such as a recurrence, counts as attention. Raises ValueError if there
+    is none.
+    """
+    chosen = tuple(name for name in known if (mlp if name in MLP_MODULES else attention))
+    if not chosen:
+        wanted = " and ".join(each for each, on in (("attention", attention), ("the MLP", mlp)) if on) or "nothing"
+        raise ValueError(f"modules to tune are those of {wanted}; the model has {', '.join(known)}")
+    return chosen
 
 
 class Unit(NamedTuple):
@@ -147,8 +162,8 @@ class TrainingJob:
     """The name that checkpoints give as their base model."""
     base_digest: str
     """The digest of the base model's weights. A job does not resume over other weights."""
-    data_digest: str
-    """SHA-256 of the file of examples."""
+    data_digest: str = ""
+    """SHA-256 of the file of examples; empty for a driven job."""
     validation_digest: str = ""
     """SHA-256 of the file of validation examples; empty without one."""
     threads: int = 0

@@ -54,6 +54,7 @@ from tests.checkpoints import make
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
 from tests.tokenizers_made import byte_level
+from tests.tuning import diverge
 
 TUNING: dict[str, Any] = {**SMALL, "tuning": True, "tuning_mirror": "off", "tuning_micro_batch": 128, "max_adapters": 2}
 SLICES: dict[str, Any] = {"token_budget": None, "tbt_target": 2000.0}
@@ -398,7 +399,7 @@ def test_a_job_whose_numbers_are_not_finite_fails_and_leaves_the_engine_as_it_wa
     bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = bench()
-    monkeypatch.setattr("holdfast.training.trainer.learning_rate", lambda *_, **__: float("inf"))
+    monkeypatch.setattr("holdfast.training.sources.adamw_step", diverge)
     each.start(new_job(tmp_path))
     each.finish("job")
     (ended,) = each.events("job", JobEnded)

@@ -116,11 +116,9 @@ def add_client_routes(app: FastAPI, training: Training, config: ServerConfig) ->
     async def session(request: Request, session_id: str) -> Response:
         """A session, with the ids of its models."""
         found = await training.sessions.find(tenant_of(request), session_id)
-        models = await training.sessions.models(found.id)
-        metadata = texts(found.metadata)
-        return JSON(
-            {"training_run_ids": models, "sampler_ids": [], "user_metadata": metadata, "display_name": found.name}
-        )
+        models, samplers = await training.sessions.models(found.id), await training.sessions.samplers(found.id)
+        shown = {"user_metadata": texts(found.metadata), "display_name": found.name}
+        return JSON({"training_run_ids": models, "sampler_ids": samplers, **shown})
 
     @app.post(f"{API}/sessions/{{session_id}}/finish", openapi_extra=described(FinishSession))
     async def finish(request: Request, session_id: str) -> Response:
@@ -244,7 +242,7 @@ def add_checkpoint_routes(app: FastAPI, training: Training, config: ServerConfig
         wanted = parse(await read_body(request, config), WeightsInfo)
         checkpoint = await training.checkpoints.find(tenant_of(request), wanted.tinker_path, "tinker_path")
         model = await training.model(checkpoint.tenant, checkpoint.model)
-        parts = {"train_unembed": model.unembed, "train_mlp": model.mlp, "train_attn": model.attn}
+        parts = {"train_unembed": False, "train_mlp": model.mlp, "train_attn": model.attn}
         return JSON({"base_model": model.base, "is_lora": True, "lora_rank": model.rank, **parts})
 
     @app.delete(one)

@@ -8,6 +8,7 @@ import tarfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -144,7 +145,14 @@ class Checkpoints:
     async def delete_files(self, gone: Iterable[Checkpoint]) -> None:
         """Delete the files of checkpoints that are no longer stored."""
         for checkpoint in gone:
-            await self._files.on_disk(partial(shutil.rmtree, checkpoint.directory, ignore_errors=True))
+            await self._files.on_disk(partial(_delete, Path(checkpoint.directory)))
+
+    async def delete_unknown(self, model: Model) -> None:
+        """Delete the directories of a model's checkpoints that a killed server has left behind."""
+        directory = self.directory / model.job / DIRECTORY
+        for path in await self._files.on_disk(lambda: [*directory.glob("*")]):
+            if await self.get(path.name) is None:
+                await self._files.on_disk(partial(_delete, path))
 
     async def drop_unfinished(self, model: str) -> None:
         """Delete the checkpoints of an ended model that were never written."""
@@ -164,6 +172,14 @@ class Checkpoints:
             return sum(path.stat().st_size for path in Path(checkpoint.directory).iterdir())
 
         return structs.replace(checkpoint, ready=True, bytes=await self._files.on_disk(size))
+
+
+def _delete(directory: Path) -> None:
+    """Delete a checkpoint's directory, and those above it if they are empty: its model has ended."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        directory.parent.rmdir()
+        directory.parent.parent.rmdir()
 
 
 def archive(directory: Path) -> Iterator[bytes]:

@@ -36,14 +36,12 @@ from holdfast.server.tinker.checkpoints import DIRECTORY, Checkpoints
 from holdfast.server.tinker.futures import Futures
 from holdfast.server.tinker.order import Arrival, CallOrder
 from holdfast.server.tinker.results import FORWARDS, JSON_MEDIA
-from holdfast.server.tinker.sessions import Sessions
+from holdfast.server.tinker.sessions import AWAY_SECONDS, Sessions
 from holdfast.server.tinker.tables import ModelTable
 from holdfast.server.tinker.values import Category, Checkpoint, Future, Model
 
 ALPHA = 32.0
 """LoRA's alpha of all models, as in Tinker: the learning rate does not depend on the rank."""
-ATTENTION = ("q", "k", "v", "o")
-MLP = ("gate", "up", "down")
 IDLE_SECONDS = 5.0
 """Seconds between two checks whether the session of an idle model is away."""
 OPEN_TRIES = 3
@@ -133,6 +131,8 @@ class ModelRunner:
         """Whether requests can be taken."""
         self._alone = False
         """Whether the model is being tried alone."""
+        self._used = shared.now()
+        """Time of the last request here."""
 
     def begin(self, on_end: Callable[[ModelRunner], None]) -> None:
         """Start. `on_end` is called when the model is no longer open here."""
@@ -172,6 +172,7 @@ class ModelRunner:
         for future in ready:
             assert future.call is not None
             self._waiting[future.call] = future
+            self._used = self._shared.now()
         self._changed.set()
 
     # Life of the model
@@ -201,8 +202,8 @@ class ModelRunner:
 
     async def _load(self) -> None:
         """Read the pending requests. Attempts count against a model only if it had any."""
-        for future in await self.order.load():
-            self._take([future])
+        await self._shared.checkpoints.delete_unknown(self.model)
+        self._take(await self.order.load())
         known = await persist(lambda: self._shared.futures.of_item(self.model.id))
         self._creation = next((each for each in known if each.kind == "create_model"), None)
         if not self._waiting and self._creation is None and self._attempt != Attempt():
@@ -250,6 +251,10 @@ class ModelRunner:
         following = asyncio.create_task(self._follow(run))
         try:
             return await self._serve(run)
+        except Exception:
+            with suppress(TuningError, EngineDead):
+                await run.leave()  # Otherwise the engine would refuse to open the model again.
+            raise
         finally:
             following.cancel()
             await self._note_end()
@@ -265,7 +270,8 @@ class ModelRunner:
         model = self.model
         return DrivenStart(
             id=model.job, directory=str(self._directory), tenant=model.tenant, rank=model.rank, alpha=ALPHA,
-            modules=modules_of(model), seed=model.seed, known=min(self._waiting, default=self.order.next_call),
+            attention=model.attn, mlp=model.mlp, seed=model.seed,
+            known=min(self._waiting, default=self.order.next_call),
         )  # fmt: skip
 
     async def _opened(self, run: DrivenRun) -> None:
@@ -319,7 +325,9 @@ class ModelRunner:
 
     async def _may_leave(self) -> bool:
         """Whether the engine may free the memory of the model: no request is pending, and its client is away."""
-        return not self._waiting and not self.order.held and await self._shared.sessions.away(self.model.session)
+        if self._waiting or self.order.held or self._shared.now() - self._used <= AWAY_SECONDS:
+            return False
+        return await self._shared.sessions.away(self.model.session)
 
     async def _check_gap(self) -> None:
         if not self._waiting and self.order.overdue(self._shared.now()):
@@ -459,13 +467,6 @@ class ModelRunner:
     async def _clear_attempts(self) -> None:
         id = self.model.id
         await persist(lambda: self._shared.store.run(lambda store: AttemptTable(store.database).clear(id)))
-
-
-def modules_of(model: Model) -> tuple[str, ...]:
-    """Return the modules of a model that get an adapter; empty for all of them."""
-    if model.attn and model.mlp:
-        return ()
-    return ATTENTION if model.attn else MLP
 
 
 def done(kind: str, result: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:

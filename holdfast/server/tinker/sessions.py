@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.protocol import ApiError
+from holdfast.server.tinker.sample_table import SamplerTable
 from holdfast.server.tinker.tables import ModelTable, SessionTable
 from holdfast.server.tinker.values import Session
 
@@ -73,6 +74,11 @@ class Sessions:
     async def models(self, id: str) -> list[str]:
         """Return the ids of a session's models, the oldest first."""
         return await self._store.read(lambda store: ModelTable(store.database).of_session(id))
+
+    async def samplers(self, id: str) -> list[str]:
+        """Return the ids of a session's sampling sessions."""
+        found = await self._store.read(lambda store: SamplerTable(store.database).of_session(id))
+        return [sampler.id for sampler in found]
 
 
 def finished(session: Session) -> ApiError:

@@ -88,6 +88,8 @@ class Training:
         )  # fmt: skip
         self.runners: dict[str, ModelRunner] = {}
         """The models that this server drives, by id."""
+        self._adding: set[str] = set()
+        """Ids of models that are being stored and do not run yet."""
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -156,10 +158,14 @@ class Training:
             limits = {"limit": MOST_MODELS, "tenant_limit": self._tenant_limit}
             return ModelTable(store.database).add(model, future, self._owner.id, **limits)
 
-        found, new = await self.futures.refusing(add)
-        if new:
-            await self.start()
-            self._begin(ModelRunner(self._shared, model))
+        self._adding.add(model.id)
+        try:
+            found, new = await self.futures.refusing(add)
+            if new:
+                await self.start()
+                self._begin(ModelRunner(self._shared, model))
+        finally:
+            self._adding.discard(model.id)
         return found
 
     def _new_model(
@@ -346,10 +352,12 @@ class Training:
 
     async def _add(self, model: Model, arrival: Arrival) -> Future:
         """Give a request to the server that drives its model: this one, or another one through the store."""
-        if model.status == "failed":
+        if model.status != "open":
             known = await self._known(model.id, arrival.seq)
             if known is None or known.digest != arrival.digest:
-                raise invalid(f"{model.id} has failed: {model.reason}", "model_id", "model_failed")
+                reason = model.reason or "it was unloaded"
+                raise invalid(f"{model.id} has ended: {reason}", "model_id", "model_ended")
+            return known
         if (runner := self.runners.get(model.id)) is not None:
             return await runner.add(arrival)
         known = await self._known(model.id, arrival.seq)
@@ -449,14 +457,18 @@ class Training:
         owners = await self._store.read(lambda store: ModelTable(store.database).owners())
         gone = [owner for owner in owners if owner == mine or self._owner.gone(owner)]
         found = await self._store.read(lambda store: ModelTable(store.database).orphans(gone)) if gone else []
-        found = [model for model in found if model.id not in self.runners and self._is_here(model)]
+        found = [model for model in found if self._may_begin(model) and self._is_here(model)]
         if not found or self._closed:
             return
         ids = [model.id for model in found]
         taken = await self._store.run(lambda store: ModelTable(store.database).adopt(mine, gone, ids))
         for model in found:
-            if model.id in taken and model.id not in self.runners:
+            if model.id in taken and self._may_begin(model):
                 self._begin(ModelRunner(self._shared, model, taken[model.id].get(WHOLE)))
+
+    def _may_begin(self, model: Model) -> bool:
+        """Whether a model neither runs here nor is about to."""
+        return model.id not in self.runners and model.id not in self._adding
 
     def _is_here(self, model: Model) -> bool:
         """Whether a model is of the base model served here, and its directory is here or was never made."""

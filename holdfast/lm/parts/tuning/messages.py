@@ -93,7 +93,9 @@ class DrivenStart:
     alpha: float | None = None
     """Scale of the adapter. None: twice the rank."""
     modules: tuple[str, ...] = ()
-    """Layers to adapt, out of q, k, v, o, gate, up, down. Empty: all of them."""
+    """Layers to adapt, out of q, k, v, o, gate, up, down. Empty: all of those that `attention` and `mlp` name."""
+    attention: bool = True
+    mlp: bool = True
     seed: int = 0
     micro_batch: int | None = None
     """Most tokens that are computed at once, and so most tokens of a datum. None: the engine chooses."""

@@ -12,7 +12,7 @@ import numpy as np
 from holdfast.training.calls import Call, Datum, write_call
 from holdfast.training.losses import Adam, Loss
 
-VOCABULARY = 100
+VOCABULARY = 60
 """Tokens of drawn data are below this."""
 
 

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.lm.kernels.training.losses import Cispo, CrossEntropy, Dro, ImportanceSampling, PositionLoss, Ppo
+from holdfast.lm.kernels.training.losses import (
+    Cispo,
+    CrossEntropy,
+    Dro,
+    Gspo,
+    ImportanceSampling,
+    PositionLoss,
+    Ppo,
+)
 
 LOSSES: dict[str, type[PositionLoss]] = {
     "cross_entropy": CrossEntropy,
@@ -15,6 +23,7 @@ LOSSES: dict[str, type[PositionLoss]] = {
     "cispo": Cispo,
     "dro": Dro,
 }
+"""The losses of one pass."""
 
 
 def drawn_loss(
@@ -65,11 +74,22 @@ def dro(logprobs: torch.Tensor, loss: Dro) -> torch.Tensor:
     return -(logprobs * loss.advantages - 0.5 * loss.beta * penalty).sum()
 
 
+def gspo(logprobs: torch.Tensor, loss: Gspo, lengths: tuple[int, ...]) -> torch.Tensor:
+    total = logprobs.new_zeros(())
+    arrays = logprobs, loss.sampled, loss.advantages, loss.low, loss.high, loss.mask
+    for own, sampled, advantages, low, high, mask in zip(*(each.split(lengths) for each in arrays), strict=True):
+        log_ratio = (own.detach() - sampled)[mask != 0].mean()
+        ratio = torch.exp(log_ratio + own - own.detach())
+        total = total - torch.min(ratio * advantages, torch.clamp(ratio, low, high) * advantages).sum()
+    return total
+
+
 DEFINED: dict[str, Callable[..., torch.Tensor]] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
     "ppo": ppo,
     "cispo": cispo,
     "dro": dro,
+    "gspo": gspo,
 }
-"""For each loss, its sum over positions, for autograd."""
+"""For each loss, its sum over positions, for autograd. That of a loss in two passes takes the lengths of sequences."""

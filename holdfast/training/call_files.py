@@ -1,6 +1,6 @@
 """The files of a driven job's calls as the engine keeps them: which calls were refused, and which files may go.
 
-    DIRECTORY/calls/00000007.refused      the reason why call 7 was refused: it changes nothing, for ever
+DIRECTORY/calls/00000007.refused      the reason why call 7 was refused: it changes nothing, for ever
 """
 
 from __future__ import annotations

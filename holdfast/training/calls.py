@@ -20,7 +20,7 @@ import msgspec
 from holdfast.core.training_cost import LayerHalves
 from holdfast.training.framed import read_framed, write_framed
 from holdfast.training.jobs import MicroBatch, TrainingJob, Unit, units_of
-from holdfast.training.losses import Adam, Loss
+from holdfast.training.losses import MASK, Adam, Loss
 from holdfast.training.order import pack
 
 if TYPE_CHECKING:
@@ -376,7 +376,8 @@ class CallSteps:
 
     def _micro_batch(self, call: Call, data: tuple[int, ...], lengths: Sequence[int]) -> MicroBatch:
         own, backward = tuple(int(lengths[number]) for number in data), call.kind == "forward_backward"
-        units = units_of(self.layers, sum(own), backward=backward, optimizer=False)
+        passes = call.loss.kind.passes
+        units = units_of(self.layers, sum(own), backward=backward, optimizer=False, passes=passes)
         return MicroBatch(data, own, units, validation=not backward)
 
 
@@ -389,6 +390,8 @@ def _checked(number: int, datum: Datum, names: tuple[str, ...]) -> tuple[npt.NDA
     for name, array in zip(("tokens", "targets", *names), found, strict=True):
         if len(array) != len(ids[0]) or not len(array):
             raise ValueError(f"datum {number} has {len(ids[0])} tokens and {len(array)} {name}")
+        if name == MASK and not array.any():
+            raise ValueError(f"{name} of datum {number} marks no position")
     return tuple(found)
 
 

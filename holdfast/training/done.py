@@ -64,13 +64,13 @@ class Done(ABC, Generic[L]):
     step: int
     """The number of the step."""
 
-    def store(self, host: Host) -> None:  # noqa: B027
+    def store(self, host: Host) -> None:
         """Write what the step makes of the vectors. Raises OSError."""
 
-    def write(self) -> None:  # noqa: B027
+    def write(self) -> None:
         """Write the step's result. Raises OSError, and ArithmeticError for one that is not finite."""
 
-    def refuse(self, reason: str) -> None:  # noqa: B027
+    def refuse(self, reason: str) -> None:
         """Note that the step has ruined the vectors, so that the job can continue without it."""
 
     @abstractmethod

@@ -205,6 +205,7 @@ class Iteration:
         """The index of the next unit."""
         self._halves, self._arena, self._tokens = halves, arena, tokens
         self._targets, self._loss, self._adapters, self._grads = targets, loss, adapters, grads
+        self._passes = loss.passes
         self._inputs, self._all = kept_places(halves, tokens.count, before)
         own = [(layer, kind) for layer, kinds in enumerate(halves.layers) for kind in kinds]
         self._next = dict(pairwise(own))
@@ -213,10 +214,13 @@ class Iteration:
         self._whole = layer_halves(halves.model.decoder)
         self._kept: dict[Half, Kept] = {}
         self._backward = any(unit.kind in BACKWARDS.values() for unit in self.units)
-        chunks = sum(unit.kind == "head" for unit in self.units)
+        self._chunks = -(-tokens.count // HEAD_ROWS)
+        """Number of chunks of the head in each pass of the loss."""
+        if (heads := sum(unit.kind == "head" for unit in self.units)) != (wanted := self._chunks * loss.passes):
+            raise ValueError(f"the micro-batch has {heads} units of the head; its loss needs {wanted}")
         spec = halves.model.spec
         sums = torch.float64 if spec.dtype == torch.float64 else torch.float32
-        self._losses = torch.zeros(chunks, dtype=sums, device=spec.device)
+        self._losses = torch.zeros(self._chunks, dtype=sums, device=spec.device)
         self.logprobs = torch.zeros(tokens.count, dtype=sums, device=spec.device)
         """The log probability of each target, [T], on the device; 0 where the head has not been, or is not here."""
         self._stream: torch.Tensor | None = None
@@ -238,7 +242,7 @@ class Iteration:
 
     @property
     def loss(self) -> torch.Tensor:
-        """The sum of the losses of the head's chunks so far, on the device."""
+        """The sum of the losses of the head's chunks so far, on the device. A pass before the last one has none."""
         return self._losses.sum()
 
     @torch.no_grad()
@@ -276,9 +280,13 @@ class Iteration:
             stages.receive_back(self._gradient)
 
     def _run_head(self, number: int) -> None:
-        rows = slice(number * HEAD_ROWS, (number + 1) * HEAD_ROWS)
-        self._losses[number], self.logprobs[rows] = self._halves.head(
-            self._gradient[rows], self._targets[rows], self._loss.part(rows), backward=self._backward
+        turn, chunk = divmod(number, self._chunks)
+        if turn and not chunk:
+            self._loss = self._loss.after(self.logprobs, self._tokens.packing.starts)
+        rows = slice(chunk * HEAD_ROWS, (chunk + 1) * HEAD_ROWS)
+        last = turn == self._passes - 1
+        self._losses[chunk], self.logprobs[rows] = self._halves.head(
+            self._gradient[rows], self._targets[rows], self._loss.part(rows), backward=self._backward and last
         )
 
     def _run_forward(self, half: Half, keep: bool) -> None:

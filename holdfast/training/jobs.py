@@ -55,17 +55,22 @@ class Unit(NamedTuple):
 
     kind: UnitKind
     number: int
-    """The number of the layer; for the head, of the chunk of HEAD_ROWS tokens; 0 for the optimizer."""
+    """The number of the layer; for the head, of the chunk of HEAD_ROWS tokens; 0 for the optimizer.
+
+    Where the head computes the chunks again, it counts on.
+    """
 
 
-def units_of(layers: Sequence[LayerHalves], tokens: int, *, backward: bool, optimizer: bool) -> tuple[Unit, ...]:
+def units_of(
+    layers: Sequence[LayerHalves], tokens: int, *, backward: bool, optimizer: bool, passes: int = 1
+) -> tuple[Unit, ...]:
     """The units of a micro-batch, in order, from the halves of each layer. A validation has no `backward`.
 
-    With `optimizer`, the last unit is its update.
+    With `optimizer`, the last unit is its update. `passes` says how often the loss needs the head.
     """
     halves = [(kind, layer) for layer, kinds in enumerate(layers) for kind in kinds]
     units = [Unit(kind, layer) for kind, layer in halves]
-    units += [Unit("head", chunk) for chunk in range(-(-tokens // HEAD_ROWS))]
+    units += [Unit("head", chunk) for chunk in range(passes * -(-tokens // HEAD_ROWS))]
     if backward:
         units += [Unit(BACKWARDS[kind], layer) for kind, layer in reversed(halves)]
     if optimizer:

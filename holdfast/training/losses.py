@@ -28,6 +28,8 @@ class LossKind:
     takes: tuple[str, ...] = ()
     """Names of the arrays that a datum may have. All data of a call have the same ones."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    passes: int = 1
+    """How often the head computes each position."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -40,6 +42,9 @@ POLICY = ("logprobs", "advantages")
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 """The least and the most that a ratio of probabilities counts for: settings, or arrays with a number per position."""
 
+MASK = "sequence_ratio_mask"
+"""Array that is not 0 at those positions whose ratios make the ratio of the sequence."""
+
 
 def _clips(low: float, high: float) -> dict[str, Setting]:
     return dict(zip(CLIPS, (Setting(low, 0.0, 1e6), Setting(high, 0.0, 1e6)), strict=True))
@@ -51,11 +56,14 @@ LOSSES: Mapping[str, LossKind] = {
     "ppo": LossKind(POLICY, CLIPS, _clips(0.8, 1.2)),
     "cispo": LossKind(POLICY, CLIPS, _clips(0.0, 4.0)),
     "dro": LossKind(POLICY, settings={"beta": Setting(0.05, 0.0, 1e6)}),
+    "gspo": LossKind((*POLICY, MASK), CLIPS, _clips(1 - 3e-4, 1 + 4e-4), passes=2),
 }
-"""The losses by name. Their definitions and defaults are those of Tinker, which gives no default for beta."""
+"""The losses by name. Their definitions and defaults are those of Tinker.
+
+It gives no default for beta, nor for the thresholds of gspo, which are those of the paper (Zheng et al., 2025, §5.1).
+"""
 
 REFUSED: Mapping[str, str] = {
-    "gspo": "it needs the ratio of a whole sequence before the gradient of its first position; use ppo or cispo",
     "stable_reinforce": "its definition is not public; use ppo or cispo",
     "custom": "the engine runs no code of clients; give forward_backward_custom a Python function instead of a handle",
 }

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.lm.kernels.training.losses import Cispo, CrossEntropy, Dro, ImportanceSampling, PositionLoss, Ppo
-from holdfast.training.losses import CLIPS, POLICY, Loss
+from holdfast.lm.kernels.training.losses import (
+    Cispo,
+    CrossEntropy,
+    Dro,
+    Gspo,
+    ImportanceSampling,
+    PositionLoss,
+    Ppo,
+)
+from holdfast.training.losses import CLIPS, MASK, POLICY, Loss
 
 KINDS: Mapping[str, tuple[type[PositionLoss], tuple[str, ...]]] = {
     "cross_entropy": (CrossEntropy, ("weights",)),
@@ -15,6 +23,7 @@ KINDS: Mapping[str, tuple[type[PositionLoss], tuple[str, ...]]] = {
     "ppo": (Ppo, (*POLICY, *CLIPS)),
     "cispo": (Cispo, (*POLICY, *CLIPS)),
     "dro": (Dro, (*POLICY, "beta")),
+    "gspo": (Gspo, (*POLICY, *CLIPS, MASK)),
 }
 """For each loss, its arithmetic, and the names of the numbers that this takes for each position, in order."""
 

@@ -24,7 +24,7 @@ from holdfast.training.optimizer import adamw_step, learning_rate
 from holdfast.training.saved import Saved, SavedShape, read_saved, write_saved, write_whole
 from holdfast.training.scoring import position_loss
 from holdfast.training.state import State
-from holdfast.training.storage import STORED, Steps, copy_all, write_adapter
+from holdfast.training.storage import STORED, copy_all, write_adapter
 
 Resident = Mapping[str, Sequence[torch.Tensor]]
 """The vectors of a resident job by name and layer, the gradients included."""
@@ -56,8 +56,11 @@ class Device(ABC):
 
 
 Update = Callable[[Resident, Callable[[], torch.Tensor | None]], None]
-"""Changes parameters and moments in place. The second argument adds up the gradients of all ranks, and gives the norm of
-all stages' gradients; None if there is one stage."""
+"""Changes parameters and moments in place.
+
+The second argument adds up the gradients of all ranks, and gives the norm of all stages' gradients; None if there is
+one stage.
+"""
 
 
 class Source(ABC):
@@ -179,8 +182,10 @@ class CallSource(Source):
         return self._limits.tokens
 
     def prepare(self, number: int) -> PreparedCall:
-        """Read a call, but not yet what it loads. May run in any thread. Raises ValueError for one that must be refused,
-        with the reason."""
+        """Read a call, but not yet what it loads. May run in any thread.
+
+        Raises ValueError for one that must be refused, with the reason.
+        """
         if reason := refusal_of(self._directory, number):
             raise ValueError(reason)
         try:
@@ -223,9 +228,7 @@ class CallSource(Source):
         number, adam = self.updates, prepared.call.adam
         return lambda vectors, norm: _adam(vectors, norm, number=number, adam=adam)
 
-    def _load(
-        self, saved: Saved, layers: range, vectors: Resident, norm: Callable[[], torch.Tensor | None]
-    ) -> None:
+    def _load(self, saved: Saved, layers: range, vectors: Resident, norm: Callable[[], torch.Tensor | None]) -> None:
         for name in STORED:
             copy_all(self._layout.split(getattr(saved, name))[layers.start : layers.stop], vectors[name])
 

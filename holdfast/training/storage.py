@@ -58,25 +58,23 @@ class _Copying:
 
 
 @dataclass(eq=False)
-class _Write:
-    """A state that the writer stores, or will store."""
+class _Given:
+    """Work of a thread that writes for a job."""
 
     stored: StoredJob
-    host: dict[str, torch.Tensor]
-    done: list[Done]
-    step: int
-    durable: bool
-    stays: bool
-    """Whether it must be written, even if a newer state follows."""
     future: Future[None]
 
 
 @dataclass(eq=False)
-class _Given:
-    """A result that waits for no state, and is being written."""
+class _Write(_Given):
+    """A state that the writer stores, or will store."""
 
-    stored: StoredJob
-    future: Future[None]
+    host: dict[str, torch.Tensor]
+    done: list[Done[Any]]
+    step: int
+    durable: bool
+    stays: bool
+    """Whether it must be written, even if a newer state follows."""
 
 
 @dataclass(eq=False)
@@ -104,11 +102,11 @@ class StoredJob:
     """Reports that wait for those of earlier steps, by step; None for a step that is not reported."""
     changed_step: int = -1
     """The step that follows the last one that changed the vectors. It is `step` for a job over files."""
-    done: list[Done] = field(default_factory=list)
+    done: list[Done[Any]] = field(default_factory=list)
     """Steps that changed the vectors and were not passed to the writer yet."""
     copying: _Copying | None = None
     """The copy of the newest of these steps; None if none is running."""
-    unstored: list[Done] = field(default_factory=list)
+    unstored: list[Done[Any]] = field(default_factory=list)
     """Steps that are in no file yet. Only the writer changes the list."""
     copied: torch.cuda.Event | None = None
     """The event that ends the copies to the host that have begun. The next update waits for it."""
@@ -173,7 +171,7 @@ class Storage:
         self._writes: list[_Write] = []
         """The writes that are not done: at most one runs, and the others wait in order."""
         self._given: list[_Given] = []
-        """The results that are not written."""
+        """The results that are not written, and that wait for no state."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # Jobs
@@ -198,7 +196,8 @@ class Storage:
     def settled(self, stored: StoredJob) -> bool:
         """Whether everything due for a job is stored, so that `close` and `discard` need not wait."""
         with self._lock:
-            return not any(each.stored is stored and not each.future.done() for each in (*self._writes, *self._given))
+            works: list[_Given] = [*self._writes, *self._given]
+            return not any(each.stored is stored and not each.future.done() for each in works)
 
     def close(self, stored: StoredJob, vectors: Vectors | None) -> None:
         """Call `store`, and wait until the state is on the disk."""
@@ -231,7 +230,8 @@ class Storage:
         with self._lock:
             given = [each for each in self._given if stored is None or each.stored is stored]
             writes = [write for write in self._writes if stored is None or write.stored is stored]
-            for each in (*given, *writes):
+            works: list[_Given] = [*given, *writes]
+            for each in works:
                 each.future.result()
             self._given = [each for each in self._given if each not in given]
             self._writes = [write for write in self._writes if write not in writes]
@@ -394,7 +394,7 @@ class Storage:
             write(stored, host, done, step, durable)
 
         future = self._writer.submit(self._try, stored, run)
-        self._writes.append(_Write(stored, host, done, step, durable, stays, future))
+        self._writes.append(_Write(stored, future, host, done, step, durable, stays))
         future.add_done_callback(lambda _: self._wake())
 
     def _give_soon(self, stored: StoredJob, done: Done[Any]) -> None:

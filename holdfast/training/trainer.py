@@ -458,9 +458,7 @@ class Trainer(Device):
         known.micro_batch += 1
         return batch.tokens, self._end_step(known) if known.micro_batch == len(known.batches) else None
 
-    def _begin_micro_batch(
-        self, known: _Job, resident: _Resident, batch: MicroBatch
-    ) -> Iteration | NothingToCompute:
+    def _begin_micro_batch(self, known: _Job, resident: _Resident, batch: MicroBatch) -> Iteration | NothingToCompute:
         if not batch.lengths:
             return NothingToCompute(self._vector_places(known))
         scored = known.source.scored(known.step, batch, self._device)

@@ -148,6 +148,12 @@ def test_arrays_must_be_those_that_the_loss_reads(tmp_path: Path) -> None:
     assert read_call(tmp_path, 0, LIMITS)[1].arrays == {}
 
 
+def test_a_sequence_ratio_needs_positions() -> None:
+    arrays = {"logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0], "sequence_ratio_mask": [0.0, 0.0]}
+    with pytest.raises(ValueError, match="sequence_ratio_mask of datum 0 marks no position"):
+        write_call(Path("/nowhere"), scored("gspo"), [Datum([1, 2], [2, 3], arrays)])
+
+
 def test_calls_have_data_and_directories_where_their_kind_needs_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a call of kind forward needs data"):
         write_call(tmp_path, Call(number=0, kind="forward"))
@@ -207,7 +213,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None], body: Callable
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "loss": (lambda header: header["call"]["loss"].update(name="gspo"), "loss gspo cannot be computed"),
+    "loss": (lambda header: header["call"]["loss"].update(name="custom"), "loss custom cannot be computed"),
     "setting": (lambda header: header["call"]["loss"].update(settings={"beta": 1}), "'beta' is no setting"),
     "kind": (lambda header: header["call"].update(kind="train"), "Invalid enum value 'train'"),
     "number": (lambda header: header["call"].update(number=1), "holds call 1"),
@@ -348,6 +354,16 @@ def test_calls_are_steps_and_their_units_are_those_of_jobs() -> None:
     assert steps.micro_batches(3) == ()
     assert not steps.validates(0) and not steps.checkpoint_after(3)
     assert steps.most_tokens == HEAD_ROWS + 2
+
+
+def test_a_loss_in_two_passes_has_twice_the_units_of_the_head() -> None:
+    steps = steps_for()
+    for number, name in enumerate(("ppo", "gspo")):
+        steps.add(Call(number=number, kind="forward_backward", loss=Loss(name=name)), (HEAD_ROWS + 1,))
+    one, two = (steps.micro_batches(number)[0].units for number in range(2))
+    assert [unit.number for unit in one if unit.kind == "head"] == [0, 1]
+    assert [unit.number for unit in two if unit.kind == "head"] == [0, 1, 2, 3]
+    assert len(two) == len(one) + 2
 
 
 def test_calls_come_one_after_the_other_and_a_refused_one_is_an_empty_step() -> None:

@@ -18,6 +18,7 @@ from holdfast.training.jobs import (
     Unit,
     auto_batch_size,
     auto_epochs,
+    modules_of,
     short_module,
     units_of,
 )
@@ -147,3 +148,14 @@ def test_an_example_longer_than_a_micro_batch_is_refused_with_what_to_choose() -
         JobSteps(JOB, (PLAIN,), [3, 21])
     with pytest.raises(ValueError, match="no examples"):
         JobSteps(JOB, (PLAIN,), [])
+
+
+def test_modules_are_chosen_by_the_half_of_a_layer_that_has_them() -> None:
+    known = ("q", "v", "out_proj", "gate_up", "down")
+    assert modules_of(known, attention=True, mlp=True) == known
+    assert modules_of(known, attention=True, mlp=False) == ("q", "v", "out_proj")
+    assert modules_of(known, attention=False, mlp=True) == ("gate_up", "down")
+    with pytest.raises(ValueError, match="those of nothing; the model has q, v, out_proj, gate_up, down"):
+        modules_of(known, attention=False, mlp=False)
+    with pytest.raises(ValueError, match="those of the MLP; the model has q, k"):
+        modules_of(("q", "k"), attention=False, mlp=True)

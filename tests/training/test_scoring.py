@@ -53,6 +53,7 @@ class Scored:
             "advantages": torch.randn(count, generator=generator),
             "clip_low_threshold": torch.rand(count, generator=generator),
             "clip_high_threshold": 1.0 + torch.rand(count, generator=generator),
+            "sequence_ratio_mask": (torch.arange(count) % 3 > 0).float(),
         }
         self.arrays = {each: given[each] for each in LOSSES[name].arrays}
 
@@ -84,7 +85,7 @@ class Scored:
             halves,
             arena,
             arena.free,
-            units_of(layer_halves(model.decoder), len(ids), backward=backward, optimizer=False),
+            units_of(layer_halves(model.decoder), len(ids), backward=backward, optimizer=False, passes=loss.passes),
             halves.pack(ids.to(where), lengths),
             targets,
             loss,
@@ -102,7 +103,9 @@ class Scored:
             logs = torch.log_softmax(reference(input_ids=ids[None]).logits[0], -1)
             parts.append(logs.gather(1, targets[:, None])[:, 0])
         logprobs = torch.cat(parts)
-        total = DEFINED[self.name](logprobs, position_loss(Loss(name=self.name), self.arrays, self.targets))
+        loss = position_loss(Loss(name=self.name), self.arrays, self.targets)
+        more = (LENGTHS,) if loss.passes > 1 else ()
+        total = DEFINED[self.name](logprobs, loss, *more)
         total.backward()
         return total.detach(), logprobs.detach(), reference
 
@@ -115,8 +118,10 @@ class Scored:
             assert float((found - parameter.grad).norm() / parameter.grad.norm()) < most
 
 
-def test_every_loss_has_its_arithmetic() -> None:
+def test_every_loss_has_its_arithmetic_and_its_passes() -> None:
     assert {*KINDS} == {*LOSSES}
+    for name, (kind, _) in KINDS.items():
+        assert kind.passes == LOSSES[name].passes
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -149,10 +154,35 @@ def test_gradients_of_a_loss_on_a_gpu_are_autograd_s(family: str, name: str, tmp
     Scored(model, name).assert_equal(module, most=2e-3)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_chunks_of_the_head_give_the_whole(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, model = base_of("gemma2", tmp_path)
+    scored = Scored(model, name)
+    whole, wanted = scored.run()
+    for module in ("holdfast.training.iteration", "holdfast.training.jobs"):
+        monkeypatch.setattr(f"{module}.HEAD_ROWS", 7)
+    cut, grads = scored.run()
+    assert sum(unit.kind == "head" for unit in cut.units) == 5 * LOSSES[name].passes
+    torch.testing.assert_close(cut.logprobs, whole.logprobs)
+    torch.testing.assert_close(cut.loss, whole.loss)
+    torch.testing.assert_close(grads, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_micro_batch_needs_the_passes_of_its_loss(model: Decoder) -> None:
+    halves = Halves(model, AdapterLayout(model.decoder, ("q",), RANK), SCALE)
+    ids, arena = torch.ones(3, dtype=torch.int64), arena_for(model)
+    units = units_of(layer_halves(model.decoder), 3, backward=False, optimizer=False, passes=2)
+    with pytest.raises(ValueError, match="the micro-batch has 2 units of the head; its loss needs 1"):
+        Iteration(
+            halves, arena, arena.free, units, halves.pack(ids, (3,)), ids, position_loss(Loss(), {}, ids), [], []
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
 @pytest.mark.parametrize("family", ["llama", "qwen3.5"])
-def test_a_forward_alone_gives_the_bits_of_a_forward_with_backward(family: str, tmp_path: Path) -> None:
+def test_a_forward_alone_gives_the_bits_of_a_forward_with_backward(family: str, name: str, tmp_path: Path) -> None:
     _, model = base_of(family, tmp_path)
-    scored = Scored(model, "ppo")
+    scored = Scored(model, name)
     (alone, grads), (whole, _) = scored.run(backward=False), scored.run()
     assert torch.equal(alone.logprobs, whole.logprobs) and torch.equal(alone.loss, whole.loss)
     assert grads.isnan().all()

@@ -32,6 +32,15 @@ from tests.tuning import (
 )
 
 
+def test_a_new_job_begins_from_its_seed(model: Decoder, tmp_path: Path) -> None:
+    trainer = trainer_for(model)
+    found = []
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        trainer.open(new_job(tmp_path, name=name, seed=seed))
+        found.append(trainer.host_vector(name, "params"))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
 def test_a_job_learns_its_examples(model: Decoder, tmp_path: Path) -> None:
     trainer = trainer_for(model)
     trainer.open(new_job(tmp_path, epochs=20, examples=drawn_examples(4), learning_rate=0.02, rank=8))

@@ -129,7 +129,7 @@ class Changes(Protocol):
 
 
 Event = TypeVar("Event", bound="JobEvent | DrivenEvent")
-Info = TypeVar("Info", JobInfo, DrivenInfo)
+Info = TypeVar("Info", bound="JobInfo | DrivenInfo")
 
 
 class OpenRun(Generic[Info, Event]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -19,12 +19,22 @@ import torch
 class PositionLoss(ABC):
     """A loss, with what it reads for each of its positions: every field of a subclass is a tensor [T] float32."""
 
+    passes: ClassVar[int] = 1
+    """How often the head computes each position. In a pass before the last one, it only finds log probabilities."""
+
     @abstractmethod
     def of(self, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss and the factor of each position, [T] each, from log probabilities [T] of targets.
 
         The results have the dtype of `logprobs`.
         """
+
+    def after(self, logprobs: torch.Tensor, starts: torch.Tensor) -> PositionLoss:
+        """The loss of the last pass, from the log probabilities [T] that the pass before has found.
+
+        `starts` are the index of each sequence's first position, and T, [S + 1] int32, on the same device.
+        """
+        return self
 
     def part(self, rows: slice) -> Self:
         """The same loss for some of the positions."""
@@ -101,3 +111,45 @@ class Dro(PolicyLoss):
         apart = logprobs - self.sampled
         pulled = self.beta * apart
         return 0.5 * pulled * apart - logprobs * self.advantages, self.advantages - pulled
+
+
+@dataclass(frozen=True, eq=False)
+class Gspo(ClippedLoss):
+    """Ppo with one ratio s for a whole sequence, the GSPO-token of Zheng et al. (2025, §4.3): s is a constant.
+
+    s is the geometric mean of the ratios of those positions whose mask is not 0. It must be known before the first
+    factor, so the head computes each position twice.
+    """
+
+    passes = 2
+    mask: torch.Tensor
+
+    def after(self, logprobs: torch.Tensor, starts: torch.Tensor) -> PositionLoss:
+        counts = (self.mask != 0).to(logprobs.dtype)
+        apart = (logprobs - self.sampled).masked_fill(self.mask == 0, 0.0)
+        sizes = starts.diff().long()
+        # A sum in the order of the positions: its bits are equal at every run, which those of a scatter are not.
+        # Without a check of the sizes, for which the host would wait.
+        sums, marked = (torch.segment_reduce(each, "sum", lengths=sizes, unsafe=True) for each in (apart, counts))
+        ratios = (sums / marked.clamp(min=1)).exp()
+        whole = torch.repeat_interleave(ratios, sizes, output_size=len(logprobs))
+        return SequenceRatio(whole, self.advantages, self.low, self.high)
+
+    def of(self, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros: the first pass computes no loss."""
+        return torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRatio(PositionLoss):
+    """The last pass of `Gspo`: L = -min(s A, clip(s) A), and d s / d l = s for the position's own l."""
+
+    ratio: torch.Tensor
+    """s of the position's sequence."""
+    advantages: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def of(self, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        free, clipped = self.ratio * self.advantages, self.ratio.clamp(self.low, self.high) * self.advantages
+        return -torch.minimum(free, clipped), free.masked_fill(free > clipped, 0.0)

@@ -396,8 +396,8 @@ class Tuner:
             self._forget(self._jobs[job])
 
     def status(self, job: str) -> JobStatus:
-        """queued: waits for its turn or for a call; running: it is the one whose turn it is; paused: by `pause`; ending:
-        complete, or removed, and not yet in `ended`. Raises KeyError for a job that is not known."""
+        """queued: waits for its turn, or for a call; running: it is the one whose turn it is; paused: by `pause`;
+        ending: complete, or removed, and not yet in `ended`. Raises KeyError for a job that is not known."""
         known = self._jobs[job]
         if known.removed or known.complete:
             return "ending"

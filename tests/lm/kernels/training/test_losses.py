@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.lm.kernels.linear.layers import LayerOps
 from holdfast.lm.kernels.training.loss import shared_loss_backward
-from holdfast.lm.kernels.training.losses import Cispo, Dro, ImportanceSampling, PositionLoss, Ppo
+from holdfast.lm.kernels.training.losses import Cispo, Dro, Gspo, ImportanceSampling, PositionLoss, Ppo
 from holdfast.lm.kernels.training.ops import TrainingOps
 from tests.lm.kernels.linear.test_layers import shape_of
 from tests.losses import DEFINED, LOSSES, drawn_loss
@@ -140,3 +142,22 @@ def test_dro_pulls_back_to_where_the_tokens_were_sampled() -> None:
     loss = Dro(torch.tensor([-2.0]), torch.tensor([1.0]), torch.tensor([0.5]))
     losses, factors = loss.of(torch.tensor([-1.0]))
     assert losses.item() == pytest.approx(1.0 + 0.25) and factors.item() == pytest.approx(0.5)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 1000))
+def test_gspo_gives_every_token_its_sequence_s_ratio(lengths: list[int], seed: int) -> None:
+    count = sum(lengths)
+    logits, targets = drawn_logits(count, seed)
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(count, generator=generator) < 0.5).float()
+    mask[torch.tensor(lengths).cumsum(0) - 1] = 1.0  # every sequence has a position that counts
+    given_ = drawn_loss("ppo", count, seed=seed)
+    assert isinstance(given_, Ppo)
+    loss = Gspo(given_.sampled, given_.advantages, given_.low, given_.high, mask)
+    wide = logits.clone().requires_grad_()
+    logprobs = torch.log_softmax(wide, -1).gather(1, targets[:, None])[:, 0]
+    total = DEFINED["gspo"](logprobs, loss, tuple(lengths))
+    last = loss.after(logprobs.detach(), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+    losses, _ = TrainingOps(LayerOps(shape_of("cpu", torch.float64))).loss_backward(logits, targets, last)
+    torch.testing.assert_close(losses.sum(), total.detach())
+    torch.testing.assert_close(logits, torch.autograd.grad(total, wide)[0])

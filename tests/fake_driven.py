@@ -142,7 +142,7 @@ class FakeDriver(FakeTuner):
         job = self.jobs[order.id] = DrivenJob(order)
         while call_path(job.directory, job.last + 1).exists() or job.last + 1 < job.calls:
             job.last += 1
-        modules = order.modules or ("q", "k", "v", "o", "gate", "up", "down")
+        modules = ("q", "k") * order.attention + ("up", "down") * order.mlp
         info = DrivenInfo(
             id=order.id, calls=job.calls, updates=job.updates, rank=order.rank, alpha=order.alpha or 0.0,
             modules=modules, micro_batch=200,

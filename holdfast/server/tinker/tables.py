@@ -305,8 +305,7 @@ class FutureTable:
         with self._database.write() as db:
             if (known := _known(db, future)) is not None:
                 return known, False
-            is_open = db.execute(select(models.c.open).where(models.c.id == future.item)).scalar()
-            if is_open is False:
+            if _is_open(db, future.item) is False:
                 raise ModelEnded(f"{future.item} has ended and takes no more requests")
             pending = select(func.count()).select_from(futures).where(futures.c.state == "pending")
             own = futures.c.tenant == future.tenant
@@ -324,7 +323,10 @@ class FutureTable:
         """Return a request."""
         with self._database.read() as db:
             row = _owned(db, futures, tenant, id, "future")
-            return replace(_read_future(row.future), state=row.state)
+            state = row.state
+            if state == "pending" and _is_open(db, row.item) is False:
+                state = "expired"  # The server was killed between the end of the model and that of its requests.
+            return replace(_read_future(row.future), state=state)
 
     def body(self, tenant: str, id: str) -> bytes:
         """Return the result of a finished request, as `finish` stored it."""
@@ -466,6 +468,12 @@ def _owned(db: Connection, table: Table, tenant: str | None, id: str, kind: str)
     if row is None:
         raise NotFound(kind, id)
     return row
+
+
+def _is_open(db: Connection, item: str) -> bool | None:
+    """Whether a model is open; None if the item is no model."""
+    found: bool | None = db.execute(select(models.c.open).where(models.c.id == item)).scalar()
+    return found
 
 
 def _session(row: Row[Any]) -> Session:

@@ -145,6 +145,8 @@ async def test_malformed_requests_are_refused_in_json_and_leave_nothing_behind(t
         assert {*runner.order.held} <= {3, 5, 2**31 - 1}, "only requests that are whole but wrong wait for their turn"
         for id in [*training.runners]:
             await promised(client, "unload_model", json={"model_id": id})
+        while training.runners:
+            await asyncio.sleep(0.01)
         database = training._store._store.database
         with database.read() as db:
             count = {

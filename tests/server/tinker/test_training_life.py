@@ -25,9 +25,9 @@ async def test_a_model_is_opened_with_the_clients_rank_seed_and_modules(tmp_path
         model = await server.model("a", rank=8, seed=7, train_mlp=False)
         (opened,) = server.driver.opened
         assert (opened.tenant, opened.rank, opened.seed, opened.alpha) == ("a", 8, 7, 32.0)
-        assert opened.modules == ("q", "k", "v", "o")
+        assert (opened.attention, opened.mlp, opened.modules) == (True, False, ())
         assert opened.directory == str(server.directory / model.replace(":", "-"))
-        assert (await server.training.model("a", model)).modules == ["q", "k", "v", "o"]
+        assert (await server.training.model("a", model)).modules == ["q", "k"]
 
 
 async def test_creating_a_model_twice_gives_one_model_and_another_content_is_refused(tmp_path: Path) -> None:
@@ -63,6 +63,7 @@ async def test_a_model_that_the_engine_refuses_fails_with_the_reason(tmp_path: P
         ended = await server.ended(await server.training.create(wanted, ""))
         assert (ended.state, ended.error) == ("failed", "too little memory is lent to tuning")
         assert await refusal(server.forward(ended.item, 1)) == (400, "model_ended")
+        await server.until_ended(ended.item)
         assert not [*server.directory.glob("*")]
 
 
@@ -154,9 +155,7 @@ async def test_a_day_after_the_last_heartbeat_a_model_is_unloaded_and_its_checkp
         model = await server.model()
         await server.ended(await server.training.save(SaveWeights(model_id=model, seq_id=1, path="kept"), ""))
         server.now += training.STATE_SECONDS + 1
-        while (await server.training.model("", model)).status == "open":
-            await asyncio.sleep(0.01)
-        await server.until_released(model)
+        await server.until_ended(model)
         found = await server.checkpoints.find("", f"tinker://{model}/weights/kept")
         directory = server.directory / model.replace(":", "-")
         assert [path.name for path in directory.iterdir()] == ["checkpoints"] and Path(found.directory).is_dir()
@@ -174,7 +173,7 @@ async def test_unloading_ends_a_model_its_waiting_requests_and_its_files(tmp_pat
         body, media = await server.training.result(ended[1])
         assert (json.loads(body), media) == ({"model_id": model, "type": "unload_model"}, "application/json")
         assert await refusal(server.forward(model, 2, "a")) == (400, "model_ended")
-        await server.until_released(model)
+        await server.until_ended(model)
         assert not [*server.directory.glob("*")]
 
 

@@ -123,6 +123,10 @@ class TrainingServer:
         while model.replace(":", "-") in self.driver.jobs:
             await asyncio.sleep(0.01)
 
+    async def until_ended(self, model: str) -> None:
+        while model in self.training.runners:
+            await asyncio.sleep(0.01)
+
     async def kill(self) -> None:
         """End as if the process were killed: nothing more is stored, and its lock is free."""
 

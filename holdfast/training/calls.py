@@ -94,12 +94,12 @@ class Datum:
     targets: Sequence[int] | npt.NDArray[Any]
     """The token that is scored at each of them, [n]. It is mostly the next one."""
     arrays: Mapping[str, Sequence[float] | npt.NDArray[Any]] = field(default_factory=dict)
-    """What the loss reads, by name, [n] each (`Loss.kind`)."""
+    """The arrays that the loss reads, by name, [n] each (`Loss.kind`)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model takes."""
+    """The limits that a model sets to data."""
 
     vocabulary: int
     """Number of token ids."""
@@ -118,7 +118,7 @@ class CallData:
     targets: npt.NDArray[np.int32]
     """[T]"""
     arrays: Mapping[str, npt.NDArray[np.float32]]
-    """What the loss reads, by name, [T] each."""
+    """The arrays that the loss reads, by name, [T] each."""
 
     def packed(self, numbers: Sequence[int]) -> CallData:
         """The data of a micro-batch, whose numbers follow one another."""
@@ -350,8 +350,8 @@ class CallSteps:
     def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
         """The micro-batches of a step, in order. A save and a refused call have none: they compute nothing.
 
-        Those of a forward have no backward. The one of an update or a load has no example. Raises KeyError for a call
-        that has not arrived or was forgotten.
+        A forward has no backward. An update or a load has one micro-batch without an example. Raises KeyError for a
+        call that has not arrived or was forgotten.
         """
         return self._outlines[step]
 

@@ -36,7 +36,9 @@ WIDTH = 8
 def write_framed(
     path: Path, kind: bytes, header: bytes, arrays: Sequence[npt.NDArray[np.generic]], *, durable: bool
 ) -> None:
-    """Write a file, in place of one with the same name. A `durable` one is on the disk when this returns.
+    """Write a file, in place of one with the same name. Its folder is made if it is missing.
+
+    A `durable` file is on the disk when this returns, with its name and its folder.
 
     Raises ValueError for a header that is too long, and OSError if there is no space; an older file then stays.
     """
@@ -48,6 +50,7 @@ def write_framed(
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
+    new = not path.parent.is_dir()
     path.parent.mkdir(mode=0o700, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -63,6 +66,8 @@ def write_framed(
         partial.unlink(missing_ok=True)
     if durable:
         sync_directory(path.parent)
+    if durable and new:
+        sync_directory(path.parent.parent)
 
 
 def read_framed(path: Path, kind: bytes) -> tuple[bytes, npt.NDArray[np.uint8]]:

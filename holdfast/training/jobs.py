@@ -23,7 +23,7 @@ RECURRENT_MODULES = (
 KNOWN_MODULES = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down", *RECURRENT_MODULES)
 """The modules of all families. Which of them a model has is known when a job begins."""
 MLP_MODULES = ("gate", "up", "gate_up", "down")
-"""Those of the MLP. All others are of attention, or of what takes its place."""
+"""The modules of the MLP. All others belong to attention, or to a recurrence in its place."""
 HEAD_ROWS = 1024
 """Number of tokens whose logits one unit computes. With 128,256 words, the logits take 263 MB in 16 bits."""
 VALIDATION_STEPS = 100
@@ -40,8 +40,7 @@ def short_module(name: str) -> str:
 def modules_of(known: Sequence[str], *, attention: bool, mlp: bool) -> tuple[str, ...]:
     """The modules among `known` that are of attention, of the MLP, or both.
 
-    What takes the place of attention in a layer, such as a recurrence, counts as attention. Raises ValueError if there
-    is none.
+    A recurrence in the place of attention counts as attention. Raises ValueError if there is none.
     """
     chosen = tuple(name for name in known if (mlp if name in MLP_MODULES else attention))
     if not chosen:

@@ -265,7 +265,7 @@ class CallSource(Source):
     def forget(self, step: int) -> None:
         self._calls.pop(step, None)
         self._refused.pop(step, None)
-        self.steps.forget(step + 1)
+        self.steps.forget(step)  # the tuner may not have passed over this one yet
 
 
 def _adam(vectors: Resident, norm: Callable[[], torch.Tensor | None], **chosen: Any) -> None:

@@ -35,6 +35,7 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
 from holdfast.lm.parts.tuning.messages import (
     ChangeJob,
+    DrivenStart,
     JobAction,
     JobChanged,
     JobEnded,
@@ -45,6 +46,8 @@ from holdfast.lm.parts.tuning.messages import (
     JobStarted,
     JobStatus,
     JobStep,
+    RunCall,
+    StartDriven,
     StartJob,
 )
 from holdfast.lm.parts.tuning.planner import TuningPart
@@ -510,11 +513,14 @@ def test_an_engine_without_tuning_refuses_jobs(small: Callable[..., EngineConfig
 
     with pytest.raises(LookupError):
         engine.handler(TuningHandler)
-    told = [StartJob(1, new_job(tmp_path)), ChangeJob(2, "job", "pause")]
+    driven = DrivenStart(id="driven", directory=str(tmp_path))
+    told = [
+        StartJob(1, new_job(tmp_path)), ChangeJob(2, "job", "pause"), StartDriven(3, driven), RunCall(4, "driven", 0)
+    ]  # fmt: skip
     router = Router(engine.handlers, sent.append)
     router.receive(told)
     router.send_answers()
-    assert [type(message) for message in sent] == [JobRefused] * 2
+    assert [type(message) for message in sent] == [JobRefused] * 4
     engine.loop.close()
 
 

@@ -384,3 +384,12 @@ def test_calls_come_one_after_the_other_and_a_refused_one_is_an_empty_step() -> 
     assert steps.call(6).kind == "forward" and steps.count == 7
     with pytest.raises(KeyError):
         steps.micro_batches(5)
+
+
+def test_a_new_folder_is_on_the_disk_with_its_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(framed, "sync_directory", synced.append)
+    for number in range(2):
+        write_call(tmp_path, Call(number=number, kind="optimize"))
+        write_result(tmp_path, CallResult(number))
+    assert synced == [tmp_path / "calls", tmp_path, tmp_path / "calls"]

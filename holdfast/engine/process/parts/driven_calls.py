@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.parts.tuning.values import CallTaken
 from holdfast.lm.types.news import PartNews
-from holdfast.training.call_files import refuse_call
+from holdfast.training.call_files import calls_from, refuse_call
 from holdfast.training.calls import result_path
 from holdfast.training.sources import PreparedCall
 from holdfast.training.trainer import Trainer
@@ -59,7 +59,9 @@ class CallQueue:
         return bool(self._work)
 
     def run(self, number: int) -> str:
-        """Note that a call is on the disk. Returns the reason if it cannot be the next one; empty if all is well."""
+        """Note that a call is on the disk, with all before it. Returns the reason if one of them is not; else empty."""
+        if number > self.stop:
+            self.stop = calls_from(self._directory, self.stop)
         if number > self.stop:
             return f"call {number} of job {self._job} is not the next one, which is {self.stop}"
         self.stop = max(self.stop, number + 1)

@@ -37,7 +37,7 @@ class PositionLoss(ABC):
         return self
 
     def part(self, rows: slice) -> Self:
-        """The same loss for some of the positions."""
+        """Return the loss of some of the positions alone."""
         return replace(self, **{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
 

@@ -93,6 +93,7 @@ class DrivenHistory(TrainingHistory):
             self.removed.add(name)
             self.tuner.remove(name)
         super().drain()
+        self.end_jobs()
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from holdfast.lm.parts.tuning.turns import TURN_SECONDS, Turns
+from holdfast.lm.parts.tuning.turns import CALL_SECONDS, TURN_SECONDS, Turns
 
 
 class Job(NamedTuple):
@@ -54,7 +54,18 @@ def test_a_short_call_now_and_then_is_served_after_the_step_under_way():
             waited += 1.0
         waits.append(waited)
         turns.charge(short, 0.05)
-    assert waits == [0.0] * 50
+    assert waits[0] <= CALL_SECONDS and waits[1:] == [0.0] * 49
+
+
+def test_a_call_that_comes_at_once_waits_until_the_other_job_has_used_a_little_more():
+    turns, long, short = Turns(), Job("long", "a"), Job("short", "b", "short")
+    current = choose(turns, [long], known=[long])
+    current, waited = choose(turns, [long, short], current), 0.0
+    while current is long:
+        turns.charge(long, 0.5)
+        waited += 0.5
+        current = choose(turns, [long, short], current)
+    assert waited == CALL_SECONDS
 
 
 def test_many_short_calls_in_a_row_do_not_keep_out_another_tenant():
@@ -89,4 +100,13 @@ def test_a_job_that_is_gone_leaves_nothing_behind():
         assert choose(turns, [job]) is job
         turns.charge(job, 5.0)
     assert choose(turns, []) is None
-    assert not (turns._tenants._used or turns._lanes._used or turns._tenants._last or turns._lanes._last)
+    assert not (turns._tenants._used or turns._tenants._last or turns._lanes)
+
+
+def test_a_new_lane_of_a_tenant_is_not_measured_by_the_lanes_of_other_tenants():
+    turns, first = Turns(), Job("first", "a", "first")
+    many = [Job(f"b{number}", "b", f"b{number}") for number in range(5)]
+    shares(turns, [first, *many], {job.id: 1.0 for job in (first, *many)}, 3000)
+    new = Job("new", "a", "new")
+    used = shares(turns, [first, new], {"first": 1.0, "new": 1.0}, 200)
+    assert abs(used["first"] - used["new"]) < 2 * TURN_SECONDS

@@ -49,6 +49,14 @@ class Futures:
         self._now = now
         self._waiting: dict[str, set[asyncio.Event]] = {}
         """Events of the clients that wait here, by request."""
+        self._closed = False
+
+    def close(self) -> None:
+        """Let all clients that wait get an answer at once. They ask again, at this server's successor."""
+        self._closed = True
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
 
     async def begin(
         self,
@@ -134,7 +142,7 @@ class Futures:
             while True:
                 future = await self.get(tenant, id)
                 left = deadline - time.monotonic()
-                if future.state != "pending" or left <= 0:
+                if future.state != "pending" or left <= 0 or self._closed:
                     return future
                 try:
                     async with asyncio.timeout(min(left, LOOK_SECONDS)):

@@ -316,12 +316,24 @@ class ModelRunner:
                 asked = wanted
                 with suppress(TuningError):  # The job has just ended.
                     await (run.cancel() if wanted == "cancel" else run.leave())
-            if not asked and (last := max(self._waiting, default=-1)) > told:
-                told = last
-                with suppress(TuningError):
-                    await run.call(last)
+            if not asked:
+                told = await self._tell(run, told)
             if not self._reported:
                 await self._pause()
+
+    async def _tell(self, run: DrivenRun, told: int) -> int:
+        """Pass on the calls after number `told`, in order. Returns the number of the last one.
+
+        The engine could find later calls by itself once it knows one, but their requests may not be stored yet.
+        """
+        for number in sorted(number for number in self._waiting if number > told):
+            try:
+                await run.call(number)
+            except TuningError as error:
+                if not error.missing:  # Otherwise the job has just ended, which its events say.
+                    raise
+            told = number
+        return told
 
     async def _may_leave(self) -> bool:
         """Whether the engine may free the memory of the model: no request is pending, and its client is away."""

@@ -104,6 +104,7 @@ class Training:
         if self._closed:
             return
         self._closed = True
+        self.futures.close()
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)

@@ -28,6 +28,7 @@ from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE
 from holdfast.engine.client.text import TokenIds
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 from tests.lab.simulator.simulation import PROFILE
 

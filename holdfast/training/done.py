@@ -79,7 +79,10 @@ class Done(ABC, Generic[L]):
 
     @abstractmethod
     def report(self, checkpoint: Path | None) -> StepReport | CallReport | None:
-        """What the job's owner gets to know; None: nothing. `checkpoint` is the adapter that was written after it."""
+        """The report for the job's owner; None if there is none.
+
+        `checkpoint` is the adapter that was written after the step; None if none was.
+        """
 
 
 @dataclass(eq=False)

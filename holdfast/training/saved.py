@@ -25,7 +25,7 @@ SAVED = b"HFSAVED1"
 
 
 class SavedShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job must have in common with a saved state to load it."""
+    """The values that a job must have in common with a saved state to load it."""
 
     base_digest: str
     rank: int

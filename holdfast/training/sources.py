@@ -39,7 +39,7 @@ class Scored(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a micro-batch gave, on the device of the first stage."""
+    """The results of a micro-batch, on the device."""
 
     batch: MicroBatch
     loss: torch.Tensor
@@ -48,7 +48,7 @@ class Output(NamedTuple):
 
 
 class Device(ABC):
-    """What a source needs of the trainer when a step ends."""
+    """The part of the trainer that a source needs when a step ends."""
 
     @abstractmethod
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,10 @@ class Source(ABC):
 
     @abstractmethod
     def done(self, step: int, outputs: Sequence[Output], device: Device, began: float) -> Done[Any]:
-        """What a step gives, from its micro-batches. `began` is the monotonic time of its first slice."""
+        """The end of a step, from the results of its micro-batches.
+
+        `began` is the monotonic time of its first slice.
+        """
 
     @abstractmethod
     def changes(self, step: int) -> bool:
@@ -88,7 +91,7 @@ class Source(ABC):
 
     @abstractmethod
     def passed(self, step: int) -> Done[Any]:
-        """What a step without micro-batches gives."""
+        """The end of a step without micro-batches."""
 
     def forget(self, step: int) -> None:  # noqa: B027
         """Release the memory of a step that is done."""
@@ -151,7 +154,7 @@ class PreparedCall:
     data: CallData
     batches: tuple[MicroBatch, ...]
     saved: Saved | None = None
-    """What a load call loads; None for other calls, and before it is read."""
+    """The state that a load call loads; None for other calls, and before it is read."""
 
     @property
     def loads(self) -> bool:

@@ -55,7 +55,7 @@ class StepRecord(NamedTuple):
 
 
 class Ledger(Protocol):
-    """What a state includes, besides its vectors: the steps that are done."""
+    """The steps that a state includes."""
 
     @property
     def step(self) -> int:
@@ -136,7 +136,7 @@ class CallCounts:
 
     @classmethod
     def unpack(cls, step: int, data: bytes) -> CallCounts:
-        """The ledger in these bytes, of a state of so many calls."""
+        """The ledger in these bytes, of a state of `step` calls."""
         return cls(step, *struct.unpack("<Q", data))
 
 

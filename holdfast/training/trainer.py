@@ -93,7 +93,7 @@ class _Job:
     began: float = 0.0
     """Monotonic time of the current step's first slice."""
     outputs: list[Output] = field(default_factory=list)
-    """What the current step's micro-batches gave so far, on the device."""
+    """The results of the current step's micro-batches so far, on the device."""
     iteration: Iteration | NothingToCompute | None = None
     resident: _Resident | None = None
     has_gradients: bool = False

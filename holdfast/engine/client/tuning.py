@@ -151,8 +151,8 @@ class OpenRun(Generic[Info, Event]):
     async def events(self) -> AsyncGenerator[Event, None]:
         """The events of the job, in order, from its start here: for one reader. JobEnded is the last.
 
-        What an event reports was stored before. It is reported once, unless the engine is killed in between. Raises
-        EngineDead when the engine ends before the job.
+        An event is reported after its result was stored. It is reported once, unless the engine is killed in between.
+        Raises EngineDead when the engine ends before the job.
         """
         while True:
             while self._events:

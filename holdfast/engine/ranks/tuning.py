@@ -73,7 +73,7 @@ class Follower(Training):
         if isinstance(news, JobOpened):
             self._opening[news.job] = self._opener.submit(self._open, news)
         elif isinstance(news, CallTaken):
-            before = self._opening.get(news.job)
+            before = [self._opening[news.job]] if news.job in self._opening else []
             self._opening[news.job] = self._opener.submit(self._take, news, before)
         elif isinstance(news, JobClosed):
             self._wait(news.job)
@@ -89,10 +89,10 @@ class Follower(Training):
         if step != news.step:
             raise ValueError(f"job {news.job} is at step {step} on this rank, and at step {news.step} on rank 0")
 
-    def _take(self, news: CallTaken, before: Future[None] | None) -> None:
+    def _take(self, news: CallTaken, before: Sequence[Future[None]]) -> None:
         """Take a call as rank 0 did. Raises the error of what was read before, so that no slice runs after it."""
-        if before is not None:
-            before.result()
+        for earlier in before:
+            earlier.result()
         if news.refusal:
             self._trainer.refuse_call(news.job, news.number, news.refusal)
             return

@@ -18,7 +18,7 @@ AHEAD = 8
 """Most calls that are read and not done. Their data is in the host's memory."""
 
 Then = Callable[[], None]
-"""What the loop's thread does with the result of another thread."""
+"""Takes the result of another thread, in the loop's thread."""
 Submit = Callable[[Callable[[], Then]], "Future[Then]"]
 
 
@@ -49,7 +49,7 @@ class CallQueue:
         self._tuner, self._trainer, self._announce = tuner, trainer, announce
         self._next, self.stop, self._known = first, stop, known
         self._work: list[Future[Then]] = []
-        """What the other thread does now; at most one."""
+        """The work of the other thread; at most one."""
         self._waiting: list[PreparedCall] = []
         """The call that waits for the calls before it; at most one."""
 

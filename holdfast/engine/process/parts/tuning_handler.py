@@ -397,7 +397,7 @@ class TuningHandler(Handler):
         return job
 
     def _prepared(self, job: str, directory: Path, known: int) -> Any:
-        """What the trainer has prepared. Raises ValueError."""
+        """A job that the trainer has prepared. Raises ValueError."""
         try:
             return self._trainer.prepare(directory, known)
         except OSError as error:
@@ -409,7 +409,7 @@ class TuningHandler(Handler):
             epochs=1,
             batch_size=1,
             rank=start.rank,
-            alpha=2.0 * start.rank if start.alpha is None else start.alpha,
+            alpha=_alpha_of(start),
             modules=start.modules or modules_of(self._rules.modules, attention=start.attention, mlp=start.mlp),
             micro_batch=start.micro_batch or self._rules.micro_batch or 1,
             seed=start.seed,
@@ -444,7 +444,7 @@ class TuningHandler(Handler):
             batch_size=batch_size,
             learning_rate=start.learning_rate,
             rank=start.rank,
-            alpha=2.0 * start.rank if start.alpha is None else start.alpha,
+            alpha=_alpha_of(start),
             modules=start.modules or (self._rules.dora_modules if start.dora else self._rules.modules),
             dora=start.dora,
             micro_batch=start.micro_batch or self._rules.micro_batch or 1,
@@ -644,3 +644,8 @@ class TuningHandler(Handler):
         how(job)
         self._announce(JobClosed(job))
         del self._open[job]
+
+
+def _alpha_of(start: JobStart | DrivenStart) -> float:
+    """The scale of a job's adapter, which the engine chooses if its owner does not."""
+    return 2.0 * start.rank if start.alpha is None else start.alpha

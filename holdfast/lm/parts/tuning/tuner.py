@@ -339,7 +339,7 @@ class Tuner:
         self._on_trial.append(job)
 
     def _no_memory(self, job: _Job, tokens: int) -> str:
-        """Why a micro-batch of so many tokens is too large for the job; empty if it is not."""
+        """Why a micro-batch of this many tokens is too large for the job; empty if it is not."""
         if (blocks := job.size(tokens)) <= self.max_blocks:
             return ""
         return (

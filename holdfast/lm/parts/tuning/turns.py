@@ -88,7 +88,7 @@ class Turns:
         """Seconds of the current turn so far."""
 
     def charge(self, member: Member, seconds: float) -> None:
-        """Note that a job is planned to run for so many seconds."""
+        """Note that a job is planned to run for this time."""
         self._turn += seconds
         self._tenants.charge(member.tenant, seconds)
         self._lanes[member.tenant].charge(member.lane, seconds)

@@ -373,6 +373,8 @@ def test_calls_come_one_after_the_other_and_a_refused_one_is_an_empty_step() -> 
         steps.add(call_of(6, "optimize"), ())
     with pytest.raises(ValueError, match="example 1 has 11 tokens; a micro-batch holds 10"):
         steps.add(call_of(5, "forward"), (3, 11))
+    with pytest.raises(ValueError, match="call 4 is not the next one, which is 5"):
+        steps.refuse(4)
     assert steps.count == 5
     steps.refuse(5)
     steps.add(call_of(6, "forward"), (3, 10))

@@ -168,6 +168,21 @@ def test_chunks_of_the_head_give_the_whole(name: str, monkeypatch: pytest.Monkey
     torch.testing.assert_close(grads, wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_bits_do_not_depend_on_slices(name: str, monkeypatch: pytest.MonkeyPatch, model: Decoder) -> None:
+    for module in ("holdfast.training.iteration", "holdfast.training.jobs"):
+        monkeypatch.setattr(f"{module}.HEAD_ROWS", 7)
+    scored = Scored(model, name)
+    whole, wanted = scored.run()
+    loss, grads = position_loss(Loss(name=name), scored.arrays, scored.targets), torch.zeros_like(scored.vector)
+    cut = scored.iteration(scored.vector, scored.ids, LENGTHS, scored.targets, loss, grads, backward=True)
+    while not cut.done:
+        cut.run(cut.at, min(len(cut.units), cut.at + 1 + cut.at % 3), keep=cut.at % 2 == 0)
+        cut.release()
+    assert torch.equal(cut.logprobs, whole.logprobs) and torch.equal(cut.loss, whole.loss)
+    assert torch.equal(grads, wanted)
+
+
 def test_a_micro_batch_needs_the_passes_of_its_loss(model: Decoder) -> None:
     halves = Halves(model, AdapterLayout(model.decoder, ("q",), RANK), SCALE)
     ids, arena = torch.ones(3, dtype=torch.int64), arena_for(model)

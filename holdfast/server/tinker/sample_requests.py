@@ -100,11 +100,8 @@ class SamplingOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class Sample(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST asample."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "target_prompt_logprobs": (),
-        "prompt_alt_tokens_k": (0,),
-        "record_stability_info": (False,),
-    }
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"target_prompt_logprobs": (), "prompt_alt_tokens_k": (0,)}
+    harmless: ClassVar[tuple[str, ...]] = ("type", "record_stability_info")  # Only a loss that is refused reads it.
 
     prompt: ModelInput
     sampling_params: SamplingOptions

@@ -188,7 +188,8 @@ async def test_the_options_reach_the_engine_without_the_models_defaults(tmp_path
     async with serving(tmp_path) as api:
         sampler = await api.sampler()
         options = {"max_tokens": 3, "seed": 7, "temperature": 1.5, "top_k": -1, "top_p": 0.5, "stop": ["x", 31]}
-        promised = (await api.sample(sampler, num_samples=2, prompt_logprobs=True, params=options)).json()
+        more = {"num_samples": 2, "prompt_logprobs": True, "record_stability_info": True}
+        promised = (await api.sample(sampler, params=options, **more)).json()
         await api.result(promised["request_id"])
         assert promised["sample_sequence_ids"] == [f"{promised['request_id']}:{each}" for each in range(2)]
     first, second = (asked.params for asked in api.client.asked)
@@ -237,7 +238,6 @@ async def test_without_a_seed_a_sample_is_drawn_from_a_seed_of_its_own(tmp_path:
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 200}]}}, None),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
-        ({"record_stability_info": True}, "record_stability_info"),
         ({"num_samples": 65}, "num_samples"),
         ({"num_samples": 0}, "num_samples"),
         ({"topk_sample_logprobs": 21}, "topk_sample_logprobs"),

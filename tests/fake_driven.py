@@ -98,7 +98,7 @@ class DrivenJob:
 
     def _write(self, call: Call, files: dict[str, Any]) -> None:
         directory = Path(call.directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
         for name, content in files.items():
             (directory / name).write_text(json.dumps(content))
 

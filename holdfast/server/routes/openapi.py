@@ -190,6 +190,11 @@ LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 2
 ORDER = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "oldest or newest first")
 AFTER = ("after", TEXT, "the id of the last entry of the previous page")
 PAGE = (LIMIT, AFTER)
+OFFSETS = (
+    ("offset", COUNT, "number of entries to pass over"),
+    ("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}, LIMIT[2]),
+)
+"""Query parameters of Tinker's lists."""
 
 USAGE = (
     ("start_time", TIME, "beginning of the first bucket; required"),
@@ -204,6 +209,20 @@ USAGE = (
 )
 
 TUNING = "/v1/fine_tuning/jobs"
+TINKER = "/api/v1"
+SAVED = "training_runs/{model_id}/checkpoints/{place}/{name}"
+"""Path of a checkpoint in Tinker's protocol."""
+TINKER_READ = (
+    "healthz", "get_server_capabilities", "sessions", "sessions/{session_id}", "training_runs",
+    "training_runs/{model_id}", "training_runs/{model_id}/checkpoints", "checkpoints", "samplers/{sampler_id}",
+)  # fmt: skip
+TINKER_SENT = (
+    "client/config", "client/dynamic_config", "telemetry", "create_session", "session_heartbeat",
+    "sessions/{session_id}/finish", "create_model", "get_info", "unload_model", "forward_backward", "optim_step",
+    "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "weights_info",
+    "create_sampling_session", "join_sampling_session", "cancel_future", "asample",
+)  # fmt: skip
+"""Paths of Tinker's protocol. Its SDK describes the objects that they return."""
 REPLIES: Mapping[str, Reply] = {
     "GET /": Reply("Root"),
     "GET /health": Reply("Health"),
@@ -270,6 +289,14 @@ REPLIES: Mapping[str, Reply] = {
     f"GET {TUNING}/{{job_id}}/checkpoints": Reply("TuningCheckpoints"),
     f"GET {TUNING}/{{job_id}}/adapter/{{name}}": Reply(bytes="application/octet-stream"),
     **{f"POST {TUNING}/{{job_id}}/{verb}": Reply("TuningJob") for verb in ("pause", "resume", "cancel")},
+    **{f"GET {TINKER}/{path}": Reply("Any") for path in TINKER_READ},
+    **{f"POST {TINKER}/{path}": Reply("Any") for path in TINKER_SENT},
+    f"POST {TINKER}/retrieve_future": Reply("Any", bytes="application/x-protobuf"),
+    f"DELETE {TINKER}/{SAVED}": Reply("Any"),
+    f"POST {TINKER}/{SAVED}/publish": Reply("Any"),
+    f"DELETE {TINKER}/{SAVED}/publish": Reply("Any"),
+    f"PUT {TINKER}/{SAVED}/ttl": Reply("Any"),
+    f"GET {TINKER}/{SAVED}/archive": Reply(bytes="application/x-tar"),
 }
 """Replies by method and path. Unlisted routes, such as those under /v2, return other JSON."""
 
@@ -294,6 +321,7 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/organization/usage/completions": USAGE,
     "GET /v1/organization/usage/embeddings": USAGE,
     "GET /v1/batches": PAGE,
+    **dict.fromkeys((f"GET {TINKER}/sessions", f"GET {TINKER}/training_runs", f"GET {TINKER}/checkpoints"), OFFSETS),
     f"GET {TUNING}": PAGE,
     f"GET {TUNING}/{{job_id}}/events": (
         ("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}, LIMIT[2]),
@@ -302,7 +330,7 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     f"GET {TUNING}/{{job_id}}/checkpoints": PAGE,
 }
 """Query parameters by method and path."""
-METHODS = ("get", "post", "delete")
+METHODS = ("get", "post", "delete", "put")
 
 
 def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schema:

@@ -41,7 +41,7 @@ FORWARD = f"{API}/forward_backward"
 POLL_SECONDS = 25.0
 """Seconds for which retrieve_future waits for a result. The SDK gives up after 45 s and asks again."""
 INLINE_BYTES = 4 << 20
-"""Size of a result in bytes from which a client that asks for it is told the size first."""
+"""Size of a result in bytes from which a client that asks for metadata gets the size first."""
 CHUNK_SHARE = 0.6
 """Share of the largest body that the SDK's estimate of a request may have. The estimate can be too low."""
 MOST_LISTED = 1000

@@ -45,7 +45,7 @@ class ForwardRequest(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What a model takes."""
+    """Limits of a model's data."""
 
     vocabulary: int
     """Number of token ids."""

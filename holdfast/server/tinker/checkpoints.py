@@ -148,7 +148,7 @@ class Checkpoints:
             await self._files.on_disk(partial(_delete, Path(checkpoint.directory)))
 
     async def delete_unknown(self, model: Model) -> None:
-        """Delete the directories of a model's checkpoints that a killed server has left behind."""
+        """Delete the directories of a model's checkpoints that a killed server has left."""
         directory = self.directory / model.job / DIRECTORY
         for path in await self._files.on_disk(lambda: [*directory.glob("*")]):
             if await self.get(path.name) is None:
@@ -177,9 +177,11 @@ class Checkpoints:
 def _delete(directory: Path) -> None:
     """Delete a checkpoint's directory, and those above it if they are empty: its model has ended."""
     shutil.rmtree(directory, ignore_errors=True)
+    model = directory.parent.parent
     with suppress(OSError):
-        directory.parent.rmdir()
-        directory.parent.parent.rmdir()
+        if [*model.iterdir()] == [directory.parent]:
+            directory.parent.rmdir()
+            model.rmdir()
 
 
 def archive(directory: Path) -> Iterator[bytes]:

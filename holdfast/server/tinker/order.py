@@ -202,8 +202,10 @@ async def hold(
 
 
 def write_in(directory: Path, call: Call, data: Sequence[Datum]) -> None:
-    """Write a call's file into a directory, which is made if it is missing."""
+    """Write a call's file into a directory, which is made if it is missing, as is the one above the call's own."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if call.directory:
+        Path(call.directory).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_call(directory, call, data)
 
 

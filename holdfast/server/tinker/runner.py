@@ -82,7 +82,7 @@ class Drives(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What all models of a server share."""
+    """Objects that all models of a server share."""
 
     engine: Drives
     dead: asyncio.Event

@@ -75,7 +75,7 @@ class Future(Struct, frozen=True, kw_only=True):
     seq: int
     """Number of the request within its item, given by the client."""
     kind: str
-    """What is asked for: a `Kind`, create_model, unload_model, or sample."""
+    """Kind of the request: a `Kind`, create_model, unload_model, or sample."""
     digest: str
     """Digest of the request's content. A request that is sent again has the same one."""
     created: float
@@ -86,7 +86,7 @@ class Future(Struct, frozen=True, kw_only=True):
     error: str = ""
     category: Category = ""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """What finishing the request needs, for example the id of the checkpoint that it writes."""
+    """Values that the request's end needs, for example the id of the checkpoint that it writes."""
     media: str = ""
     """Content type of the result's bytes; empty if the result is in a file of the model."""
 

@@ -1,4 +1,4 @@
-"""Malformed requests of Tinker's protocol: each gets a clear refusal, and none leaves anything behind."""
+"""Malformed requests of Tinker's protocol: each gets a clear refusal, and no trace stays."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def promised(client: httpx.AsyncClient, path: str, **sent: Any) -> dict[st
     return result
 
 
-async def test_malformed_requests_are_refused_in_json_and_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_malformed_requests_are_refused_in_json_and_leave_no_trace(tmp_path: Path) -> None:
     chance = random.Random(38)
     async with serving(tmp_path) as (client, training):
         session = (await client.post(f"{API}/create_session", json={})).json()["session_id"]

@@ -12,7 +12,7 @@ from holdfast.lm.limits import RequestRefused
 
 
 class Adapters:
-    """The adapters of a client, and the versions that its engine was told to forget."""
+    """The adapters of a client, and the versions that its engine was asked to forget."""
 
     def __init__(self) -> None:
         self.served: dict[str, AdapterInfo] = {}

@@ -269,7 +269,10 @@ class FakeClient:
                 timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=count)
                 tokens = (number, END) if last and ends else (number,)
                 delta = Delta(word, tokens, *((reason, usage, timings) if last else ()))
-                yield delta if params.logprobs is None else replace(delta, logprobs=told(number, params.logprobs))
+                if params.logprobs is not None:
+                    ended = told(END, params.logprobs)[0] if last and ends else None
+                    delta = replace(delta, logprobs=told(number, params.logprobs), end_logprobs=ended)
+                yield delta
                 asked.given += 1
             asked.ended = "finished"
         finally:

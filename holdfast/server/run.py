@@ -55,7 +55,7 @@ from holdfast.server.tinker.training import Training
 from holdfast.server.tracing import Tracing
 
 Work = Tuning | Training | Samplers | Batches
-"""What goes on at a server while no request of a client waits for it."""
+"""Work that goes on at a server while no request of a client waits for it."""
 CUT_SECONDS = 2.0
 """Seconds for which running streams may send their error event after the engine has ended."""
 ENDING = (signal.SIGTERM, signal.SIGINT)

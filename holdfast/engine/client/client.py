@@ -584,8 +584,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         Returns at once if requests may name it again. Raises EngineDead.
         """
         await self._holds.released(adapter)
-        while (changing := self._changing.get(name_of(adapter))) is not None:
-            await changing.wait()
+        while name_of(adapter) in self._changing:
+            await self._changing[name_of(adapter)].wait()
         if not self._serves(adapter):
             await asyncio.shield(self._questions.ask(lambda number: UnloadAdapter(number, adapter)))
 

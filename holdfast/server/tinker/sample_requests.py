@@ -100,11 +100,8 @@ class SamplingOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class Sample(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST asample."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "target_prompt_logprobs": (),
-        "prompt_alt_tokens_k": (0,),
-        "record_stability_info": (False,),
-    }
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"target_prompt_logprobs": (), "prompt_alt_tokens_k": (0,)}
+    harmless: ClassVar[tuple[str, ...]] = ("type", "record_stability_info")  # Only a loss that is refused reads it.
 
     prompt: ModelInput
     sampling_params: SamplingOptions
@@ -133,7 +130,7 @@ class Sample(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether the log probabilities of the prompt are asked for. Those of alternatives ask for them too."""
+        """Whether the log probabilities of the prompt are asked for. Asking for alternatives asks for them too."""
         return self.prompt_logprobs or self.topk_prompt_logprobs > 0
 
 
@@ -150,7 +147,7 @@ class SampleAnswer(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fie
     alternatives: int
     """Number of alternatives that are reported with each sampled token."""
     prompt_alternatives: int | None
-    """The same number for the prompt's tokens; None if nothing is reported of them."""
+    """Number of alternatives that are reported with each prompt token; None if nothing is reported of the prompt."""
 
     @classmethod
     def of(cls, wanted: Sample, model: str, seed: int, text: Text) -> SampleAnswer:

@@ -13,7 +13,7 @@ from holdfast.engine.client.client import Delta
 from holdfast.server.tinker.protos import LENGTH, STOP, messages
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
-"""What a place without an alternative holds. The SDK knows these numbers."""
+"""Numbers in a place without an alternative. The SDK knows them."""
 
 
 @dataclass

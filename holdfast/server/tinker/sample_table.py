@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -114,11 +114,11 @@ class SamplerTable:
             db.execute(delete(samplers).where(samplers.c.id.in_(ids)))
 
 
-def _row(db: Connection, id: str) -> Row[tuple[object, ...]] | None:
+def _row(db: Connection, id: str) -> Row[Any] | None:
     return db.execute(select(samplers).where(samplers.c.id == id)).one_or_none()
 
 
-def _owned(row: Row[tuple[object, ...]] | None, tenant: str, id: str) -> Sampler:
+def _owned(row: Row[Any] | None, tenant: str, id: str) -> Sampler:
     if row is None or row.tenant != tenant:
         raise NotFound("sampling_session", id, "sampling_session_id")
-    return Sampler(*row._tuple())
+    return Sampler(**row._mapping)

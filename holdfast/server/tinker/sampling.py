@@ -36,7 +36,7 @@ KIND = "sample"
 """Kind of the futures of samples."""
 TICK_SECONDS = 10.0
 """Seconds between two looks for sampling sessions to release."""
-AWAY_SECONDS = 86_400.0
+GONE_SECONDS = 86_400.0
 """Seconds without a heartbeat of its session after which a sampling session is released."""
 UNUSED_SECONDS = 3600.0
 """Seconds without a request after which unnamed weights are deleted, if the model has saved newer ones."""
@@ -260,10 +260,15 @@ class Samplers:
     async def _run(
         self, future: Future, wanted: Sample, prompt: list[int], checkpoint: Checkpoint | None, usage: RequestUsage
     ) -> None:
-        """Carry out a sample, and end its future with the result or the error."""
+        """Carry out a sample, and end its future with the result or the error.
+
+        If the engine has ended, so will the server. The sample is then lost, and its client asks another server.
+        """
         try:
             body = await self._answer(future, wanted, prompt, checkpoint, usage)
         except ApiError as error:
+            if self._service.client.dead.is_set():
+                return
             await self._futures.fail(future.id, error.message, "user" if error.status < 500 else "server")
         except Exception as error:
             await self._futures.fail(future.id, internal(error).message, "server")
@@ -362,4 +367,4 @@ class Samplers:
             if error.status != 404:
                 raise
             return True
-        return bool(found.finished) or self._now() - found.seen > AWAY_SECONDS
+        return bool(found.finished) or self._now() - found.seen > GONE_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -218,6 +219,12 @@ class FakeClient:
         self.adapters[name] = AdapterInfo(f"{name}@0123", name, 4, 100, ("q",))
         return self.adapters[name]
 
+    def hold_adapter(self, adapter: str) -> AbstractContextManager[str]:
+        return nullcontext(adapter)
+
+    async def forgotten(self, adapter: str) -> None:
+        """It keeps nothing."""
+
     async def unload_adapter(self, name: str) -> None:
         if name not in self.adapters:
             raise AdapterError(f"there is no adapter {name}", missing=True)
@@ -265,7 +272,10 @@ class FakeClient:
                 timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=count)
                 tokens = (number, END) if last and ends else (number,)
                 delta = Delta(word, tokens, *((reason, usage, timings) if last else ()))
-                yield delta if params.logprobs is None else replace(delta, logprobs=told(number, params.logprobs))
+                if params.logprobs is not None:
+                    ended = told(END, params.logprobs)[0] if last and ends else None
+                    delta = replace(delta, logprobs=told(number, params.logprobs), end_logprobs=ended)
+                yield delta
                 asked.given += 1
             asked.ended = "finished"
         finally:

@@ -14,10 +14,10 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.tuning.values import TrainingAction, TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_examples
+from holdfast.training.done import JobFailure, StepReport
 from holdfast.training.iteration import Arena, arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob
 from holdfast.training.state import write_job
-from holdfast.training.storage import JobFailure, StepReport
 from holdfast.training.trainer import Trainer
 from tests.checkpoints import TINY_VOCAB, tiny
 
@@ -133,3 +133,9 @@ def step_reports(trainer: Trainer) -> list[StepReport]:
     reports = trainer.reports()
     assert not [report for report in reports if isinstance(report, JobFailure)]
     return [report for report in reports if isinstance(report, StepReport)]
+
+
+def diverge(params: Sequence[torch.Tensor], *_: Any, **__: Any) -> None:
+    """An update that makes parameters that are not finite, in place of `adamw_step`."""
+    for each in params:
+        each.fill_(torch.inf)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replica import Replica, State
 from holdfast.cluster.spawner import Spawner
 from holdfast.core.types import AdapterInfo
+from holdfast.engine.client.adapter_holds import AdapterHolds
 from holdfast.engine.client.attachment import NoEngine
 from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError
+from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -63,6 +65,16 @@ def engines_of(starts: Sequence[asyncio.Task[EngineClient]]) -> dict[int, Engine
     return {place: task.result() for place, task in ended.items() if not isinstance(task.exception(), NoEngine)}
 
 
+class ReplacedVersion(NamedTuple):
+    """A version of an adapter that another one has replaced, while requests may still begin with it."""
+
+    name: str
+    path: str
+    """Directory of the version."""
+    held: ExitStack
+    """Holds the version at the engines that started since it was replaced."""
+
+
 class NoReplica(EngineDead):
     """No replica serves now. The message is sent to the client."""
 
@@ -93,6 +105,10 @@ class Fleet:
         """Numbers of the first engines."""
         self._paths: dict[str, str] = {}
         """Directories of adapters that were loaded while the server ran, by adapter name."""
+        self.holds = AdapterHolds(self.adapters, self._drop_version)
+        """The versions of adapters that requests are about to use."""
+        self._replaced: dict[str, ReplacedVersion] = {}
+        """The replaced versions that are held, by content id. New engines load these too."""
         self._changing = asyncio.Lock()
         """Held while adapters are changed, and while a new engine loads them."""
         self._past: dict[str, float] = {}
@@ -194,31 +210,67 @@ class Fleet:
         """Load an adapter at every replica; if one fails, at none. See `EngineClient.load_adapter`."""
         async with self._changing:
             before, old = self.adapters.get(name), self._paths.get(name)
-            engines = [*self.engines.values()]
             self.check_alive()
-            results = await self._load_at_all(engines, name, path, replace) if engines else []
-            failed = next((error for error in results if isinstance(error, AdapterError)), None)
-            loaded = [each for each in results if isinstance(each, AdapterInfo)]
-            if failed is not None:
-                for engine, result in zip(engines, results, strict=False):
-                    if isinstance(result, AdapterInfo):
-                        with suppress(AdapterError, EngineDead):
-                            if before is not None and old is not None:
-                                await engine.load_adapter(name, old, replace=True)
-                            else:
-                                await engine.unload_adapter(name)
-                raise failed
-            for result in results:
-                if isinstance(result, BaseException) and not isinstance(result, EngineDead):
-                    raise result
-            if not loaded:
-                raise NoReplica("no replica serves now; try again in a moment")
-            self._paths[name] = path
-            self.adapters[name] = loaded[0]
-            return loaded[0]
+            held = ExitStack() if before is None else self.hold_adapter(before.id)
+            with held:  # Requests begin with the version before until every engine has the new one.
+                loaded = await self._load_at_all(name, path, old, replace=replace)
+                self._paths[name] = path
+                self.adapters[name] = loaded
+                if before is not None and before != loaded:
+                    if old is not None:
+                        self._replaced[before.id] = ReplacedVersion(name, old, ExitStack())
+                    self.holds.give_up(before.id)
+            return loaded
+
+    async def _load_at_all(self, name: str, path: str, old: str | None, *, replace: bool) -> AdapterInfo:
+        """Load an adapter at every replica; if one fails, at none. `old` is the directory of the version before."""
+        engines, before = [*self.engines.values()], self.adapters.get(name)
+        results = await self._try_at_all(engines, name, path, replace) if engines else []
+        failed = next((error for error in results if isinstance(error, AdapterError)), None)
+        loaded = [each for each in results if isinstance(each, AdapterInfo)]
+        if failed is not None:
+            for engine, result in zip(engines, results, strict=False):
+                if isinstance(result, AdapterInfo):
+                    with suppress(AdapterError, EngineDead):
+                        if before is not None and old is not None:
+                            await engine.load_adapter(name, old, replace=True)
+                        else:
+                            await engine.unload_adapter(name)
+            raise failed
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, EngineDead):
+                raise result
+        if not loaded:
+            raise NoReplica("no replica serves now; try again in a moment")
+        return loaded[0]
+
+    @contextmanager
+    def hold_adapter(self, adapter: str) -> Iterator[str]:
+        """Hold the present version of an adapter at every replica. See `EngineClient.hold_adapter`."""
+        with ExitStack() as held:
+            content = held.enter_context(self.holds.hold(adapter))
+            for engine in self.engines.values() if content else ():
+                with suppress(RequestRefused):  # The engine started since, and never had a replaced version.
+                    held.enter_context(engine.hold_adapter(content))
+            yield content
+
+    async def forgotten(self, adapter: str) -> None:
+        """Wait until every engine has forgotten a replaced version. See `EngineClient.forgotten`."""
+        await self.holds.released(adapter)
+        ended = await asyncio.gather(
+            *(engine.forgotten(adapter) for engine in self.engines.values()), return_exceptions=True
+        )
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, EngineDead):
+                raise error
+
+    def _drop_version(self, content: str) -> None:
+        """Let the engines that started since forget a replaced version that nobody holds any more."""
+        if content in self._replaced:
+            self._replaced.pop(content).held.close()
 
     @staticmethod
-    async def _load_at_all(
+    async def _try_at_all(
         engines: Sequence[EngineClient], name: str, path: str, replace: bool
     ) -> list[AdapterInfo | BaseException]:
         """Load an adapter at one engine, and then at the others. Returns the results of all engines that tried.
@@ -398,6 +450,10 @@ class Fleet:
         """Make a new engine have exactly the adapters that requests may name."""
         for name in [name for name in engine.adapters if name not in self.adapters]:
             await engine.unload_adapter(name)
+        for content, version in [*self._replaced.items()]:
+            await engine.load_adapter(version.name, version.path, replace=version.name in engine.adapters)
+            if content in self._replaced:
+                version.held.enter_context(engine.hold_adapter(content))
         for name, path in self._paths.items():
             if engine.adapters.get(name) != self.adapters[name]:
                 await engine.load_adapter(name, path, replace=name in engine.adapters)

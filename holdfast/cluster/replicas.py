@@ -16,7 +16,7 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AbstractContextManager, ExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -212,8 +212,8 @@ class Replicas:
         if params.seed is None and params.temperature > 0:
             params = replace(params, seed=self._draw_seed())  # All replicas must use the same seed.
         stream = prepare(
-            self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown,
-            contract=contract, arrival=arrival, note=note, salt=salt,
+            self.info, self.text, prompt, params, request_id, priority, tenant, self.fleet.holds.content_of(adapter),
+            deadline, shown, contract=contract, arrival=arrival, note=note, salt=salt,
         )  # fmt: skip
         return self._run(stream, where)
 
@@ -270,7 +270,10 @@ class Replicas:
         self._streams[request_id] = time.monotonic()
         turn = self._turn(stream, key)
         self.counts.routed_tokens += turn.prompt_tokens
+        held = ExitStack()
         try:
+            with suppress(RequestRefused):  # An adopted request may have a version that is not known here.
+                held.enter_context(self.fleet.hold_adapter(stream.request.identity.adapter))
             found = await self._ask(turn) if adopted is None else None
             while True:
                 known, begun = len(stream.answer), False
@@ -340,6 +343,7 @@ class Replicas:
                     replica.leave(request_id)
                     self.router.ended(request_id, time.monotonic(), self._chain(stream))
         finally:
+            held.close()
             del self._streams[request_id]
 
     def _offer_again(self, stream: Stream, refusals: Refusals, *, resumed: bool) -> None:
@@ -498,6 +502,14 @@ class Replicas:
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Load an adapter at every replica; if one fails, at none. See `EngineClient.load_adapter`."""
         return await self.fleet.load_adapter(name, path, replace=replace)
+
+    def hold_adapter(self, adapter: str) -> AbstractContextManager[str]:
+        """Hold the present version of an adapter at every replica. See `EngineClient.hold_adapter`."""
+        return self.fleet.hold_adapter(adapter)
+
+    async def forgotten(self, adapter: str) -> None:
+        """Wait until every replica has forgotten a replaced version. See `EngineClient.forgotten`."""
+        await self.fleet.forgotten(adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter at every replica. See `EngineClient.unload_adapter`."""

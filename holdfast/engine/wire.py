@@ -15,8 +15,12 @@ from __future__ import annotations
 WIRE = 2
 """The version of the messages. Peers that send none, as they had no version yet, count as 1."""
 SINCE = dict.fromkeys(
-    ("adopt", "adopted", "client-count", "count-clients", "drain", "drained", "draining", "introduce", "servers"), 2
-)
+    (
+        "adopt", "adopted", "client-count", "count-clients", "drain", "drained", "draining", "driven-progress",
+        "driven-started", "introduce", "run-call", "servers", "start-driven",
+    ),
+    2,
+)  # fmt: skip
 """The version in which each kind of message came, by its tag. All others are of version 1."""
 
 

@@ -19,6 +19,7 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
+from holdfast.server.adapter_versions import AdapterVersions
 from holdfast.server.chats import StoredChats
 from holdfast.server.config import ServerConfig, SharedConfig
 from holdfast.server.conversations.protocol import ResponseRequest
@@ -41,7 +42,7 @@ from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, i
 from holdfast.server.readiness import Readiness
 from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.access import OPEN_PATHS, Access, KeyCheck, Meter, refuse, secret_of
-from holdfast.server.routes.adapters import add_adapter_routes
+from holdfast.server.routes.adapters import add_adapter_routes, is_weights_path
 from holdfast.server.routes.chats import add_chat_store_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.docs import add_docs_route
@@ -61,11 +62,21 @@ from holdfast.server.routes.operators import add_activity_routes, add_replica_ro
 from holdfast.server.routes.page import add_page_routes
 from holdfast.server.routes.similarity import add_similarity_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
+from holdfast.server.routes.tinker import FORWARD, add_checkpoint_routes, add_client_routes
+from holdfast.server.routes.tinker import add_model_routes as add_trained_model_routes
+from holdfast.server.routes.tinker_sampling import add_sampling_routes
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.usage import add_usage_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.shared_adapters import SharedAdapters
+from holdfast.server.tinker.checkpoints import Checkpoints
+from holdfast.server.tinker.futures import Futures
+from holdfast.server.tinker.protos import MEDIA as PROTOBUF
+from holdfast.server.tinker.sampling import Samplers
+from holdfast.server.tinker.sessions import Sessions
+from holdfast.server.tinker.training import Training
 from holdfast.server.tracing import Tracing, exporter_to
+from holdfast.server.version_files import VersionFiles
 
 EXPOSED = [
     "x-request-id", "retry-after", "retry-after-ms", "idempotent-replayed",
@@ -101,10 +112,10 @@ def create_app(
 ) -> FastAPI:
     """Create the HTTP application over started engines.
 
-    They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs and
-    the batches, which must be started and closed in this order. `app.state.responses.close()` closes the store.
-    `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` counts the requests in progress.
-    `app.state.clients` holds the clients of all engines.
+    They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs, the
+    models in training, the samplers and the batches, which must be started and closed in this order.
+    `app.state.responses.close()` closes the store. `app.state.tracing`, if present, must be closed at the end.
+    `app.state.admissions` counts the requests in progress. `app.state.clients` holds the clients of all engines.
     """
     app = App(
         config,
@@ -131,7 +142,7 @@ def create_app(
     add_access(app, ring, config, accounts)
     service = Service(client, config, metrics) if client is not None else None
     app.state.service = service
-    app.state.responses = app.state.shared_adapters = None
+    app.state.responses = app.state.shared_adapters = app.state.adapter_versions = None
     app.state.jobs = ()
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
@@ -144,7 +155,6 @@ def create_app(
         add_model_routes(app, service)
         shared = SharedAdapters(service, held)
         app.state.shared_adapters = shared
-        add_adapter_routes(app, service, shared)
         add_activity_routes(app, service, config)
         chats = StoredChats(held)
         add_completion_routes(app, service, chats)
@@ -160,10 +170,23 @@ def create_app(
         files = Files(responses.store, config)
         batches = Batches(responses, files, charge=accounts.charge_batch)
         tuning = Tuning(service, files, batches.owner, lines_cleared=batches.cleared)
-        app.state.jobs = (tuning, batches)
+        version_files = VersionFiles(tuning.runner.directory / "versions", batches.owner, config.max_file_bytes)
+        app.state.adapter_versions = AdapterVersions(service, shared, version_files)
+        add_adapter_routes(app, service, app.state.adapter_versions, version_files)
+        sessions, futures = Sessions(held), Futures(held, config.share)
+        checkpoints = Checkpoints(held, files, tuning.runner.directory)
+        samplers = Samplers(service, held, batches.owner, sessions, futures, checkpoints)
+        training = Training(
+            service, files, batches.owner, sessions, futures, checkpoints, samplers, lines_cleared=batches.cleared,
+        )  # fmt: skip
+        app.state.jobs = (tuning, training, samplers, batches)
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
+        add_client_routes(app, training, config)
+        add_trained_model_routes(app, training, config)
+        add_checkpoint_routes(app, training, config)
+        add_sampling_routes(app, samplers, config)
         if isinstance(client, Replicas):
             client.contracts.on_count = metrics.contract
             operators.register(ReplicaMetrics(client))
@@ -293,9 +316,11 @@ class BrowserCheck:
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         # A binary body needs a CORS preflight. A request without a type is harmless unless a browser sends its origin.
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
-        if is_inference(scope["path"]) and harmless:
+        if (is_inference(scope["path"]) or is_weights_path(scope["path"])) and harmless:
             return None
         if (scope["method"], scope["path"]) == ("POST", UPLOAD) and kind == b"multipart/form-data":
+            return None
+        if (scope["method"], scope["path"]) == ("POST", FORWARD) and kind == PROTOBUF.encode():
             return None
         if scope["method"] == "POST" and has_body and kind != b"application/json":
             reason = "the body must be JSON, with the header content-type: application/json"

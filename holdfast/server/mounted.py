@@ -88,6 +88,8 @@ class Mounted:
         self._app = refuse_all
         while self._open:
             state = self._open.pop()
+            if state.adapter_versions is not None:
+                await state.adapter_versions.close()
             await end_work(state.admissions, state.jobs, self._engines)
             await close_store(state.responses, state.accounts, state.tracing)
             self._held.close()

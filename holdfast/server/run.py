@@ -30,6 +30,7 @@ from holdfast.engine.client.warming import started_warm
 from holdfast.engine.ledger import make_ledger
 from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
+from holdfast.server.adapter_versions import AdapterVersions
 from holdfast.server.address import loopback, url_of
 from holdfast.server.closing import all_answered, leave_listener, stop_accepting
 from holdfast.server.config import ServerConfig
@@ -47,8 +48,14 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
 from holdfast.server.shared_adapters import SharedAdapters
+from holdfast.server.tinker.sample_table import create_sampler_table
+from holdfast.server.tinker.sampling import Samplers
+from holdfast.server.tinker.tables import create_tables
+from holdfast.server.tinker.training import Training
 from holdfast.server.tracing import Tracing
 
+Work = Tuning | Training | Samplers | Batches
+"""Work that goes on at a server while no request of a client waits for it."""
 CUT_SECONDS = 2.0
 """Seconds for which running streams may send their error event after the engine has ended."""
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -200,7 +207,7 @@ def open_store(config: ServerConfig) -> Store:
         threads=math.inf if most is None else most,
         bytes=default_bytes(where) if size is None else size,
     )
-    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes])
+    return Store.open(where, bounds, more=SCHEMA, additions=[create_indexes, create_tables, create_sampler_table])
 
 
 async def serve(
@@ -221,7 +228,8 @@ async def serve(
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
     shared: SharedAdapters | None = app.state.shared_adapters
-    jobs: tuple[Tuning | Batches, ...] = app.state.jobs
+    versions: AdapterVersions | None = app.state.adapter_versions
+    jobs: tuple[Work, ...] = app.state.jobs
     connections = Connections(config)
     server = Server(
         uvicorn.Config(
@@ -242,8 +250,9 @@ async def serve(
         await start_jobs(jobs)
         if responses is not None:
             responses.begin_takeovers()
-        if shared is not None:
+        if shared is not None and versions is not None:
             shared.begin()
+            await clean_versions(versions)
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
@@ -254,8 +263,9 @@ async def serve(
             handed_over = stop.done() and stop.result() == HAND_OVER
             ends = hand_over(parts, config) if handed_over else leave(parts, config)
             code = await ended_first(ends, died, received)
-        if shared is not None:
+        if shared is not None and versions is not None:
             await shared.close()
+            await versions.close()
         await end_work(admissions, jobs, engines)
         server.should_exit = True
         for task in (died, stop):
@@ -265,7 +275,7 @@ async def serve(
     return code
 
 
-async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
+async def start_jobs(jobs: Sequence[Work]) -> None:
     """Continue the batches and tuning jobs of an earlier start."""
     for each in jobs:
         try:
@@ -274,7 +284,15 @@ async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
             log.error("batches and tuning jobs of an earlier start cannot continue yet: %s", error.message)
 
 
-async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
+async def clean_versions(versions: AdapterVersions) -> None:
+    """Delete the files of adapters' versions that ended servers left."""
+    try:
+        await versions.clean()
+    except (ApiError, OSError) as error:  # The next server tries again.
+        log.warning("files of replaced adapters cannot be deleted now: %s", error)
+
+
+async def end_work(admissions: Sequence[Admission], jobs: Sequence[Work], engines: Engines) -> None:
     """End the jobs and the engines. Running streams get a moment to send an error event."""
     for admission in admissions:
         admission.draining = True
@@ -319,7 +337,7 @@ class Closing(NamedTuple):
     listener: socket.socket
     connections: Connections
     admissions: Sequence[Admission]
-    jobs: Sequence[Tuning | Batches]
+    jobs: Sequence[Work]
 
 
 async def leave(parts: Closing, config: ServerConfig) -> None:

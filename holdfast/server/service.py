@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -55,6 +55,8 @@ Sampled = TypeVar("Sampled", bound=SampledRequest)
 
 REPLICA_LOST = "replica_lost"
 """Error code of a request whose replica has ended and that no other replica can continue."""
+HIDDEN = "tinker:"
+"""Prefix of the names of adapters that belong to sampling sessions. No list shows them."""
 LARGE = 1 << 18
 """Number of characters or bytes from which a text counts as large. Tokenizing 8 MB may take 10 s and 1.5 GB."""
 SMALL_WORKERS = 2
@@ -215,8 +217,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(chosen, work)
 
     def models(self, tenant: str) -> list[str]:
-        """Return the names that a tenant may use as `model`: the model's names, then those of the tenant's adapters."""
-        return [*self.client.names, *(name for name in self.client.adapters if self._allowed(name, tenant))]
+        """Return the names that a tenant may use as `model`: the model's names, then those of the tenant's adapters.
+
+        Adapters of sampling sessions are left out.
+        """
+        shown = (name for name in self.client.adapters if not name.startswith(HIDDEN) and self._allowed(name, tenant))
+        return [*self.client.names, *shown]
 
     def check_model(self, name: str, tenant: str) -> None:
         """Raises ApiError: 404 if this tenant has no such model or adapter, 503 while the adapter is being loaded."""
@@ -385,6 +391,8 @@ class Answer:
         """Token sequences that the answer may not have. Empty until the prompts are tokenized."""
         self.sent = False
         """Whether any choice was sent to the engine."""
+        self._adapter = ""
+        """The version of its adapter that all choices use, a content id; empty: none."""
         self._timings: Timings | None = None
         """Times of the choice that ended last; None before the first one ends."""
         self._placed = 0.0
@@ -421,7 +429,10 @@ class Answer:
         with self.lane.admission.admit(self.num_choices, self.tenant):
             with spending("text"):
                 self.prompts = await self._prompts()
+            held = ExitStack()
             try:
+                adapter = self.service.adapter_of(self.wanted.model, self.tenant)
+                self._adapter = held.enter_context(self.service.client.hold_adapter(adapter))
                 choices = [self._choices(number, prompt) for number, prompt in enumerate(self.prompts)]
                 async with aclosing(side_by_side(choices)) as merged:
                     async for choice, delta in merged:
@@ -442,6 +453,7 @@ class Answer:
             except ContractRefused as error:
                 raise contract_refused(error.refusal) from None
             finally:
+                held.close()
                 self._note_time()
 
     def _note_time(self) -> None:
@@ -565,7 +577,7 @@ class Answer:
                 request_id=request_id,
                 priority=wanted.priority_class if lane.priority is None else lane.priority,
                 tenant=self.tenant,
-                adapter=self.service.adapter_of(wanted.model, self.tenant),
+                adapter=self._adapter,
                 deadline=own if lane.deadline is None else lane.deadline,
                 shown=self.reading.shown,
                 conversation=self.conversation,

@@ -27,8 +27,12 @@ class SharedAdapters:
 
     def __init__(self, service: Service, store: AsyncStore) -> None:
         self._service, self._store = service, store
+        self.numbers: dict[str, int] = {}
+        """Version numbers of the adapters that requests have loaded, by name."""
+        self.directories: dict[str, str] = {}
+        """Directories of these adapters, by name."""
         self._served: dict[str, str] = {}
-        """Version of each stored adapter that is served here, by name. Failed ones count, and are not tried again."""
+        """The load of each stored adapter that is served here, by name. Failed ones count, and are not tried again."""
         self._changing = asyncio.Lock()
         """Held while this server loads or unloads what the store says, or stores what it has loaded."""
         self._following: asyncio.Task[None] | None = None
@@ -38,18 +42,38 @@ class SharedAdapters:
         if self._service.client.adopts:
             self._following = asyncio.create_task(self._follow())
 
-    async def put(self, name: str, path: str, tenant: str | None) -> None:
-        """Let all servers serve an adapter that is loaded here. Returns when they do. Raises ApiError."""
-        if not self._service.client.adopts:
-            return
-        stored = StoredAdapter(name, path, tenant, uuid.uuid4().hex)
-        async with self._changing:
-            await self._store.run(lambda store: store.adapters.put(self._model, stored))
-            self._served[name] = stored.version
-        await asyncio.sleep(KNOWN_SECONDS)
+    async def put(
+        self, name: str, path: str, tenant: str | None, *, before: int | None = None, expected: int | None = None
+    ) -> int:
+        """Let all servers serve an adapter that is loaded here. Returns its version number, when they do.
+
+        `before` is the number of the version that it has replaced here; None if there was none. Raises ApiError 409 if
+        the store has another number than `expected`; this server then serves what the store has.
+        """
+        number = (before or 0) + 1
+        if self._service.client.adopts:
+            stored = StoredAdapter(name, path, tenant, uuid.uuid4().hex)
+            try:
+                async with self._changing:
+                    number = await self._store.run(
+                        lambda store: store.adapters.put(self._model, stored, before or 0, expected)
+                    )
+                    self._served[name] = stored.version
+            except ApiError:
+                await self.sync()
+                raise
+        self.numbers[name], self.directories[name] = number, path
+        if self._service.client.adopts:
+            await asyncio.sleep(KNOWN_SECONDS)
+        return number
+
+    async def all_directories(self) -> list[str]:
+        """Return the directories of all stored adapters, of all models. Raises ApiError."""
+        return await self._store.read(lambda store: store.adapters.directories())
 
     async def remove(self, name: str) -> None:
         """Let no server serve an adapter that was unloaded here. Returns when none does. Raises ApiError."""
+        self._drop(name)
         if not self._service.client.adopts:
             return
         async with self._changing:
@@ -66,6 +90,7 @@ class SharedAdapters:
                 with suppress(AdapterError, EngineDead):
                     await self._service.client.unload_adapter(name)
                 self._service.own.pop(name, None)
+                self._drop(name)
             for name, adapter in stored.items():
                 if self._served.get(name) != adapter.version:
                     await self._serve(adapter)
@@ -91,7 +116,13 @@ class SharedAdapters:
             return  # It is tried again.
         else:
             self._service.belongs(name, adapter.tenant or "", all_adapters=adapter.tenant is None)
+            self.numbers[name], self.directories[name] = adapter.number, adapter.path
         self._served[name] = adapter.version
+
+    def _drop(self, name: str) -> None:
+        """Forget the number and directory of an adapter that is not served any more."""
+        self.numbers.pop(name, None)
+        self.directories.pop(name, None)
 
     async def _follow(self) -> None:
         while True:

@@ -324,7 +324,7 @@ class CallSteps:
         then not taken.
         """
         self._check_next(call.number)
-        self._outlines[call.number] = self._outline(call, lengths)
+        self._outlines[call.number] = self.outline(call, lengths)
         self._calls[call.number] = call
         self._count += 1
 
@@ -367,7 +367,8 @@ class CallSteps:
         if number != self._count:
             raise ValueError(f"call {number} is not the next one, which is {self._count}")
 
-    def _outline(self, call: Call, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
+    def outline(self, call: Call, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a call that has not arrived. Raises ValueError for a datum that none of them holds."""
         if call.changes:
             return (MicroBatch((), (), (Unit("optimizer", 0),)),)
         packed = pack(range(len(lengths)), lengths, self.most_tokens)

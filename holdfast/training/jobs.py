@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from holdfast.core.training_cost import BACKWARDS, LayerHalves, UnitKind
 from holdfast.training.losses import Adam
@@ -166,12 +166,14 @@ class TrainingJob:
     """The name that checkpoints give as their base model."""
     base_digest: str
     """The digest of the base model's weights. A job does not resume over other weights."""
-    data_digest: str
-    """SHA-256 of the file of examples."""
+    data_digest: str = ""
+    """SHA-256 of the file of examples; empty for a driven job."""
     validation_digest: str = ""
     """SHA-256 of the file of validation examples; empty without one."""
     threads: int = 0
     """Number of CPU threads that the job began with, on which the last bits depend; 0 on a GPU."""
+    driven: bool = False
+    """Whether its work comes as calls of its owner. It then has no examples, and epochs and batches mean nothing."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, sort_keys=True)
@@ -191,6 +193,8 @@ class TrainingJob:
         """SHA-256 of everything that the job's result depends on. A state belongs to the job with its digest."""
         values = asdict(self)
         del values["threads"]
+        if not self.driven:
+            del values["driven"]
         if not self.hyperparameters.dora:  # states of jobs from before there was a choice have a digest without it
             del values["hyperparameters"]["dora"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
@@ -222,6 +226,8 @@ class JobSteps:
     lengths: Sequence[int]
     """Number of tokens of each example."""
     validation_lengths: Sequence[int] = ()
+    final: ClassVar[bool] = True
+    """Whether `count` is the number of all steps: the examples and the epochs say it."""
 
     def __post_init__(self) -> None:
         limit = self.job.hyperparameters.micro_batch

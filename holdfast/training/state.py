@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,12 +54,97 @@ class StepRecord(NamedTuple):
     """Number of tokens that the step trained on."""
 
 
+class Ledger(Protocol):
+    """The steps that a state includes."""
+
+    @property
+    def step(self) -> int:
+        """Number of steps done, which is also the number of the next step."""
+        ...
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the parameters."""
+        ...
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """The results of steps that the ledger holds."""
+        ...
+
+    def packed(self) -> bytes:
+        """The ledger as it stands in a file. Its size follows from `step`."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
-class State:
-    """A job's state after some optimizer steps."""
+class StepRows:
+    """The ledger of a job over files: the results of all its steps. Each step is one update."""
 
     rows: npt.NDArray[np.void]
     """One RECORD for each step that is done. A long job has many, and each state holds them all."""
+
+    @property
+    def step(self) -> int:
+        return len(self.rows)
+
+    @property
+    def updates(self) -> int:
+        return len(self.rows)
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        return tuple(
+            StepRecord(loss, None if np.isnan(validation) else validation, tokens)
+            for loss, validation, tokens in self.rows.tolist()
+        )
+
+    def then(self, record: StepRecord) -> StepRows:
+        """The ledger with one step more."""
+        return StepRows(np.concatenate((self.rows, rows_of([record]).rows)))
+
+    def packed(self) -> bytes:
+        return self.rows.tobytes()
+
+    @staticmethod
+    def size(step: int) -> int:
+        """Number of bytes of `packed`."""
+        return step * RECORD.itemsize
+
+    @classmethod
+    def unpack(cls, step: int, data: bytes) -> StepRows:
+        """The ledger in these bytes."""
+        return cls(np.frombuffer(data, RECORD, step).copy())
+
+
+@dataclass(frozen=True)
+class CallCounts:
+    """The ledger of a driven job. Results of calls are in files of their own."""
+
+    step: int = 0
+    """Number of calls up to the last one that changed the vectors. Later ones are computed again after a crash."""
+    updates: int = 0
+    records: tuple[()] = ()
+
+    def packed(self) -> bytes:
+        return struct.pack("<Q", self.updates)
+
+    @staticmethod
+    def size(step: int) -> int:
+        """Number of bytes of `packed`."""
+        return 8
+
+    @classmethod
+    def unpack(cls, step: int, data: bytes) -> CallCounts:
+        """The ledger in these bytes, of a state of `step` calls."""
+        return cls(step, *struct.unpack("<Q", data))
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A job's state after some steps."""
+
+    ledger: StepRows | CallCounts
     params: torch.Tensor  # [elements] float32, on the host
     means: torch.Tensor
     variances: torch.Tensor
@@ -67,12 +152,12 @@ class State:
     @property
     def step(self) -> int:
         """Number of steps done, which is also the number of the next step."""
-        return len(self.rows)
+        return self.ledger.step
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """The records of all steps that are done."""
-        return records_of(self.rows)
+        """The results of the steps that are done; none for a driven job."""
+        return self.ledger.records
 
     @property
     def vectors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,9 +167,17 @@ class State:
 class StateFiles:
     """The state files of one job in one directory."""
 
-    def __init__(self, directory: Path, job: bytes, *, durable: bool) -> None:
-        """`job` is the digest of the job. A `durable` write is on the disk when it returns."""
-        self.directory, self._job, self._durable = directory, job, durable
+    def __init__(
+        self,
+        directory: Path,
+        job: bytes,
+        *,
+        durable: bool,
+        ledger: type[StepRows] | type[CallCounts] = StepRows,
+    ) -> None:
+        """`job` is the digest of the job, which has ledgers of this kind. A `durable` write is on the disk when it
+        returns."""
+        self.directory, self._job, self._durable, self._ledger = directory, job, durable, ledger
 
     def write(self, state: State) -> None:
         """Replace the older file. Raises OSError if there is no space; both files are then unchanged."""
@@ -95,7 +188,7 @@ class StateFiles:
         parts: list[bytes | memoryview] = [
             HEADER.pack(MAGIC, 0, self._job, state.step, state.params.numel())[HEADER_CRC_END:]
         ]
-        parts += [state.rows.tobytes(), *(_bytes(vector) for vector in state.vectors)]
+        parts += [state.ledger.packed(), *(_bytes(vector) for vector in state.vectors)]
         checksum = 0
         for part in parts:
             checksum = zlib.crc32(part, checksum)
@@ -147,15 +240,15 @@ class StateFiles:
         if len(data) < HEADER.size:
             return None
         magic, checksum, job, step, count = HEADER.unpack_from(data)
-        vectors_at = HEADER.size + step * RECORD.itemsize
+        vectors_at = HEADER.size + self._ledger.size(step)
         if (magic, job) != (MAGIC, self._job) or len(data) != vectors_at + 3 * 4 * count:
             return None
         if zlib.crc32(memoryview(data)[HEADER_CRC_END:]) != checksum:
             return None
-        rows = np.frombuffer(data, RECORD, step, HEADER.size).copy()
+        ledger = self._ledger.unpack(step, data[HEADER.size : vectors_at])
         numbers = np.frombuffer(data, "<f4", 3 * count, vectors_at)
         params, means, variances = (torch.from_numpy(part.copy()) for part in np.split(numbers, 3))
-        return State(rows, params, means, variances)
+        return State(ledger, params, means, variances)
 
 
 def newest(files: Iterable[StateFiles]) -> State | None:
@@ -209,18 +302,15 @@ def read_job(directory: Path) -> TrainingJob:
     return TrainingJob.from_json(read_text(directory / JOB_FILE))
 
 
-def rows_of(records: Sequence[StepRecord]) -> npt.NDArray[np.void]:
-    """Records as `State.rows`."""
+def rows_of(records: Sequence[StepRecord]) -> StepRows:
+    """The ledger of steps with these records."""
     values = [(loss, np.nan if validation is None else validation, tokens) for loss, validation, tokens in records]
-    return np.array(values, RECORD)
+    return StepRows(np.array(values, RECORD))
 
 
-def records_of(rows: npt.NDArray[np.void]) -> tuple[StepRecord, ...]:
-    """The records of `State.rows`."""
-    return tuple(
-        StepRecord(loss, None if np.isnan(validation) else validation, tokens)
-        for loss, validation, tokens in rows.tolist()
-    )
+def new_ledger(job: TrainingJob) -> StepRows | CallCounts:
+    """The ledger of a job that has done nothing."""
+    return CallCounts() if job.driven else rows_of(())
 
 
 def _bytes(vector: torch.Tensor) -> memoryview:

@@ -18,15 +18,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from holdfast.lm.models.halves import AdapterLayout
 from holdfast.lm.models.peft_files import CONFIG_FILE, AdapterWeights, LoraPair, write_peft
+from holdfast.training.call_files import JobFiles
+from holdfast.training.calls import CallSteps
+from holdfast.training.done import CallReport, Done, Host, JobFailure, StepReport
 from holdfast.training.jobs import JobSteps, TrainingJob
-from holdfast.training.state import State, StateFiles, StepRecord, newest, rows_of
+from holdfast.training.state import CallCounts, State, StateFiles, StepRows, new_ledger, newest
 
 log = logging.getLogger("holdfast.engine")
 
@@ -40,41 +42,10 @@ DISK_SHARE = 0.05
 STORED = ("params", "means", "variances")
 """Names of the vectors in a stored state. After a copy, host and device are equal until the next update."""
 
+Steps = JobSteps | CallSteps
+Report = StepReport | CallReport | JobFailure
 Vectors = Mapping[str, Sequence[torch.Tensor]]
 """Vectors on the device, by name and layer. Vectors in STORED are copied."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """An optimizer step whose result is stored: a killed engine does not compute it again."""
-
-    job: str
-    step: int
-    """The number of the step, from 0."""
-    steps: int
-    """Number of steps in the whole job."""
-    record: StepRecord
-    checkpoint: Path | None
-    """The directory of the adapter after this step, in PEFT's format; None if it was not written."""
-
-
-@dataclass(frozen=True)
-class JobFailure:
-    """A job that cannot continue. Its last stored step stays."""
-
-    job: str
-    reason: str
-
-
-@dataclass(eq=False)
-class _Done:
-    """A step that is computed, or being computed on the device, and that no state holds yet."""
-
-    step: int
-    tokens: int
-    loss: torch.Tensor
-    """The loss. It is on the host once the device is done."""
-    validation: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -87,15 +58,23 @@ class _Copying:
 
 
 @dataclass(eq=False)
-class _Write:
-    """A state that the writer stores, or will store."""
+class _Given:
+    """Work of a thread that writes for a job."""
 
     stored: StoredJob
+    future: Future[None]
+
+
+@dataclass(eq=False)
+class _Write(_Given):
+    """A state that the writer stores, or will store."""
+
     host: dict[str, torch.Tensor]
-    done: list[_Done]
+    done: list[Done[Any]]
     step: int
     durable: bool
-    future: Future[None]
+    stays: bool
+    """Whether it must be written, even if a newer state follows."""
 
 
 @dataclass(eq=False)
@@ -103,23 +82,31 @@ class StoredJob:
     """A job's data on the host, and its progress on disk. Only the storage changes it."""
 
     directory: Path
-    steps: JobSteps
+    steps: Steps
     layout: AdapterLayout
     host: dict[str, torch.Tensor]
     """The vectors of STORED on the host, each of all layers (`AdapterLayout.split`)."""
     spare: dict[str, torch.Tensor]
     """Memory for newer vectors while the writer reads `host`."""
-    rows: npt.NDArray[np.void]
-    """`State.rows` of the stored steps. Only the writer adds to it once the job runs."""
+    ledger: StepRows | CallCounts
+    """The ledger of the stored state. Only the writer changes it once the job runs."""
     step: int
     """The number of the current step."""
     host_step: int
     """The step that follows the vectors on the host."""
-    done: list[_Done] = field(default_factory=list)
-    """Steps that were not passed to the writer yet."""
+    files: JobFiles
+    """The files that come and go with the job's steps."""
+    reported: int = 0
+    """The number of the step that is reported next."""
+    reports: dict[int, StepReport | CallReport | None] = field(default_factory=dict)
+    """Reports that wait for those of earlier steps, by step; None for a step that is not reported."""
+    changed_step: int = -1
+    """The step that follows the last one that changed the vectors. It is `step` for a job over files."""
+    done: list[Done[Any]] = field(default_factory=list)
+    """Steps that changed the vectors and were not passed to the writer yet."""
     copying: _Copying | None = None
     """The copy of the newest of these steps; None if none is running."""
-    unstored: list[_Done] = field(default_factory=list)
+    unstored: list[Done[Any]] = field(default_factory=list)
     """Steps that are in no file yet. Only the writer changes the list."""
     copied: torch.cuda.Event | None = None
     """The event that ends the copies to the host that have begun. The next update waits for it."""
@@ -136,13 +123,16 @@ class StoredJob:
     """Seconds from the end of the previous step to the end of the last one."""
     step_at: float = math.nan
 
+    def __post_init__(self) -> None:
+        self.changed_step = self.reported = self.step
+
     @property
     def job(self) -> TrainingJob:
         return self.steps.job
 
     def newest_checkpoint(self) -> str:
         """The directory of the newest adapter; empty if no epoch has ended."""
-        done = range(len(self.rows), 0, -1)
+        done = range(self.ledger.step, 0, -1)
         last = next((step for step in done if self.steps.checkpoint_after(step - 1)), None)
         return "" if last is None else str(self.checkpoint_path(last))
 
@@ -170,25 +160,34 @@ class Storage:
         For the others, see `Trainer`.
         """
         self._device, self._mirror, self._pinning, self._wake = device, mirror, pinning, wake
-        self._reports: deque[StepReport | JobFailure] = deque()
+        self._reports: deque[Report] = deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-tuning")
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="holdfast-results")
+        """Writes results that wait for no state."""
         self._lock = threading.RLock()
         """Guards `_writes`, and the act of storing."""
+        self._reporting = threading.Lock()
+        """Guards the reports that wait for earlier ones: two threads write."""
         self._writes: list[_Write] = []
         """The writes that are not done: at most one runs, and the others wait in order."""
+        self._given: list[_Given] = []
+        """The results that are not written, and that wait for no state."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # Jobs
 
-    def open(self, directory: Path, steps: JobSteps, layout: AdapterLayout) -> StoredJob:
-        """Read the newest state of a job from its directory and the mirror, or begin the job."""
-        state = state_of(steps, directory, layout, self._mirror)
+    def read(self, job: TrainingJob, directory: Path, layout: AdapterLayout) -> State:
+        """The newest state of a job in its directory and the mirror, or the state of a new job."""
+        return state_of(job, directory, layout, self._mirror)
+
+    def open(self, directory: Path, steps: Steps, layout: AdapterLayout, state: State, files: JobFiles) -> StoredJob:
+        """Take a job with the state that `read` has found."""
         with self._pinning:
             host, spare = (
                 {name: pinned(vector, self._device) for name, vector in zip(STORED, vectors, strict=True)}
                 for vectors in (state.vectors, [torch.empty_like(vector) for vector in state.vectors])
             )
-        opened = StoredJob(directory, steps, layout, host, spare, state.rows, state.step, state.step)
+        opened = StoredJob(directory, steps, layout, host, spare, state.ledger, state.step, state.step, files)
         if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):
             # The engine was killed before this file was complete.
             self._write_checkpoint(opened, opened.host["params"], state.step)
@@ -197,7 +196,8 @@ class Storage:
     def settled(self, stored: StoredJob) -> bool:
         """Whether everything due for a job is stored, so that `close` and `discard` need not wait."""
         with self._lock:
-            return not any(write.stored is stored and not write.future.done() for write in self._writes)
+            works: list[_Given] = [*self._writes, *self._given]
+            return not any(each.stored is stored and not each.future.done() for each in works)
 
     def close(self, stored: StoredJob, vectors: Vectors | None) -> None:
         """Call `store`, and wait until the state is on the disk."""
@@ -210,6 +210,7 @@ class Storage:
         """Delete a job's states. Its checkpoints stay."""
         self.wait(stored)
         self._files(stored.job, stored.directory)["disk"].remove()
+        stored.files.remove()
         self._clear_mirror(stored)
 
     @property
@@ -217,7 +218,7 @@ class Storage:
         """Whether `reports` would return any."""
         return bool(self._reports)
 
-    def reports(self) -> list[StepReport | JobFailure]:
+    def reports(self) -> list[Report]:
         """The steps that have been stored since the last call, in order."""
         found = []
         while self._reports:
@@ -227,30 +228,50 @@ class Storage:
     def wait(self, stored: StoredJob | None = None) -> None:
         """Wait until the writer has nothing to do for a job; None: for any job."""
         with self._lock:
+            given = [each for each in self._given if stored is None or each.stored is stored]
             writes = [write for write in self._writes if stored is None or write.stored is stored]
-            for write in writes:
-                write.future.result()
+            works: list[_Given] = [*given, *writes]
+            for each in works:
+                each.future.result()
+            self._given = [each for each in self._given if each not in given]
             self._writes = [write for write in self._writes if write not in writes]
 
     def shut_down(self) -> None:
         """End the writer. All jobs must be closed."""
         self._writer.shutdown()
+        self._results.shutdown()
 
     # Steps. `vectors` are those at the end of the last step. They are None if the device has none, or newer ones.
 
-    def keeps_up(self, stored: StoredJob) -> bool:
-        """Whether the next step may begin. False while the last step's adapter waits for memory to be written from."""
-        if not stored.done or stored.copying is not None or not stored.steps.checkpoint_after(stored.step - 1):
+    def keeps_up(self, stored: StoredJob, *, changes: bool) -> bool:
+        """Whether the next step may begin, which `changes` the vectors or does not.
+
+        False while the last step's adapter, or what a call saves, waits for memory to be written from.
+        """
+        if stored.steps.final and (not stored.done or not stored.steps.checkpoint_after(stored.step - 1)):
+            return True
+        if stored.copying is not None or not changes:
             return True
         with self._lock:
             return self._room(stored) is not None
 
-    def end_step(self, stored: StoredJob, tokens: int, loss: torch.Tensor, validation: torch.Tensor | None) -> None:
-        """Count the current step, for `copy` or `store`. Its losses are on the host once the device is done."""
-        stored.done.append(_Done(stored.step, tokens, loss, validation))
-        stored.step += 1
+    def end_step(self, stored: StoredJob, done: Done[Any], *, changes: bool) -> None:
+        """Count the current step. If it `changes` the vectors, `copy` or `store` stores it; else its result is written
+        at once. `done` is on the host once the device is done."""
         now = time.monotonic()
-        stored.step_seconds, stored.step_at = now - stored.step_at, now
+        stored.step += 1
+        if changes:
+            stored.done.append(done)
+            stored.changed_step = stored.step
+            stored.step_seconds, stored.step_at = now - stored.step_at, now
+        else:
+            self._give_soon(stored, done)
+
+    def pass_over(self, stored: StoredJob, done: Done[Any]) -> None:
+        """Count a step that has nothing to compute. The vectors of the last step must be on the host."""
+        with self._lock:
+            stored.step += 1
+            self._submit(stored, [done], stored.changed_step, durable=False, stays=True, write=self._store_call)
 
     def copy(self, stored: StoredJob, vectors: Vectors | None, share: float) -> None:
         """Copy this share of the last step's vectors to the host. Once all are copied, pass the step to the writer.
@@ -259,7 +280,7 @@ class Storage:
         is slow and there is no memory, the step is stored with a later one.
         """
         with self._lock:
-            if vectors is None or stored.host_step == stored.step:
+            if vectors is None or stored.host_step == stored.changed_step:
                 return
             if stored.copying is None:
                 self._take_back(stored)
@@ -281,7 +302,7 @@ class Storage:
             if last == layers:
                 if copying.room is stored.spare:
                     stored.host, stored.spare = stored.spare, stored.host
-                stored.copying, stored.host_step = None, stored.step
+                stored.copying, stored.host_step = None, stored.changed_step
                 self._write_soon(stored)
 
     def before_update(self, stored: StoredJob, vectors: Vectors) -> None:
@@ -299,14 +320,20 @@ class Storage:
     def store(self, stored: StoredJob, vectors: Vectors | None) -> None:
         """Copy the rest of the last step to the host, and have it written to the disk, unless it is there already."""
         with self._lock:
-            if vectors is not None and stored.host_step != stored.step:
-                if stored.copying is None and self._room(stored) is None:
-                    self.wait(stored)
+            if vectors is not None and stored.host_step != stored.changed_step:
                 stored.to_disk = True
-                self.copy(stored, vectors, 1.0)
-            elif stored.host_step == stored.step and (stored.done or stored.disk_step != stored.step):
+                self.flush(stored, vectors)
+            elif stored.host_step == stored.changed_step and (stored.done or stored.disk_step != stored.changed_step):
                 stored.to_disk = True
                 self._write_soon(stored)
+
+    def flush(self, stored: StoredJob, vectors: Vectors | None) -> None:
+        """Copy the rest of the last step to the host, and have it stored."""
+        with self._lock:
+            if vectors is not None and stored.host_step != stored.changed_step:
+                if stored.copying is None and self._room(stored) is None:
+                    self.wait(stored)
+                self.copy(stored, vectors, 1.0)
 
     # Memory on the host, and the writer
 
@@ -331,7 +358,7 @@ class Storage:
                 self._writes.remove(write)
 
     def _must_stay(self, write: _Write) -> bool:
-        return write.future.running() or write.stored.steps.checkpoint_after(write.step - 1)
+        return write.stays or write.future.running() or write.stored.steps.checkpoint_after(write.step - 1)
 
     def _room(self, stored: StoredJob) -> dict[str, torch.Tensor] | None:
         """Vectors on the host that no write needs, or only a write that can be withdrawn; None if there are none."""
@@ -345,50 +372,99 @@ class Storage:
         """
         done, stored.done = stored.done, []
         durable, stored.to_disk = stored.to_disk, False
-        self._writes = [write for write in self._writes if not write.future.done()]
-        future = self._writer.submit(self._write, stored, stored.host, done, stored.copied, stored.step, durable)
-        self._writes.append(_Write(stored, stored.host, done, stored.step, durable, future))
-        future.add_done_callback(lambda _: self._wake())
+        self._submit(stored, done, stored.changed_step, durable=durable, stays=False, write=self._store_state)
 
-    def _write(
+    def _submit(
         self,
         stored: StoredJob,
-        host: dict[str, torch.Tensor],
-        done: list[_Done],
-        copied: torch.cuda.Event | None,
+        done: list[Done[Any]],
         step: int,
+        *,
         durable: bool,
+        stays: bool,
+        write: Callable[[StoredJob, Host, list[Done[Any]], int, bool], None],
     ) -> None:
-        """Store a state, then report its steps. Runs in the writer's thread."""
+        """Give the writer steps to store, with the vectors on the host, which follow `step` steps."""
+        self._writes = [each for each in self._writes if not each.future.done()]
+        host, copied = stored.host, stored.copied
+
+        def run() -> None:
+            if copied is not None:
+                copied.synchronize()
+            write(stored, host, done, step, durable)
+
+        future = self._writer.submit(self._try, stored, run)
+        self._writes.append(_Write(stored, future, host, done, step, durable, stays))
+        future.add_done_callback(lambda _: self._wake())
+
+    def _give_soon(self, stored: StoredJob, done: Done[Any]) -> None:
+        """Have a result written that waits for no state."""
+        computed: torch.cuda.Event | None = None
+        if self._device.type == "cuda":
+            computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            computed.record()
+
+        def run() -> None:
+            if computed is not None:
+                computed.synchronize()
+            done.write()
+            self._report(stored, done.step, done.report(None))
+
+        with self._lock:
+            self._given = [each for each in self._given if not each.future.done()]
+            future = self._results.submit(self._try, stored, run)
+            self._given.append(_Given(stored, future))
+        future.add_done_callback(lambda _: self._wake())
+
+    def _try(self, stored: StoredJob, write: Callable[[], None]) -> None:
+        """Let a thread write. If it cannot, the job has failed, and nothing more of it is written."""
         if stored.failed:
             return
         try:
-            if copied is not None:
-                copied.synchronize()
-            stored.unstored += done
-            fresh = [
-                StepRecord(float(each.loss), None if each.validation is None else float(each.validation), each.tokens)
-                for each in stored.unstored
-            ]
-            for each, record in zip(stored.unstored, fresh, strict=True):
-                if not math.isfinite(record.loss):
-                    raise ArithmeticError(f"the loss of step {each.step} is {record.loss}: lower the learning rate")
-            if not bool(torch.isfinite(host["params"]).all()):
-                raise ArithmeticError(f"step {step - 1} made parameters that are not finite: lower the learning rate")
-            state = State(np.concatenate((stored.rows, rows_of(fresh))), *(host[name] for name in STORED))
-            assert state.step == step
-            if not self._write_files(stored, state, durable):
-                return  # these steps are reported with a later state
-            stored.rows, ended, stored.unstored = state.rows, stored.unstored, []
-            checkpoint = None
-            if ended and stored.steps.checkpoint_after(step - 1):
-                checkpoint = self._write_checkpoint(stored, host["params"], step)
-            for each, record in zip(ended, fresh, strict=True):
-                at = checkpoint if each.step == step - 1 else None
-                self._reports.append(StepReport(stored.job.id, each.step, stored.steps.count, record, at))
+            write()
         except (OSError, ArithmeticError) as error:
             stored.failed = True
             self._reports.append(JobFailure(stored.job.id, str(error)))
+
+    def _store_call(self, stored: StoredJob, host: Host, done: list[Done[Any]], step: int, durable: bool) -> None:
+        """Write what a call makes of the vectors on the host, and report it. Runs in the writer's thread."""
+        for each in done:
+            each.store(host)
+            each.write()
+            self._report(stored, each.step, each.report(None))
+
+    def _store_state(self, stored: StoredJob, host: Host, done: list[Done[Any]], step: int, durable: bool) -> None:
+        """Store a state, then report its steps. Runs in the writer's thread."""
+        stored.unstored += done
+        ledger = stored.ledger
+        for each in stored.unstored:
+            ledger = each.then(ledger)
+        if not bool(torch.isfinite(host["params"]).all()):
+            reason = "made parameters that are not finite: lower the learning rate"
+            stored.unstored[-1].refuse(reason)
+            raise ArithmeticError(f"step {step - 1} {reason}")
+        for each in done:
+            each.write()
+        state = State(ledger, *(host[name] for name in STORED))
+        assert state.step == step
+        if not self._write_files(stored, state, durable):
+            return  # these steps are reported with a later state
+        stored.ledger, ended, stored.unstored = ledger, stored.unstored, []
+        checkpoint = None
+        if ended and stored.steps.checkpoint_after(step - 1):
+            checkpoint = self._write_checkpoint(stored, host["params"], step)
+        for each in ended:
+            self._report(stored, each.step, each.report(checkpoint if each.step == step - 1 else None))
+
+    def _report(self, stored: StoredJob, step: int, report: StepReport | CallReport | None) -> None:
+        """Add a report, after those of all earlier steps."""
+        with self._reporting:
+            stored.reports[step] = report
+            while stored.reported in stored.reports:
+                known = stored.reports.pop(stored.reported)
+                stored.reported += 1
+                if known is not None:
+                    self._reports.append(known)
 
     def _write_files(self, stored: StoredJob, state: State, durable: bool) -> bool:
         """Write a state to each place where it is due. Returns whether any file has it."""
@@ -403,38 +479,48 @@ class Storage:
                 self._mirror = None
         now = time.monotonic()
         quick = stored.disk_seconds < DISK_SHARE * stored.step_seconds
-        if durable or quick or now - stored.disk_at >= DISK_SECONDS or stored.steps.checkpoint_after(state.step - 1):
+        alone = not (written or stored.steps.final)  # no other step of a driven job may ever come
+        late = now - stored.disk_at >= DISK_SECONDS
+        if durable or quick or alone or late or stored.steps.checkpoint_after(state.step - 1):
+            stored.files.sync(state.step)
             files["disk"].write(state)
+            stored.files.forget(state.step)
             stored.disk_seconds, stored.disk_at, stored.disk_step = time.monotonic() - now, now, state.step
             written = True
         return written
 
     def _write_checkpoint(self, stored: StoredJob, params: torch.Tensor, step: int) -> Path:
         """Write the adapter from parameters on the host. `step` is the number of steps that led to it."""
-        path, chosen, base = stored.checkpoint_path(step), stored.job.hyperparameters, stored.layout.base
-        pairs = {}
-        for layer, piece in enumerate(stored.layout.split(params)):
-            for group in stored.layout.views(layer, piece).values():
-                magnitudes = group.magnitudes or (None,) * len(group.b)
-                for (module, b), a, norms in zip(group.b, torch.split(group.a, chosen.rank), magnitudes, strict=True):
-                    own = base.modules[module].own
-                    pairs[layer, module] = LoraPair(a, own(b), chosen.scale, None if norms is None else own(norms))
-        write_peft(path, AdapterWeights(pairs, base.names), base_model=stored.job.base_model)
+        path = stored.checkpoint_path(step)
+        write_adapter(path, stored.job, stored.layout, params)
         return path
+
+
+def write_adapter(directory: Path, job: TrainingJob, layout: AdapterLayout, params: torch.Tensor) -> None:
+    """Write a job's adapter in PEFT's format, from parameters on the host."""
+    chosen, base = job.hyperparameters, layout.base
+    pairs = {}
+    for layer, piece in enumerate(layout.split(params)):
+        for group in layout.views(layer, piece).values():
+            magnitudes = group.magnitudes or (None,) * len(group.b)
+            for (module, b), a, norms in zip(group.b, torch.split(group.a, chosen.rank), magnitudes, strict=True):
+                own = base.modules[module].own
+                pairs[layer, module] = LoraPair(a, own(b), chosen.scale, None if norms is None else own(norms))
+    write_peft(directory, AdapterWeights(pairs, base.names), base_model=job.base_model)
 
 
 def files_of(job: TrainingJob, directory: Path, mirror: Path | None) -> dict[str, StateFiles]:
     """The files of a job's states, by kind."""
-    found = {"disk": StateFiles(directory, job.digest(), durable=True)}
+    kind = type(new_ledger(job))
+    found = {"disk": StateFiles(directory, job.digest(), durable=True, ledger=kind)}
     if mirror is not None:
-        found["mirror"] = StateFiles(mirror / job.id, job.digest(), durable=False)
+        found["mirror"] = StateFiles(mirror / job.id, job.digest(), durable=False, ledger=kind)
     return found
 
 
-def state_of(steps: JobSteps, directory: Path, layout: AdapterLayout, mirror: Path | None) -> State:
+def state_of(job: TrainingJob, directory: Path, layout: AdapterLayout, mirror: Path | None) -> State:
     """The newest state of a job in its directory and the mirror, or the state of a new job."""
-    state = newest(files_of(steps.job, directory, mirror).values())
-    return state or _begin(layout, steps.job.hyperparameters.seed)
+    return newest(files_of(job, directory, mirror).values()) or _begin(job, layout)
 
 
 def pinned(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -452,12 +538,12 @@ def _has_checkpoint(stored: StoredJob, step: int) -> bool:
     return (stored.checkpoint_path(step) / CONFIG_FILE).exists()
 
 
-def _begin(layout: AdapterLayout, seed: int) -> State:
+def _begin(job: TrainingJob, layout: AdapterLayout) -> State:
     """A new job's state: A uniform within 1 / √inputs, B zero (as in PEFT), so the adapter changes nothing at first."""
     params = torch.zeros(sum(layout.sizes))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(job.hyperparameters.seed)
     for layer, piece in enumerate(layout.split(params)):
         for group in layout.views(layer, piece).values():
             bound = 1.0 / math.sqrt(group.a.shape[1])
             group.a.uniform_(-bound, bound, generator=generator)
-    return State(rows_of(()), params, torch.zeros_like(params), torch.zeros_like(params))
+    return State(new_ledger(job), params, torch.zeros_like(params), torch.zeros_like(params))

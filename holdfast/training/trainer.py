@@ -12,30 +12,33 @@ Slices are launched in the order of the engine's steps, on the same stream. On a
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from holdfast.core.training_cost import HALVES
 from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.kernels.collectives.protocol import in_rows
-from holdfast.lm.kernels.training.attention import sent
-from holdfast.lm.kernels.training.losses import CrossEntropy
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter, layer_halves
 from holdfast.lm.parts.tuning.values import TrainingReport, TrainingSlice
+from holdfast.training.calls import CallSteps, Limits
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
+from holdfast.training.done import DoneStep
 from holdfast.training.host_copies import HostCopies
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
-from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob
-from holdfast.training.optimizer import adamw_step, learning_rate
+from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob, Unit
+from holdfast.training.sources import CallSource, Device, FileSource, Output, PreparedCall, Source
 from holdfast.training.stages import Stages
-from holdfast.training.state import StepRecord, read_job, records_of
-from holdfast.training.storage import STORED, JobFailure, StepReport, Storage, StoredJob, Vectors, copy_all, pinned
+from holdfast.training.state import State, StepRecord, read_job
+from holdfast.training.storage import STORED, Report, Storage, StoredJob, Vectors, copy_all, pinned
 
 log = logging.getLogger("holdfast.engine")
 
@@ -82,19 +85,21 @@ class _Job:
 
     stored: StoredJob
     halves: Halves
-    examples: Examples
-    validation: Examples | None
+    source: Source
+    """Where the micro-batches and updates come from."""
     micro_batch: int = 0
     batches: tuple[MicroBatch, ...] = ()
     """The micro-batches of the current step."""
-    total: float = 0.0
-    """The sum of the weights of the step's examples."""
-    losses: list[torch.Tensor] = field(default_factory=list)
-    """The losses of the step's micro-batches so far, on the device."""
-    iteration: Iteration | None = None
+    began: float = 0.0
+    """Monotonic time of the current step's first slice."""
+    outputs: list[Output] = field(default_factory=list)
+    """The results of the current step's micro-batches so far, on the device."""
+    iteration: Iteration | NothingToCompute | None = None
     resident: _Resident | None = None
+    has_gradients: bool = False
+    """Whether gradients of earlier micro-batches wait for an update."""
     host_grads: torch.Tensor | None = None
-    """The gradients of the earlier micro-batches of the current step, if the job was offloaded during it."""
+    """These gradients, if the job was offloaded with them."""
     updated: bool = False
     """Whether the current step's update is done but not its validation. The vectors are then those of the next step."""
     remote: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -110,7 +115,8 @@ class _Job:
         return self.stored.job
 
     @property
-    def steps(self) -> JobSteps:
+    def steps(self) -> Any:
+        """The outline of the job's steps: `JobSteps` or `CallSteps`."""
         return self.stored.steps
 
     @property
@@ -135,7 +141,24 @@ class _Job:
         return {name: [*resident.vectors[name], *self.remote[name]] for name in STORED}
 
 
-class Trainer:
+class NothingToCompute:
+    """The place of an `Iteration` in a micro-batch that only has the optimizer's unit."""
+
+    at = 0
+    units: tuple[Unit, ...] = ()
+
+    def __init__(self, places: Places) -> None:
+        """`places` are those of the job's vectors."""
+        self.places = self.most_places = places
+
+    def run(self, first: int, stop: int, *, keep: bool) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class Trainer(Device):
     """Computes and stores tuning jobs. All slices come from one thread, and all other calls from one thread."""
 
     def __init__(
@@ -164,6 +187,8 @@ class Trainer:
         self._jobs: dict[str, _Job] = {}
         self._leads = leads
         self._stages = Stages(model.shard, model.decoder.num_layers, link)
+        self._passing = threading.Lock()
+        """Guards the end of a step, and the steps that are passed over: calls arrive in another thread than slices."""
         pinning = pinning or nullcontext()
         self._storage: Storage | HostCopies = (
             Storage(self._device, mirror=mirror, pinning=pinning, wake=wake)
@@ -183,50 +208,111 @@ class Trainer:
         """Size of one block of the cache in bytes, over all layers."""
         return len(self._arena.planes) * self._arena.block_bytes
 
-    def open(self, directory: Path) -> JobSteps:
+    def open(self, directory: Path, known: int = 0) -> Any:
         """Open the job of a directory at its last stored step, and return its steps. The job is not resident yet.
 
-        Raises ValueError if the job is of another base model, if its data have changed, or if it is already open.
+        The owner of a driven job has the results of its first `known` calls. Raises ValueError if the job is of another
+        base model, if its data have changed, or if it is already open.
         """
-        return self.add(self.prepare(directory))
+        return self.add(self.prepare(directory, known))
 
-    def add(self, prepared: _Job) -> JobSteps:
+    def add(self, prepared: _Job) -> Any:
         """The quick part of `open`, in the thread of all other calls."""
         if prepared.job.id in self._jobs:
             raise ValueError(f"job {prepared.job.id} is open already")
         self._jobs[prepared.job.id] = prepared
         return prepared.steps
 
-    def prepare(self, directory: Path) -> _Job:
+    def prepare(self, directory: Path, known: int = 0) -> _Job:
         """The slow part of `open`, for `add`: reads files and locks host memory. May run in any thread."""
         job = read_job(directory)
         if self._leads and job.base_digest != self._base_digest:
             raise ValueError(f"job {job.id} was begun over another base model ({job.base_model}); serve that one")
+        if job.threads and job.threads != torch.get_num_threads() and self._device.type == "cpu":
+            log.warning("job %s began on %d threads; the last bits may differ on others", job.id, job.threads)
+        chosen = job.hyperparameters
+        layout = AdapterLayout(self._model.decoder, chosen.modules, chosen.rank, chosen.dora)
+        state = self._storage.read(job, directory, layout)
+        source = self._calls_of(job, directory, layout, state, known) if job.driven else self._files_of(job, directory)
+        stored = self._storage.open(directory, source.steps, layout, state, source.files)
+        return _Job(stored, Halves(self._model, layout, chosen.scale), source)
+
+    def _files_of(self, job: TrainingJob, directory: Path) -> FileSource:
+        """The examples of a job over files. Raises ValueError."""
         validation = directory / VALIDATION_FILE if job.validation_digest else None
         for path, digest in ((directory / EXAMPLES_FILE, job.data_digest), (validation, job.validation_digest)):
             if path is not None and digest_of(path) != digest:
                 raise ValueError(f"{path.name} of job {job.id} is not the file that the job was begun with")
-        if job.threads and job.threads != torch.get_num_threads() and self._device.type == "cpu":
-            log.warning("job %s began on %d threads; the last bits may differ on others", job.id, job.threads)
         examples = Examples(directory / EXAMPLES_FILE)
         held_out = Examples(validation) if validation is not None else None
-        spec, chosen = self._model.decoder, job.hyperparameters
+        spec = self._model.decoder
         held_out_lengths = held_out.lengths.tolist() if held_out is not None else []
         steps = JobSteps(job, layer_halves(spec), examples.lengths.tolist(), held_out_lengths)
         longest = max((*steps.lengths, *steps.validation_lengths))
         if longest > spec.max_positions:
             raise ValueError(f"an example has {longest} tokens; the model was made for {spec.max_positions}")
-        layout = AdapterLayout(spec, chosen.modules, chosen.rank, chosen.dora)
-        stored = self._storage.open(directory, steps, layout)
-        return _Job(stored, Halves(self._model, layout, chosen.scale), examples, held_out)
+        return FileSource(steps, examples, held_out)
+
+    def _calls_of(
+        self, job: TrainingJob, directory: Path, layout: AdapterLayout, state: State, known: int
+    ) -> CallSource:
+        """The calls of a driven job, from its state on."""
+        spec = self._model.decoder
+        limits = Limits(spec.vocab_size, min(spec.max_positions, job.hyperparameters.micro_batch))
+        steps = CallSteps(job, layer_halves(spec), done=state.step)
+        return CallSource(directory, steps, layout, state, limits, known)
+
+    # Calls of driven jobs
+
+    def prepare_call(self, job: str, number: int) -> PreparedCall:
+        """Read a call of an open job. May run in any thread. Raises ValueError for one that must be refused."""
+        return self._driven(job).prepare(number)
+
+    def prepare_load(self, job: str, prepared: PreparedCall) -> PreparedCall:
+        """Read what a call loads, once all calls before it are done and stored. May run in any thread.
+
+        Raises ValueError for one that must be refused.
+        """
+        return self._driven(job).load(prepared)
+
+    def add_call(self, job: str, prepared: PreparedCall) -> None:
+        """Take the next call of an open job. Raises ValueError for a call that is not the next."""
+        with self._passing:
+            self._driven(job).add(prepared)
+            self._pass_over(self._jobs[job])
+
+    def refuse_call(self, job: str, number: int, reason: str) -> None:
+        """Take the next call of an open job as one that was refused. It is reported in its turn."""
+        with self._passing:
+            self._driven(job).refuse(number, reason)
+            self._pass_over(self._jobs[job])
+
+    def counts(self, job: str) -> tuple[int, int]:
+        """Number of calls that the stored state of an open job includes, and of its updates."""
+        ledger = self._jobs[job].stored.ledger
+        return ledger.step, ledger.updates
+
+    def most_tokens(self, job: str) -> int:
+        """Most tokens of a datum of an open driven job."""
+        return self._driven(job).most_tokens
+
+    def _driven(self, job: str) -> CallSource:
+        source = self._jobs[job].source
+        assert isinstance(source, CallSource), f"job {job} takes no calls"
+        return source
 
     def records(self, job: str) -> tuple[StepRecord, ...]:
         """The stored steps of an open job."""
-        return records_of(self._jobs[job].stored.rows)
+        return self._jobs[job].stored.ledger.records
 
-    def steps(self, job: str) -> JobSteps:
+    def steps(self, job: str) -> Any:
         """The steps of an open job."""
         return self._jobs[job].steps
+
+    def is_complete(self, job: str) -> bool:
+        """Whether an open job has done all steps that it will ever have."""
+        known = self._jobs[job]
+        return bool(known.steps.final) and known.step == known.steps.count
 
     def host_vector(self, job: str, name: str) -> torch.Tensor:
         """One of the vectors in STORED on the host. For an offloaded job, it is the only copy."""
@@ -262,7 +348,8 @@ class Trainer:
 
     def keeps_up(self, job: str) -> bool:
         """Whether the next step may begin. False while the last step's adapter waits for memory to be written from."""
-        return self._storage.keeps_up(self._jobs[job].stored)
+        known = self._jobs[job]
+        return self._storage.keeps_up(known.stored, changes=known.source.changes(known.step))
 
     def settled(self, job: str) -> bool:
         """Whether everything due for an open job is stored, so that `close` and `discard` need not wait."""
@@ -286,7 +373,7 @@ class Trainer:
         """Whether `reports` would return any."""
         return self._storage.has_reports
 
-    def reports(self) -> list[StepReport | JobFailure]:
+    def reports(self) -> list[Report]:
         """The steps that have been stored since the last call, in order."""
         return self._storage.reports()
 
@@ -345,8 +432,7 @@ class Trainer:
         if known.step >= known.steps.count:
             raise ValueError(f"job {slice_.job} is done: it has {known.steps.count} steps")
         if not known.batches:
-            known.batches = known.steps.micro_batches(known.step)
-            known.total = known.examples.weight(known.steps.order.examples(known.step))
+            known.batches, known.began = known.steps.micro_batches(known.step), time.monotonic()
         batch = known.batches[known.micro_batch]
         if slice_.stop > len(batch.units):
             raise ValueError(f"units up to {slice_.stop}; the micro-batch has {len(batch.units)}")
@@ -360,53 +446,50 @@ class Trainer:
         iteration.run(slice_.first, min(slice_.stop, len(iteration.units)), keep=slice_.keep)
         if slice_.stop < len(batch.units):
             return 0, None
-        known.losses.append(iteration.loss)
-        if known.micro_batch and not batch.validation:
-            _add(resident.vectors["grads"], resident.vectors["fresh"])
+        if isinstance(iteration, Iteration):
+            known.outputs.append(Output(batch, iteration.loss, iteration.logprobs))
+        if batch.lengths and not batch.validation:
+            if known.has_gradients:
+                _add(resident.vectors["grads"], resident.vectors["fresh"])
+            known.has_gradients = True
         if batch.units[-1].kind == "optimizer":
             self._update(known, resident)
-            known.updated = True
         known.iteration = None
         known.micro_batch += 1
         return batch.tokens, self._end_step(known) if known.micro_batch == len(known.batches) else None
 
-    def _begin_micro_batch(self, known: _Job, resident: _Resident, batch: MicroBatch) -> Iteration:
-        source = known.validation if batch.validation else known.examples
-        assert source is not None
-        total = source.weight(number for each in known.batches if each.validation for number in each.examples)
-        arrays = source.packed(batch.examples)
-        ids, targets, weights = (torch.from_numpy(array) for array in arrays)
-        weights = weights / (total if batch.validation else known.total)
-        ids, targets, weights = (sent(part, self._device) for part in (ids, targets, weights))
+    def _begin_micro_batch(self, known: _Job, resident: _Resident, batch: MicroBatch) -> Iteration | NothingToCompute:
+        if not batch.lengths:
+            return NothingToCompute(self._vector_places(known))
+        scored = known.source.scored(known.step, batch, self._device)
+        into = "fresh" if known.has_gradients else "grads"
         if self._model.group is not None and not batch.validation:
             # The backward writes this rank's part of them only.
-            torch._foreach_zero_(resident.vectors["fresh" if known.micro_batch else "grads"])
+            torch._foreach_zero_(resident.vectors[into])
         return Iteration(
             known.halves,
             self._arena,
             resident.places,
             batch.units,
-            known.halves.pack(ids, batch.lengths),
-            targets,
-            CrossEntropy(weights),
+            known.halves.pack(scored.ids, batch.lengths),
+            scored.targets,
+            scored.loss,
             resident.adapters,
-            resident.fresh if known.micro_batch else resident.grads,
+            resident.fresh if known.has_gradients else resident.grads,
             self._stages,
         )
 
     def _update(self, known: _Job, resident: _Resident) -> None:
         """Run the optimizer's unit."""
         self._storage.before_update(known.stored, known.whole(resident))
-        chosen, vectors = known.job.hyperparameters, resident.vectors
-        rate = learning_rate(known.step, steps=known.steps.count, peak=chosen.learning_rate, warmup=chosen.warmup)
+        vectors = resident.vectors
         with torch.no_grad():
-            adamw_step(
-                *(vectors[name] for name in ("params", "grads", "means", "variances")),
-                number=known.step + 1,
-                adam=replace(chosen.adam, learning_rate=rate),
-                norm=self._sum_gradients(vectors["grads"]),
-            )
+            if not known.has_gradients:
+                torch._foreach_zero_(vectors["grads"])
+            update = known.source.update(known.step, self._model.shard.layers)
+            update(vectors, partial(self._sum_gradients, vectors["grads"]))
         _cast(vectors)
+        known.has_gradients, known.updated = False, True
 
     def _sum_gradients(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Add up the gradients of all ranks that share these layers.
@@ -422,23 +505,38 @@ class Trainer:
         squares = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*grads]))).square()
         return self._stages.total(squares[None])[0].sqrt()
 
-    def _end_step(self, known: _Job) -> torch.Tensor:
-        """Count the step; the next step stores it. Returns its loss, on the host once the device is done."""
-        training, held_out = (
-            [loss for loss, batch in zip(known.losses, known.batches, strict=True) if batch.validation is wanted]
-            for wanted in (False, True)
-        )
-        loss = self._to_host(self._stages.at_first(torch.stack(training).sum()[None])[0])
-        validation = None
-        if held_out:
-            validation = self._to_host(self._stages.at_first(torch.stack(held_out).sum()[None])[0])
-        self._gather(known)
-        tokens = sum(batch.tokens for batch in known.batches if not batch.validation)
-        self._storage.end_step(known.stored, tokens, loss, validation)
-        known.micro_batch, known.batches, known.losses, known.updated = 0, (), [], False
-        if known.step == known.steps.count:
+    def _end_step(self, known: _Job) -> torch.Tensor | None:
+        """Count the step; the next step stores it. Returns the loss of an optimizer step of a job over files, on the
+        host once the device is done."""
+        changes = known.source.changes(known.step)
+        done = known.source.done(known.step, known.outputs, self, known.began)
+        if changes:
+            self._gather(known)
+        with self._passing:
+            known.source.forget(known.step)
+            self._storage.end_step(known.stored, done, changes=changes)
+            known.micro_batch, known.batches, known.outputs, known.updated = 0, (), [], False
+            self._store_last(known)
+            self._pass_over(known)
+        return done.loss if isinstance(done, DoneStep) else None
+
+    def _store_last(self, known: _Job) -> None:
+        """Store the last step if no step follows that would, or if the next call saves it."""
+        if known.step == known.steps.count and known.steps.final:
             self._storage.store(known.stored, known.last_vectors)
-        return loss
+        elif known.step == known.steps.count or not known.steps.micro_batches(known.step):
+            self._storage.flush(known.stored, known.last_vectors)
+
+    def _pass_over(self, known: _Job) -> None:
+        """Go on to the next step that has something to compute."""
+        while known.step < known.steps.count and not known.steps.micro_batches(known.step):
+            done = known.source.passed(known.step)
+            known.source.forget(known.step)
+            self._storage.pass_over(known.stored, done)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the stages, on the host of the first one once the device is done."""
+        return self._to_host(self._stages.at_first(tensor))
 
     def _gather(self, known: _Job) -> None:
         """Bring the vectors of later stages to rank 0, which stores all."""
@@ -508,7 +606,7 @@ class Trainer:
                 for layer, vector in enumerate(vectors["params"]):
                     known.halves.begin_magnitudes(layer, vector)
             known.host_updated = None
-            if known.micro_batch and not known.updated and known.host_grads is not None:
+            if known.has_gradients and known.host_grads is not None:
                 copy_all(layout.split(known.host_grads, own), vectors["grads"])
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
@@ -524,8 +622,8 @@ class Trainer:
         known.resident = _Resident(places, vectors, [*adapters], [*grads], [*fresh])
 
     def _offload(self, known: _Job, resident: _Resident) -> None:
-        """Move the job's vectors to the host, and store its last step on the disk."""
-        self._storage.store(known.stored, known.last_vectors)
+        """Move the job's vectors to the host, and store its last step: on the disk, if the job does not leave often."""
+        (self._storage.store if known.steps.final else self._storage.flush)(known.stored, known.last_vectors)
         self._storage.after_copies(known.stored)  # later users of the blocks write after the copies
         layout, own = known.halves.layout, self._model.shard.layers
         if known.updated:
@@ -533,7 +631,7 @@ class Trainer:
             with torch.no_grad():
                 for name, vector in known.host_updated.items():
                     copy_all(resident.vectors[name], layout.split(vector, own))
-        elif known.micro_batch:
+        elif known.has_gradients:
             if known.host_grads is None:
                 known.host_grads = self._room(known)
             with torch.no_grad():
@@ -546,10 +644,10 @@ class Trainer:
         return pinned(torch.empty(sum(known.halves.layout.sizes[own.start : own.stop])), self._device)
 
     def _to_host(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy on the host of a number that the device computes. It is there once the device is done."""
+        """A copy on the host of numbers that the device computes. They are there once the device is done."""
         if self._device.type != "cuda":
             return value
-        return torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 class _Timer:

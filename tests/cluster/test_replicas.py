@@ -21,12 +21,14 @@ from holdfast.cluster.replica import State
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
+from holdfast.engine.client.adapter_holds import AdapterHolds
 from holdfast.engine.client.client import AdapterError, Adoption, Delta, EngineClient, Stream
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE
 from holdfast.engine.client.text import TokenIds
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 from tests.lab.simulator.simulation import PROFILE
 
@@ -53,6 +55,12 @@ class Scripted(EngineClient):
         self.text = TokenIds()
         self._closes_text = False
         self.adapters = {}
+        self.versions: set[str] = set()
+        """The adapters that it has loaded and not forgotten, by content id."""
+        self.loads = asyncio.Event()
+        """Loads of adapters wait for this event."""
+        self.loads.set()
+        self._holds = AdapterHolds(self.adapters, self.versions.discard)
         self.dead, self.reason = asyncio.Event(), ""
         self.retired = False
         self.draining, self.drain_seconds = asyncio.Event(), 0.0
@@ -83,6 +91,8 @@ class Scripted(EngineClient):
     async def run(self, stream: Stream, adopted: Adoption | None = None) -> AsyncGenerator[Delta, None]:
         self.asked.append(stream)
         request = stream.request
+        if (adapter := request.identity.adapter) and adapter not in self.versions:
+            raise RequestRefused(f"{adapter} is not served", "model")
         if request.id == "poison":
             await asyncio.sleep(self.prefill / 2)  # Other engines compute meanwhile.
             self.die()
@@ -122,11 +132,20 @@ class Scripted(EngineClient):
             raise EngineDead(self.reason)
         if self.refuses:
             raise AdapterError(self.refuses)
-        self.adapters[name] = AdapterInfo(f"{name}@{path}", name, 4, 1, ())
-        return self.adapters[name]
+        await self.loads.wait()
+        before, loaded = self.adapters.get(name), AdapterInfo(f"{name}@{path}", name, 4, 1, ())
+        self.adapters[name] = loaded
+        self.versions.add(loaded.id)
+        self._holds.keep(loaded.id)
+        if before is not None and before != loaded:
+            self._holds.give_up(before.id)
+        return loaded
+
+    async def forgotten(self, adapter: str) -> None:
+        await self._holds.released(adapter)
 
     async def unload_adapter(self, name: str) -> None:
-        del self.adapters[name]
+        self.versions.discard(self.adapters.pop(name).id)
 
     def kill(self) -> None:
         self.die("it hung")
@@ -494,7 +513,8 @@ async def test_an_adapter_is_served_by_all_replicas_or_by_none(started: Any) -> 
 
 async def test_a_new_engine_has_the_adapters_of_all_before_it_serves(started: Any) -> None:
     def preloaded(engine: Scripted) -> None:
-        engine.adapters = {"first": AdapterInfo("first@0", "first", 4, 1, ())}
+        engine.adapters["first"] = AdapterInfo("first@0", "first", 4, 1, ())
+        engine.versions.add("first@0")
 
     scripts = Scripts(preloaded)
     replicas = await started(scripts)
@@ -658,7 +678,8 @@ def test_tuning_on_other_hosts_needs_a_directory_of_all_hosts_and_no_states_in_m
 
 async def test_a_new_engine_serves_the_newest_content_under_a_name_that_it_has_from_its_start(started: Any) -> None:
     def preloaded(engine: Scripted) -> None:
-        engine.adapters = {"first": AdapterInfo("first@0", "first", 4, 1, ())}
+        engine.adapters["first"] = AdapterInfo("first@0", "first", 4, 1, ())
+        engine.versions.add("first@0")
 
     scripts = Scripts(preloaded)
     replicas = await started(scripts)
@@ -667,3 +688,50 @@ async def test_a_new_engine_serves_the_newest_content_under_a_name_that_it_has_f
     await until(lambda: len(scripts.engines) == 3 and states(replicas) == [State.READY] * 2)
     assert {name: each.id for name, each in scripts.engines[2].adapters.items()} == {"first": "first@/new"}
     assert await read(replicas, adapter="first")
+
+
+async def test_requests_take_the_version_before_until_every_engine_has_the_new_one(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    await replicas.load_adapter("a", "/1")
+    scripts.engines[1].loads.clear()
+    loading = asyncio.create_task(replicas.load_adapter("a", "/2", replace=True))
+    await until(lambda: "a@/2" in scripts.engines[0].versions)
+    for _ in range(4):
+        assert await read(replicas, adapter="a")
+    assert {each.request.identity.adapter for engine in scripts.engines for each in engine.asked} == {"a@/1"}
+    scripts.engines[1].loads.set()
+    await loading
+    await read(replicas, adapter="a")
+    assert scripts.engines[0].asked[-1].request.identity.adapter == "a@/2" or (
+        scripts.engines[1].asked[-1].request.identity.adapter == "a@/2"
+    )
+    assert [engine.versions for engine in scripts.engines] == [{"a@/2"}] * 2
+
+
+async def test_a_request_continues_with_its_version_on_an_engine_that_starts_after_a_newer_one(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts, replicas=1)
+    await replicas.load_adapter("a", "/1")
+    scripts.engines[0].gate.clear()
+    reading = asyncio.create_task(read(replicas, adapter="a"))
+    await until(lambda: scripts.engines[0].asked)
+    await replicas.load_adapter("a", "/2", replace=True)
+    assert scripts.engines[0].versions == {"a@/1", "a@/2"}
+    scripts.engines[0].die()
+    assert len(await reading) == FOUR.max_tokens
+    assert scripts.engines[1].asked[0].request.identity.adapter == "a@/1"
+    assert scripts.engines[1].versions == {"a@/2"}, "the version before has no request any more"
+    await asyncio.wait_for(replicas.forgotten("a@/1"), 5)
+
+
+async def test_all_requests_of_one_hold_have_one_version(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    await replicas.load_adapter("a", "/1")
+    with replicas.hold_adapter("a") as version:
+        await replicas.load_adapter("a", "/2", replace=True)
+        assert await read(replicas, adapter=version) and await read(replicas, adapter="a")
+    asked = sorted(each.request.identity.adapter for engine in scripts.engines for each in engine.asked)
+    assert asked == ["a@/1", "a@/2"]
+    assert [engine.versions for engine in scripts.engines] == [{"a@/2"}] * 2

@@ -19,7 +19,18 @@ from holdfast.cluster.tuning import PlacedJob, ReplicaTuning
 from holdfast.core.types import AdapterInfo, SamplingParams
 from holdfast.engine.client.client import AdapterError
 from holdfast.engine.client.connection import EngineDead
-from holdfast.engine.client.tuning import JobEnded, JobInfo, JobStart, JobStatus, JobStep, TuningError, TuningRun
+from holdfast.engine.client.tuning import (
+    DrivenInfo,
+    DrivenRun,
+    DrivenStart,
+    JobEnded,
+    JobInfo,
+    JobStart,
+    JobStatus,
+    JobStep,
+    TuningError,
+    TuningRun,
+)
 from holdfast.lm.config import EngineConfig
 from tests.checkpoints import make
 from tests.engine.conftest import SMALL
@@ -124,9 +135,10 @@ class FakeTuning:
     """The jobs of one scripted engine."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, TuningRun] = {}
-        self.started: list[JobStart] = []
+        self.runs: dict[str, Any] = {}
+        self.started: list[Any] = []
         self.changes: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, int]] = []
         self.refusal = ""
         self.info: dict[str, Any] = {}
         self.dies = False
@@ -142,6 +154,19 @@ class FakeTuning:
 
     async def change(self, job: str, action: str) -> None:
         self.changes.append((job, action))
+
+    async def drive(self, job: DrivenStart) -> DrivenRun:
+        self.started.append(job)
+        if self.dies:
+            raise EngineDead("it was killed")
+        info = DrivenInfo(id=job.id, calls=0, updates=0, rank=4, alpha=8.0, modules=(), micro_batch=64)
+        self.runs[job.id] = DrivenRun(self, info)  # type: ignore[arg-type]
+        return self.runs[job.id]
+
+    async def call(self, job: str, number: int) -> None:
+        if self.dies:
+            raise EngineDead("it was killed")
+        self.calls.append((job, number))
 
 
 def info_of(job: JobStart, **fields: Any) -> Any:

@@ -35,6 +35,7 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
 from holdfast.lm.parts.tuning.messages import (
     ChangeJob,
+    DrivenStart,
     JobAction,
     JobChanged,
     JobEnded,
@@ -45,6 +46,8 @@ from holdfast.lm.parts.tuning.messages import (
     JobStarted,
     JobStatus,
     JobStep,
+    RunCall,
+    StartDriven,
     StartJob,
 )
 from holdfast.lm.parts.tuning.planner import TuningPart
@@ -54,6 +57,7 @@ from tests.checkpoints import make
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
 from tests.tokenizers_made import byte_level
+from tests.tuning import diverge
 
 TUNING: dict[str, Any] = {**SMALL, "tuning": True, "tuning_mirror": "off", "tuning_micro_batch": 128, "max_adapters": 2}
 SLICES: dict[str, Any] = {"token_budget": None, "tbt_target": 2000.0}
@@ -398,7 +402,7 @@ def test_a_job_whose_numbers_are_not_finite_fails_and_leaves_the_engine_as_it_wa
     bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = bench()
-    monkeypatch.setattr("holdfast.training.trainer.learning_rate", lambda *_, **__: float("inf"))
+    monkeypatch.setattr("holdfast.training.sources.adamw_step", diverge)
     each.start(new_job(tmp_path))
     each.finish("job")
     (ended,) = each.events("job", JobEnded)
@@ -509,11 +513,14 @@ def test_an_engine_without_tuning_refuses_jobs(small: Callable[..., EngineConfig
 
     with pytest.raises(LookupError):
         engine.handler(TuningHandler)
-    told = [StartJob(1, new_job(tmp_path)), ChangeJob(2, "job", "pause")]
+    driven = DrivenStart(id="driven", directory=str(tmp_path))
+    told = [
+        StartJob(1, new_job(tmp_path)), ChangeJob(2, "job", "pause"), StartDriven(3, driven), RunCall(4, "driven", 0)
+    ]  # fmt: skip
     router = Router(engine.handlers, sent.append)
     router.receive(told)
     router.send_answers()
-    assert [type(message) for message in sent] == [JobRefused] * 2
+    assert [type(message) for message in sent] == [JobRefused] * 4
     engine.loop.close()
 
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.lm.models.decoder import Decoder
+from holdfast.training.done import StepReport
 from holdfast.training.state import StateFiles, newest
-from holdfast.training.storage import StepReport
 from tests.tuning import (
     BLOCKS,
     act,

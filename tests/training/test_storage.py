@@ -16,12 +16,13 @@ import torch
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import Halves
 from holdfast.lm.models.peft_files import CONFIG_FILE, read_peft
+from holdfast.training.done import DoneStep, JobFailure, StepReport
 from holdfast.training.state import State, StateFiles, newest
-from holdfast.training.storage import JobFailure, StepReport
 from holdfast.training.trainer import Trainer
 from tests.tuning import (
     act,
     advance,
+    diverge,
     drawn_examples,
     finish,
     new_job,
@@ -312,9 +313,9 @@ def test_numbers_that_are_not_finite_fail_the_job_and_are_not_stored(
     advance(trainer, "job")
     if wrong == "loss":
         head = Halves.head
-        monkeypatch.setattr(Halves, "head", lambda *args, **named: head(*args, **named) + torch.nan)
+        monkeypatch.setattr(Halves, "head", lambda *args, **named: [each + torch.nan for each in head(*args, **named)])
     else:
-        monkeypatch.setattr("holdfast.training.trainer.learning_rate", lambda *_, **__: float("inf"))
+        monkeypatch.setattr("holdfast.training.sources.adamw_step", diverge)
     finish(trainer, "job")
     trainer.close("job")
     failures = [report for report in trainer.reports() if isinstance(report, JobFailure)]
@@ -363,7 +364,8 @@ def test_a_step_takes_the_time_since_the_one_before_it(opened: Trainer, monkeypa
     for expected in (None, 3.0, 5.0):
         with monkeypatch.context() as patch:
             patch.setattr("holdfast.training.storage.time", SimpleNamespace(monotonic=seconds.__next__))
-            opened._storage.end_step(stored, 1, torch.tensor(0.5), None)
+            done = DoneStep("job", stored.step, 9, 1, torch.tensor(0.5), None)
+            opened._storage.end_step(stored, done, changes=True)
         assert expected is None or stored.step_seconds == expected
     stored.done.clear()
     stored.step = 0

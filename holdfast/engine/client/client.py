@@ -8,8 +8,8 @@ import time
 import uuid
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +30,7 @@ from holdfast.core.types import (
 from holdfast.core.version import __version__
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled, weights_digest
+from holdfast.engine.client.adapter_holds import AdapterHolds
 from holdfast.engine.client.attachment import Attachment
 from holdfast.engine.client.connection import (
     HEALTH_SECONDS,
@@ -60,7 +61,14 @@ from holdfast.lm.parts.adapters.messages import (
 from holdfast.lm.parts.adapters.options import check_adapter_name
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
 from holdfast.lm.parts.pauses.messages import NotePause, WarmState
-from holdfast.lm.parts.tuning.messages import JobChanged, JobProgress, JobRefused, JobStarted
+from holdfast.lm.parts.tuning.messages import (
+    DrivenProgress,
+    DrivenStarted,
+    JobChanged,
+    JobProgress,
+    JobRefused,
+    JobStarted,
+)
 from holdfast.lm.types import SchedulerStats
 
 REMEMBERED_BLOCKS = 1 << 16
@@ -141,6 +149,9 @@ class Delta:
     """The prompt's embedding, if the request asks: float32 numbers in native order. It comes with the final Delta."""
     stop_string: str | None = None
     """The stop string that ended the answer, if one did. It comes with the final Delta."""
+    end_logprobs: TokenLogprobs | None = None
+    """Log probabilities of the token that ended the answer, if one did and the request asks. It comes with the final
+    Delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +191,11 @@ class Adoption:
         )  # fmt: skip
 
 
+def name_of(adapter: str) -> str:
+    """The name of an adapter, from its content id (`AdapterInfo.id`)."""
+    return adapter.rpartition("@")[0]
+
+
 class AdapterError(ValueError):
     """An adapter that could not be loaded or unloaded. The message has the reason; it names no directory."""
 
@@ -206,6 +222,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         listen_key: str = "",
         connect: Connect = connect_child,
         lasting: bool = False,
+        drives: bool = True,
     ) -> None:
         """Not for callers, who use `start` or `attach`."""
         self.config = config
@@ -237,14 +254,20 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """The adapters that requests may name, by name."""
         self.version = __version__
         """The engine's version of Holdfast; empty if the engine is too old to say so."""
+        self._holds = AdapterHolds(self.adapters, self._forget_adapter)
+        """The versions of adapters that requests are about to use."""
         self.draining = asyncio.Event()
         """Set when the engine, to which this client is attached, is to end soon and should get no new requests."""
         self.drain_seconds = 0.0
         """Time from `draining` until the engine ends in any case."""
-        self._changing: set[str] = set()
-        """Names of adapters that are being loaded or unloaded."""
+        self._changing: dict[str, asyncio.Event] = {}
+        """For the name of each adapter that is being loaded or unloaded, the event of its end."""
+        self._postponed: set[str] = set()
+        """Versions to forget, content ids, whose name is being loaded: the load may bring them back."""
         super().__init__(process or EngineProcess(config.device), on_progress, connect)
-        self.tuning = TuningClient(lambda message: self._child.send(message), self.adapters, self._check_alive)
+        self.tuning = TuningClient(
+            lambda message: self._child.send(message), self.adapters, self._check_alive, drives=drives
+        )
         """The tuning jobs of the engine."""
 
     @classmethod
@@ -302,7 +325,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             checkpoint = await asyncio.to_thread(Checkpoint.of, welcome.config)
             client = cls(
                 welcome.config, on_progress, process=attachment, connect=lambda on_end, origin: origin.join(on_end),
-                lasting=knows(welcome.wire, "adopt"),
+                lasting=knows(welcome.wire, "adopt"), drives=knows(welcome.wire, "start-driven"),
             )  # fmt: skip
         except BaseException as error:
             await attachment.close()
@@ -366,13 +389,13 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
-        `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
-        the same `tenant` and `salt`, and with the same adapter. `deadline` is the time until the first token is due, in
-        seconds from now, for the deadline order. `shown` are special tokens whose names belong to the text.
-        `conversation` names the conversation that this is a turn of, for a router among several engines. `batch` is the
-        batch that the request is sent in. `contract` has the times that it must be promised, counted from `arrival`, a
-        time on the monotonic clock; 0 is now. Leaving the iterator before its last Delta (aclose, cancellation) aborts
-        the request.
+        `adapter` is the name of a loaded adapter, or the content id that `hold_adapter` gave; empty: none. The request
+        shares cached prefixes only with requests of the same `tenant` and `salt`, and with the same adapter. `deadline`
+        is the time until the first token is due, in seconds from now, for the deadline order. `shown` are special
+        tokens whose names belong to the text. `conversation` names the conversation that this is a turn of, for a
+        router among several engines. `batch` is the batch that the request is sent in. `contract` has the times that it
+        must be promised, counted from `arrival`, a time on the monotonic clock; 0 is now. Leaving the iterator before
+        its last Delta (aclose, cancellation) aborts the request.
 
         Raises RequestRefused at once for a request that can never be served, QueueFull, ContractRefused if the engine
         cannot keep the contract, and EngineDead, even while it runs.
@@ -389,13 +412,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             prepare(
                 self.info,
                 self.text,
-                self.adapters,
                 prompt,
                 params,
                 request_id,
                 priority,
                 tenant,
-                adapter,
+                self._holds.content_of(adapter),
                 deadline,
                 shown,
                 batch,
@@ -462,8 +484,6 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
         Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
         """
-        if adapter and adapter not in self.adapters:
-            raise RequestRefused(f"there is no adapter {adapter}", "model")
         tokens = prompt[: usable_blocks(len(prompt), self.info.block_size) * self.info.block_size]
         return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
 
@@ -515,8 +535,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self._child.send(WarmState(self.chain(prompt, tenant=tenant, adapter=adapter)))
 
     def _identity(self, tenant: str, adapter: str) -> Identity:
-        content = self.adapters[adapter].id if adapter else ""
-        return Identity(self.info.model, content, self.info.precision, tenant)
+        return Identity(self.info.model, self._holds.content_of(adapter), self.info.precision, tenant)
 
     async def drain(self, seconds: float) -> None:
         """Let the clients that are attached to the engine leave it, and wait until all have left.
@@ -550,9 +569,40 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             asked = self._questions.ask(lambda number: LoadAdapter(number, name, path))
             loaded: AdapterInfo = await asyncio.shield(asked)
             self.adapters[name] = loaded
+            self._holds.keep(loaded.id)
         for adapter in before - {loaded.id}:
-            self._questions.ask(partial(UnloadAdapter, adapter=adapter))
+            self._holds.give_up(adapter)
         return loaded
+
+    def hold_adapter(self, adapter: str) -> AbstractContextManager[str]:
+        """Hold the present version of an adapter, by its name. Gives the content id that `stream` takes.
+
+        While it is held, requests may begin with it, even if another version has replaced it. Raises RequestRefused on
+        entering if there is no such adapter. An empty name holds nothing.
+        """
+        return self._holds.hold(adapter)
+
+    async def forgotten(self, adapter: str) -> None:
+        """Wait until the engine has forgotten a replaced version, a content id. Other clients must have replaced it.
+
+        Returns at once if requests may name it again. Raises EngineDead.
+        """
+        await self._holds.released(adapter)
+        while name_of(adapter) in self._changing:
+            await self._changing[name_of(adapter)].wait()
+        if not self._serves(adapter):
+            await asyncio.shield(self._questions.ask(lambda number: UnloadAdapter(number, adapter)))
+
+    def _serves(self, adapter: str) -> bool:
+        """Whether new requests may take this version, a content id."""
+        return any(info.id == adapter for info in self.adapters.values())
+
+    def _forget_adapter(self, adapter: str) -> None:
+        """Let the engine forget a version that nobody holds. Does nothing for an engine that has ended."""
+        if name_of(adapter) in self._changing:
+            self._postponed.add(adapter)
+        elif not self.dead.is_set():
+            self._questions.ask(partial(UnloadAdapter, adapter=adapter))
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter, and forget it once the running ones have ended.
@@ -563,6 +613,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             if name not in self.adapters:
                 raise AdapterError(f"there is no adapter {name}", missing=True)
             adapter = self.adapters.pop(name)
+            await self._holds.released(adapter.id)
             await asyncio.shield(self._questions.ask(lambda number: UnloadAdapter(number, adapter.id)))
 
     @contextmanager
@@ -570,11 +621,15 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Prevent other loads and unloads of this name inside the block. Raises AdapterError."""
         if name in self._changing:
             raise AdapterError(f"adapter {name} is being loaded or unloaded; try again in a moment")
-        self._changing.add(name)
+        self._changing[name] = asyncio.Event()
         try:
             yield
         finally:
-            self._changing.discard(name)
+            self._changing.pop(name).set()
+            for adapter in [each for each in self._postponed if name_of(each) == name]:
+                self._postponed.discard(adapter)
+                if not self._serves(adapter):
+                    self._forget_adapter(adapter)
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
@@ -680,7 +735,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 self._questions.answer(number, count)
             case AdapterRefused(number, reason):
                 self._questions.refuse(number, AdapterError(reason))
-            case JobStarted() | JobChanged() | JobRefused() | JobProgress():
+            case JobStarted() | JobChanged() | JobRefused() | JobProgress() | DrivenStarted() | DrivenProgress():
                 self.tuning.take(message)
 
     def _take_adopted(self, held: messages.Held | None, *, yours: bool) -> Adoption | None:
@@ -750,6 +805,8 @@ class Stream:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._vector = b""
+        self._end_logprobs: TokenLogprobs | None = None
+        """Log probabilities of the token that ended the answer."""
         self._count = 0
         self._cached = 0
         self._by_tier = 0, 0, 0
@@ -847,6 +904,8 @@ class Stream:
             self._tokens.extend(tokens)
         if output.logprobs and not self.note:
             self._logprobs.extend(output.logprobs[: len(visible)])
+            if len(visible) < len(tokens):
+                self._end_logprobs = output.logprobs[len(visible)]
         if output.prompt_logprobs:
             again = min(self._told_again, len(output.prompt_logprobs))
             self._told_again -= again
@@ -898,19 +957,20 @@ class Stream:
         usage = Usage(request.answer_start, self._count, self._cached, self._by_tier)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count, self._preemptions)
         stop = self._text.stop_string
-        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
+        return Delta(
+            text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop, self._end_logprobs
+        )  # fmt: skip
 
 
 def prepare(
     info: messages.EngineInfo,
     text: Text,
-    adapters: Mapping[str, AdapterInfo],
     prompt: Sequence[int],
     params: SamplingParams,
     request_id: str,
     priority: int = 0,
     tenant: str = "",
-    adapter: str = "",
+    content: str = "",
     deadline: float | None = None,
     shown: Collection[int] = (),
     batch: UserBatch = ALONE,
@@ -921,11 +981,8 @@ def prepare(
 ) -> Stream:
     """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
-    `adapters` are those that requests may name. Raises RequestRefused.
+    `content` is the content id of the request's adapter; empty: it has none. Raises RequestRefused.
     """
-    if adapter and adapter not in adapters:
-        raise RequestRefused(f"there is no adapter {adapter}", "model")
-    content = adapters[adapter].id if adapter else ""
     identity = Identity(info.model, content, info.precision, tenant, salt)
     tokens = info.limits.check(
         prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)

@@ -29,7 +29,14 @@ from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, 
 from holdfast.lm.parts.message import Message
 from holdfast.lm.parts.moves.messages import StopFetch
 from holdfast.lm.parts.pauses.messages import NotePause
-from holdfast.lm.parts.tuning.messages import ChangeJob, JobEnded, JobProgress, JobStarted
+from holdfast.lm.parts.tuning.messages import (
+    ChangeJob,
+    DrivenProgress,
+    DrivenStarted,
+    JobEnded,
+    JobProgress,
+    JobStarted,
+)
 
 SILENT_SECONDS = 8.0
 """Seconds without a message after which an attached client is dropped. It sends Tick far more often."""
@@ -171,6 +178,8 @@ class Clients:
                 for client in self._all():
                     if client.watches:
                         client.send(with_ids(message, client.own_id))
+            case DrivenProgress():
+                self._send_driven(message)
             case _ if type(message) in NUMBERED:
                 self._send_answer(message)
             case _:
@@ -496,11 +505,18 @@ class Clients:
                 self._holders.setdefault(info.id, set()).add(client)
                 if client.gone:
                     self._release(client, info.id)
-            case JobStarted(_, info) if client.gone:
+            case JobStarted(_, info) | DrivenStarted(_, info) if client.gone:
                 self._leave(info.id)
-            case JobStarted(_, info):
+            case JobStarted(_, info) | DrivenStarted(_, info):
                 client.jobs.add(info.id)
         client.send(msgspec.structs.replace(message, number=number))
+
+    def _send_driven(self, progress: DrivenProgress) -> None:
+        """Send each client the events of the driven jobs that it started."""
+        for client in self._all():
+            if own := [event for event in progress.events if event.job in client.jobs]:
+                client.jobs.difference_update(event.job for event in own if isinstance(event, JobEnded))
+                client.send(DrivenProgress(own))
 
     def _note_ends(self, progress: JobProgress) -> None:
         """Note which jobs have ended, and that their clients use the adapters that came of them."""

@@ -14,7 +14,7 @@ from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.tuning.device import Training, TuningDevice, TuningExecutor
-from holdfast.lm.parts.tuning.values import JobClosed, JobOpened, TrainingSlice
+from holdfast.lm.parts.tuning.values import CallTaken, JobClosed, JobOpened, TrainingSlice
 from holdfast.lm.types.news import PartNews
 from holdfast.training.base import digest_of_shards
 from holdfast.training.iteration import arena_of, workspace_bytes
@@ -61,6 +61,7 @@ class Follower(Training):
         self._trainer = trainer
         self._opener = ThreadPoolExecutor(1, "holdfast-open-job")
         self._opening: dict[str, Future[None]] = {}
+        """The last thing that is read for a job; the thread does all in order."""
 
     def launch(self, slice_: TrainingSlice, lent: int) -> Launched:
         """`Trainer.launch`. Raises the error of opening the job."""
@@ -68,9 +69,12 @@ class Follower(Training):
         return self._trainer.launch(slice_, lent)
 
     def learn(self, news: PartNews) -> None:
-        """Open or close a job, if the news says so."""
+        """Open or close a job, or take a call of one, if the news says so."""
         if isinstance(news, JobOpened):
             self._opening[news.job] = self._opener.submit(self._open, news)
+        elif isinstance(news, CallTaken):
+            before = [self._opening[news.job]] if news.job in self._opening else []
+            self._opening[news.job] = self._opener.submit(self._take, news, before)
         elif isinstance(news, JobClosed):
             self._wait(news.job)
             self._trainer.close(news.job)
@@ -84,6 +88,18 @@ class Follower(Training):
         step, _, _ = self._trainer.next_slice(news.job)
         if step != news.step:
             raise ValueError(f"job {news.job} is at step {step} on this rank, and at step {news.step} on rank 0")
+
+    def _take(self, news: CallTaken, before: Sequence[Future[None]]) -> None:
+        """Take a call as rank 0 did. Raises the error of what was read before, so that no slice runs after it."""
+        for earlier in before:
+            earlier.result()
+        if news.refusal:
+            self._trainer.refuse_call(news.job, news.number, news.refusal)
+            return
+        prepared = self._trainer.prepare_call(news.job, news.number)
+        if prepared.loads:
+            prepared = self._trainer.prepare_load(news.job, prepared)
+        self._trainer.add_call(news.job, prepared)
 
     def _wait(self, job: str) -> None:
         if job in self._opening:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from holdfast.core.training_cost import HEAD_TOKENS, TrainingCost, TrainingShape, UnitKind
 from holdfast.lab.simulator.shapes import BYTES, ModelShape
@@ -57,6 +57,8 @@ class SimulatedJob:
     """Bytes per token of the other activations that the halves keep."""
     count: int = 1 << 40
     """Number of steps. By default the job never ends."""
+    final: ClassVar[bool] = True
+    """Whether the job is complete after `count` steps."""
 
     @property
     def most_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown, AdapterPlan, AdapterResult
 from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.parts.prompts.values import PromptPlan, PromptResult
-from holdfast.lm.parts.tuning.values import JobClosed, JobOpened, TrainingPlan, TrainingReport
+from holdfast.lm.parts.tuning.values import CallTaken, JobClosed, JobOpened, TrainingPlan, TrainingReport
 from holdfast.lm.parts.vectors.values import VectorResult
 from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.penalties import PenaltyPlan
@@ -23,6 +23,7 @@ VALUES: tuple[type[PartPlan] | type[PartResult] | type[PartNews], ...] = (
     TrainingReport,
     JobOpened,
     JobClosed,
+    CallTaken,
     PenaltyPlan,
     GrammarPlan,
     GrammarResult,

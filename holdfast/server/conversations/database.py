@@ -199,6 +199,15 @@ adapters = Table(
 )
 """Adapters that requests have loaded, for all servers with shared engines. `tenant` is null if all may use it."""
 
+adapter_numbers = Table(
+    "adapter_numbers",
+    tables,
+    Column("model", String(1024), primary_key=True),
+    Column("name", String(1024), primary_key=True),
+    Column("number", Integer, nullable=False),
+)
+"""Numbers of the adapters' present versions. A row of `adapters` without one has version 1."""
+
 key_streams = Table(
     "key_streams",
     tables,
@@ -282,7 +291,7 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
         step(db)
         db.execute(insert(versions).values(version=number))
     # These have no version, because an older server does not mind them.
-    for table in (leases, recipes, streams, adapters, key_streams, chats):
+    for table in (leases, recipes, streams, adapters, adapter_numbers, key_streams, chats):
         table.create(db, checkfirst=True)
 
 

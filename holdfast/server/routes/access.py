@@ -29,8 +29,19 @@ UNSCOPED = ("/", "/v1", "/version", "/metrics", "/openapi.json", "/v1/models", "
 """Paths that any key may read."""
 OPERATED = ("/replicas", "/v1/engine", "/v1/organization")
 """Beginnings of the paths whose routes ask for an operator themselves."""
-ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/fine_tuning")
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/v1/fine_tuning")
 """Beginnings of the paths for which a key needs the scope `adapters`."""
+
+TRAINING_PATHS = tuple(
+    f"/api/v1/{name}"
+    for name in (
+        "create_model", "unload_model", "get_info", "forward_backward", "optim_step", "load_weights", "save_weights",
+        "save_weights_for_sampler", "save_weights_external", "weights_info", "training_runs", "checkpoints",
+    )
+)  # fmt: skip
+"""Beginnings of the paths of Tinker's protocol for which a key needs the scope `adapters`."""
+TINKER = "/api/v1"
+"""Beginning of all paths of Tinker's protocol. Sessions and futures are for keys that train or generate."""
 
 METERED = {
     "/v1/chat/completions": "completions",
@@ -47,10 +58,11 @@ METERED = {
     "/rerank": "embeddings",
     "/v1/rerank": "embeddings",
     "/v1/embeddings": "embeddings",
+    "/api/v1/asample": "completions",
 }
 """Paths whose POST requests are limited and counted, each with its kind of usage.
 
-A batch counts as one request. Its lines are counted when they are answered.
+A batch counts as one request. Its lines are counted when they are answered. A sample is counted when it has ended.
 """
 INFERENCE = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer")
 """Paths whose POST requests are limited, but not counted: applications compute no tokens."""
@@ -211,8 +223,10 @@ def scopes_for(method: str, path: str) -> tuple[str, ...]:
     if path in OPEN_PATHS or path in UNSCOPED or below(path, OPERATED):
         return ()
     models = path.startswith("/v1/models/")
-    if below(path, ADAPTER_PATHS) or (models and method == "DELETE"):
+    if below(path, (*ADAPTER_PATHS, *TRAINING_PATHS)) or (models and method == "DELETE"):
         return ADAPTERS, OPERATOR
+    if below(path, (TINKER,)):
+        return USE, ADAPTERS, OPERATOR
     return () if models or path.startswith("/page/") else (USE,)
 
 

@@ -164,6 +164,8 @@ SCHEMAS: Mapping[str, Schema] = {
     "TuningEvents": page_of("TuningEvent"),
     "TuningCheckpoint": record(id=TEXT, object=one_of("fine_tuning.job.checkpoint"), created_at=TIME),
     "TuningCheckpoints": page_of("TuningCheckpoint"),
+    "Adapter": record(id=TEXT, object=one_of("adapter"), version=COUNT, content=TEXT, versions=many(ANYTHING)),
+    "AdapterVersion": record(id=TEXT, object=one_of("adapter.version"), version=COUNT, content=TEXT, created_at=TIME),
     "Tokens": record(count=COUNT, max_model_len=COUNT, tokens=many(COUNT), token_strs=nullable(many(TEXT))),
     "Text": record(prompt=TEXT),
     "Version": record(version=TEXT),
@@ -198,6 +200,11 @@ LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 2
 ORDER = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "oldest or newest first")
 AFTER = ("after", TEXT, "the id of the last entry of the previous page")
 PAGE = (LIMIT, AFTER)
+OFFSETS = (
+    ("offset", COUNT, "number of entries to pass over"),
+    ("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}, LIMIT[2]),
+)
+"""Query parameters of Tinker's lists."""
 
 USAGE = (
     ("start_time", TIME, "beginning of the first bucket; required"),
@@ -212,6 +219,20 @@ USAGE = (
 )
 
 TUNING = "/v1/fine_tuning/jobs"
+TINKER = "/api/v1"
+SAVED = "training_runs/{model_id}/checkpoints/{place}/{name}"
+"""Path of a checkpoint in Tinker's protocol."""
+TINKER_READ = (
+    "healthz", "get_server_capabilities", "sessions", "sessions/{session_id}", "training_runs",
+    "training_runs/{model_id}", "training_runs/{model_id}/checkpoints", "checkpoints", "samplers/{sampler_id}",
+)  # fmt: skip
+TINKER_SENT = (
+    "client/config", "client/dynamic_config", "telemetry", "create_session", "session_heartbeat",
+    "sessions/{session_id}/finish", "create_model", "get_info", "unload_model", "forward_backward", "optim_step",
+    "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "weights_info",
+    "create_sampling_session", "join_sampling_session", "cancel_future", "asample",
+)  # fmt: skip
+"""Paths of Tinker's protocol. Its SDK describes the objects that they return."""
 REPLIES: Mapping[str, Reply] = {
     "GET /": Reply("Root"),
     "GET /docs": Reply(bytes="text/html"),
@@ -229,6 +250,13 @@ REPLIES: Mapping[str, Reply] = {
     "DELETE /v1/models/{model}": Reply("Deleted"),
     "POST /v1/load_lora_adapter": Reply(bytes="text/plain"),
     "POST /v1/unload_lora_adapter": Reply(bytes="text/plain"),
+    "POST /v1/adapters/{name}/weights": Reply("AdapterVersion"),
+    "GET /v1/adapters/{name}": Reply("Adapter"),
+    "POST /api/v1/create_sampling_session": Reply("Any"),
+    "POST /api/v1/join_sampling_session": Reply("Any"),
+    "GET /api/v1/samplers/{sampler_id}": Reply("Any"),
+    "POST /api/v1/asample": Reply("Any"),
+    "POST /api/v1/cancel_future": Reply("Any"),
     "POST /v1/chat/completions": Reply("ChatCompletion", "ChatCompletionChunk"),
     "GET /v1/chat/completions": Reply("ChatCompletions"),
     "GET /v1/chat/completions/{completion_id}": Reply("ChatCompletion"),
@@ -290,6 +318,14 @@ REPLIES: Mapping[str, Reply] = {
     f"GET {TUNING}/{{job_id}}/checkpoints": Reply("TuningCheckpoints"),
     f"GET {TUNING}/{{job_id}}/adapter/{{name}}": Reply(bytes="application/octet-stream"),
     **{f"POST {TUNING}/{{job_id}}/{verb}": Reply("TuningJob") for verb in ("pause", "resume", "cancel")},
+    **{f"GET {TINKER}/{path}": Reply("Any") for path in TINKER_READ},
+    **{f"POST {TINKER}/{path}": Reply("Any") for path in TINKER_SENT},
+    f"POST {TINKER}/retrieve_future": Reply("Any", bytes="application/x-protobuf"),
+    f"DELETE {TINKER}/{SAVED}": Reply("Any"),
+    f"POST {TINKER}/{SAVED}/publish": Reply("Any"),
+    f"DELETE {TINKER}/{SAVED}/publish": Reply("Any"),
+    f"PUT {TINKER}/{SAVED}/ttl": Reply("Any"),
+    f"GET {TINKER}/{SAVED}/archive": Reply(bytes="application/x-tar"),
 }
 """Replies by method and path. Unlisted routes, such as those under /v2, return other JSON."""
 
@@ -302,6 +338,9 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
         ("starting_after", COUNT, "with stream: the sequence_number of the last known event"),
     ),
     "GET /v1/responses/{response_id}/input_items": (LIMIT, ORDER, AFTER),
+    "POST /v1/adapters/{name}/weights": (
+        ("expected_version", COUNT, "with binary weights: number that the present version must have"),
+    ),
     "GET /v1/conversations": (LIMIT, AFTER, ("search", TEXT, "only conversations that contain this text")),
     "DELETE /v1/conversations/{conversation_id}": (("responses", TRUTH, "also delete its responses"),),
     "GET /v1/conversations/{conversation_id}/items": (LIMIT, ORDER, AFTER),
@@ -314,6 +353,7 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/organization/usage/completions": USAGE,
     "GET /v1/organization/usage/embeddings": USAGE,
     "GET /v1/batches": PAGE,
+    **dict.fromkeys((f"GET {TINKER}/sessions", f"GET {TINKER}/training_runs", f"GET {TINKER}/checkpoints"), OFFSETS),
     f"GET {TUNING}": PAGE,
     f"GET {TUNING}/{{job_id}}/events": (
         ("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}, LIMIT[2]),
@@ -332,7 +372,7 @@ HEADERS: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     ),
 }
 """Headers by method and path."""
-METHODS = ("get", "post", "delete")
+METHODS = ("get", "post", "delete", "put")
 
 
 def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schema:

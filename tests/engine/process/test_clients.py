@@ -25,7 +25,20 @@ from holdfast.engine.wire import WIRE
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.adapters.messages import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks, StopFetch
-from holdfast.lm.parts.tuning.messages import ChangeJob, JobInfo, JobStart, JobStarted, StartJob
+from holdfast.lm.parts.tuning.messages import (
+    CallDone,
+    ChangeJob,
+    DrivenInfo,
+    DrivenProgress,
+    DrivenStart,
+    DrivenStarted,
+    JobInfo,
+    JobStart,
+    JobStarted,
+    RunCall,
+    StartDriven,
+    StartJob,
+)
 from holdfast.lm.types import SchedulerStats
 
 
@@ -365,6 +378,23 @@ def test_a_job_of_a_lost_client_is_left_so_that_another_can_continue_it(house: H
     (start,) = house.take(1)
     house.clients.send(JobStarted(start.number, JOB))
     assert one.read() == JobStarted(1, JOB)
+    one.send(messages.Detach())
+    (change,) = house.take(1)
+    assert isinstance(change, ChangeJob) and (change.job, change.action) == ("job", "leave")
+
+
+def test_events_of_a_driven_job_reach_its_own_client_alone_which_leaves_it_when_it_is_lost(house: House) -> None:
+    one, two = house.attach(), house.attach()
+    info = DrivenInfo(id="job", calls=0, updates=0, rank=4, alpha=8.0, modules=("q",), micro_batch=64)
+    one.send(StartDriven(1, DrivenStart(id="job", directory="/d")))
+    (start,) = house.take(1)
+    house.clients.send(DrivenStarted(start.number, info))
+    assert one.read() == DrivenStarted(1, info)
+    house.clients.send(DrivenProgress([CallDone("job", 0), CallDone("another", 0)]))
+    assert one.read() == DrivenProgress([CallDone("job", 0)]) and two.reads_nothing()
+    one.send(RunCall(2, "job", 1))
+    (call,) = house.take(1)
+    assert (call.job, call.call) == ("job", 1)
     one.send(messages.Detach())
     (change,) = house.take(1)
     assert isinstance(change, ChangeJob) and (change.job, change.action) == ("job", "leave")

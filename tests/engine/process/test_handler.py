@@ -18,7 +18,7 @@ from holdfast.engine.process.serve import AWAITED_SECONDS, await_messages, do_st
 from holdfast.engine.process.step_log import StepLog
 from holdfast.lm.parts.adapters.messages import AdapterRefused, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
-from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, StartJob
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, RunCall, StartDriven, StartJob
 from holdfast.lm.types import SchedulerStats, StepPlan, StepResult
 
 
@@ -80,6 +80,8 @@ def test_each_message_goes_to_the_handler_of_its_kind_in_order_and_answers_wait_
         (UnloadAdapter(4, "a"), AdapterRefused),
         (StartJob(4, None), JobRefused),  # type: ignore[arg-type]
         (ChangeJob(4, "j", "pause"), JobRefused),
+        (StartDriven(4, None), JobRefused),  # type: ignore[arg-type]
+        (RunCall(4, "j", 0), JobRefused),
         (FindChunks(4, [b"a"]), ChunksFound),
         (FetchChunks(4, [b"a"], [0], "there:1", 16), ChunksFetched),
     ],

@@ -72,8 +72,8 @@ class AdapterHandler(Handler):
         self._reader = ThreadPoolExecutor(1, "holdfast-load-adapter")
         self._reading: deque[tuple[int, str, Future[Any]]] = deque()
         """Loads in the order in which they were asked for: number, name, and the adapter once it is read."""
-        self._unloading: dict[str, int] = {}
-        """By adapter, the number of the message that unloads it."""
+        self._unloading: dict[str, list[int]] = {}
+        """By adapter, the numbers of the messages that unload it."""
 
     @property
     def busy(self) -> bool:
@@ -99,7 +99,7 @@ class AdapterHandler(Handler):
 
     def unload(self, number: int, adapter: str) -> None:
         """Forget an adapter once its requests have ended; `answers` reports when."""
-        self._unloading[adapter] = number
+        self._unloading.setdefault(adapter, []).append(number)
         self._part.remove(adapter)
 
     def answers(self) -> Iterator[messages.FromEngine]:
@@ -126,9 +126,9 @@ class AdapterHandler(Handler):
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _unloaded(self, adapter: str) -> Iterator[messages.FromEngine]:
-        """The answer to the message that unloads an adapter, if there was one."""
-        if adapter in self._unloading:
-            yield AdapterUnloaded(self._unloading.pop(adapter))
+        """The answers to the messages that unload an adapter."""
+        for number in self._unloading.pop(adapter, ()):
+            yield AdapterUnloaded(number)
 
 
 def files_of(device: LanguageDevice) -> AdapterFiles:

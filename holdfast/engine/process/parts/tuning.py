@@ -22,7 +22,7 @@ from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.tuning.choice import make_tuner, with_training
 from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
-from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, StartJob
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, RunCall, StartDriven, StartJob
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.part import Part
@@ -54,7 +54,8 @@ class TuningBuilder(PartBuilder):
 
     name = "tuning"
     refusals = dict.fromkeys(
-        (StartJob, ChangeJob), refusal(JobRefused, "this engine takes no tuning jobs; give it tuning")
+        (StartJob, StartDriven, RunCall, ChangeJob),
+        refusal(JobRefused, "this engine takes no tuning jobs; give it tuning"),
     )
 
     @staticmethod

@@ -79,6 +79,46 @@ class JobInfo:
     """Steps done after those that the owner knows, in order. None of them names a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrivenStart:
+    """A driven job as its owner asks for it: a job whose work comes as calls. DrivenInfo has the engine's choices."""
+
+    id: str
+    """Letters, digits, and . _ -; at most 128. A job that continues keeps its id."""
+    directory: str
+    """Directory of this job alone. Its owner writes each call to a file there (`holdfast.training.calls`)."""
+    tenant: str = ""
+    """The owner. Jobs of several tenants take turns."""
+    rank: int = 16
+    alpha: float | None = None
+    """Scale of the adapter. None: twice the rank."""
+    modules: tuple[str, ...] = ()
+    """Layers to adapt, out of q, k, v, o, gate, up, down. Empty: all of those that `attention` and `mlp` name."""
+    attention: bool = True
+    mlp: bool = True
+    seed: int = 0
+    micro_batch: int | None = None
+    """Most tokens that are computed at once, and so most tokens of a datum. None: the engine chooses."""
+    known: int = 0
+    """Number of calls whose results the owner has. The job reports no call before them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrivenInfo:
+    """A driven job as the engine has accepted it."""
+
+    id: str
+    calls: int
+    """Number of calls that the stored state includes. The engine computes later ones again from their files."""
+    updates: int
+    """Number of updates of the parameters that the stored state includes."""
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    micro_batch: int
+    """Most tokens of a datum."""
+
+
 class JobStep(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """An optimizer step is done and stored: a killed engine does not compute it again."""
 
@@ -120,6 +160,26 @@ class JobEnded(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
 
 
 JobEvent = JobStep | JobStatus | JobEnded
+
+
+class CallDone(msgspec.Struct, array_like=True, frozen=True, tag="call-done"):
+    """A call of a driven job is done, and its result is in its file. After an update, the state is stored as well."""
+
+    job: str
+    number: int
+    seconds: float = 0.0
+    """Seconds from the call's first slice until its result was stored; 0 for one that an earlier engine has done."""
+
+
+class CallFailed(msgspec.Struct, array_like=True, frozen=True, tag="call-failed"):
+    """A call of a driven job was refused before it began. It has changed nothing, and the job goes on after it."""
+
+    job: str
+    number: int
+    reason: str
+
+
+DrivenEvent = CallDone | CallFailed | JobEnded
 
 
 class StartJob(Message, tag="start-job"):
@@ -165,5 +225,36 @@ class JobProgress(Message, tag="job-progress"):
     events: list[JobEvent]
 
 
-ToEngine = StartJob | ChangeJob
-FromEngine = JobStarted | JobChanged | JobRefused | JobProgress
+class StartDriven(Message, tag="start-driven"):
+    """To the engine: take this driven job; the answer is DrivenStarted or JobRefused."""
+
+    number: int
+    job: DrivenStart
+
+
+class RunCall(Message, tag="run-call"):
+    """To the engine: the call of this number is on the disk, and all before it; the answer is JobChanged or JobRefused.
+
+    The engine may have the call already.
+    """
+
+    number: int
+    job: str
+    call: int
+
+
+class DrivenStarted(Message, tag="driven-started"):
+    """From the engine: the driven job is accepted. Its events follow."""
+
+    number: int
+    info: DrivenInfo
+
+
+class DrivenProgress(Message, tag="driven-progress"):
+    """From the engine: events of driven jobs, in order."""
+
+    events: list[DrivenEvent]
+
+
+ToEngine = StartJob | ChangeJob | StartDriven | RunCall
+FromEngine = JobStarted | JobChanged | JobRefused | JobProgress | DrivenStarted | DrivenProgress

@@ -71,9 +71,10 @@ class Slabs:
         return moves, self._write(entries, dict(moves)) if moves else []
 
     def settle(self) -> None:
-        """Take everything back if training has ended, or is paused."""
-        if not (self._tuner.runs or self._tuner.leaves or self._tuner.in_flight):
-            self._reclaim(self._pool.lent)
+        """Take everything back if training has ended, or is paused. A job that rests on the device keeps its place."""
+        tuner = self._tuner
+        if not (tuner.runs or tuner.leaves or tuner.in_flight):
+            self._reclaim(self._pool.lent - (tuner.held if tuner.rests else 0))
 
     def yield_for(self, short: int, now: float) -> bool:
         """Make `short` more blocks available, if training can give up as many now. Returns whether it did.

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from holdfast.core.training_cost import HALF_OF, HALVES, KINDS, TrainingCost, UnitKind
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
+from holdfast.lm.parts.tuning.turns import Turns
 from holdfast.lm.parts.tuning.values import TrainingAction, TrainingReport, TrainingSlice
 from holdfast.lm.scheduler.correction import Correction
 
@@ -29,8 +30,6 @@ DEVIATION = 0.1
 """Assumed mean deviation of units from their predicted time, as a share of it, before any was measured."""
 LAUNCH_SECONDS = 0.0005
 """Host time to launch a unit, approximately; it is corrected by measured times."""
-TURN_SECONDS = 30.0
-"""Device time that one tenant's jobs get before another's, if several tenants have jobs."""
 
 
 class WorkUnit(Protocol):
@@ -63,11 +62,16 @@ class WorkBatch(Protocol):
 
 
 class JobOutline(Protocol):
-    """The steps of a job as sizes (`holdfast.training.jobs.JobSteps`)."""
+    """The steps of a job as sizes (`holdfast.training.jobs.JobSteps`, `holdfast.training.calls.CallSteps`)."""
 
     @property
     def count(self) -> int:
-        """Number of optimizer steps of the whole job."""
+        """Number of steps that are known."""
+        ...
+
+    @property
+    def final(self) -> bool:
+        """Whether the job is complete after `count` steps. The steps of a driven job are calls, and more may come."""
         ...
 
     @property
@@ -76,7 +80,7 @@ class JobOutline(Protocol):
         ...
 
     def micro_batches(self, step: int) -> Sequence[WorkBatch]:
-        """The micro-batches of a step, in order. Equal at every call."""
+        """The micro-batches of a step, in order. Equal at every call. Empty: the device has nothing to do for it."""
         ...
 
 
@@ -126,12 +130,27 @@ class _Job:
 
     @property
     def complete(self) -> bool:
-        return self.step == self.steps.count
+        return self.steps.final and self.step == self.steps.count
 
     @property
     def runs(self) -> bool:
         """Whether the job has anything to plan."""
-        return not (self.paused or self.removed or self.complete)
+        return self.step < self.steps.count and not (self.paused or self.removed)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the job only waits for its owner's next call."""
+        return not (self.runs or self.paused or self.removed or self.complete)
+
+    @property
+    def lane(self) -> str:
+        """Jobs over files of one tenant run one after the other. A driven job takes turns with all others."""
+        return "" if self.steps.final else self.id
+
+    @property
+    def between(self) -> bool:
+        """Whether another job may have the next turn: after a step, or after a micro-batch of a call."""
+        return not (self.unit or (self.micro_batch and self.steps.final))
 
     @property
     def waits(self) -> bool:
@@ -179,13 +198,19 @@ class _Job:
         self.micro_batch += 1
         if self.micro_batch == len(self.batches):
             self.step, self.micro_batch, self.batches = self.step + 1, 0, ()
+            self.pass_over()
+
+    def pass_over(self) -> None:
+        """Go on to the next step that has work for the device."""
+        while self.step < self.steps.count and not self.steps.micro_batches(self.step):
+            self.step += 1
 
 
 class Tuner:
     """Decides which job's work comes next. One job is resident at a time; the others wait in order of arrival.
 
-    Jobs of several tenants take turns: the turn passes after a step, if it has taken TURN_SECONDS and another tenant's
-    job waits.
+    Jobs of several tenants, and driven jobs, take turns (`Turns`). A driven job without a call stays on the device
+    until another job has a turn, or until the blocks are needed.
 
     All methods are called in the scheduler's thread, between its calls.
     """
@@ -227,10 +252,7 @@ class Tuner:
         """The job whose vectors are on the device once all planned work is done."""
         self._leaving = 0
         """Number of blocks of a job that the plan under construction moves to the host."""
-        self._turn = 0.0
-        """Predicted seconds of the current turn so far."""
-        self._turns: dict[str, int] = {}
-        """Number of each tenant's last turn."""
+        self._turns = Turns()
         deviation = max(DEVIATION, cost.cost.deviation)
         self._corrections = {kind: Correction(deviation) for kind in KINDS}
         self._measured: set[UnitKind] = set()
@@ -280,35 +302,63 @@ class Tuner:
             raise ValueError(f"job {job} is in the queue already")
         if not 0 <= step <= steps.count:
             raise ValueError(f"job {job} goes on from step {step}; it has {steps.count} steps")
-        if step == steps.count:
+        if step == steps.count and steps.final:
             self.ended.append(job)
             return
         added = _Job(job, steps, blocks, tenant, step, keeps_up)
         self._check(added)
+        added.pass_over()
         self._jobs[job] = added
+
+    def grow(self, job: str) -> None:
+        """Note that the job's outline has a new step. Ignores unknown jobs."""
+        if job in self._jobs:
+            self._jobs[job].pass_over()
+
+    def refusal(self, job: str, batches: Sequence[WorkBatch]) -> str:
+        """Why these micro-batches cannot run as a step of a job; empty if they can. Raises KeyError for an unknown one.
+
+        Nothing is known to be too long before enough steps were measured.
+        """
+        known = self._jobs[job]
+        tokens = max((sum(batch.lengths) for batch in batches), default=0)
+        if reason := self._no_memory(known, tokens):
+            return reason
+        if self._room is None or not self._room.known or not tokens:
+            return ""
+        return self._too_long(self._room, batches)
 
     def _check(self, job: _Job) -> None:
         """Raise ValueError if the job's micro-batches are too large, or if they are known to take too long."""
-        tokens = job.steps.most_tokens
-        if (blocks := job.size(tokens)) > self.max_blocks:
-            raise ValueError(
-                f"job {job.id} needs {blocks} blocks of the cache for micro-batches of {tokens} tokens, and "
-                f"{self.max_blocks} may be lent: choose a smaller micro_batch or rank"
-            )
+        if reason := self._no_memory(job, job.steps.most_tokens if job.steps.final else 0):
+            raise ValueError(f"job {job.id} {reason}")
         if job.step or self._room is None or not (reason := self._no_room(job, self._room)):
             return
         if self._room.known:
             raise ValueError(f"job {job.id} has no room beside streams: {reason}")
         self._on_trial.append(job)
 
+    def _no_memory(self, job: _Job, tokens: int) -> str:
+        """Why a micro-batch of this many tokens is too large for the job; empty if it is not."""
+        if (blocks := job.size(tokens)) <= self.max_blocks:
+            return ""
+        return (
+            f"needs {blocks} blocks of the cache for micro-batches of {tokens} tokens, and {self.max_blocks} may be "
+            "lent: choose a smaller micro_batch or rank"
+        )
+
     def _no_room(self, job: _Job, room: TrainingRoom) -> str:
-        """Why a unit of the job's step is too long, by the present prices; empty if none is."""
+        """Why a unit of the job's step is too long, by the present prices; empty if none is, or if it has no step."""
+        return self._too_long(room, job.steps.micro_batches(job.step)) if job.runs else ""
+
+    def _too_long(self, room: TrainingRoom, batches: Sequence[WorkBatch]) -> str:
+        """Why a unit of these micro-batches is too long, by the present prices; empty if none is."""
         units = [
             (self.cost.unit(kind, batch.lengths) * self._corrections[kind].mean, sum(batch.lengths))
-            for batch in job.steps.micro_batches(job.step)
+            for batch in batches
             for kind in {unit.kind for unit in batch.units}
         ]
-        return room.refusal(*max(units))
+        return room.refusal(*max(units)) if units else ""
 
     def observe_step(self, ratio: float) -> None:
         """Learn that a step of decodes took `ratio` times its predicted time.
@@ -346,15 +396,15 @@ class Tuner:
             self._forget(self._jobs[job])
 
     def status(self, job: str) -> JobStatus:
-        """queued: waits for its turn; running: it is the one whose turn it is; paused: by `pause`; ending: complete, or
-        removed, and not yet in `ended`. Raises KeyError for a job that is not known."""
+        """queued: waits for its turn, or for a call; running: it is the one whose turn it is; paused: by `pause`;
+        ending: complete, or removed, and not yet in `ended`. Raises KeyError for a job that is not known."""
         known = self._jobs[job]
         if known.removed or known.complete:
             return "ending"
         return "paused" if known.paused else "running" if known is self._choose() else "queued"
 
     def step_of(self, job: str) -> tuple[int, int]:
-        """Number of the optimizer step that is planned next, and of all steps. Raises KeyError for an unknown job."""
+        """Number of the step that is planned next, and of all steps. Raises KeyError for an unknown job."""
         return self._jobs[job].step, self._jobs[job].steps.count
 
     # For the scheduler
@@ -366,8 +416,16 @@ class Tuner:
 
     @property
     def leaves(self) -> bool:
-        """Whether the job on the device has to leave: it is complete, paused or removed, or its turn is over."""
-        return self._resident is not None and self._resident is not self._choose()
+        """Whether the job on the device has to leave: it is complete, paused or removed, or another has the turn."""
+        if self._resident is None:
+            return False
+        job = self._choose()
+        return self._resident is not job and not (job is None and self._resident.idle)
+
+    @property
+    def rests(self) -> bool:
+        """Whether a job is on the device that has nothing to do there now."""
+        return self._resident is not None and self._resident.idle
 
     @property
     def has_work(self) -> bool:
@@ -426,6 +484,8 @@ class Tuner:
         """
         job, resident = self._choose(), self._resident
         if resident is None and (job is None or job.needs.least > self.lent):
+            return None
+        if resident is not None and job is None and not self.leaves:
             return None
         if resident is not job or resident is None:
             moved = resident or job
@@ -508,7 +568,7 @@ class Tuner:
         if stop == first:
             return None
         slice_ = TrainingSlice(job.id, job.step, job.micro_batch, "run", first, stop, keep)
-        self._turn += expected
+        self._turns.charge(job, expected)
         self._note(job, expected, tuple(kind for kind in KINDS if kind in kinds))
         job.advance(stop)
         return slice_
@@ -538,20 +598,10 @@ class Tuner:
 
     def _choose(self) -> _Job | None:
         """The job whose turn it is."""
-        current = self._current
-        waiting = [job for job in self._jobs.values() if job.runs and job is not current]
-        if current is not None and current.runs:
-            between = not (current.micro_batch or current.unit)
-            if not (between and self._turn >= TURN_SECONDS and any(job.tenant != current.tenant for job in waiting)):
-                return current
-        if current is not None or waiting:
-            self._turn = 0.0
-        self._turns = {job.tenant: self._turns.get(job.tenant, 0) for job in self._jobs.values()}
-        chosen = min(waiting, key=lambda job: self._turns[job.tenant], default=None)
-        if chosen is not None:
-            self._turns[chosen.tenant] = 1 + max(self._turns.values())
-        self._current = chosen
-        return chosen
+        jobs, current = [*self._jobs.values()], self._current
+        ready = [job for job in jobs if job.runs]
+        self._current = self._turns.choose(ready, current, jobs, between=current is None or current.between)
+        return self._current
 
     def _forget(self, job: _Job) -> None:
         """Forget a job that is complete or removed, and off the device."""

@@ -84,6 +84,16 @@ class JobClosed(PartNews):
 
 
 @dataclass(frozen=True, slots=True)
+class CallTaken(PartNews):
+    """The next call of a driven job. Plans may have slices of it from now on, unless it is refused."""
+
+    job: str
+    number: int
+    refusal: str = ""
+    """The reason why it is refused; empty if it is computed."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingReport(PartResult):
     """The time and the results of one slice."""
 

@@ -73,7 +73,7 @@ def test_with_a_target_the_largest_unit_fits_it_whatever_the_bound_is() -> None:
 @pytest.mark.parametrize("takes_dora", [True, False])
 def test_a_dora_is_refused_before_it_is_trained_where_it_could_not_be_served(takes_dora: bool, tmp_path: Path) -> None:
     prepared: list[Path] = []
-    trainer: Any = SimpleNamespace(prepare=prepared.append)
+    trainer: Any = SimpleNamespace(prepare=lambda directory, known: prepared.append(directory))
     handler = TuningHandler(None, trainer, None, rules_of(takes_dora=takes_dora), Notice(lambda: None))  # type: ignore[arg-type]
     digest = write_examples(tmp_path / EXAMPLES_FILE, [([1, 2, 3], [1.0] * 3)])
     job = JobStart(id="j", directory=str(tmp_path), name="n", data_digest=digest, dora=True, micro_batch=16)

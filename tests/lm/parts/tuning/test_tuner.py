@@ -3,7 +3,8 @@
 import pytest
 
 from holdfast.lm.parts.tuning.training_room import LEAST_STEPS
-from holdfast.lm.parts.tuning.tuner import TURN_SECONDS, Needs
+from holdfast.lm.parts.tuning.tuner import Needs
+from holdfast.lm.parts.tuning.turns import TURN_SECONDS
 from holdfast.lm.parts.tuning.values import TrainingReport
 from tests.training_plans import blocks_of, cost_model, make_steps, make_tuner, room_of
 

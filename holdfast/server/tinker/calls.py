@@ -1,0 +1,222 @@
+"""Requests to train as calls of the engine: protobuf bodies with data, and the parameters of an update."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from holdfast.engine.client.tuning import Adam, Call, Datum, Loss
+from holdfast.server.protocol import ApiError, RequestBody, invalid
+from holdfast.server.tinker.protos import BFLOAT16, FLOAT32, INT32, INT64, messages
+from holdfast.server.tinker.values import Kind
+
+if TYPE_CHECKING:
+    import numpy as np  # imported where it is needed, because the server starts without it
+    import numpy.typing as npt
+
+MOST_DATA = 4096
+"""Maximum number of data of one request. The SDK sends at most 1,024."""
+MOST_CALL_TOKENS = 1 << 22
+"""Maximum number of tokens of one request."""
+DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
+"""NumPy's name of each element type of tensors."""
+
+
+class Wanted(NamedTuple):
+    """A call that a client asks for, before it has a number. `fault` says why it cannot be carried out."""
+
+    kind: Kind
+    call: Call | None
+    """The call with number 0; None if it is at fault."""
+    data: Sequence[Datum] = ()
+    fault: str = ""
+
+
+class ForwardRequest(NamedTuple):
+    """A decoded forward or forward_backward request."""
+
+    model: str
+    seq: int
+    digest: str
+    wanted: Wanted
+
+
+class Bounds(NamedTuple):
+    """Limits of a model's data."""
+
+    vocabulary: int
+    """Number of token ids."""
+    tokens: int
+    """Maximum number of tokens of a datum."""
+
+
+def digest_of(kind: str, content: bytes) -> str:
+    """Return the digest by which a request that is sent again is known."""
+    return hashlib.sha256(kind.encode() + b"\0" + content).hexdigest()
+
+
+def digest_of_body(kind: str, body: RequestBody) -> str:
+    """Return the digest of a request with a JSON body. The order of its fields does not matter."""
+    return digest_of(kind, msgspec.json.encode(body, order="deterministic"))
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """Decode a body from its content encoding.
+
+    Raises ApiError: 413 if the result has more than `limit` bytes, 415 for an unknown encoding, 400 for invalid data.
+    """
+    if encoding.lower() in ("", "identity"):
+        return body
+    if encoding.lower() != "zstd":
+        raise ApiError(
+            f"content-encoding is {encoding[:32]!r}; use zstd, or none", status=415, code="unsupported_encoding"
+        )
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(body)
+        if size > limit:
+            reason = f"the body has {size} bytes after decompression; at most {limit} are taken (--max-body-mb)"
+            raise ApiError(reason, status=413, code="body_too_large")
+        if size < 0:
+            raise ApiError("the body's zstd frame does not give its size", code="invalid_encoding")
+        found: bytes = zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
+        return found
+    except zstandard.ZstdError:
+        raise ApiError("the body is not in the encoding zstd", code="invalid_encoding") from None
+
+
+def read_forward(body: bytes, bounds: Bounds) -> ForwardRequest:
+    """Decode a protobuf ForwardBackwardRequest. Raises ApiError if it cannot be decoded or has no number.
+
+    Data that cannot be trained on are a fault of the result: the number counts as used, so that later requests go on.
+    """
+    message = messages()["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # protobuf's implementations raise different classes
+        raise ApiError(f"the body is no ForwardBackwardRequest: {str(error)[:128]}", code="invalid_protobuf") from None
+    if not message.model_id:
+        raise invalid("model_id is empty", "model_id")
+    if message.seq_id < 1:
+        raise invalid(f"seq_id is {message.seq_id}; it must be at least 1", "seq_id")
+    kind: Kind = "forward" if message.forward_only else "forward_backward"
+    digest = digest_of(kind, message.SerializeToString(deterministic=True))
+    try:
+        loss = Loss(name=message.loss_fn, settings=_settings(message))
+        wanted = Wanted(kind, Call(number=0, kind=kind, loss=loss), _data(message.data, loss, bounds))
+    except ValueError as error:
+        wanted = Wanted(kind, None, fault=str(error))
+    return ForwardRequest(message.model_id, message.seq_id, digest, wanted)
+
+
+def read_update(params: Mapping[str, Any] | None, others: Mapping[str, Any] | None) -> Wanted:
+    """Return the update that an optim_step request asks for."""
+    try:
+        if others is not None or params is None:
+            raise ValueError("optim_step takes adam_params; models are trained by adamw")
+        given = {name: float(value) for name, value in params.items()}
+        return Wanted("optimize", Call(number=0, kind="optimize", adam=Adam(**given)))
+    except (TypeError, ValueError) as error:
+        reason = str(error).removeprefix("Adam.__init__() ")
+        return Wanted("optimize", None, fault=f"adam_params: {reason}")
+
+
+def _settings(message: Any) -> dict[str, float]:
+    """Return the settings of a loss. Raises ValueError for a text, which no known loss reads."""
+    found: dict[str, float] = {}
+    for name, value in (message.loss_fn_config_v2 or {}).items():
+        if value.WhichOneof("value") != "number":
+            raise ValueError(f"{name[:64]!r} of loss_fn_config is a text; it must be a number")
+        found[name] = value.number
+    return found or dict(message.loss_fn_config)
+
+
+def _data(given: Sequence[Any], loss: Loss, bounds: Bounds) -> list[Datum]:
+    """Return the data of a request. Raises ValueError, which names a datum by its number from 0."""
+    if not 1 <= len(given) <= MOST_DATA:
+        raise ValueError(f"the request has {len(given)} data; it must have 1 to {MOST_DATA}")
+    data = [_datum(number, datum, bounds) for number, datum in enumerate(given)]
+    if (total := sum(len(datum.tokens) for datum in data)) > MOST_CALL_TOKENS:
+        raise ValueError(f"the request has {total} tokens; at most {MOST_CALL_TOKENS} are taken")
+    names = {*data[0].arrays}
+    for number, datum in enumerate(data):
+        loss.check_arrays(datum.arrays)
+        if {*datum.arrays} != names:
+            raise ValueError(f"datum {number} has other loss_fn_inputs than datum 0; give all data the same")
+    return data
+
+
+def _datum(number: int, datum: Any, bounds: Bounds) -> Datum:
+    """Return a datum whose tokens, targets and arrays have one length, and whose token ids the model has."""
+    where = f"datum {number}"
+    tokens = _tokens(where, datum.model_input)
+    arrays = {name: _tensor(f"{name[:64]} of {where}", each) for name, each in sorted(datum.loss_fn_inputs.items())}
+    if "target_tokens" not in arrays:
+        raise ValueError(f"{where} has no target_tokens")
+    targets = arrays.pop("target_tokens")
+    if not 1 <= len(tokens) <= bounds.tokens:
+        raise ValueError(f"{where} has {len(tokens)} tokens; it must have 1 to {bounds.tokens}")
+    for name, ids in (("tokens", tokens), ("target_tokens", targets)):
+        _check_ids(f"{name} of {where}", ids, len(tokens), bounds.vocabulary)
+    for name, array in arrays.items():
+        if len(array) != len(tokens):
+            raise ValueError(
+                f"{name[:64]} of {where} has {len(array)} numbers; it needs one for each of {len(tokens)} tokens"
+            )
+        _check_finite(f"{name[:64]} of {where}", array)
+    return Datum(tokens, targets, arrays)
+
+
+def _tokens(where: str, chunks: Sequence[Any]) -> npt.NDArray[np.int32]:
+    """Return the tokens of all chunks. Raises ValueError for a chunk that is no text."""
+    import numpy as np
+
+    parts = []
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise ValueError(f"{where} has a chunk of {kind or 'no kind'}; models are trained on encoded_text alone")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise ValueError(f"{where} has {len(chunk.encoded_text.tokens)} bytes of tokens; each token has 4")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    return np.concatenate([np.empty(0, "<i4"), *parts])
+
+
+def _tensor(where: str, tensor: Any) -> npt.NDArray[Any]:
+    """Return a tensor of one dimension. Raises ValueError for any other."""
+    import numpy as np
+
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        raise ValueError(f"{where} is sparse; give a dense tensor with one number for each token")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{where} has the element type {tensor.dtype}; use float32 or int64")
+    dtype = np.dtype(DTYPES[tensor.dtype])
+    if len(tensor.dense) % dtype.itemsize:
+        raise ValueError(f"{where} has {len(tensor.dense)} bytes, which is no whole number of elements")
+    array = np.frombuffer(tensor.dense, dtype)
+    if len(tensor.shape) > 1 or (len(tensor.shape) == 1 and tensor.shape[0] != array.size):
+        raise ValueError(f"{where} has the shape {list(tensor.shape)}; it must have one dimension of {array.size}")
+    return (array.astype("<u4") << 16).view("<f4") if tensor.dtype == BFLOAT16 else array
+
+
+def _check_ids(where: str, ids: npt.NDArray[Any], length: int, vocabulary: int) -> None:
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"{where} are of type {ids.dtype}; token ids are whole numbers")
+    if len(ids) != length:
+        raise ValueError(f"{where} are {len(ids)}; there must be one for each of {length} tokens")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(f"{where} hold {wrong}; the model has tokens 0 to {vocabulary - 1}")
+
+
+def _check_finite(where: str, array: npt.NDArray[Any]) -> None:
+    import numpy as np
+
+    wrong = np.flatnonzero(~np.isfinite(array))
+    if len(wrong):
+        raise ValueError(f"{where} at position {wrong[0]} is {array[wrong[0]]}; it must be finite")

@@ -297,7 +297,7 @@ async def test_a_replaced_adapter_is_unloaded_and_one_of_equal_content_is_not(cl
 
 @pytest.mark.parametrize("name", ["m", "alias", "job-adapter"])
 async def test_an_adapter_takes_no_name_of_the_model_or_of_a_tuning_job(client: EngineClient, name: str) -> None:
-    client.tuning._starting["job"] = job_start("job", "job-adapter")
+    client.tuning._starting["job"] = "job-adapter"
     with pytest.raises(AdapterError, match=f"the name {name} is taken"):
         await client.load_adapter(name, "/there", replace=True)
     assert not wire(client).sent and not client._changing

@@ -371,3 +371,14 @@ def test_a_sequence_whose_table_stays_in_place_learns_that_the_source_of_its_tai
     moves, writes = Slabs(memory.pool, tuner, 0).lend([SimpleNamespace(cache=cache, row=1)], busy=False, now=memory.now)
     assert [move.source for move in moves] == [source] and not writes
     assert memory.states.tails == [moves[0].target]
+
+
+def test_a_job_that_rests_on_the_device_keeps_its_blocks_and_no_others():
+    tuner = Scripted(held=4)
+    tuner.rests = True
+    slabs, pool = slabs_of(tuner, lent=20)
+    slabs.settle()
+    assert pool.lent == 4
+    tuner.rests = False
+    slabs.settle()
+    assert pool.lent == 0

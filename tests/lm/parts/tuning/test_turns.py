@@ -85,7 +85,8 @@ def test_a_turn_passes_only_between_two_steps():
 
 def test_a_tenant_that_was_away_has_at_most_one_turn_of_credit():
     turns, busy, late = Turns(), Job("busy", "a"), Job("late", "b")
-    current = None
+    current = choose(turns, [late], known=[busy, late])
+    turns.charge(late, 1.0)
     for _ in range(100):
         current = choose(turns, [busy], current, known=[busy, late])
         turns.charge(busy, TURN_SECONDS)
@@ -110,3 +111,21 @@ def test_a_new_lane_of_a_tenant_is_not_measured_by_the_lanes_of_other_tenants():
     new = Job("new", "a", "new")
     used = shares(turns, [first, new], {"first": 1.0, "new": 1.0}, 200)
     assert abs(used["first"] - used["new"]) < 2 * TURN_SECONDS
+
+
+def test_the_tenant_whose_last_turn_is_longest_ago_is_next():
+    turns, jobs, current, found = Turns(), [Job(each, each) for each in "abc"], None, ""
+    for _ in range(9):
+        current = choose(turns, jobs, current)
+        turns.charge(current, TURN_SECONDS)
+        found += current.id
+    assert found == "abcabcabc"
+
+
+def test_a_call_is_served_between_the_steps_of_a_job_of_its_own_tenant():
+    turns, long, short = Turns(), Job("long"), Job("short", lane="short")
+    current, waited = choose(turns, [long]), 0.0
+    while (current := choose(turns, [long, short], current)) is long:
+        turns.charge(long, 0.5)
+        waited += 0.5
+    assert waited == CALL_SECONDS

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tinker_server import refusal, training_client, training_server
 
+from holdfast.engine.client.tuning import read_call, write_call
 from holdfast.server.jobs.values import Attempt
 from holdfast.server.tinker import checkpoints, runner, sessions, training
+from holdfast.server.tinker.order import AGAIN, split
 from holdfast.server.tinker.requests import CreateModel, LoadWeights, LoraConfig, SaveForSampler, SaveWeights
 
 
@@ -93,13 +96,15 @@ async def test_a_call_whose_file_was_written_and_not_stored_is_not_carried_out(t
         model = await server.model()
         await server.ended(await server.forward(model, 1))
         directory = server.directory / model.replace(":", "-")
+        server.driver.hold.clear()
+        waiting = await server.forward(model, 2)
         await server.kill()
-    calls = directory / "calls"
-    (calls / "00000001.bin").write_bytes((calls / "00000000.bin").read_bytes())
+    call, data = read_call(directory, 0, AGAIN)
+    write_call(directory, replace(call, number=2), split(data))
     async with training_server(tmp_path) as server:
-        assert (await server.ended(await server.update(model, 2))).state == "done"
-        assert server.job(model).value == 0.5 * 3
-        assert server.driver.computed[-1][1] == 1
+        assert (await server.ended(waiting)).call == 1
+        assert (await server.ended(await server.update(model, 3))).call == 2
+        assert server.job(model).value == 0.5 * (3 + 3)
 
 
 async def test_a_model_whose_calls_ended_the_engine_twice_is_given_up(tmp_path: Path) -> None:

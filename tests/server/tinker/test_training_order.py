@@ -87,6 +87,7 @@ async def test_requests_behind_one_that_never_arrives_fail_and_the_next_numbers_
         assert (stuck.state, stuck.category) == ("failed", "user") and "seq_id 1 has not arrived" in stuck.error
         assert await refusal(server.forward(model, 1)) == (400, "seq_id_passed")
         assert (await server.ended(await server.forward(model, 3))).state == "done"
+        assert not server.runner(model).order.held
 
 
 async def test_a_call_that_the_engine_refuses_fails_alone(tmp_path: Path) -> None:
@@ -126,3 +127,14 @@ async def test_requests_that_another_server_accepts_are_carried_out_by_the_model
         assert body
         await other.training.unload("", model)
         await server.until_released(model)
+
+
+async def test_a_request_that_has_ended_keeps_its_first_result(tmp_path: Path) -> None:
+    async with training_server(tmp_path) as server:
+        made, _ = await server.futures.begin("a", "item", 1, "sample", "digest")
+        await server.futures.finish(made.id, b"first", "text/plain")
+        await server.futures.finish(made.id, b"second", "text/plain")
+        await server.futures.fail(made.id, "too late", "server")
+        assert (await server.futures.get("a", made.id)).state == "done"
+        assert await server.futures.body("a", made.id) == b"first"
+        assert await refusal(server.futures.get("b", made.id)) == (404, "future_not_found")

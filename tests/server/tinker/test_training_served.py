@@ -1,4 +1,4 @@
-"""Tinker's SDK trains the built-in model in a real server. Kills of the server and its engine lose and repeat nothing."""
+"""Tinker's SDK trains the built-in model in a real server. Kills of server and engine lose and repeat nothing."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ def run(url: str, disturb: Callable[[int], None]) -> tuple[list[float], list[lis
 
 
 def test_a_loop_learns_and_goes_on_from_its_saved_state_with_the_same_bits(tmp_path: Path) -> None:
-    with started(*options(tmp_path)) as server:
-        with tinker.ServiceClient(base_url=server.url, api_key="tml-one") as client:
-            training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=11).result(120)
-            losses = [train(training, 0) for _ in range(4)]
-            assert losses == sorted(losses, reverse=True)
-            path = training.save_state("middle").result(120).path
-            after = [train(training, 0) for _ in range(2)]
-            resumed = client.create_training_client_from_state_with_optimizer(path).result(120)
-            assert [train(resumed, 0) for _ in range(2)] == after
-            assert logprobs(resumed) == logprobs(training)
+    key = {"api_key": "tml-one"}
+    with started(*options(tmp_path)) as server, tinker.ServiceClient(base_url=server.url, **key) as client:
+        training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=11).result(120)
+        losses = [train(training, 0) for _ in range(4)]
+        assert losses == sorted(losses, reverse=True)
+        path = training.save_state("middle").result(120).path
+        after = [train(training, 0) for _ in range(2)]
+        resumed = client.create_training_client_from_state_with_optimizer(path).result(120)
+        assert [train(resumed, 0) for _ in range(2)] == after
+        assert logprobs(resumed) == logprobs(training)
 
 
 def test_killed_servers_and_engines_lose_no_step_and_apply_none_twice(tmp_path: Path) -> None:

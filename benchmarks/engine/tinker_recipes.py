@@ -4,7 +4,7 @@ Run: python -m benchmarks.engine.tinker_recipes --steps 40 --rl-steps 20 --json 
 
 It needs `pip install tinker tinker-cookbook`, here or in a directory given as `--site`. `chat_sl` learns additions from
 a file of conversations. `math_rl` then goes on from its checkpoint: a sum is right or wrong, and that is the reward.
-Nothing of the recipes is changed; they are told the model's name, the file and the sizes on their command lines.
+Nothing of the recipes is changed. Their command lines name the model, the file, the loss and the sizes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,16 @@ def main() -> None:
         place = Path(where)
         sums = place / "sums.jsonl"
         write_sums(sums, args.steps * args.batch, args.most)
-        options = [MODEL, "--tuning", "--max-adapter-rank", str(args.rank), "--store", str(place / "store.db")]
+        options = [
+            MODEL,
+            "--tuning",
+            "--max-adapter-rank",
+            str(args.rank),
+            "--store",
+            str(place / "store.db"),
+            "--files",
+            str(place / "files"),
+        ]
         with served(ROOT, [*options, *(f"--{word}" for word in args.serve)]) as url:
             run = Recipes(url, place, args.site)
             supervised = run.recipe(
@@ -61,7 +70,7 @@ def main() -> None:
             policy = run.recipe(
                 "math_rl",
                 [
-                    "env=arithmetic", f"groups_per_batch={args.groups}", f"group_size={args.group_size}",
+                    "env=arithmetic", "loss_fn=importance_sampling", f"groups_per_batch={args.groups}", f"group_size={args.group_size}",
                     f"learning_rate={args.rl_rate}", f"max_steps={args.rl_steps}", f"load_checkpoint_path={begun}",
                 ],
                 args,

@@ -17,13 +17,15 @@ Really, the rule `batch` is also run: instead of a job, BATCH_LINES lines of a b
 `simulate` runs the scheduler and tuner that serve over a virtual clock, with the measured profile of an H200. `run`
 does it in an engine process on this device: `without` and `slices` in one engine, and each bound of --bounds in one of
 its own; --trace-out keeps the trace of the first. With --no-slices the bounds run alone, `without` in the first one's
-engine.
+engine. With --driven a user's own loop trains in place of the job: each step is a call for gradients and one for the
+update, and two steps are sent ahead.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import tempfile
@@ -44,7 +46,21 @@ from benchmarks.lib.invocation import provenance
 from holdfast.cli.targets import ask_engine
 from holdfast.core.types import BATCH_CLASS, SamplingParams
 from holdfast.engine.client.client import EngineClient
-from holdfast.engine.client.tuning import EXAMPLES_FILE, JobStart, JobStep, TuningRun, write_examples
+from holdfast.engine.client.tuning import (
+    EXAMPLES_FILE,
+    Adam,
+    Call,
+    CallDone,
+    Datum,
+    DrivenRun,
+    DrivenStart,
+    JobStart,
+    JobStep,
+    Loss,
+    TuningRun,
+    write_call,
+    write_examples,
+)
 from holdfast.engine.process.trace import DEVICE, STEPS, TRAINING
 from holdfast.lab.load_client import LoadClient
 from holdfast.lab.metrics import Record, percentile
@@ -67,6 +83,8 @@ WINDOW = 0.4
 RANK = 16
 EXAMPLES = 512
 """Number of the job's examples. An epoch writes one checkpoint."""
+STEPS_AHEAD = 2
+"""Most steps of a loop that are sent and not done."""
 BATCH_LINES, BATCH_PROMPT, BATCH_OUTPUT = 64, 512, 128
 
 
@@ -184,6 +202,59 @@ class Job:
         await self._following
 
 
+class Loop:
+    """An endless loop of a user's own training over a driven job: gradients and an update, two steps ahead."""
+
+    def __init__(self, run: DrivenRun, directory: Path, data: Sequence[Datum]) -> None:
+        self.run, self._directory, self._data = run, directory, data
+        self.steps: list[tuple[float, int]] = []
+        """(time, tokens) of each update."""
+        self._updates = asyncio.Semaphore(STEPS_AHEAD)
+        self._running = [asyncio.create_task(self._follow()), asyncio.create_task(self._send())]
+
+    @staticmethod
+    async def start(client: EngineClient, directory: Path, length: int, batch: int) -> Loop:
+        directory.mkdir()
+        choose = random.Random(0)
+        words = range(3, client.info.vocab_size)
+        data = []
+        for _ in range(batch):
+            ids = choose.choices(words, k=length + 1)
+            data.append(Datum(ids[:-1], ids[1:]))
+        assert client.tuning is not None
+        start = DrivenStart(id=directory.name, directory=str(directory), rank=RANK, micro_batch=length * batch)
+        return Loop(await client.tuning.drive(start), directory, data)
+
+    async def _send(self) -> None:
+        tokens = Loss(name="cross_entropy")
+        for number in itertools.count(step=2):
+            await self._updates.acquire()
+            gradients = Call(number=number, kind="forward_backward", loss=tokens)
+            await asyncio.to_thread(write_call, self._directory, gradients, self._data)
+            await self.run.call(number)
+            update = Call(number=number + 1, kind="optimize", adam=Adam(learning_rate=1e-4))
+            await asyncio.to_thread(write_call, self._directory, update)
+            await self.run.call(number + 1)
+
+    async def _follow(self) -> None:
+        async for event in self.run.events():
+            if isinstance(event, CallDone) and event.number % 2:
+                self.steps.append((time.monotonic(), sum(len(datum.tokens) for datum in self._data)))
+                self._updates.release()
+
+    def speed(self, begin: float, end: float) -> float:
+        """Tokens per second of the steps in between, from the first one's end to the last one's."""
+        inside = [(at, tokens) for at, tokens in self.steps if begin <= at < end]
+        if len(inside) < 2:
+            return 0.0
+        return sum(tokens for _, tokens in inside[1:]) / (inside[-1][0] - inside[0][0])
+
+    async def end(self) -> None:
+        self._running[1].cancel()
+        await self.run.cancel()
+        await self._running[0]
+
+
 class Lines:
     """An endless batch, and the times at which its tokens came."""
 
@@ -224,7 +295,7 @@ def busy_share(trace: Path, windows: Sequence[tuple[float, float]]) -> list[floa
 
 
 async def served(
-    client: EngineClient, workload: Workload, name: str, beside: Job | Lines | None, rate: float, rule: str
+    client: EngineClient, workload: Workload, name: str, beside: Job | Loop | Lines | None, rate: float, rule: str
 ) -> dict[str, Any]:
     """One load as its clients see it, and the speed of the work that runs with it."""
     tokens = PromptTokens(client.info.vocab_size, name)
@@ -264,7 +335,8 @@ async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
                     load = load_of(args.trace, rate, args.seconds[rate], longest)
                     rows.append(await served(client, load, f"batch {rate:g}", lines, rate, "batch"))
                     await lines.end()
-                job = await Job.start(client, Path(scratch) / f"job-{len(rows)}", length, batch)
+                begun: Any = Loop if args.driven else Job
+                job = await begun.start(client, Path(scratch) / f"job-{len(rows)}", length, batch)
                 begin = time.monotonic()
                 await asyncio.sleep(args.alone)
                 middle = begin + 0.3 * args.alone
@@ -371,6 +443,7 @@ def main() -> None:
     parser.add_argument("--alone", type=float, default=10.0, help="seconds of training without requests")
     parser.add_argument("--trace-out", type=Path, help="file for the trace of the engine with slices")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
+    parser.add_argument("--driven", action="store_true", help="really: train by calls of a user's own loop")
     parser.add_argument("--no-slices", dest="slices", action="store_false", help="really: run the bounds alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -391,7 +464,7 @@ def main() -> None:
     rows = simulated(args) if args.what == "simulate" else uvloop.run(really(args))
     name = "simulated" if args.what == "simulate" else about["device"].replace(" ", "-")
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"tuning-beside-{name}.json"
+    file = args.out / f"{'training-loop' if args.driven else 'tuning'}-beside-{name}.json"
     file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     said = f"`{about['command']}`, {about['date'][:10]}"
     file.with_suffix(".md").write_text(f"{said}\n\n{table(rows)}\n")

@@ -265,10 +265,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._postponed: set[str] = set()
         """Versions to forget, content ids, whose name is being loaded: the load may bring them back."""
         super().__init__(process or EngineProcess(config.device), on_progress, connect)
-        self.tuning = TuningClient(
-            lambda message: self._child.send(message), self.adapters, self._check_alive, drives=drives
-        )
+        self.tuning = TuningClient(self._tell, self.adapters, self._check_alive, drives=drives)
         """The tuning jobs of the engine."""
+
+    def _tell(self, message: messages.ToEngine) -> None:
+        """Send a message to the engine of now."""
+        self._child.send(message)
 
     @classmethod
     async def start(

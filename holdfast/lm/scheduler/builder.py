@@ -74,7 +74,7 @@ class StepBuilder(ABC):
         self.budget = 0
         """Tokens that may still be planned."""
         self.draws_left = NO_LIMIT
-        """Number of prompts that the step may still end, because it may draw so many more tokens."""
+        """Number of prompts that the step may still end: each draws a token."""
         self.bound = inf
         """Most seconds that the step may take (`Policy.step_bound`)."""
         self.num_tokens = 0

@@ -70,7 +70,8 @@ def main() -> None:
             policy = run.recipe(
                 "math_rl",
                 [
-                    "env=arithmetic", "loss_fn=importance_sampling", f"groups_per_batch={args.groups}", f"group_size={args.group_size}",
+                    "env=arithmetic", "loss_fn=importance_sampling",
+                    f"groups_per_batch={args.groups}", f"group_size={args.group_size}",
                     f"learning_rate={args.rl_rate}", f"max_steps={args.rl_steps}", f"load_checkpoint_path={begun}",
                 ],
                 args,

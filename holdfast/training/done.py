@@ -63,6 +63,8 @@ class Done(ABC, Generic[L]):
 
     step: int
     """The number of the step."""
+    replays: bool = False
+    """Whether a file gives the step again with the same bits. Then its result waits for no state that holds it."""
 
     def store(self, host: Host) -> None:
         """Write what the step makes of the vectors. Raises OSError."""
@@ -136,6 +138,7 @@ class DoneCall(Done[CallCounts]):
     """Writes what the call saves; None if it saves nothing."""
     failure: str = ""
     """The reason why it could not save; empty if it could."""
+    replays: bool = False
 
     def store(self, host: Host) -> None:
         if self.save is None:

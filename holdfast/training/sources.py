@@ -128,7 +128,11 @@ class FileSource(Source):
         chosen = self.steps.job.hyperparameters
         rate = learning_rate(step, steps=self.steps.count, peak=chosen.learning_rate, warmup=chosen.warmup)
         adam = replace(chosen.adam, learning_rate=rate)
-        return lambda vectors, norm: _adam(vectors, norm, number=step + 1, adam=adam)
+
+        def run(vectors: Resident, norm: Callable[[], torch.Tensor | None]) -> None:
+            _adam(vectors, norm, number=step + 1, adam=adam)
+
+        return run
 
     def done(self, step: int, outputs: Sequence[Output], device: Device, began: float) -> DoneStep:
         losses = {
@@ -178,6 +182,8 @@ class CallSource(Source):
         """The calls that are not done."""
         self._refused: dict[int, str] = {}
         """The reasons of refused calls that are not done."""
+        self._norms: dict[int, torch.Tensor] = {}
+        """Norms of the gradients of updates whose steps have not ended, on the first stage; 0 on the others."""
 
     @property
     def most_tokens(self) -> int:
@@ -229,7 +235,14 @@ class CallSource(Source):
             return partial(self._load, prepared.saved, layers)
         self.updates += 1
         number, adam = self.updates, prepared.call.adam
-        return lambda vectors, norm: _adam(vectors, norm, number=number, adam=adam)
+
+        def run(vectors: Resident, norm: Callable[[], torch.Tensor | None]) -> None:
+            found = _adam(vectors, norm, number=number, adam=adam)
+            # Parameters that are not finite make the norm NaN, so that the update is refused before it is reported.
+            ruined = 0.0 * torch.stack(torch._foreach_norm([*vectors["params"]])).sum()
+            self._norms[step] = ruined + (found if layers.start == 0 else 0.0)
+
+        return run
 
     def _load(self, saved: Saved, layers: range, vectors: Resident, norm: Callable[[], torch.Tensor | None]) -> None:
         for name in STORED:
@@ -237,6 +250,9 @@ class CallSource(Source):
 
     def done(self, step: int, outputs: Sequence[Output], device: Device, began: float) -> DoneCall:
         done = self._done(step, began)
+        if step in self._norms:
+            norm = device.to_host(self._norms.pop(step)[None])[0]
+            return replace(done, metrics={"grad_norm": norm}, replays=True)
         if not outputs:
             return done
         lengths = [length for each in outputs for length in each.batch.lengths]
@@ -271,5 +287,6 @@ class CallSource(Source):
         self.steps.forget(step)  # the tuner may not have passed over this one yet
 
 
-def _adam(vectors: Resident, norm: Callable[[], torch.Tensor | None], **chosen: Any) -> None:
-    adamw_step(*(vectors[name] for name in ("params", "grads", "means", "variances")), norm=norm(), **chosen)
+def _adam(vectors: Resident, norm: Callable[[], torch.Tensor | None], **chosen: Any) -> torch.Tensor:
+    """Update the vectors. Returns the norm of the gradients before they were clipped."""
+    return adamw_step(*(vectors[name] for name in ("params", "grads", "means", "variances")), norm=norm(), **chosen)

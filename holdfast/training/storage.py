@@ -66,6 +66,14 @@ class _Given:
 
 
 @dataclass(eq=False)
+class _Result(_Given):
+    """A result that waits for no state."""
+
+    step: int
+    """The number of its step."""
+
+
+@dataclass(eq=False)
 class _Write(_Given):
     """A state that the writer stores, or will store."""
 
@@ -170,7 +178,7 @@ class Storage:
         """Guards the reports that wait for earlier ones: two threads write."""
         self._writes: list[_Write] = []
         """The writes that are not done: at most one runs, and the others wait in order."""
-        self._given: list[_Given] = []
+        self._given: list[_Result] = []
         """The results that are not written, and that wait for no state."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -256,15 +264,18 @@ class Storage:
             return self._room(stored) is not None
 
     def end_step(self, stored: StoredJob, done: Done[Any], *, changes: bool) -> None:
-        """Count the current step. If it `changes` the vectors, `copy` or `store` stores it; else its result is written
-        at once. `done` is on the host once the device is done."""
+        """Count the current step. If it `changes` the vectors, `copy` or `store` stores it.
+
+        If it does not, or if its file gives it again, its result is written at once. `done` is on the host once the
+        device is done.
+        """
         now = time.monotonic()
         stored.step += 1
         if changes:
             stored.done.append(done)
             stored.changed_step = stored.step
             stored.step_seconds, stored.step_at = now - stored.step_at, now
-        else:
+        if done.replays or not changes:
             self._give_soon(stored, done)
 
     def pass_over(self, stored: StoredJob, done: Done[Any]) -> None:
@@ -413,7 +424,7 @@ class Storage:
         with self._lock:
             self._given = [each for each in self._given if not each.future.done()]
             future = self._results.submit(self._try, stored, run)
-            self._given.append(_Given(stored, future))
+            self._given.append(_Result(stored, future, done.step))
         future.add_done_callback(lambda _: self._wake())
 
     def _try(self, stored: StoredJob, write: Callable[[], None]) -> None:
@@ -435,6 +446,11 @@ class Storage:
 
     def _store_state(self, stored: StoredJob, host: Host, done: list[Done[Any]], step: int, durable: bool) -> None:
         """Store a state, then report its steps. Runs in the writer's thread."""
+        for given in [*self._given]:  # A step that a state holds is not computed again, so its result is there before.
+            if given.stored is stored and given.step < step:
+                given.future.result()
+        if stored.failed:
+            return
         stored.unstored += done
         ledger = stored.ledger
         for each in stored.unstored:
@@ -444,7 +460,8 @@ class Storage:
             stored.unstored[-1].refuse(reason)
             raise ArithmeticError(f"step {step - 1} {reason}")
         for each in done:
-            each.write()
+            if not each.replays:
+                each.write()
         state = State(ledger, *(host[name] for name in STORED))
         assert state.step == step
         if not self._write_files(stored, state, durable):
@@ -454,7 +471,8 @@ class Storage:
         if ended and stored.steps.checkpoint_after(step - 1):
             checkpoint = self._write_checkpoint(stored, host["params"], step)
         for each in ended:
-            self._report(stored, each.step, each.report(checkpoint if each.step == step - 1 else None))
+            if not each.replays:
+                self._report(stored, each.step, each.report(checkpoint if each.step == step - 1 else None))
 
     def _report(self, stored: StoredJob, step: int, report: StepReport | CallReport | None) -> None:
         """Add a report, after those of all earlier steps."""

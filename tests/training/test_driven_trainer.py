@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -21,11 +22,12 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.peft_files import read_peft
 from holdfast.training.call_files import calls_from, refusal_of, refuse_call
 from holdfast.training.calls import call_numbers, read_result, result_numbers
-from holdfast.training.done import CallReport, JobFailure
+from holdfast.training.done import CallReport, DoneCall, JobFailure
 from holdfast.training.jobs import Hyperparameters, TrainingJob
 from holdfast.training.losses import Adam
 from holdfast.training.saved import SAVED_FILE
 from holdfast.training.state import CallCounts, StateFiles, write_job
+from holdfast.training.storage import Storage
 from holdfast.training.trainer import Trainer
 from tests.driven import Writer, bits, drawn_data
 from tests.tuning import BASE, act, advance, arena_for, diverge, native, trainer_for, vectors_of
@@ -189,6 +191,7 @@ def test_a_saved_state_is_loaded_by_another_job_and_both_go_on_with_the_same_bit
     writer.write("save", directory=place)
     writer.step(seed=2)
     run(trainer, writer, *range(5))
+    trainer.host_vector("job", "params")  # waits for the writer
     assert {path.name for path in Path(place).iterdir()} == {SAVED_FILE}
     other = new_driven(tmp_path, "other", seed=5)
     trainer.open(other.directory)
@@ -280,14 +283,65 @@ def test_an_update_that_diverges_fails_the_job_which_goes_on_without_it(
         run(trainer, writer, 2, 3)
         trainer.host_vector("job", "params")
     (failure,) = [report for report in trainer.reports() if isinstance(report, JobFailure)]
-    assert "step 3 made parameters that are not finite" in failure.reason
+    assert "3" in failure.reason and "lower the learning rate" in failure.reason
+    assert 3 not in results(trainer, writer), "its owner has no result of it"
     trainer.close("job")
     again = trainer_for(model)
     again.open(writer.directory, known=2)
     assert again.counts("job") == (2, 1) and refusal_of(writer.directory, 3)
     run(again, writer, 2, 3)
     assert vectors(again) == good
-    assert [report.refusal[:4] for report in again.reports() if isinstance(report, CallReport)] == ["", "made"]
+    refusals = [report.refusal for report in again.reports() if isinstance(report, CallReport)]
+    assert refusals[0] == "" and "lower the learning rate" in refusals[1]
+
+
+def test_an_update_is_reported_before_a_state_holds_it_and_a_kill_then_loses_nothing(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, writer = trainer_for(model), new_driven(tmp_path)
+    trainer.open(writer.directory)
+    writer.step()
+    writer.step(seed=2)
+    monkeypatch.setattr(Storage, "_store_state", lambda *_: None)  # the writer is too late
+    run(trainer, writer, 0, 1, 2, 3)
+    first = results(trainer, writer)
+    assert [report.number for report in trainer.reports() if isinstance(report, CallReport)] == [0, 1, 2, 3]
+    assert first[1][0]["grad_norm"] > 0.0
+    expected = vectors(trainer)
+    monkeypatch.undo()
+    again = trainer_for(model)  # of a killed engine, only the files are left
+    again.open(writer.directory, known=4)
+    assert again.counts("job") == (0, 0)
+    run(again, writer, 0, 1, 2, 3)
+    assert vectors(again) == expected and results(again, writer) == first
+    assert not [report for report in again.reports() if isinstance(report, CallReport)], "its owner has them all"
+
+
+def test_a_state_is_stored_only_after_the_results_of_its_calls(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, writer = trainer_for(model), new_driven(tmp_path)
+    trainer.open(writer.directory)
+    writer.step()
+    slow, found = threading.Event(), list[bool]()
+    write, write_files = DoneCall.write, Storage._write_files
+
+    def late(done: DoneCall) -> None:
+        slow.wait(20)
+        write(done)
+
+    def look(storage: Storage, *given: Any) -> bool:
+        found.append({*result_numbers(writer.directory)} == {0, 1})
+        return write_files(storage, *given)
+
+    monkeypatch.setattr(DoneCall, "write", late)
+    monkeypatch.setattr(Storage, "_write_files", look)
+    run(trainer, writer, 0, 1)
+    time.sleep(0.1)  # the writer has the state by now
+    assert not found
+    slow.set()
+    trainer.host_vector("job", "params")
+    assert found and all(found)
 
 
 def test_results_that_are_not_finite_fail_the_job_and_mark_their_call(

@@ -40,7 +40,7 @@ async def client(checkpoint):
 
 def asked(client: EngineClient, name: str, params: SamplingParams):
     prompt = client.text.encode("one two three, and so on and so on")
-    return prepare(client.info, client.text, client.adapters, prompt, params, name)
+    return prepare(client.info, client.text, prompt, params, name)
 
 
 async def read(client: EngineClient, stream, tokens: int = 1 << 30):

@@ -85,7 +85,11 @@ REASONS = {
     ("server.conversations.database", "sqlalchemy.create_engine"): CHECKED,
     ("server.routes.jobs", "files.open"): "`server.jobs.files` opens regular files alone",
     ("server.run", "Store.open"): CHECKED,
+    ("server.tinker.runner", "self._shared.samplers.open"): NO_FILE,
+    ("server.tinker.sampling", "SamplerTable(store.database).open"): NO_FILE,
+    ("server.version_files", "directory.open"): "`OwnDirectory.open`",
     ("training.data", "np.memmap"): "it is given an open file",
+    ("training.framed", "np.memmap"): "it is given an open file",
     ("training.trainer", "self._storage.open"): NO_FILE,
 }
 """The reason why a call in a module may open a file in another way, or opens none, by module and call."""

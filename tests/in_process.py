@@ -55,6 +55,10 @@ class AtOnce(ThreadPoolExecutor):
             done.set_exception(error)
         return done
 
+    def write(self, work: Callable[[], Any]) -> Future[Any]:
+        """Do a work of a `GroupWriter`, in a transaction of its own."""
+        return self.submit(work)
+
 
 class Engine:
     """What stands in for `engine.process.Child` and the process behind it."""

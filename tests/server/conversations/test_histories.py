@@ -284,7 +284,10 @@ class Histories(RuleBasedStateMachine):
         self.client = await start(self.engine, config)
         self.store = Store.open(self.where, AMPLE)
         self.at_once = AtOnce()
-        with patch.object(store_module, "ThreadPoolExecutor", lambda **_: self.at_once):
+        with (
+            patch.object(store_module, "ThreadPoolExecutor", lambda **_: self.at_once),
+            patch.object(store_module, "GroupWriter", lambda database: self.at_once),
+        ):
             store = AsyncStore(self.store)
         service = Service(self.client, ServerConfig())
         service._small = service._chats = service._large = AtOnce()

@@ -68,7 +68,7 @@ async def served(replicas: Replicas, tmp_path: Path) -> AsyncGenerator[Served, N
 def changing(api: httpx.AsyncClient) -> list[tuple[str, str]]:
     """Return method and path of every route that may change something, with a value for each parameter of its path."""
     app = api._transport.app  # type: ignore[attr-defined]
-    routes = [route for route in app.routes if isinstance(route, Route)]
+    routes = [route for route in app.routes if isinstance(route, Route) and route.path != "/ping"]  # it changes nothing
     return [
         (method, re.sub(r"{[^}]*}", "0", route.path))
         for route in routes

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from holdfast.core.types import FinishReason, TokenLogprobs
 from holdfast.engine.client.client import Delta
 from holdfast.server.tinker.protos import LENGTH, STOP, messages
@@ -54,6 +52,8 @@ def sample_response(
     prompt's log probabilities are left out if the latter is None. `last` is the number of prompt tokens at the end that
     they are wanted for; None: all but the first, which follows nothing.
     """
+    import numpy as np  # imported where it is needed, because the server starts without it
+
     response = messages()["SampleResponse"](prompt_cache_hit_tokens=cached_tokens)
     for each in sampled:
         sequence = response.sequences.add(stop_reason=STOP if each.reason is FinishReason.STOP else LENGTH)
@@ -74,6 +74,8 @@ def sample_response(
 
 def _set_top(message: Any, rows: Sequence[TokenLogprobs | None], most: int) -> None:
     """Fill a TopkLogprobs: two matrices of `most` columns, with a row for each token."""
+    import numpy as np
+
     ids = np.full((len(rows), most), NO_TOKEN, "<i4")
     logprobs = np.full((len(rows), most), NO_LOGPROB, "<f4")
     for number, row in enumerate(rows):

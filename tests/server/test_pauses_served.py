@@ -71,7 +71,7 @@ def test_the_turn_after_a_tool_call_finds_on_the_device_what_only_the_disk_had(t
     options = ("--device", "cpu", "--cache-gb", "0.012", "--host-cache-gb", "0.024", "--store", "memory", *disk)
     with started(*options) as serving:
         first = chat(
-            serving, ASKED, tools=[ADD], tool_choice="required", max_tokens=60, extra_body={"expected_pause_ms": 16_000}
+            serving, ASKED, tools=[ADD], tool_choice="required", max_tokens=60, extra_body={"expected_pause_ms": 30_000}
         )
         (call,) = first.choices[0].message.tool_calls
         fill(serving, 24)

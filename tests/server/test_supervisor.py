@@ -31,6 +31,14 @@ CACHED = 16
 """Tokens of its prompt that a second request finds: the whole blocks but the last."""
 
 
+def command_of(pid: int) -> bytes:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 class Served:
     """A server of two API processes over the built-in model."""
 
@@ -53,7 +61,7 @@ class Served:
         """Process ids of the API processes."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         found = [int(pid) for each in children for pid in each.read_text().split()]
-        return sorted(pid for pid in found if b"holdfast.server.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return sorted(pid for pid in found if b"holdfast.server.worker" in command_of(pid))
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request on a connection of its own, so that any API process may get it; again if one is killed."""

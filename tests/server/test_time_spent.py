@@ -124,7 +124,7 @@ class TestSlowLog:
             client.hold.set()
             await running
         (line,) = lines()
-        assert line["seconds"] > 0.05
+        assert line["seconds"] > 0.04  # clocks are rounded
 
     async def test_there_is_no_line_for_a_faster_request_or_without_the_option(
         self, http: Http, lines: Callable[[], list[dict[str, Any]]]

@@ -55,8 +55,8 @@ def main() -> None:
             str(args.rank),
             "--store",
             str(place / "store.db"),
-            "--files",
-            str(place / "files"),
+            "--tuning-state",
+            str(place / "tuning"),
         ]
         with served(ROOT, [*options, *(f"--{word}" for word in args.serve)]) as url:
             run = Recipes(url, place, args.site)

@@ -3,10 +3,10 @@
 Run: python -m benchmarks.robustness.kill_training --kills 40 --json FILE
 
 It needs `pip install tinker`. The loop is a user's own, with Tinker's SDK over HTTP and the built-in model: gradients
-and an update in each step, two steps ahead. After each start of the server and at least one more step, `kill -9` ends the
-server or its engine after a random time, and the server is started again over the same files. All losses, norms of
-gradients and final log probabilities must be those of a loop that nobody disturbed: then no step was lost, and none was
-applied twice.
+and an update in each step, two steps ahead. After each start of the server and at least one more step, `kill -9` ends
+the server or its engine after a random time, and the server is started again over the same files. All losses, norms
+of gradients and final log probabilities must be those of a loop that nobody disturbed: then no step was lost, and
+none was applied twice.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ async def two(writer: FakeClient, where: str, tmp_path: Path, monkeypatch: pytes
             fields = {"store": where, "files": str(tmp_path / f"files {number}"), "api_key": ("one", "two")}
             server = await held.enter_async_context(listening(engine, **fields))
             headers = {"authorization": "Bearer one"}
-            clients.append(await held.enter_async_context(httpx.AsyncClient(base_url=server.url, headers=headers)))
+            clients.append(
+                await held.enter_async_context(httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60))
+            )
         yield clients[0], clients[1]
 
 

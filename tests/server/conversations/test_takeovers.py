@@ -44,7 +44,7 @@ async def two(
         for number, engine in enumerate((writer, other)):
             fields = {"store": str(tmp_path / "s.sqlite"), "files": str(tmp_path / f"files {number}")}
             server = await held.enter_async_context(listening(engine, **fields))
-            clients.append(await held.enter_async_context(httpx.AsyncClient(base_url=server.url)))
+            clients.append(await held.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=60)))
         yield clients[0], clients[1]
 
 

@@ -51,10 +51,12 @@ def new_driven(directory: Path, name: str = "job", **chosen: Any) -> Writer:
 
 
 def take(trainer: Trainer, writer: Writer, number: int) -> None:
-    """Let a job take a call from its file."""
+    """Let a job take a call from its file. A load waits until all before it is on the disk, as in an engine."""
     job = writer.directory.name
     try:
         prepared = trainer.prepare_call(job, number)
+        while prepared.loads and not trainer.settled(job):
+            time.sleep(0.001)
         trainer.add_call(job, trainer.prepare_load(job, prepared) if prepared.loads else prepared)
     except ValueError as refusal:
         trainer.refuse_call(job, number, str(refusal))
@@ -506,8 +508,6 @@ def drive_in_a_child(model: Decoder, writer: Writer, mirror: Path, known: int, p
         os.write(pipe, f"{json.dumps([first])}\n".encode())
         act(trainer, "job", "restore")
         for number in range(first, len(PLAN)):
-            while PLAN[number][0] == "load" and not trainer.settled("job"):
-                time.sleep(0.001)
             take(trainer, writer, number)
             while trainer.next_slice("job")[0] < trainer.steps("job").count:
                 advance(trainer, "job", 3)

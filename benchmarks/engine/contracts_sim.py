@@ -15,6 +15,9 @@ client allows answers of up to `--allowed` tokens, so an engine does not know th
   In `deadline`, interactive requests have their first token as deadline. In `edf`, all others have their end as one.
 - bound: no scheduler keeps more, even with hindsight (`holdfast.lab.bounds`). It is for traces of single requests.
 
+With `--drawn`, each answer's length is drawn anew, geometric around the trace's and at most `--allowed`. Answers of
+`contracts_served` end like this.
+
 An engine that has just started knows nothing about the lengths of answers. With `--known N`, it has answered the N
 requests of the trace before those of the run, without contracts. `--skip` begins the run later in the trace.
 
@@ -31,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +93,7 @@ def main() -> None:
     )
     parser.add_argument("--capacity", type=float, help="conversations a second; default: searched for")
     parser.add_argument("--allowed", type=int, default=1024, help="longest answer that a client allows")
+    parser.add_argument("--drawn", action="store_true", help="draw each answer's length around the trace's")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -231,7 +236,10 @@ def line(row: dict[str, Any]) -> str:
 
 def prepared(workload: Workload, profile: CostProfile, args: argparse.Namespace) -> list[Conversation]:
     """The conversations with contracts, classes and longest answers."""
-    choose, cost = random.Random(args.seed), profile.cost
+    choose, ends, cost = random.Random(args.seed), random.Random(args.seed + 1), profile.cost
+
+    def drawn(turn: Turn, history: int) -> Turn:
+        return replace(turn, output=min(args.allowed, geometric(turn.output, ends)))
 
     def contract(turn: Turn, history: int) -> Contract:
         if turn.contract:
@@ -244,9 +252,16 @@ def prepared(workload: Workload, profile: CostProfile, args: argparse.Namespace)
     def classed(turn: Turn, history: int) -> Turn:
         return replace(turn, priority=0 if turn.contract.ttft else 1, limit=args.allowed)
 
+    if args.drawn:
+        workload = [conversation.changed(drawn) for conversation in workload]
     fitting = workloads.fit_context(workloads.promise(workload, contract), args.max_len)
     limited = [conversation.changed(classed) for conversation in fitting]
     return workloads.fit_context(limited, args.max_len)
+
+
+def geometric(mean: float, draw: random.Random) -> int:
+    """A number of tokens, at least 1, each of which is the last one with probability 1 / mean."""
+    return 1 + int(math.log(1.0 - draw.random()) / math.log1p(-1.0 / mean)) if mean > 1.0 else 1
 
 
 def changed(workload: Sequence[Conversation], system: str) -> Workload:

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, Router, Turn
-from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
+from holdfast.core.types import Identity, Request, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
@@ -116,6 +116,7 @@ def simulate_cluster(
     router: Router,
     *,
     replicas: int,
+    prefill: int = 0,
     link: Link | None = None,
     asks: bool = False,
     pipeline: Pipeline | None = None,
@@ -134,14 +135,22 @@ def simulate_cluster(
     loses its state; its requests continue on others, with the tokens that they have. A replica that drains finishes its
     requests. After `until` virtual seconds the run ends with the records made by then.
 
+    With `prefill`, the first so many replicas compute prompts alone (disaggregation, as SplitWise and DistServe do). Each
+    gives the first token, and then the state of the prompt's full blocks goes over `link` to one of the others, which
+    computes the rest of the prompt and all further tokens. The router chooses twice, among the replicas of each kind.
+
     `sharing` is the slowdown of replicas that share a device, such as `on_cores`. `watch` makes the observers of each
     replica's loop.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
-    padded rows, and if no replica is left.
+    padded rows, for prefill replicas without a link, a host tier or others that decode, and if no replica is left.
     """
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
+    if not 0 <= prefill < replicas:
+        raise ValueError(f"prefill is {prefill}; it must be from 0 to {replicas - 1}, as one of {replicas} has to decode")
+    if prefill and (link is None or not (config.host_cache_bytes and config.prefix_sharing)):
+        raise ValueError(f"prefill is {prefill}; state that goes to other replicas needs a link and a host tier")
     if on_rows(config, profile):
         raise ValueError("executor is padded, whose rows do not move between replicas; simulate one replica alone")
     for event in events:
@@ -153,7 +162,7 @@ def simulate_cluster(
         return sharing(sum(node.stepping for node in nodes))
 
     nodes += [Replica.make(f"replica-{number}", config, profile, pipeline, pace, watch) for number in range(replicas)]
-    cluster = Cluster(nodes, router, profile, config.block_size, link, asks, events)
+    cluster = Cluster(nodes, router, profile, config.block_size, link, asks, events, prefill)
     clients = Conversations(workload, cluster.add, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     cluster.keyed = [len(conversation.turns) > 1 or not conversation.turns[0].hashes for conversation in workload]
     while not clients.done and cluster.now < until:
@@ -267,6 +276,8 @@ class Sent:
     started: bool = False
     """Whether its present replica has given a token."""
     tokens: list[int] = field(default_factory=list)
+    computed_at: str | None = None
+    """Replica that has computed the prompt for another one, which does not have it yet."""
     cached: int | None = None
     scheduled: float = 0.0
 
@@ -287,6 +298,7 @@ class Cluster:
         link: Link | None,
         asks: bool,
         events: Sequence[ClusterEvent],
+        prefill: int = 0,
     ) -> None:
         self.now = 0.0
         self.keyed: Sequence[bool] = ()
@@ -294,6 +306,9 @@ class Cluster:
         self.fetched = self.moved = self.moves = self.resent = 0
         self.prompts: list[tuple[int, int]] = []
         self._nodes, self._router, self._asks = nodes, router, asks
+        self._computes_prompts, self._decodes = (nodes[:prefill], nodes[prefill:]) if prefill else (nodes, nodes)
+        self._is_apart = prefill > 0
+        """Whether prompts are computed by other replicas than decodes."""
         self._by_name = {node.name: number for number, node in enumerate(nodes)}
         self._block_size, self._token_bytes = block_size, profile.token_bytes
         self._copy_rate = profile.copy_rate or inf
@@ -351,10 +366,13 @@ class Cluster:
     def _route(self, sent: Sent) -> None:
         """Choose a replica, and give it the request once the state that it should have has arrived."""
         turn = sent.turn
-        found = (
-            {node.name: node.found(turn.chain, turn.prompt_tokens) for node in self._alive()} if self._asks else None
-        )
-        choice = self._router.choose(turn, self._views(), self.now, None if found is None else found.__getitem__)
+        nodes = [node for node in (self._decodes if sent.tokens else self._computes_prompts) if not node.failed]
+        found = {node.name: node.found(turn.chain, turn.prompt_tokens) for node in nodes} if self._asks else None
+        views = self._views(nodes)
+        choice = self._router.choose(turn, views, self.now, None if found is None else found.__getitem__)
+        if sent.computed_at is not None:
+            choice = replace(choice, move_from=sent.computed_at)
+            sent.computed_at = None
         self._router.sent(sent.request.id, turn, choice, self.now)
         number = self._by_name[choice.replica]
         sent.replica = number
@@ -380,6 +398,8 @@ class Cluster:
         if sent.tokens:
             params = replace(request.params, max_tokens=request.params.max_tokens - len(sent.tokens))
             request = replace(request, prompt=(*request.prompt, *sent.tokens), params=params)
+        elif self._is_apart:
+            request = replace(request, params=replace(request.params, max_tokens=1))
         node.loop.add(request)
         if not node.stepping:
             node.clock.advance_to(self.now)
@@ -413,16 +433,25 @@ class Cluster:
             sent.tokens += output.tokens
             if sent.attempt > 1:  # the figure of the first replica counts
                 output = output._replace(cached_tokens=sent.cached, scheduled_at=sent.scheduled)
+            if output.finish_reason is not None and len(sent.tokens) < sent.request.params.max_tokens:
+                self._hand_over(sent)
+                output = output._replace(finish_reason=None)
+            elif output.finish_reason is not None:
+                self._end(sent)
             read.append(output)
-            if output.finish_reason is not None:
-                self._end(sent, output.finish_reason)
         if node.loop.has_work():
             self._push(self.now, STEP, number)
         else:
             node.stepping = False
         return read
 
-    def _end(self, sent: Sent, reason: FinishReason) -> None:
+    def _hand_over(self, sent: Sent) -> None:
+        """Continue a request, whose prompt is computed, on a replica that decodes."""
+        self._router.ended(sent.request.id, self.now, sent.turn.chain)
+        sent.computed_at = self._nodes[sent.replica].name
+        self._route(sent)
+
+    def _end(self, sent: Sent) -> None:
         del self._sent[sent.request.id]
         chain, size, prompt = list(sent.turn.chain), self._block_size, sent.request.prompt
         # The last token is sampled, and computed only with the next turn.
@@ -435,7 +464,7 @@ class Cluster:
         self._router.ended(sent.request.id, self.now, chain)
 
     def _rebalance(self) -> None:
-        for move in self._router.rebalance(self.now, self._views()):
+        for move in self._router.rebalance(self.now, self._views(self._alive())):
             self._begin(move)
 
     def _begin(self, move: Move) -> None:
@@ -486,7 +515,7 @@ class Cluster:
     def _alive(self) -> list[Replica]:
         return [node for node in self._nodes if not node.failed]
 
-    def _views(self) -> list[ReplicaView]:
+    def _views(self, nodes: Sequence[Replica]) -> list[ReplicaView]:
         per_token = self._token_bytes * 1e3
         link = per_token / self._link.rate if self._link is not None else None
         lift = per_token / self._copy_rate
@@ -498,7 +527,7 @@ class Cluster:
                 host_ms_per_token=lift,
                 state=node.state,
             )
-            for node in self._alive()
+            for node in nodes
         ]
 
     def _push(self, time: float, kind: int, what: Any) -> None:

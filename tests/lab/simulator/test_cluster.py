@@ -1,6 +1,8 @@
 """Replicas over one virtual time: one replica equals one engine, and the effects of routing and moving state."""
 
 from dataclasses import replace
+from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -189,3 +191,57 @@ def test_a_cpu_without_cores_is_refused():
 def test_a_setting_that_cannot_be_simulated_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         run(chats(20), **options)
+
+
+def test_prefill_replicas_compute_prompts_and_others_go_on_with_the_state_that_comes_over_the_link():
+    work = [
+        Conversation(number * 0.02, (Turn(300 + number, 1 if number % 5 == 4 else 6),)) for number in range(30)
+    ]  # fmt: skip
+    seconds, blocks = 0.05, {300 // CONFIG.block_size, 329 // CONFIG.block_size}
+    outcome = run(work, policy="least-loaded", replicas=3, prefill=1, link=Link("slow", inf, seconds))
+    assert [len(record.token_times) for record in outcome.records] == [turn.turns[0].output for turn in work]
+    assert outcome.routed[0] == 30 and sum(outcome.routed[1:]) == 24 and min(outcome.routed[1:]) > 0
+    moved = [record.prompt_tokens // CONFIG.block_size for record in outcome.records if record.output_tokens != 1]
+    assert {min(moved), max(moved)} <= blocks
+    expected = sum(
+        turn.turns[0].prompt // CONFIG.block_size * CONFIG.block_size for turn in work if turn.turns[0].output > 1
+    )
+    assert outcome.fetched_tokens == expected
+    gaps = [record.token_times[1] - record.token_times[0] for record in outcome.records if len(record.token_times) > 1]
+    assert min(gaps) > seconds
+    later = [each for record in outcome.records for each in record.token_times[2:]]
+    assert later and outcome.resent == 0
+
+
+def test_prefill_replicas_leave_decodes_the_pace_that_prompts_beside_them_break():
+    work = [Conversation(0.0, (Turn(8, 300),))] + [Conversation(0.1 + 0.1 * at, (Turn(1500, 1),)) for at in range(20)]
+    fast = Link("fast", inf, 0.0)
+    config = replace(CONFIG, scheduler="prefill-first")
+    apart, together = (
+        run(work, policy="round-robin", replicas=2, prefill=prefill, link=fast, config=config) for prefill in (1, 0)
+    )
+
+    def longest(outcome):
+        (times,) = (record.token_times for record in outcome.records if len(record.token_times) == 300)
+        return max(later - earlier for earlier, later in pairwise(times[1:]))
+
+    assert longest(apart) * 4 < longest(together)
+
+
+def test_the_state_of_a_failed_prefill_replica_is_computed_again():
+    work = [Conversation(0.0, (Turn(300, 6),))]
+    slow = Link("slow", inf, 1.0)
+    outcome = run(
+        work, policy="least-loaded", replicas=2, prefill=1, link=slow, events=[ClusterEvent(0.5, "fail", 0)]
+    )
+    assert [len(record.token_times) for record in outcome.records] == [6]
+    assert outcome.fetched_tokens == 0 and outcome.routed == (1, 1)
+
+
+def test_prefill_replicas_need_a_link_a_host_tier_and_a_replica_that_decodes():
+    with pytest.raises(ValueError, match="prefill is 3; it must be from 0 to 2"):
+        run(chats(1), prefill=3)
+    with pytest.raises(ValueError, match="needs a link and a host tier"):
+        run(chats(1), prefill=1, link=None)
+    with pytest.raises(ValueError, match="needs a link and a host tier"):
+        run(chats(1), prefill=1, config=replace(CONFIG, host_cache_gb=0.0))

@@ -6,15 +6,16 @@ Run: python -m benchmarks.papers.pensieve rates [--figures 10 11 13 14 15] [--se
      python -m benchmarks.papers.pensieve fig10 --measured FILE ...      # plots the JSON of multiturn.py or of `fitted`
      python -m benchmarks.papers.pensieve fitted --rates 24 28 [--modes tiers] [--set NAME=VALUE] [--json FILE]
 
-`rates` searches the throughput of stateful and stateless systems on derived A100s. Conversations have the lengths of
-ShareGPT and UltraChat (§6.1, Table 2), arrive by a Poisson process, and have exponential think times. A GPU has 40 GB
-of KV cache and 200 GB of host memory; contexts end at 16,384 tokens. A longer conversation is cut there, or dropped
-(`--longer drop`), as in §6.1; each run has the share that is left out. A run begins in the steady state: conversations
-that began before it have turns left, and their history is new to the cache. It lasts `--seconds`, or three think times
-if that is longer; its second half counts. The rate rises by steps of 1.4 until the mean normalized latency is twice
-LIMIT, then is bisected around LIMIT. A system's throughput is the rate of requests that came (slow answers delay later
-turns) where the line between two runs crosses LIMIT. The paper reads its gains off curves and does not say at which
-latency, so LIMITS has three. The JSON file keeps what is done; an interrupted run continues from it.
+`rates` searches the throughput of stateful and stateless systems on derived A100s. Figure 315 is the thesis' 3.15.
+Conversations have the lengths of ShareGPT and UltraChat (§6.1, Table 2), arrive by a Poisson process, and have
+exponential think times. A GPU has 40 GB of KV cache and 200 GB of host memory; contexts end at 16,384 tokens. A longer
+conversation is cut there, or dropped (`--longer drop`), as in §6.1; each run has the share that is left out. A run
+begins in the steady state: conversations that began before it have turns left, and their history is new to the cache.
+It lasts `--seconds`, or three think times if that is longer; its second half counts. The rate rises by steps of 1.4
+until the mean normalized latency is twice LIMIT, then is bisected around LIMIT. A system's throughput is the rate of
+requests that came (slow answers delay later turns) where the line between two runs crosses LIMIT. The paper reads its
+gains off curves and does not say at which latency, so LIMITS has three. The JSON file keeps what is done; an
+interrupted run continues from it.
 
 `fig10`, `fig14` and `fig15` use a constant model of step times: by default linear layers and attention of an 8B model
 on one H200, with `--opt` OPT-13B on one A100 (§6.1, §6.6). They compare eviction orders and count recomputed tokens.
@@ -37,7 +38,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -75,7 +76,10 @@ CACHE, HOST = 40e9, 200.0
 """Bytes of KV cache, and GB of host memory, for each GPU."""
 LAYERS = 80
 """Groups of layers in which state is swapped in. It is one layer at a time (§4.3.3): the largest model has 80."""
-DATASETS = {"ShareGPT": workloads.SHAREGPT, "UltraChat": workloads.ULTRACHAT}
+MANY_TURNS = "ShareGPT, 5 or more turns"
+DATASETS = {"ShareGPT": workloads.SHAREGPT, "UltraChat": workloads.ULTRACHAT, MANY_TURNS: workloads.SHAREGPT}
+LEAST_TURNS = {MANY_TURNS: 5}
+"""Fewest turns of the conversations that a data set is cut to."""
 LOWEST = {"opt-13b": 1.8, "llama-2-13b-gqa": 3.5, "opt-66b": 1.8, "llama-2-70b": 2.5}
 """Requests per second of the first run."""
 
@@ -137,7 +141,11 @@ FIGURES: dict[int, list[Task]] = {
         for think in thinks
     ],
 }
+FIGURES[315] = [Task(model, 1, MANY_TURNS, system, 60.0) for model in ("opt-13b", "llama-2-13b-gqa") for system in BOTH]
+"""Figure 3.15 of the thesis."""
 PAPER = {  # gain of Pensieve over vLLM, as the text states it
+    (315, "opt-13b", MANY_TURNS): 1.3,
+    (315, "llama-2-13b-gqa", MANY_TURNS): 1.7,
     (10, "opt-13b", "ShareGPT"): 1.33,
     (10, "llama-2-13b-gqa", "ShareGPT"): 1.57,
     (10, "opt-13b", "UltraChat"): 1.17,
@@ -157,13 +165,13 @@ def steady(
     The process begins long before; what would have been asked before the start (an answer taken to last `token_seconds`
     for each token) is the history of those that go on, and becomes part of the first prompt that is asked.
     """
-    talks = DATASETS[dataset]
     before = 20 * think
-    count = max(8, round((before + seconds) * rate / talks.turns))
-    drawn = workloads.multi_turn(count, think, seed=0, means=talks)
+    share, turns_each = chosen_share(dataset)
+    count = max(8, round((before + seconds) * rate / turns_each / share))
+    drawn = chosen(dataset, workloads.multi_turn(count, think, seed=0, means=DATASETS[dataset]))
     fitting = workloads.fit_context(drawn, context.longest, context.longer)
     under_way = []
-    for talk in workloads.gamma_arrivals(fitting, rate / talks.turns, seed=0):
+    for talk in workloads.gamma_arrivals(fitting, rate / turns_each, seed=0):
         at, history, turns = talk.arrival - before, 0, []
         begins = at
         for turn in talk.turns:
@@ -179,6 +187,23 @@ def steady(
         if turns:
             under_way.append(workloads.Conversation(begins, tuple(turns)))
     return sorted(under_way, key=lambda talk: talk.arrival), LeftOut.of(drawn, fitting)
+
+
+def chosen(dataset: str, drawn: Workload) -> Workload:
+    """The conversations that have enough turns for the data set."""
+    least = LEAST_TURNS.get(dataset, 1)
+    return [talk for talk in drawn if len(talk.turns) >= least]
+
+
+@cache
+def chosen_share(dataset: str) -> tuple[float, float]:
+    """The share of the conversations with enough turns, and their mean number of turns."""
+    means = DATASETS[dataset]
+    if dataset not in LEAST_TURNS:
+        return 1.0, means.turns
+    drawn = workloads.multi_turn(20_000, 0.1, seed=0, means=means)
+    enough = chosen(dataset, drawn)
+    return len(enough) / len(drawn), statistics.mean(len(talk.turns) for talk in enough)
 
 
 def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = (), context: Context = CUT) -> dict[str, Any]:
@@ -706,7 +731,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
 
-    rates = commands.add_parser("rates", help="Figures 10, 11, 13, 14, 15 on derived devices")
+    rates = commands.add_parser("rates", help="Figures 10, 11, 13, 14, 15 and 3.15 (315) on derived devices")
     rates.set_defaults(run=search_rates)
     rates.add_argument("--figures", nargs="+", type=int, default=list(FIGURES), choices=FIGURES)
     rates.add_argument("--seconds", type=float, default=600.0)

@@ -42,7 +42,7 @@ HIGHEST = 200.0
 TURNS = (1, 2, 3, 4, 5, 8, 12, 20, 40)
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, LONGEST)
 STATED = {("turns", 5): 0.36}
-"""Shares of conversations with at least so many turns that the thesis states (§3.6.2)."""
+"""Shares that the thesis states (§3.6.2) of conversations with at least this number of turns."""
 
 
 def history() -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def show_latency(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def lengths(file: Path | None) -> list[dict[str, Any]]:
-    """Shares of conversations with at least so many turns, and with at most so many tokens in all, by origin."""
+    """Shares of conversations by least number of turns, and by most tokens in all, for each origin."""
     origins: dict[str, Workload] = {"drawn": workloads.multi_turn(20_000, 60.0, seed=0)}
     if file is not None:
         origins["the file"] = workloads.sharegpt_json(file)

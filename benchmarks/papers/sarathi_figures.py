@@ -7,7 +7,7 @@ Run: python -m benchmarks.papers.sarathi_figures phases | intensity
 As in `sarathi`, Holdfast's own schedulers run on a virtual clock, over devices derived from data sheets; `phases` has
 the measured profile of Mistral-7B on an H200, too. `vLLM` is the `prefill-first` scheduler.
 
-`disaggregation` compares replicas that compute prompts beside decodes (stall-free) with replicas of which some compute
+`disaggregation` compares replicas that compute prompts and decodes together (stall-free) with replicas of which some compute
 prompts alone and the others decode (SplitWise, DistServe). The paper leaves this open. A prompt's state goes from the
 device to its host, over the link to the other's host, and to its device, as Holdfast moves state between replicas; it
 comes before the second token. All replicas together have the same number of devices. Prefill replicas have a budget of

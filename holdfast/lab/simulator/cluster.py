@@ -135,7 +135,7 @@ def simulate_cluster(
     loses its state; its requests continue on others, with the tokens that they have. A replica that drains finishes its
     requests. After `until` virtual seconds the run ends with the records made by then.
 
-    With `prefill`, the first so many replicas compute prompts alone (disaggregation, as SplitWise and DistServe do). Each
+    With `prefill`, the first `prefill` replicas compute prompts alone (disaggregation, as in SplitWise and DistServe). One
     gives the first token, and then the state of the prompt's full blocks goes over `link` to one of the others, which
     computes the rest of the prompt and all further tokens. The router chooses twice, among the replicas of each kind.
 

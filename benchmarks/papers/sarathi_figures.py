@@ -7,12 +7,12 @@ Run: python -m benchmarks.papers.sarathi_figures phases | intensity
 As in `sarathi`, Holdfast's own schedulers run on a virtual clock, over devices derived from data sheets; `phases` has
 the measured profile of Mistral-7B on an H200, too. `vLLM` is the `prefill-first` scheduler.
 
-`disaggregation` compares replicas that compute prompts and decodes together (stall-free) with replicas of which some compute
-prompts alone and the others decode (SplitWise, DistServe). The paper leaves this open. A prompt's state goes from the
-device to its host, over the link to the other's host, and to its device, as Holdfast moves state between replicas; it
-comes before the second token. All replicas together have the same number of devices. Prefill replicas have a budget of
-2,048 tokens, as no decode waits for them. A capacity is the highest rate at which P99 TBT keeps the SLO of Table 3, the
-median request waits at most 2 s, and, with `--ttft`, P99 TTFT keeps that limit, too.
+`disaggregation` compares replicas that compute prompts and decodes together (stall-free) with replicas of which some
+compute prompts alone and the others decode (SplitWise, DistServe). The paper leaves this open. A prompt's state goes
+from the device to its host, over the link to the other's host, and to its device, as Holdfast moves state between
+replicas; it comes before the second token. All replicas together have the same number of devices. Prefill replicas have
+a budget of 2,048 tokens, as no decode waits for them. A capacity is the highest rate at which P99 TBT keeps the SLO of
+Table 3, the median request waits at most 2 s, and, with `--ttft`, P99 TTFT keeps that limit, too.
 """
 
 from __future__ import annotations
@@ -229,12 +229,14 @@ def capacity_of(search: Search) -> dict[str, Any]:
     return row
 
 
-def disaggregation(names: Iterable[str], count: int, ttft: float | None, processes: int) -> list[dict[str, Any]]:
+def disaggregation(
+    names: Iterable[str], slos: Iterable[str], count: int, ttft: float | None, processes: int
+) -> list[dict[str, Any]]:
     """Capacities of replicas that do both and of replicas that do one, by data set, SLO and link."""
     searches = []
     for name in names:
         for dataset in (SHAREGPT, ARXIV):
-            for slo in ("strict", "relaxed"):
+            for slo in slos:
                 together = (f"fixed-{SETTINGS[name].budget(slo)}", "computed")
                 searches += [Search(name, dataset, slo, system, NETWORKS[0], count, ttft) for system in together]
                 searches += [
@@ -318,13 +320,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--rate", type=float, default=0.25, help="requests/s of the streams that `stalls` follows")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45])
+    parser.add_argument("--slos", nargs="+", default=["strict"], choices=("strict", "relaxed"), help="of Table 3")
     parser.add_argument("--ttft", type=float, help="limit of P99 TTFT in seconds, of `disaggregation`")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=papers.RESULTS, help="folder for the JSON, the table and the plot")
     args = parser.parse_args()
     stem = args.out / f"sarathi-{args.part}"
     if args.part == "disaggregation":
-        rows = disaggregation(args.models, args.requests, args.ttft, args.processes)
+        rows = disaggregation(args.models, args.slos, args.requests, args.ttft, args.processes)
         papers.save(stem, rows, show_disaggregation(rows))
         return
     if args.part == "stalls":

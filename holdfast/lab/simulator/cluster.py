@@ -135,9 +135,10 @@ def simulate_cluster(
     loses its state; its requests continue on others, with the tokens that they have. A replica that drains finishes its
     requests. After `until` virtual seconds the run ends with the records made by then.
 
-    With `prefill`, the first `prefill` replicas compute prompts alone (disaggregation, as in SplitWise and DistServe). One
-    gives the first token, and then the state of the prompt's full blocks goes over `link` to one of the others, which
-    computes the rest of the prompt and all further tokens. The router chooses twice, among the replicas of each kind.
+    With `prefill`, the first `prefill` replicas compute prompts alone (disaggregation, as in SplitWise and DistServe).
+    One gives the first token, and then the state of the prompt's full blocks goes over `link` to one of the others,
+    which computes the rest of the prompt and all further tokens. The router chooses twice, among the replicas of each
+    kind.
 
     `sharing` is the slowdown of replicas that share a device, such as `on_cores`. `watch` makes the observers of each
     replica's loop.
@@ -148,7 +149,9 @@ def simulate_cluster(
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
     if not 0 <= prefill < replicas:
-        raise ValueError(f"prefill is {prefill}; it must be from 0 to {replicas - 1}, as one of {replicas} has to decode")
+        raise ValueError(
+            f"prefill is {prefill}; it must be from 0 to {replicas - 1}, as one of {replicas} has to decode"
+        )
     if prefill and (link is None or not (config.host_cache_bytes and config.prefix_sharing)):
         raise ValueError(f"prefill is {prefill}; state that goes to other replicas needs a link and a host tier")
     if on_rows(config, profile):

@@ -231,9 +231,7 @@ def test_prefill_replicas_leave_decodes_the_pace_that_prompts_beside_them_break(
 def test_the_state_of_a_failed_prefill_replica_is_computed_again():
     work = [Conversation(0.0, (Turn(300, 6),))]
     slow = Link("slow", inf, 1.0)
-    outcome = run(
-        work, policy="least-loaded", replicas=2, prefill=1, link=slow, events=[ClusterEvent(0.5, "fail", 0)]
-    )
+    outcome = run(work, policy="least-loaded", replicas=2, prefill=1, link=slow, events=[ClusterEvent(0.5, "fail", 0)])
     assert [len(record.token_times) for record in outcome.records] == [6]
     assert outcome.fetched_tokens == 0 and outcome.routed == (1, 1)
 

@@ -43,6 +43,11 @@ def pytest_collection() -> Generator[None, object, object]:
             from tests.interpreter import remember_the_language
 
             remember_the_language()
+        if "fastapi" in sys.modules:
+            from tests import quick_apps
+
+            quick_apps.make_routes_when_asked()
+            quick_apps.copy_empty_stores()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

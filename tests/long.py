@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,5 +13,12 @@ def then_long(few: int, cases: Iterable[Any]) -> list[Any]:
     found = [*cases]
     if not 0 <= few < len(found):
         raise ValueError(f"{few} of {len(found)} cases are to run always; leave out the marker for all of them")
-    rest = (case if isinstance(case, tuple) else (case,) for case in found[few:])
-    return [*found[:few], *(pytest.param(*case, marks=pytest.mark.long) for case in rest)]
+    return long_unless(lambda at: at < few, found)
+
+
+def long_unless(always: Callable[[int], bool], cases: Iterable[Any]) -> list[Any]:
+    """The cases as parameters of a test. Those at places that do not run `always` have the marker `long`."""
+    return [
+        case if always(at) else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+        for at, case in enumerate(cases)
+    ]

@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 
 SITE = Path("/usr/lib")
 
@@ -67,3 +69,16 @@ def postgresql_server() -> Iterator[PostgresqlServer]:
             yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def empty_schema(postgresql: str) -> Iterator[str]:
+    """The URL of an empty schema in a database, which is dropped at the end."""
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    admin = sqlalchemy.create_engine(postgresql)
+    with admin.begin() as db:
+        db.execute(sqlalchemy.text(f"CREATE SCHEMA {name}"))
+    yield f"{postgresql}{'&' if '?' in postgresql else '?'}options=-csearch_path%3D{name}"
+    with admin.begin() as db:
+        db.execute(sqlalchemy.text(f"DROP SCHEMA {name} CASCADE"))
+    admin.dispose()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import serving
-import sqlalchemy
 from fake_engine import FakeClient
-from postgresql_server import postgresql_server
+from postgresql_server import empty_schema, postgresql_server
 
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
@@ -66,11 +64,5 @@ def postgresql() -> Iterator[str]:
 @pytest.fixture
 def postgresql_schema(postgresql: str) -> Iterator[str]:
     """The URL of an empty schema in the database, which is dropped at the end."""
-    name = f"test_{uuid.uuid4().hex[:12]}"
-    admin = sqlalchemy.create_engine(postgresql)
-    with admin.begin() as db:
-        db.execute(sqlalchemy.text(f"CREATE SCHEMA {name}"))
-    yield f"{postgresql}{'&' if '?' in postgresql else '?'}options=-csearch_path%3D{name}"
-    with admin.begin() as db:
-        db.execute(sqlalchemy.text(f"DROP SCHEMA {name} CASCADE"))
-    admin.dispose()
+    with empty_schema(postgresql) as url:
+        yield url

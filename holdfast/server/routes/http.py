@@ -277,8 +277,9 @@ def _schemas(shape: type[RequestBody]) -> dict[str, Any]:
     return components
 
 
+@cache
 def described(shape: type[RequestBody]) -> dict[str, Any]:
-    """Return the OpenAPI entry of a request body.
+    """Return the OpenAPI entry of a request body. The result is cached: do not modify it.
 
     FastAPI cannot infer it, because the routes parse bodies themselves.
     """

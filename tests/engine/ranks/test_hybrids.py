@@ -26,6 +26,7 @@ from tests.engine.conftest import wait_for_end
 from tests.engine.process.parts.test_states import SIZES, answers, drawn, generated, request
 from tests.engine.ranks.test_adapters import with_magnitudes
 from tests.hybrid_engines import play
+from tests.long import then_long
 
 PAIRS: dict[str, Any] = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
 """Layers for two stages, each with attention and a recurrent layer."""
@@ -36,7 +37,7 @@ UNEVEN: dict[str, Any] = dict(
 """Layers for two stages: one recurrent layer and two with attention, and the other way round."""
 
 
-@pytest.mark.parametrize(("tp", "pp", "seeds"), [(2, 1, (9,)), (1, 2, (13,)), (2, 2, (9,))])
+@pytest.mark.parametrize(("tp", "pp", "seeds"), then_long(2, [(2, 1, (9,)), (1, 2, (13,)), (2, 2, (9,))]))
 def test_answers_of_random_histories_on_several_ranks_are_those_of_transformers(
     tmp_path: Path, tp: int, pp: int, seeds: tuple[int, ...]
 ) -> None:

@@ -45,6 +45,7 @@ from holdfast.lm.types import (
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
+from tests.long import then_long
 from tests.tokenizers_made import byte_level
 
 BLOCK = 4 * 2 * 16 * 2 * 16 * 4
@@ -171,7 +172,7 @@ def test_answers_by_grammars_are_those_of_one_process_and_forced_tokens_come_at_
     assert longest > 10
 
 
-@layouts((2, 1), (1, 2), (2, 2))
+@layouts((2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.long))
 def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_process(engine, alone):
     choose, before = random.Random(2), engine.loop.stats()
     talks = {f"talk-{number}": prompt_of(choose, 20) for number in range(7)}
@@ -191,7 +192,7 @@ def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_p
 
 
 @layouts((2, 1), (1, 2), (2, 2))
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", then_long(1, range(2)))
 def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, alone, seed):
     choose, loop, given, requests, aborted = random.Random(seed), engine.loop, {}, {}, set()
     for step in range(50):

@@ -3,6 +3,7 @@
 import random
 import statistics
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -18,33 +19,40 @@ def requests(conversation, inherited=0):
             yield from requests(fork, history + turn.prompt + turn.output if fork.inherits else 0)
 
 
-AGENT_SESSIONS = sessions("agents", 400, seed=3)
-AGENT_REQUESTS = [each for session in AGENT_SESSIONS for each in requests(session)]
+@cache
+def agents():
+    """Sessions of agents, drawn once."""
+    return sessions("agents", 400, seed=3)
+
+
+@cache
+def agents_requests():
+    return [each for session in agents() for each in requests(session)]
 
 
 def test_agents_have_the_medians_of_the_published_load():
-    assert statistics.median(len(session.turns) for session in AGENT_SESSIONS) == pytest.approx(43, rel=0.15)
-    inputs = [history + turn.prompt for turn, history in AGENT_REQUESTS]
+    assert statistics.median(len(session.turns) for session in agents()) == pytest.approx(43, rel=0.15)
+    inputs = [history + turn.prompt for turn, history in agents_requests()]
     assert statistics.median(inputs) == pytest.approx(142_000, rel=0.1)
-    assert statistics.median(turn.output for turn, _ in AGENT_REQUESTS) == pytest.approx(444, rel=0.05)
-    new = sum(turn.prompt - turn.common.tokens for turn, _ in AGENT_REQUESTS)
+    assert statistics.median(turn.output for turn, _ in agents_requests()) == pytest.approx(444, rel=0.05)
+    new = sum(turn.prompt - turn.common.tokens for turn, _ in agents_requests())
     assert 1 - new / sum(inputs) > 0.95
 
 
 def test_some_agents_have_sub_agents_of_which_some_inherit_their_history():
-    forks = [[fork for turn in session.turns for fork in turn.forks] for session in AGENT_SESSIONS]
+    forks = [[fork for turn in session.turns for fork in turn.forks] for session in agents()]
     some = [each for each in forks if each]
     assert len(some) / len(forks) == pytest.approx(0.44, abs=0.07)
     assert statistics.median(map(len, some)) == pytest.approx(4, abs=1)
     inherits = [fork.inherits for each in some for fork in each]
     assert sum(inherits) / len(inherits) == pytest.approx(0.5, abs=0.07)
-    parents = [turn for session in AGENT_SESSIONS for turn in session.turns if turn.forks]
+    parents = [turn for session in agents() for turn in session.turns if turn.forks]
     assert {turn.pause for turn in parents} == {"branch"}
 
 
 def test_each_tool_has_its_own_pauses_and_results():
     after: dict[str, list] = {}
-    for session in AGENT_SESSIONS:
+    for session in agents():
         for turn, following in zip(session.turns, session.turns[1:], strict=False):
             after.setdefault(turn.pause, []).append((turn, following))
     assert {f"tool:{tool.name}" for tool in AGENTS.tools} | {"person", "branch"} == set(after)
@@ -57,7 +65,7 @@ def test_each_tool_has_its_own_pauses_and_results():
 
 
 def test_a_turn_asks_for_the_contract_of_what_came_before_it():
-    for session in AGENT_SESSIONS[:50]:
+    for session in agents()[:50]:
         for before, turn in zip(session.turns, session.turns[1:], strict=False):
             if not before.forks:
                 assert turn.contract == AGENTS.contracts[before.pause.partition(":")[0]]
@@ -66,10 +74,10 @@ def test_a_turn_asks_for_the_contract_of_what_came_before_it():
 
 
 def test_some_turns_replace_the_turns_before_them_but_never_the_first():
-    replaced = [turn.replaces for turn, _ in AGENT_REQUESTS]
+    replaced = [turn.replaces for turn, _ in agents_requests()]
     assert sum(map(bool, replaced)) / len(replaced) == pytest.approx(AGENTS.retries, rel=0.25)
     assert {*replaced} == {0, 1, 2, 3}
-    for session in AGENT_SESSIONS:
+    for session in agents():
         assert all(history for history in [*session.histories()][1:])
 
 
@@ -81,7 +89,7 @@ def test_a_session_ends_before_its_context_grows_beyond_the_limit():
 
 
 def test_the_last_turn_of_a_session_and_of_a_fork_knows_no_pause():
-    for session in AGENT_SESSIONS[:50]:
+    for session in agents()[:50]:
         assert session.turns[-1].pause == "" and session.turns[-1].expected_pause is None
         assert {fork.turns[-1].pause for turn in session.turns for fork in turn.forks} <= {""}
 

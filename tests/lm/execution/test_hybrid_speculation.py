@@ -31,7 +31,8 @@ from tests.lm.execution.test_speculation import FREE
 from tests.long import then_long
 from tests.paged import sizes
 
-FAMILIES = ("Qwen3_5Text", "Qwen3Next", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Lfm2")
+FAMILIES = ("Qwen3_5Text", "FalconH1", "Lfm2", "NemotronH", "Bamba", "GraniteMoeHybrid", "Qwen3Next")
+"""Families. The first three have all kinds of recurrent layers: gated delta rules, Mamba 2, and convolutions alone."""
 LONGEST, BLOCKS, HOST_BLOCKS, SNAPSHOTS = 150, 42, 60, 3
 FEW = ((3, 40.0), (7, 40.0), (9, 39.5))
 """Answers of few tokens repeat themselves, but not always."""
@@ -166,7 +167,7 @@ def play(
     return answers, aborted, seen
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=then_long(3, FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("checkpoint")

@@ -22,6 +22,7 @@ from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 from tests.invariants import check_scheduler
+from tests.long import then_long
 from tests.paged import sizes
 
 CONFIG = {
@@ -131,10 +132,13 @@ def play(model: Model, seed: int, speculation: Any, **options: Any) -> tuple[Ans
     return answers, aborted, stats
 
 
+@pytest.mark.parametrize("first", then_long(1, [0, 2]))
 @pytest.mark.parametrize("speculation", ["ngram", "suffix"])
-def test_random_histories_give_the_tokens_that_each_request_gets_without_drafts(model: Model, speculation: str) -> None:
+def test_random_histories_give_the_tokens_that_each_request_gets_without_drafts(
+    model: Model, speculation: str, first: int
+) -> None:
     drafted = accepted = preempted = shared = 0
-    for seed in range(4):
+    for seed in (first, first + 1):
         plain, _, _ = play(model, seed, "off")
         answers, aborted, stats = play(model, seed, speculation)
         drafted, accepted = drafted + stats.tokens_drafted, accepted + stats.drafts_accepted
@@ -145,7 +149,7 @@ def test_random_histories_give_the_tokens_that_each_request_gets_without_drafts(
             assert [each.logprob for each in told] == pytest.approx(
                 [each.logprob for each in of_expected[: len(told)]], abs=1e-4
             )
-    assert drafted > 250 and accepted > 100 and preempted > 2 and shared > 25
+    assert drafted > 125 and accepted > 50 and preempted > 0 and shared > 12
 
 
 def test_one_sequence_may_draw_more_tokens_than_there_are_rows(model: Model) -> None:

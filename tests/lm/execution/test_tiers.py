@@ -28,6 +28,7 @@ from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
 from tests.invariants import check_scheduler
 from tests.late_streams import ForgottenStream, LateStream
+from tests.long import then_long
 from tests.paged import allocated
 from tests.rounded_cache import cache_for
 
@@ -159,7 +160,10 @@ def converse(
     return turns, loop.stats()
 
 
-@pytest.mark.parametrize(("eviction", "steps_in_flight"), [("retention", 2), ("retention", 1), ("tail-first", 2)])
+@pytest.mark.parametrize(
+    ("eviction", "steps_in_flight"),
+    then_long(2, [("retention", 1), ("tail-first", 2), ("retention", 2)]),  # the last one runs where copies are late
+)
 def test_answers_with_a_host_tier_equal_those_of_the_model_without_a_cache(
     small: Small, eviction: str, steps_in_flight: int
 ) -> None:
@@ -173,7 +177,7 @@ def test_answers_with_a_host_tier_equal_those_of_the_model_without_a_cache(
     assert eviction == "tail-first" or stats.tokens_recovered > 20
 
 
-@pytest.mark.parametrize(("by_layer", "groups"), [(False, 4), (True, 1), (True, 64)])
+@pytest.mark.parametrize(("by_layer", "groups"), then_long(2, [(False, 4), (True, 1), (True, 64)]))
 def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small, by_layer: bool, groups: int) -> None:
     if small.model.spec.device.type != "cpu":
         pytest.skip("the late stream copies on the host")

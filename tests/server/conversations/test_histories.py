@@ -704,28 +704,28 @@ async def listen(writing: Writing, store: Store) -> None:
 
 
 OFTEN = {
-    "whole turns": 125,
-    "turns with cached tokens": 62,
-    "prompts cached as far as can be": 6,
-    "prompts from stored tokens": 31,
-    "prompts from all of a parent's tokens": 25,
-    "branches": 5,
-    "holes": 6,
+    "whole turns": 75,
+    "turns with cached tokens": 37,
+    "prompts cached as far as can be": 3,
+    "prompts from stored tokens": 18,
+    "prompts from all of a parent's tokens": 15,
+    "branches": 3,
+    "holes": 3,
     "several holes of one sequence": 1,
-    "tokens_recovered": 31,
-    "tokens_dropped": 625,
-    "blocks_swapped_in": 31,
-    "blocks_swapped_out": 500,
-    "arrivals under the computation": 6,
+    "tokens_recovered": 18,
+    "tokens_dropped": 375,
+    "blocks_swapped_in": 18,
+    "blocks_swapped_out": 300,
+    "arrivals under the computation": 3,
     "arrivals beside other steps": 1,
-    "steps that wait for room": 12,
+    "steps that wait for room": 7,
     "suspensions": 1,
-    "clients that left in mid-answer": 6,
+    "clients that left in mid-answer": 3,
     "cancelled": 1,
     "kills in mid-turn": 1,
     "restarts in mid-turn": 1,
     "edits in mid-turn": 1,
-    "conversation_busy": 4,
+    "conversation_busy": 2,
     "context_length_exceeded": 1,
 }
 """Minimum count of each case over all histories. Other seeds gave at least twice as many."""
@@ -737,7 +737,7 @@ def test_answers_equal_those_of_a_model_without_a_cache_through_any_history(pyte
     Histories.seen.clear()
     given = pytestconfig.getoption("hypothesis_seed")
     first = int(given) if given else random.randrange(1 << 32) if HISTORIES else 0
-    for number in range(max(5, HISTORIES // EACH)):
+    for number in range(max(3, HISTORIES // EACH)):
         run_state_machine_as_test(
             seed(first + number)(Histories),
             settings=settings(

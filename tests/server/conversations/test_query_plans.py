@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
+from postgresql_server import empty_schema
 from sqlalchemy import event, text
 from test_store import AMPLE, grow, item, turn
 
@@ -45,23 +46,26 @@ ROUTES: dict[str, Callable[[Store], Any]] = {
     "delete an item": lambda store: store.conversations.delete_item("a", "c7", "msg_x"),
     "turn": lambda store: store.turns.commit(turn("asked", store.conversations.context("a", "c7"), conversation="c7")),
     "turn after a turn": lambda store: grow(store, "three", "four"),
-    "delete": lambda store: store.conversations.delete("a", "c7"),
-    "delete with responses": lambda store: store.tree.drop("a", "c7"),
+    "delete": lambda store: store.conversations.delete("a", "c8"),
+    "delete with responses": lambda store: store.tree.drop("a", "c9"),
     "delete a response": lambda store: store.turns.delete("a", "two"),
 }
+"""Calls of each route. None needs what another deletes."""
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """A store of some conversations and turns."""
-    sqlite = request.param == "sqlite"
-    where = str(tmp_path / "store.sqlite" if sqlite else request.getfixturevalue("postgresql_schema"))
-    store = Store.open(where, AMPLE, lambda: 1000.0)
-    for number in range(20):
-        store.conversations.create("a", f"c{number}", {"t": f"c{number}"}, [item("needle"), item("x")])
-    grow(store, "one", "two")
-    yield store
-    store.close()
+    with ExitStack() as ended:
+        where = str(tmp_path_factory.mktemp("store") / "store.sqlite")
+        if request.param == "postgresql":
+            where = ended.enter_context(empty_schema(request.getfixturevalue("postgresql")))
+        store = Store.open(where, AMPLE, lambda: 1000.0)
+        for number in range(20):
+            store.conversations.create("a", f"c{number}", {"t": f"c{number}"}, [item("needle"), item("x")])
+        grow(store, "one", "two")
+        yield store
+        store.close()
 
 
 def queries(store: Store, route: Callable[[Store], Any]) -> list[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import Context
 from holdfast.server.protocol import ApiError
 
-PROCESSES, CLIENTS = 4, 128
+PROCESSES, CLIENTS = 4, 64
 """Number of processes, and of turns that each of them stores at the same time."""
 BUSY = "busy"
 """Conversation that another server locks all the time."""
@@ -97,7 +97,7 @@ def stored(where: str) -> set[str]:
     return found
 
 
-def test_512_turns_at_once_from_four_processes_are_all_stored(
+def test_256_turns_at_once_from_four_processes_are_all_stored(
     where: str, processes: list[subprocess.Popen[str]]
 ) -> None:
     begin(processes, 1)

@@ -1,4 +1,4 @@
-"""The library of integer products (products.c) and of the operations around them (layers.c).
+"""The library of integer products (products.c), the operations around them (layers.c), and whole steps (step.c).
 
 An install compiles it if it finds a C compiler.
 """
@@ -6,6 +6,7 @@ An install compiles it if it finds a C compiler.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ LEVELS = ("plain C", "AVX2", "AVX-512 VNNI")
 TYPES = (torch.float32, torch.bfloat16)
 """Types of activations and of results."""
 OUT_OF_MEMORY = 2
+LINE = 64
+"""Bytes of a line of the CPU's caches."""
 
 
 class _Norm(ctypes.Structure):
@@ -53,6 +56,8 @@ class Library:
     """The library's own functions."""
     parallel: ctypes.c_void_p
     """GOMP_parallel of the OpenMP library that PyTorch uses."""
+    barrier: ctypes.c_void_p
+    """GOMP_barrier of the same library."""
     level: int
     """Index in LEVELS of the instructions to use."""
 
@@ -142,6 +147,17 @@ class Library:
             raise ValueError(f"a slot is not below {places}, or a head of {dim} numbers has no halves")
         return query
 
+    def step(self, decoder: ctypes.Structure, step: ctypes.Structure, room: Callable[[int], int]) -> int:
+        """Compute a step (`struct step` of integer.h) of a decoder. Returns the library's status, 0 if it succeeded.
+
+        `room` gives the address of so many bytes for the step's activations.
+        """
+        threads = torch.get_num_threads()
+        pointers = ctypes.byref(decoder), ctypes.byref(step)
+        step.scratch = -(-room(self.functions.holdfast_step_bytes(*pointers, threads) + LINE) // LINE) * LINE
+        status: int = self.functions.holdfast_step(*pointers, self.parallel, self.barrier, threads, self.level)
+        return status
+
     def _how(self) -> tuple[Any, ...]:
         """The last arguments of every function: PyTorch's threads, and the instructions to use."""
         return self.parallel, torch.get_num_threads(), self.level
@@ -172,6 +188,12 @@ def library_for(device: torch.device, dtype: torch.dtype) -> Library | None:
     return library() if _is_asked(device, dtype) else None
 
 
+def step_library(device: torch.device) -> Library | None:
+    """The library, if it computes whole steps faster on this device than PyTorch: on a CPU with AVX2 or AVX-512."""
+    found = library() if device.type == "cpu" else None
+    return found if found is not None and found.level else None
+
+
 def is_missing(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights would be multiplied as integers, but for the library."""
     return _is_asked(device, dtype) and library() is None
@@ -182,18 +204,24 @@ def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def open_library(file: Path) -> Library | None:
-    """The library in a file; None if it cannot be loaded, as one of another system, or PyTorch has no GNU OpenMP."""
-    try:
-        found = ctypes.CDLL(str(file))
-        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
+    """The library in a file; None if it cannot be used.
+
+    It may be one of another system, or of an older version of its sources; or PyTorch may have no GNU OpenMP.
+    """
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     how = (pointer, number, number)
-    found.holdfast_multiply.argtypes = (
-        *(pointer, pointer, size, size, number, pointer, size, number, pointer),
-        *how,
-    )
-    found.holdfast_norm.argtypes = found.holdfast_gate.argtypes = (pointer, size, *how)
-    found.holdfast_rotate.argtypes = (pointer, size, size, *how)
-    return Library(found, ctypes.cast(parallel, pointer), found.holdfast_level())
+    try:
+        found = ctypes.CDLL(str(file))
+        openmp = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        parallel, barrier = (ctypes.cast(each, pointer) for each in (openmp.GOMP_parallel, openmp.GOMP_barrier))
+        found.holdfast_multiply.argtypes = (
+            *(pointer, pointer, size, size, number, pointer, size, number, pointer),
+            *how,
+        )
+        found.holdfast_norm.argtypes = found.holdfast_gate.argtypes = (pointer, size, *how)
+        found.holdfast_rotate.argtypes = (pointer, size, size, *how)
+        found.holdfast_step_bytes.argtypes, found.holdfast_step_bytes.restype = (pointer, pointer, number), size
+        found.holdfast_step.argtypes = (pointer, pointer, pointer, *how)
+    except (OSError, AttributeError):
+        return None
+    return Library(found, parallel, barrier, found.holdfast_level())

@@ -132,7 +132,7 @@ class Decoder:
         )
         whole = group is None and shard.first and shard.last and type(self) is Decoder
         kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
-        self._whole = whole_steps_of(self, windows, kinds) if whole else None
+        self.whole_steps = whole_steps_of(self, windows, kinds) if whole else None
         """The steps that one call computes; None if no step of this decoder is computed so."""
 
     def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:
@@ -230,8 +230,8 @@ class Decoder:
         return layer_ops_for(shape, self.group)
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        if self._whole is not None and self._whole.takes(step):
-            return self._finished(self._whole.logits(self.embedded(step.ids, step.positions), step))
+        if self.whole_steps is not None and self.whole_steps.takes(step):
+            return self._finished(self.whole_steps.logits(self.embedded(step.ids, step.positions), step))
         rows = self.body(step)
         return self.head(rows, step.adapters) if self.shard.last else rows[0]
 

@@ -3,7 +3,7 @@
 #include <immintrin.h>
 #include "plain.h"
 
-enum { FLOATS = 8, COLUMNS = 1, STREAMS = 8, DOT_ROWS = 2 };
+enum { FLOATS = 8, COLUMNS = 1, STREAMS = 8, WEIGHT_ROWS = 4, DOT_ROWS = 2 };
 
 #include "step.h"
 

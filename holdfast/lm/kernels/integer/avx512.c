@@ -3,7 +3,7 @@
 #include <immintrin.h>
 #include "plain.h"
 
-enum { FLOATS = 16, COLUMNS = 2, STREAMS = 16, DOT_ROWS = 6 };
+enum { FLOATS = 16, COLUMNS = 2, STREAMS = 16, WEIGHT_ROWS = 8, DOT_ROWS = 3 };
 
 #include "step.h"
 

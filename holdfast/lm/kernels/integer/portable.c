@@ -2,7 +2,7 @@
 
 #include "plain.h"
 
-enum { FLOATS = 4, COLUMNS = 1, STREAMS = 4, DOT_ROWS = 1 };
+enum { FLOATS = 4, COLUMNS = 1, STREAMS = 4, WEIGHT_ROWS = 4, DOT_ROWS = 2 };
 
 #include "step.h"
 

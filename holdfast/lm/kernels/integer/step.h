@@ -5,8 +5,8 @@ memory again and again, because the weights have just replaced code and data in 
 float32. Each number is computed by one thread in a fixed order, so results do not depend on the number of threads.
 
 Each file of instructions includes this one. It defines FLOATS, the numbers of a vector; COLUMNS, the vectors of outputs
-that are computed together; STREAMS, the rows of a weight that are read together for one token; DOT_ROWS, the tokens for
-which four rows of a weight are read together; and `total`, the sum of a vector. */
+that are computed together; STREAMS, the rows of a weight that are read together for one token; WEIGHT_ROWS and DOT_ROWS,
+the rows of a weight and the tokens that are multiplied together; and `total`, the sum of a vector. */
 
 #define INLINED static inline __attribute__((always_inline))
 /* Numbers of a small array stay in registers only if every loop over it is unrolled. */
@@ -16,7 +16,7 @@ typedef float vec __attribute__((vector_size(4 * FLOATS)));
 typedef uint32_t words __attribute__((vector_size(4 * FLOATS)));
 typedef uint16_t shorts __attribute__((vector_size(2 * FLOATS)));
 
-enum { INPUTS_AT_A_TIME = 8, ROWS_AT_A_TIME = 4 };
+enum { INPUTS_AT_A_TIME = 8 };
 
 INLINED float total(vec numbers);
 
@@ -56,6 +56,9 @@ INLINED void add_inputs(const void *data, int64_t at, int64_t outputs, bool half
     UNROLLED for (int i = 0; i < count; i++)
         UNROLLED for (int v = 0; v < vectors; v++)
             weights[i][v] = read_vector(data, at + i * outputs + v * FLOATS, half);
+    /* The rows of the next call. Nothing else would ask for them while many tokens are multiplied. */
+    UNROLLED for (int i = 0; rows > 1 && i < count; i++)
+        __builtin_prefetch((const char *)data + (at + (count + i) * outputs) * (half ? 2 : 4));
     for (int64_t row = 0; row < rows; row++, x += x_stride, out += out_stride) {
         vec sums[COLUMNS];
         UNROLLED for (int v = 0; v < vectors; v++)
@@ -124,6 +127,12 @@ INLINED void add_dots(const struct matrix *weight, int64_t first, bool half, int
         }
 }
 
+#define OF_TOKENS(n)                                                                                          \
+    case n:                                                                                                   \
+        add_dots(weight, first + column, half, WEIGHT_ROWS, n < DOT_ROWS ? n : DOT_ROWS, x + row * x_stride, \
+                 x_stride, out + row * out_stride + column, out_stride);                                      \
+        break;
+
 /* out [rows, columns] += x times a weight [outputs, inputs], from its row `first` on. */
 INLINED void add_by_rows(const struct matrix *weight, int64_t first, int64_t columns, bool half, const float *x,
                          int64_t x_stride, int64_t rows, float *out, int64_t out_stride)
@@ -132,20 +141,16 @@ INLINED void add_by_rows(const struct matrix *weight, int64_t first, int64_t col
     if (rows == 1)
         for (; column + STREAMS <= columns; column += STREAMS)
             add_dots(weight, first + column, half, STREAMS, 1, x, x_stride, out + column, out_stride);
-    for (; column < columns; column += ROWS_AT_A_TIME) {
-        const bool several = column + ROWS_AT_A_TIME <= columns;
-        int64_t row = 0;
-        for (; several && row + DOT_ROWS <= rows; row += DOT_ROWS)
-            add_dots(weight, first + column, half, ROWS_AT_A_TIME, DOT_ROWS, x + row * x_stride, x_stride,
-                     out + row * out_stride + column, out_stride);
-        for (; several && row < rows; row++)
-            add_dots(weight, first + column, half, ROWS_AT_A_TIME, 1, x + row * x_stride, x_stride,
-                     out + row * out_stride + column, out_stride);
-        for (; row < rows; row++)
-            for (int64_t one = column; one < columns; one++)
-                add_dots(weight, first + one, half, 1, 1, x + row * x_stride, x_stride, out + row * out_stride + one,
-                         out_stride);
-    }
+    const int64_t parts = (rows + DOT_ROWS - 1) / DOT_ROWS, tokens = (rows + parts - 1) / parts;
+    for (; column + WEIGHT_ROWS <= columns; column += WEIGHT_ROWS)
+        for (int64_t row = 0; row < rows; row += tokens)
+            switch (rows - row < tokens ? rows - row : tokens) {
+                OF_TOKENS(1) OF_TOKENS(2) OF_TOKENS(3)
+            }
+    for (; column < columns; column++)
+        for (int64_t row = 0; row < rows; row++)
+            add_dots(weight, first + column, half, 1, 1, x + row * x_stride, x_stride, out + row * out_stride + column,
+                     out_stride);
 }
 
 /* out [rows, columns] = x times some outputs of a weight, plus the bias. */

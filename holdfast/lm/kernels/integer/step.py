@@ -225,7 +225,9 @@ class WholeSteps:
         self._decoder.block_size = block_size
         status = self._library.step(self._decoder, step, self._room)
         if status:
-            what = "a slot, block, position or row of the step does not exist" if status == BAD_PLACE else "sizes differ"
+            what = (
+                "a slot, block, position or row of the step does not exist" if status == BAD_PLACE else "sizes differ"
+            )
             raise ValueError(f"a step of {rows} tokens cannot be computed: {what}")
         return logits
 

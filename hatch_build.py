@@ -1,4 +1,4 @@
-"""Compiles the library of integer products for `pip install`, and for this checkout: `python hatch_build.py`.
+"""Compiles the library in C for `pip install`, and for this checkout: `python hatch_build.py`.
 
 The package works without it: a system without a C compiler gets a package without the library, and a line that says so.
 """

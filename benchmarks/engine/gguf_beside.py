@@ -97,20 +97,20 @@ def quantized(programs: Path, place: Path, threads: int) -> Path:
     return file
 
 
-def llama_cpp(programs: Path, file: Path, streams: int, prompt: int, output: int, threads: int) -> float:
-    """Output tokens per second of llama.cpp."""
+def llama_cpp(programs: Path, file: Path, streams: int, prompt: int, output: int, threads: int, *more: str) -> float:
+    """Output tokens per second of llama.cpp, with `more` options."""
     command = [str(programs / "llama-batched-bench"), "-m", str(file), "-t", str(threads), "-tb", str(threads)]
     command += ["-c", str(streams * (prompt + output + 8)), "-npp", str(prompt), "-ntg", str(output)]
-    command += ["-npl", str(streams), "--output-format", "jsonl"]
+    command += ["-npl", str(streams), "--output-format", "jsonl", *more]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     return float(rows[-1]["speed_tg"])
 
 
-def loop_of(directory: Path, streams: int, length: int) -> Loop[Any, Any, Any]:
-    """An engine on the model of a GGUF file, with room for this many streams."""
-    model = load(directory, device="cpu", dtype="bfloat16")
-    config = EngineConfig(max_sequences=streams)
+def loop_of(directory: Path, streams: int, length: int, dtype: str = "bfloat16", **options: Any) -> Loop[Any, Any, Any]:
+    """An engine on the model in a directory, with room for this many streams. `options` are its configuration's."""
+    model = load(directory, device="cpu", dtype=dtype)
+    config = EngineConfig(max_sequences=streams, **options)
     device = PagedDevice(model, config)
     blocks = streams * -(-length // config.block_size)
     shape = device.allocate(MemoryMeasurement("cpu", total=0, weights=0, activations=0, cache=blocks, block=1))

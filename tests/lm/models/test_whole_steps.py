@@ -1,4 +1,4 @@
-"""Which decoders and steps the library in C computes as a whole, and that a model gives the same with and without it."""
+"""Which decoders and steps the library in C computes as a whole, and that models give the same with and without it."""
 
 from __future__ import annotations
 

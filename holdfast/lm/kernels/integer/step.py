@@ -55,7 +55,7 @@ class _Decoder(ctypes.Structure):
         ("amplitudes", ctypes.c_void_p * MOST_ROTATIONS),
         *(
             (name, ctypes.c_int64)
-            for name in "count hidden inner heads kv_heads dim block_size activation half".split()
+            for name in ("count", "hidden", "inner", "heads", "kv_heads", "dim", "block_size", "activation", "half")
         ),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
     )
@@ -65,11 +65,9 @@ class _Step(ctypes.Structure):
     """struct step of integer.h."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in "stream positions slots table_rows tables sample_at caches logits scratch".split()
-        ),
-        *((name, ctypes.c_int64) for name in "rows samples blocks table_count table_width longest".split()),
+        *((name, ctypes.c_void_p) for name in ("stream", "positions", "slots", "table_rows", "tables", "sample_at")),
+        *((name, ctypes.c_void_p) for name in ("caches", "logits", "scratch")),
+        *((name, ctypes.c_int64) for name in ("rows", "samples", "blocks", "table_count", "table_width", "longest")),
     )
 
 

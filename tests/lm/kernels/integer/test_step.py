@@ -90,7 +90,8 @@ class Made:
     def tokens(self, lengths: tuple[int, ...] = (1, 1, 1), **changes: Any) -> StepTokens:
         """So many tokens of each row, after its context."""
         rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = torch.tensor([context + at for context, count in zip(CONTEXTS, lengths) for at in range(count)])
+        spans = zip(CONTEXTS, lengths, strict=True)
+        positions = torch.cat([torch.arange(context, context + count) for context, count in spans])
         slots = TABLES[rows, positions // BLOCK].long() * BLOCK + positions % BLOCK
         usual = dict(
             positions=positions,
@@ -158,9 +159,11 @@ class Made:
         return torch.einsum("hl,lhd->hd", scores.softmax(1)[:, : len(seen)], shared)
 
 
-SMALL = {
-    "attention_out_norm": HIDDEN, "mlp_out_norm": HIDDEN, "q_norm": DIM, "k_norm": DIM, "sinks": HEADS, "biases": 0, "no_norms": 0,
-}  # fmt: skip
+SMALL = {"attention_out_norm": HIDDEN, "mlp_out_norm": HIDDEN, "q_norm": DIM, "k_norm": DIM, "sinks": HEADS} | {
+    "biases": 0,
+    "no_norms": 0,
+}
+"""Widths of small tensors that a layer may have, by the option that adds them."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -270,7 +273,7 @@ def test_tensors_of_other_types_and_shapes_are_named() -> None:
     options: dict[str, Any] = dict(head=made.head, head_bias=None, final_norm=made.norm, rotations=ROTATIONS)
     with pytest.raises(ValueError, match=r"a weight \[144, 52\] of torch.float32 is not \[142, 52\]"):
         WholeSteps(integer_library(), SIZES, [layer], **options)
-    with pytest.raises(ValueError, match="no whole steps for torch.float32, heads of 24 numbers and silu"):
+    with pytest.raises(ValueError, match=r"no whole steps for torch\.float32, heads of 24 numbers and silu"):
         WholeSteps(integer_library(), replace(SIZES, dim=24), made.layers, **options)
     with pytest.raises(ValueError, match="there are 3 kinds of rotation"):
         WholeSteps(integer_library(), SIZES, made.layers, **options | dict(rotations=[*ROTATIONS, ROTATIONS[0]]))

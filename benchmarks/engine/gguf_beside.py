@@ -34,6 +34,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.models.base import Model
 from holdfast.lm.models.gguf_metadata import write
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.paged import PagedKind
@@ -107,9 +108,8 @@ def llama_cpp(programs: Path, file: Path, streams: int, prompt: int, output: int
     return float(rows[-1]["speed_tg"])
 
 
-def loop_of(directory: Path, streams: int, length: int, dtype: str = "bfloat16", **options: Any) -> Loop[Any, Any, Any]:
-    """An engine on the model in a directory, with room for this many streams. `options` are its configuration's."""
-    model = load(directory, device="cpu", dtype=dtype)
+def loop_of(model: Model, streams: int, length: int, **options: Any) -> Loop[Any, Any, Any]:
+    """An engine with room for this many streams of a model. `options` are its configuration's."""
     config = EngineConfig(max_sequences=streams, **options)
     device = PagedDevice(model, config)
     blocks = streams * -(-length // config.block_size)
@@ -126,7 +126,8 @@ def loop_of(directory: Path, streams: int, length: int, dtype: str = "bfloat16",
 
 def holdfast(directory: Path, streams: int, prompt: int, output: int) -> float:
     """Output tokens per second from the first token of the last stream on."""
-    loop, draw = loop_of(directory, streams, prompt + output), random.Random(0)
+    model = load(directory, device="cpu", dtype="bfloat16")
+    loop, draw = loop_of(model, streams, prompt + output), random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     for number in range(streams):
         loop.add(Request(str(number), tuple(draw.randrange(VOCABULARY) for _ in range(prompt)), params))

@@ -1,13 +1,13 @@
 """Decoding on a CPU: whole steps by the library in C, and beside them PyTorch's, llama.cpp, and Transformers.
 
-    python -m benchmarks.engine.whole_steps_cpu [--llama BUILD/bin] [--streams 1 8 32] [--dtype bfloat16] [--json FILE]
+    GOMP_SPINCOUNT=3000 python -m benchmarks.engine.whole_steps_cpu [--llama BUILD/bin] [--streams 1 8 32] [--json FILE]
 
-The model is the Llama of 100 million random parameters of `benchmarks/peers/cpu_peers.py`. Each engine runs in a
-process of its own, and a round has each of them once, one after the other: Holdfast with `--attention-backend auto` and
-with `torch`, which leaves whole steps out; llama.cpp by `llama-batched-bench`; and Transformers' continuous batching
-(`generate_batch`). Holdfast runs its executor, scheduler and loop. *decode* is output tokens a second after the
-prompts. *all* is output tokens a second with the prompts, which is all that `generate_batch` tells. Ratios are those of
-medians.
+The model is the Llama of 100 million random parameters of `benchmarks/peers/cpu_peers.py`. A round has each engine once,
+one after the other: Holdfast with `--attention-backend auto` and with `torch`, which leaves whole steps out; llama.cpp
+by `llama-batched-bench`; and Transformers' continuous batching (`generate_batch`). Holdfast runs its executor,
+scheduler and loop. *decode* is output tokens a second after the prompts. *all* is output tokens a second with the
+prompts, which is all that `generate_batch` tells. Ratios are those of medians. `holdfast serve` sets GOMP_SPINCOUNT by
+itself.
 `benchmarks/engine/gguf_beside.py` says where llama.cpp's program comes from.
 """
 
@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,6 +29,8 @@ from benchmarks.engine.gguf_beside import llama_cpp, loop_of
 from benchmarks.lib.invocation import provenance
 from benchmarks.peers.cpu_peers import SHAPE, generate_batch, weights, write_checkpoint, write_gguf
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.loader import load
 
 Rates = dict[str, float]
 """Output tokens a second, by what they count."""
@@ -42,11 +41,9 @@ def prompts_of(streams: int, length: int) -> list[list[int]]:
     return [[draw.randrange(300, SHAPE["vocab_size"]) for _ in range(length)] for _ in range(streams)]
 
 
-def holdfast(directory: Path, backend: str, args: argparse.Namespace) -> Rates:
+def holdfast(model: Model, backend: str, streams: int, args: argparse.Namespace) -> Rates:
     """The rates of executor, scheduler and loop with this attention backend."""
-    (streams,) = args.streams
-    options: dict[str, Any] = dict(dtype=args.dtype, attention_backend=backend)
-    loop = loop_of(directory, streams, args.prompt + args.output, **options)
+    loop = loop_of(model, streams, args.prompt + args.output, attention_backend=backend)
     params = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True)
     prompts, heard = prompts_of(streams, args.prompt), set[str]()
     began, after, counted, decoded = time.perf_counter(), 0.0, 0, 0
@@ -63,9 +60,8 @@ def holdfast(directory: Path, backend: str, args: argparse.Namespace) -> Rates:
     return {"decode": decoded / (ended - after), "all": counted / (ended - began)}
 
 
-def transformers(directory: Path, args: argparse.Namespace) -> Rates:
+def transformers(directory: Path, streams: int, args: argparse.Namespace) -> Rates:
     """The rate of continuous batching, after a run that does not count."""
-    (streams,) = args.streams
     prompts = prompts_of(streams, args.prompt)
     with generate_batch(directory, streams, args.prompt + args.output + 8) as run:
         run(prompts, 2)
@@ -74,29 +70,11 @@ def transformers(directory: Path, args: argparse.Namespace) -> Rates:
         return {"all": streams * args.output / (time.perf_counter() - began)}
 
 
-def in_a_process(what: str, streams: int, args: argparse.Namespace, directory: Path) -> Rates:
-    """The rates of one engine, from a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.engine.whole_steps_cpu", "--own", what, "--place", str(directory)]
-    command += ["--streams", str(streams), "--prompt", str(args.prompt), "--output", str(args.output)]
-    command += ["--threads", str(args.threads), "--dtype", args.dtype]
-    env = os.environ | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "3000")}  # as `holdfast serve` sets it
-    told = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
-    rates: Rates = json.loads(told.splitlines()[-1])
-    return rates
-
-
-def run_own(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    run: Callable[[], Rates] = lambda: holdfast(args.place, args.own, args)  # noqa: E731
-    print(json.dumps(transformers(args.place, args) if args.own == "generate_batch" else run()))
-
-
 def row_of(streams: int, rates: dict[str, list[Rates]]) -> dict[str, Any]:
     """The figures of one number of streams, and how many times as fast whole steps are."""
     row: dict[str, Any] = {"streams": streams}
     for name, found in rates.items():
         row[name] = {kind: [round(each[kind], 2) for each in found] for kind in found[0]}
-    for name, found in rates.items():
         kind = "decode" if "decode" in found[0] else "all"
         ours, theirs = (statistics.median(each[kind] for each in of) for of in (rates["whole steps"], found))
         if name != "whole steps":
@@ -115,20 +93,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--without", nargs="*", default=[], help="engines to leave out, such as generate_batch")
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--own", help=argparse.SUPPRESS)
-    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.own is not None:
-        run_own(args)
-        return
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as place:
         directory, file = Path(place) / "checkpoint", Path(place) / "model.gguf"
         directory.mkdir()
         tensors = weights()
         write_checkpoint(directory, tensors)
+        model = load(directory, device="cpu", dtype=args.dtype)
         engines: dict[str, Callable[[int], Rates]] = {
-            "whole steps": lambda streams: in_a_process("auto", streams, args, directory),
-            "PyTorch": lambda streams: in_a_process("torch", streams, args, directory),
+            "whole steps": lambda streams: holdfast(model, "auto", streams, args),
+            "PyTorch": lambda streams: holdfast(model, "torch", streams, args),
         }
         if args.llama is not None:
             write_gguf(file, tensors)
@@ -136,7 +111,7 @@ def main() -> None:
             more = ("-ctk", "f32", "-ctv", "f32")
             engines["llama.cpp"] = lambda streams: {"decode": llama_cpp(args.llama, file, streams, *sizes, *more)}
         if args.dtype == "float32":
-            engines["generate_batch"] = lambda streams: in_a_process("generate_batch", streams, args, directory)
+            engines["generate_batch"] = lambda streams: transformers(directory, streams, args)
         del tensors
         rows = []
         for streams in args.streams:
@@ -144,6 +119,7 @@ def main() -> None:
             for _ in range(args.rounds):
                 for name, found in rates.items():
                     found.append(engines[name](streams))
+                print(streams, {name: found[-1] for name, found in rates.items()}, flush=True)
             rows.append(row_of(streams, rates))
             print(json.dumps(rows[-1]), flush=True)
     if args.json is not None:

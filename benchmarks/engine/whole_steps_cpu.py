@@ -1,14 +1,13 @@
-"""Decoding on a CPU: whole steps by the library in C, and beside them PyTorch's, llama.cpp, and Transformers.
+"""Decoding on a CPU: whole steps by the library in C, next to PyTorch's, llama.cpp, and Transformers.
 
     GOMP_SPINCOUNT=3000 python -m benchmarks.engine.whole_steps_cpu [--llama BUILD/bin] [--streams 1 8 32] [--json FILE]
 
-The model is the Llama of 100 million random parameters of `benchmarks/peers/cpu_peers.py`. A round has each engine once,
-one after the other: Holdfast with `--attention-backend auto` and with `torch`, which leaves whole steps out; llama.cpp
-by `llama-batched-bench`; and Transformers' continuous batching (`generate_batch`). Holdfast runs its executor,
-scheduler and loop. *decode* is output tokens a second after the prompts. *all* is output tokens a second with the
-prompts, which is all that `generate_batch` tells. Ratios are those of medians. `holdfast serve` sets GOMP_SPINCOUNT by
-itself.
-`benchmarks/engine/gguf_beside.py` says where llama.cpp's program comes from.
+The model is the Llama of 100 million random parameters of `benchmarks/peers/cpu_peers.py`. A round has each engine
+once, one after the other: Holdfast with `--attention-backend auto` and with `torch`, which leaves whole steps out;
+llama.cpp by `llama-batched-bench`; and Transformers' continuous batching (`generate_batch`). Holdfast runs its
+executor, scheduler and loop. *decode* is output tokens a second after the prompts. *all* is output tokens a second
+with the prompts, the only figure that `generate_batch` gives. Ratios are those of medians. `holdfast serve` sets
+GOMP_SPINCOUNT by itself. `benchmarks/engine/gguf_beside.py` says where llama.cpp's program comes from.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from holdfast.lm.models.mlp_mixer import MlpMixer, NoMixer
 from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, vocabulary_piece
-from holdfast.lm.models.whole_steps import whole_steps_of
+from holdfast.lm.models.whole_steps import HeadWeights, whole_steps_of
 
 Norms = tuple[torch.Tensor, torch.Tensor | None]
 """The norm of the stream after a projection, and the norm of the projection itself."""
@@ -132,7 +132,8 @@ class Decoder:
         )
         whole = group is None and shard.first and shard.last and type(self) is Decoder
         kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
-        self.whole_steps = whole_steps_of(self, windows, kinds) if whole else None
+        last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)
+        self.whole_steps = whole_steps_of(decoder, self.layers, last, windows, kinds) if whole else None
         """The steps that one call computes; None if no step of this decoder is computed so."""
 
     def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:

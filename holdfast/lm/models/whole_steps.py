@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from holdfast.lm.kernels.attention.torch_attention import TileMetadata, TorchAttention
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.integer.library import Library, step_library
-from holdfast.lm.kernels.integer.step import ACTIVATIONS, HEAD_UNIT, NORMS, StepLayer, StepSizes, StepTokens, WholeSteps
+from holdfast.lm.kernels.integer.step import (
+    ACTIVATIONS,
+    DTYPES,
+    HEAD_UNIT,
+    NORMS,
+    StepLayer,
+    StepSizes,
+    StepTokens,
+    WholeSteps,
+)
 from holdfast.lm.kernels.linear.layers import LayerShape
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.layer_weights import LayerWeights
-
-if TYPE_CHECKING:
-    from holdfast.lm.models.decoder import Decoder
 
 MOST_TOKENS = 64
 """Largest step that is computed as a whole. PyTorch's products are as fast with more tokens."""
@@ -26,19 +33,31 @@ MOST_OF_SEGMENT = 8
 LINEAR = ("qkv", "o", "gate_up", "down")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The tensors of a decoder after its last layer."""
+
+    norm: torch.Tensor  # [hidden]
+    weight: Weight  # [V, hidden]
+    bias: torch.Tensor | None  # [V]
+
+
 def whole_steps_of(
-    decoder: Decoder, windows: Sequence[int | None], shapes: Sequence[LayerShape]
+    spec: DecoderSpec,
+    layers: Sequence[LayerWeights],
+    head: HeadWeights,
+    windows: Sequence[int | None],
+    shapes: Sequence[LayerShape],
 ) -> DecoderSteps | None:
     """The whole steps of a decoder; None if the library is missing, or does not compute such a decoder.
 
-    `windows` are those of its layers, and `shapes` those of layers by their rotation.
+    `windows` are those of its layers, and `shapes` those of its kinds of layers, by their rotation.
     """
-    found = step_library(decoder.spec.device)
-    if found is None or not is_plain(decoder.decoder) or not all(map(is_dense, decoder.layers)):
+    library, dtype = step_library(shapes[0].inverse_frequencies.device), shapes[0].dtype
+    dense = isinstance(head.weight, torch.Tensor) and all(map(is_dense, layers))
+    if library is None or dtype not in DTYPES or not dense or not is_plain(spec):
         return None
-    if not isinstance(decoder.lm_head, torch.Tensor) or decoder.spec.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    return DecoderSteps(found, decoder, windows, shapes)
+    return DecoderSteps(library, spec, layers, head, windows, shapes)
 
 
 def is_plain(spec: DecoderSpec) -> bool:
@@ -62,11 +81,17 @@ class DecoderSteps:
     """The steps of a decoder that the library computes as a whole."""
 
     def __init__(
-        self, library: Library, decoder: Decoder, windows: Sequence[int | None], shapes: Sequence[LayerShape]
+        self,
+        library: Library,
+        spec: DecoderSpec,
+        layers: Sequence[LayerWeights],
+        head: HeadWeights,
+        windows: Sequence[int | None],
+        shapes: Sequence[LayerShape],
     ) -> None:
-        spec, head = decoder.decoder, decoder.lm_head
-        assert isinstance(head, torch.Tensor)
-        self._dtype, self._layers = decoder.spec.dtype, spec.num_layers
+        """The arguments are those of `whole_steps_of`. Raises ValueError for weights that the library does not take."""
+        assert isinstance(head.weight, torch.Tensor)
+        self._dtype, self._layers = head.weight.dtype, len(layers)
         sizes = StepSizes(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
@@ -77,14 +102,14 @@ class DecoderSteps:
             softcap=spec.softcap,
             chunked=spec.chunked,
         )
-        layers = zip(decoder.layers, windows, spec.other_layers, strict=True)
+        others = zip(layers, windows, spec.other_layers, strict=True)
         self._steps = WholeSteps(
             library,
             sizes,
-            [_layer(layer, window, int(other)) for layer, window, other in layers],
-            head=head,
-            head_bias=decoder.lm_head_bias,
-            final_norm=decoder.norm,
+            [_layer(layer, window, int(other)) for layer, window, other in others],
+            head=head.weight,
+            head_bias=head.bias,
+            final_norm=head.norm,
             rotations=[(each.inverse_frequencies, each.amplitudes) for each in shapes],
         )
 

@@ -56,8 +56,6 @@ class Library:
     """The library's own functions."""
     parallel: ctypes.c_void_p
     """GOMP_parallel of the OpenMP library that PyTorch uses."""
-    barrier: ctypes.c_void_p
-    """GOMP_barrier of the same library."""
     level: int
     """Index in LEVELS of the instructions to use."""
 
@@ -150,12 +148,12 @@ class Library:
     def step(self, decoder: ctypes.Structure, step: ctypes.Structure, room: Callable[[int], int]) -> int:
         """Compute a step (`struct step` of integer.h) of a decoder. Returns the library's status, 0 if it succeeded.
 
-        `room` gives the address of so many bytes for the step's activations.
+        `room` gives the address of memory for the step's activations. Its argument is the size in bytes.
         """
-        threads = torch.get_num_threads()
         pointers = ctypes.byref(decoder), ctypes.byref(step)
-        step.scratch = -(-room(self.functions.holdfast_step_bytes(*pointers, threads) + LINE) // LINE) * LINE
-        status: int = self.functions.holdfast_step(*pointers, self.parallel, self.barrier, threads, self.level)
+        size = self.functions.holdfast_step_bytes(*pointers, torch.get_num_threads())
+        step.scratch = -(-room(size + LINE) // LINE) * LINE
+        status: int = self.functions.holdfast_step(*pointers, *self._how())
         return status
 
     def _how(self) -> tuple[Any, ...]:
@@ -212,8 +210,7 @@ def open_library(file: Path) -> Library | None:
     how = (pointer, number, number)
     try:
         found = ctypes.CDLL(str(file))
-        openmp = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        parallel, barrier = (ctypes.cast(each, pointer) for each in (openmp.GOMP_parallel, openmp.GOMP_barrier))
+        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
         found.holdfast_multiply.argtypes = (
             *(pointer, pointer, size, size, number, pointer, size, number, pointer),
             *how,
@@ -221,7 +218,7 @@ def open_library(file: Path) -> Library | None:
         found.holdfast_norm.argtypes = found.holdfast_gate.argtypes = (pointer, size, *how)
         found.holdfast_rotate.argtypes = (pointer, size, size, *how)
         found.holdfast_step_bytes.argtypes, found.holdfast_step_bytes.restype = (pointer, pointer, number), size
-        found.holdfast_step.argtypes = (pointer, pointer, pointer, *how)
+        found.holdfast_step.argtypes = (pointer, pointer, *how)
     except (OSError, AttributeError):
         return None
-    return Library(found, parallel, barrier, found.holdfast_level())
+    return Library(found, ctypes.cast(parallel, pointer), found.holdfast_level())

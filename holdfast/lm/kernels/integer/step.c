@@ -1,18 +1,26 @@
 /* The order of a step's work, and how threads share it (step.h has the arithmetic).
 
-Work is cut into phases. Within a phase each thread takes the next piece of work until none is left; then all meet. */
+Work is cut into phases. Within a phase each thread takes the next piece of work until none is left, and goes on once all
+pieces are done. So a thread that another program keeps from running delays the others only if it has a piece. */
 
+#define _GNU_SOURCE
+#include <sched.h>
 #include <stdatomic.h>
 #include <math.h>
 #include <string.h>
 #include "threads.h"
 
-enum { PAD = 16, LEAST_COLUMNS = 64, MOST_COLUMNS = 1024 };
+enum { PAD = 16, LINES = 128, SPINS = 2000, LEAST_COLUMNS = 64, MOST_COLUMNS = 1024 };
+
+struct phase {
+    atomic_int_fast64_t next, done;  /* the next piece of work, and the number of pieces that are done */
+    char apart[LINES - 2 * sizeof(atomic_int_fast64_t)];
+};
 
 struct place {  /* activations in float32, in the scratch memory; rows are PAD apart, so that they differ in cache sets */
     float *stream, *x, *qkv, *attended, *added, *inner, *turns, *own;
     int64_t own_size;           /* numbers of each thread's own part */
-    atomic_int_fast64_t *next;  /* the next piece of work of each phase, PAD apart */
+    struct phase *phases;
 };
 
 struct team {
@@ -20,7 +28,6 @@ struct team {
     const struct decoder *d;
     const struct step *s;
     struct place at;
-    wait_for_all *barrier;
     atomic_int members;
     atomic_bool failed;
     int threads;
@@ -30,6 +37,7 @@ struct member {
     struct team *team;
     float *own;
     int64_t phase;
+    bool has_piece;
 };
 
 enum { PHASES_OF_LAYER = 8, OTHER_PHASES = 3 };
@@ -61,29 +69,38 @@ static int64_t divide(const struct decoder *d, const struct step *s, int threads
     at->own = base + used;
     at->own_size = own_size(d, s);
     used += threads * at->own_size;
-    at->next = (atomic_int_fast64_t *)(base + used);
-    return used + phases_of(d) * PAD * (int64_t)(sizeof *at->next / sizeof *base);
+    at->phases = (struct phase *)(base + used);
+    return used + phases_of(d) * (int64_t)(sizeof *at->phases / sizeof *base);
 }
 
-/* The next of `count` pieces of the current phase; -1 if none is left. */
+/* The next of `count` pieces of the current phase, once the last one is done. -1 if none is left: then all are done, and
+the next phase begins. */
 static int64_t next_piece(struct member *m, int64_t count)
 {
-    const int64_t piece = atomic_fetch_add_explicit(m->team->at.next + PAD * m->phase, 1, memory_order_relaxed);
-    return piece < count ? piece : -1;
-}
-
-static void end_phase(struct member *m)
-{
+    struct phase *phase = m->team->at.phases + m->phase;
+    if (m->has_piece)
+        atomic_fetch_add_explicit(&phase->done, 1, memory_order_release);
+    const int64_t piece = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
+    m->has_piece = piece < count;
+    if (m->has_piece)
+        return piece;
+    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < count; spins++) {
+        if (spins >= SPINS)
+            sched_yield();
+#ifdef __x86_64__
+        else
+            __builtin_ia32_pause();
+#endif
+    }
     m->phase++;
-    if (m->team->threads > 1)
-        m->team->barrier();
+    return -1;
 }
 
 /* Number of outputs of a piece of work. Wide pieces let memory give long runs, and every thread gets one at least. */
 static int64_t columns_of(const struct team *t, int64_t outputs)
 {
     int64_t columns = (outputs + t->threads - 1) / t->threads;
-    while (columns > MOST_COLUMNS)
+    while (columns >= MOST_COLUMNS)
         columns = (columns + 1) / 2;
     columns = (columns + PAD - 1) / PAD * PAD;
     return columns < LEAST_COLUMNS ? LEAST_COLUMNS : columns;
@@ -99,7 +116,6 @@ static void product(struct member *m, const struct matrix *weight, const float *
         t->kernels->step.multiply(weight, t->d->half, first, rest < columns ? rest : columns, x, x_stride, t->s->rows,
                                   out + first, out_stride);
     }
-    end_phase(m);
 }
 
 static void gated_product(struct member *m, const struct matrix *weight)
@@ -116,7 +132,6 @@ static void gated_product(struct member *m, const struct matrix *weight)
             t->kernels->step.gate(t->d->activation, gate + row * width, up + row * width, width,
                                   t->at.inner + row * stride + first);
     }
-    end_phase(m);
 }
 
 /* Add what a projection gave to the stream, normed by `out_norm` if there is one, and norm the stream for the next. */
@@ -136,7 +151,6 @@ static void add_and_norm(struct member *m, bool add, const float *out_norm, cons
         else
             memcpy(t->at.x + row * stride, stream, (size_t)hidden * sizeof *stream);
     }
-    end_phase(m);
 }
 
 static void begin(struct member *m)
@@ -159,7 +173,6 @@ static void begin(struct member *m)
             }
         }
     }
-    end_phase(m);
 }
 
 /* Norm and rotate queries and keys, and write keys and values to the cache. */
@@ -187,7 +200,6 @@ static void rotate(struct member *m, int64_t layer)
             else
                 memcpy((float *)cache + at, numbers, (size_t)dim * sizeof *numbers);
         }
-    end_phase(m);
 }
 
 static void attend(struct member *m, int64_t layer)
@@ -203,7 +215,6 @@ static void attend(struct member *m, int64_t layer)
         if (!t->kernels->step.attend(d, t->s, layer, row, head, several, query, m->own, out))
             atomic_store(&t->failed, true);
     }
-    end_phase(m);
 }
 
 static void head(struct member *m)
@@ -223,7 +234,6 @@ static void head(struct member *m)
             x[i] = stream[i] + (out_norm ? x[i] : added[i]);
         t->kernels->step.norm(x, d->final_norm, d->hidden, d->eps, x);
     }
-    end_phase(m);
     for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
         const int64_t first = piece * columns, width = outputs - first < columns ? outputs - first : columns;
         float *out = d->half ? m->own : (float *)s->logits + first;
@@ -232,7 +242,6 @@ static void head(struct member *m)
         for (int64_t row = 0; d->half && row < s->samples; row++)
             t->kernels->step.narrow(out + row * width, width, (uint16_t *)s->logits + row * outputs + first);
     }
-    end_phase(m);
 }
 
 static void work(void *data)
@@ -253,7 +262,8 @@ static void work(void *data)
         gated_product(&m, &layer->gate_up);
         product(&m, &layer->down, t->at.inner, stride_of(d->inner), t->at.added, hidden);
     }
-    head(&m);
+    if (t->s->samples)
+        head(&m);
 }
 
 /* Bytes of scratch memory that a step needs with so many threads. */
@@ -267,8 +277,7 @@ int64_t holdfast_step_bytes(const struct decoder *decoder, const struct step *st
 
 /* Compute a step. Returns 0; 1 for sizes that it does not take, 2 for a slot, a block, a position or a row of the tables
 that does not exist. Nothing is written then, except where a block is missing: keys and values of the step may be. */
-int holdfast_step(const struct decoder *decoder, const struct step *step, run_parallel *parallel, wait_for_all *barrier,
-                  int threads, int level)
+int holdfast_step(const struct decoder *decoder, const struct step *step, run_parallel *parallel, int threads, int level)
 {
     const struct kernels *kernels = holdfast_kernels(level);
     const struct decoder *d = decoder;
@@ -283,11 +292,10 @@ int holdfast_step(const struct decoder *decoder, const struct step *step, run_pa
     for (int64_t row = 0; step->sample_at && row < step->samples; row++)
         if (step->sample_at[row] < 0 || step->sample_at[row] >= step->rows)
             return 2;
-    struct team team = {.kernels = kernels, .d = d, .s = step, .barrier = barrier};
-    team.threads = parallel && barrier ? threads : 1;
+    struct team team = {.kernels = kernels, .d = d, .s = step, .threads = parallel ? threads : 1};
     divide(d, step, team.threads, &team.at);
     for (int64_t phase = 0; phase < phases_of(d); phase++)
-        atomic_init(team.at.next + PAD * phase, 0);
+        atomic_init(&team.at.phases[phase].next, 0), atomic_init(&team.at.phases[phase].done, 0);
     if (team.threads > 1)
         parallel(work, &team, (unsigned)team.threads, 0);
     else

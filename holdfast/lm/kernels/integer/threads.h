@@ -8,9 +8,6 @@
 /* GOMP_parallel of the OpenMP library that PyTorch has loaded: runs `work` in each thread of its team. */
 typedef void run_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
-/* GOMP_barrier of the same library: waits until every thread of the team has come here. */
-typedef void wait_for_all(void);
-
 /* The code of a level of instructions; NULL for one that does not exist. */
 const struct kernels *holdfast_kernels(int level);
 

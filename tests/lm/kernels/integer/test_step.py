@@ -192,8 +192,14 @@ def stream_of(made: Made, rows: int) -> torch.Tensor:
 )  # fmt: skip
 def test_a_step_is_that_of_float64(library: Library, options: dict[str, Any]) -> None:
     made = Made(library, **options)
-    for lengths, sampled in (((1, 1, 1), None), ((1, 0, 0), None), ((1, 3, 2), (0, 3, 5)), ((0, 8, 1), (7,))):
-        sample_at = None if sampled is None else torch.tensor(sampled)
+    for lengths, sampled in (
+        ((1, 1, 1), None),
+        ((1, 0, 0), None),
+        ((1, 3, 2), (0, 3, 5)),
+        ((0, 8, 1), (7,)),
+        ((2, 0, 0), ()),
+    ):
+        sample_at = None if sampled is None else torch.tensor(sampled, dtype=torch.int64)
         tokens = made.tokens(lengths, sample_at=sample_at)
         stream = stream_of(made, sum(lengths))
         wanted = made.exact(stream, tokens)

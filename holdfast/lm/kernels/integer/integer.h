@@ -86,7 +86,7 @@ struct decoder {
     struct matrix head;
     const float *final_norm;
     const float *frequencies[2], *amplitudes[2];  /* [dim / 2] */
-    int64_t count, hidden, inner, heads, kv_heads, dim, block_size, activation, half;
+    int64_t count, hidden, inner, heads, kv_heads, dim, activation, half;
     float eps, scale, softcap;  /* softcap: 0 for none */
 };
 
@@ -98,7 +98,7 @@ struct step {
     void *const *caches;       /* keys and values of each layer, [blocks, block_size, kv_heads, dim] */
     void *logits;              /* [samples, outputs of the head] */
     void *scratch;             /* holdfast_step_bytes of bytes, at a multiple of 64 */
-    int64_t rows, samples, blocks, table_count, table_width;
+    int64_t rows, samples, blocks, block_size, table_count, table_width;
     int64_t longest;           /* one more than the largest position */
 };
 

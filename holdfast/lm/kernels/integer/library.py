@@ -6,7 +6,6 @@ An install compiles it if it finds a C compiler.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,15 +144,20 @@ class Library:
             raise ValueError(f"a slot is not below {places}, or a head of {dim} numbers has no halves")
         return query
 
-    def step(self, decoder: ctypes.Structure, step: ctypes.Structure, room: Callable[[int], int]) -> int:
+    def step_bytes(self, decoder: ctypes.Structure, step: ctypes.Structure) -> int:
+        """Bytes of memory that `step` needs for activations."""
+        size: int = self.functions.holdfast_step_bytes(
+            ctypes.byref(decoder), ctypes.byref(step), torch.get_num_threads()
+        )
+        return size + LINE
+
+    def step(self, decoder: ctypes.Structure, step: ctypes.Structure, scratch: torch.Tensor) -> int:
         """Compute a step (`struct step` of integer.h) of a decoder. Returns the library's status, 0 if it succeeded.
 
-        `room` gives the address of memory for the step's activations. Its argument is the size in bytes.
+        `scratch` has `step_bytes` of uint8.
         """
-        pointers = ctypes.byref(decoder), ctypes.byref(step)
-        size = self.functions.holdfast_step_bytes(*pointers, torch.get_num_threads())
-        step.scratch = -(-room(size + LINE) // LINE) * LINE
-        status: int = self.functions.holdfast_step(*pointers, *self._how())
+        step.scratch = -(-scratch.data_ptr() // LINE) * LINE
+        status: int = self.functions.holdfast_step(ctypes.byref(decoder), ctypes.byref(step), *self._how())
         return status
 
     def _how(self) -> tuple[Any, ...]:

@@ -285,8 +285,8 @@ int holdfast_step(const struct decoder *decoder, const struct step *step, run_pa
         d->dim % PAD || step->samples < 0 || step->samples > step->rows)
         return 1;
     for (int64_t row = 0; row < step->rows; row++)
-        if (step->slots[row] < 0 || step->slots[row] >= step->blocks * d->block_size || step->positions[row] < 0 ||
-            step->positions[row] >= step->longest || step->positions[row] / d->block_size >= step->table_width ||
+        if (step->slots[row] < 0 || step->slots[row] >= step->blocks * step->block_size || step->positions[row] < 0 ||
+            step->positions[row] >= step->longest || step->positions[row] / step->block_size >= step->table_width ||
             step->table_rows[row] < 0 || step->table_rows[row] >= step->table_count)
             return 2;
     for (int64_t row = 0; step->sample_at && row < step->samples; row++)

@@ -284,7 +284,7 @@ INLINED bool attend_some(const struct decoder *d, const struct step *s, int64_t 
 {
     const struct layer *own = d->layers + layer;
     const void *keys = s->caches[2 * layer], *values = s->caches[2 * layer + 1];
-    const int64_t dim = d->dim, size = d->block_size, token = d->kv_heads * dim, position = s->positions[row];
+    const int64_t dim = d->dim, size = s->block_size, token = d->kv_heads * dim, position = s->positions[row];
     const int64_t offset = head / (d->heads / d->kv_heads) * dim, first = first_seen(own, position);
     const int64_t length = position + 1 - first;
     const int32_t *table = s->tables + s->table_rows[row] * s->table_width;

@@ -55,7 +55,7 @@ class _Decoder(ctypes.Structure):
         ("amplitudes", ctypes.c_void_p * MOST_ROTATIONS),
         *(
             (name, ctypes.c_int64)
-            for name in ("count", "hidden", "inner", "heads", "kv_heads", "dim", "block_size", "activation", "half")
+            for name in ("count", "hidden", "inner", "heads", "kv_heads", "dim", "activation", "half")
         ),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
     )
@@ -67,7 +67,10 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("stream", "positions", "slots", "table_rows", "tables", "sample_at")),
         *((name, ctypes.c_void_p) for name in ("caches", "logits", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "samples", "blocks", "table_count", "table_width", "longest")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("rows", "samples", "blocks", "block_size", "table_count", "table_width", "longest")
+        ),
     )
 
 
@@ -132,7 +135,7 @@ class StepTokens:
 class WholeSteps:
     """A decoder whose steps are one call each. Weights are read where they are; none may change or move afterwards.
 
-    Everything between weights and caches is in float32. One thread at a time computes.
+    Everything between weights and caches is in float32.
     """
 
     def __init__(
@@ -182,12 +185,13 @@ class WholeSteps:
             self._matrix(head, head_bias, (len(head), hidden)),
             self._small(final_norm, hidden),
             *by_kind,
-            *(len(layers), hidden, inner, sizes.heads, sizes.kv_heads, sizes.dim, 0),
+            *(len(layers), hidden, inner, sizes.heads, sizes.kv_heads, sizes.dim),
             *(ACTIVATIONS[sizes.activation], head.dtype == torch.bfloat16),
             *(sizes.eps, sizes.scale, sizes.softcap or 0.0),
         )
         self._outputs, self._hidden = len(head), hidden
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch: list[torch.Tensor] = []
+        """Memory for activations that no call uses now."""
 
     def logits(self, stream: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
         """Logits [R, V] after the embeddings [T, hidden] of a step's tokens. Writes their keys and values.
@@ -218,22 +222,20 @@ class WholeSteps:
         step = _Step(
             *(each.data_ptr() for each in inputs),
             *(table_rows.ctypes.data, tokens.tables.data_ptr(), at, ctypes.addressof(caches), logits.data_ptr(), None),
-            *(rows, samples, blocks, *tokens.tables.shape, tokens.longest),
+            *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest),
         )
-        self._decoder.block_size = block_size
-        status = self._library.step(self._decoder, step, self._room)
+        size = self._library.step_bytes(self._decoder, step)
+        scratch = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8)
+        if len(scratch) < size:
+            scratch = torch.empty(size, dtype=torch.uint8)
+        status = self._library.step(self._decoder, step, scratch)
+        self._scratch.append(scratch)
         if status:
             what = (
                 "a slot, block, position or row of the step does not exist" if status == BAD_PLACE else "sizes differ"
             )
             raise ValueError(f"a step of {rows} tokens cannot be computed: {what}")
         return logits
-
-    def _room(self, size: int) -> int:
-        """The address of this many bytes, which stay until more are asked for."""
-        if len(self._scratch) < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        return self._scratch.data_ptr()
 
     def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Matrix:
         """A weight [N, K], whose numbers lie by inputs or by outputs."""

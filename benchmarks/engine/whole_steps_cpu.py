@@ -6,8 +6,9 @@ The model is the Llama of 100 million random parameters of `benchmarks/peers/cpu
 once, one after the other: Holdfast with `--attention-backend auto` and with `torch`, which leaves whole steps out;
 llama.cpp by `llama-batched-bench`; and Transformers' continuous batching (`generate_batch`). Holdfast runs its
 executor, scheduler and loop. *decode* is output tokens a second after the prompts. *all* is output tokens a second
-with the prompts, the only figure that `generate_batch` gives. Ratios are those of medians. `holdfast serve` sets
-GOMP_SPINCOUNT by itself. `benchmarks/engine/gguf_beside.py` says where llama.cpp's program comes from.
+with the prompts, the only figure that `generate_batch` gives. *processor* is output tokens after the prompts by the
+second of processor time: other programs on the machine change it less. Ratios are those of medians. `holdfast serve`
+sets GOMP_SPINCOUNT by itself. `benchmarks/engine/gguf_beside.py` says where llama.cpp's program comes from.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def holdfast(model: Model, backend: str, streams: int, args: argparse.Namespace)
     loop = loop_of(model, streams, args.prompt + args.output, attention_backend=backend)
     params = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True)
     prompts, heard = prompts_of(streams, args.prompt), set[str]()
-    began, after, counted, decoded = time.perf_counter(), 0.0, 0, 0
+    began, after, used, counted, decoded = time.perf_counter(), 0.0, 0.0, 0, 0
     for number, prompt in enumerate(prompts):
         loop.add(Request(str(number), tuple(prompt), params))
     while loop.has_work():
@@ -54,9 +55,9 @@ def holdfast(model: Model, backend: str, streams: int, args: argparse.Namespace)
         counted, decoded = counted + tokens, decoded + (tokens if after else 0)
         heard |= {each.request_id for each in outputs if each.tokens}
         if not after and len(heard) == streams:
-            after = time.perf_counter()
-    ended = time.perf_counter()
-    return {"decode": decoded / (ended - after), "all": counted / (ended - began)}
+            after, used = time.perf_counter(), time.process_time()
+    ended, spent = time.perf_counter(), time.process_time() - used
+    return {"decode": decoded / (ended - after), "processor": decoded / spent, "all": counted / (ended - began)}
 
 
 def transformers(directory: Path, streams: int, args: argparse.Namespace) -> Rates:
@@ -78,6 +79,9 @@ def row_of(streams: int, rates: dict[str, list[Rates]]) -> dict[str, Any]:
         ours, theirs = (statistics.median(each[kind] for each in of) for of in (rates["whole steps"], found))
         if name != "whole steps":
             row[f"times {name}"] = round(ours / theirs, 2)
+        if name == "PyTorch":
+            ours, theirs = (statistics.median(each["processor"] for each in rates[of]) for of in ("whole steps", name))
+            row["times PyTorch, by processor time"] = round(ours / theirs, 2)
     return row
 
 

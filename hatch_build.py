@@ -1,4 +1,4 @@
-"""Compiles the library of integer products for `pip install`, and for this checkout: `python hatch_build.py`.
+"""Compiles the library in C for `pip install`, and for this checkout: `python hatch_build.py`.
 
 The package works without it: a system without a C compiler gets a package without the library, and a line that says so.
 """
@@ -18,7 +18,7 @@ from typing import Any
 SOURCES = Path(__file__).parent / "holdfast" / "lm" / "kernels" / "integer"
 LIBRARY = "products.so"
 COMPILER_OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno")
-ALWAYS = {"products.c": (), "layers.c": (), "portable.c": ()}
+ALWAYS = {"products.c": (), "layers.c": (), "step.c": (), "portable.c": ()}
 OF_X86 = {
     "avx2.c": ("-mavx2", "-mfma", "-mf16c"),
     "avx512.c": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),

@@ -34,6 +34,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.models.base import Model
 from holdfast.lm.models.gguf_metadata import write
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.paged import PagedKind
@@ -97,20 +98,19 @@ def quantized(programs: Path, place: Path, threads: int) -> Path:
     return file
 
 
-def llama_cpp(programs: Path, file: Path, streams: int, prompt: int, output: int, threads: int) -> float:
-    """Output tokens per second of llama.cpp."""
+def llama_cpp(programs: Path, file: Path, streams: int, prompt: int, output: int, threads: int, *more: str) -> float:
+    """Output tokens per second of llama.cpp, with `more` options."""
     command = [str(programs / "llama-batched-bench"), "-m", str(file), "-t", str(threads), "-tb", str(threads)]
     command += ["-c", str(streams * (prompt + output + 8)), "-npp", str(prompt), "-ntg", str(output)]
-    command += ["-npl", str(streams), "--output-format", "jsonl"]
+    command += ["-npl", str(streams), "--output-format", "jsonl", *more]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     return float(rows[-1]["speed_tg"])
 
 
-def loop_of(directory: Path, streams: int, length: int) -> Loop[Any, Any, Any]:
-    """An engine on the model of a GGUF file, with room for this many streams."""
-    model = load(directory, device="cpu", dtype="bfloat16")
-    config = EngineConfig(max_sequences=streams)
+def loop_of(model: Model, streams: int, length: int, **options: Any) -> Loop[Any, Any, Any]:
+    """An engine with room for this many streams of a model. `options` are its configuration's."""
+    config = EngineConfig(max_sequences=streams, **options)
     device = PagedDevice(model, config)
     blocks = streams * -(-length // config.block_size)
     shape = device.allocate(MemoryMeasurement("cpu", total=0, weights=0, activations=0, cache=blocks, block=1))
@@ -126,7 +126,8 @@ def loop_of(directory: Path, streams: int, length: int) -> Loop[Any, Any, Any]:
 
 def holdfast(directory: Path, streams: int, prompt: int, output: int) -> float:
     """Output tokens per second from the first token of the last stream on."""
-    loop, draw = loop_of(directory, streams, prompt + output), random.Random(0)
+    model = load(directory, device="cpu", dtype="bfloat16")
+    loop, draw = loop_of(model, streams, prompt + output), random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     for number in range(streams):
         loop.add(Request(str(number), tuple(draw.randrange(VOCABULARY) for _ in range(prompt)), params))

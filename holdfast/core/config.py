@@ -297,8 +297,9 @@ class CoreConfig:
     )
     attention_backend: AttentionBackendName = option(  # noqa: RUF009  a string
         "auto",
-        "what computes attention: auto is holdfast on a GPU and torch on a CPU; holdfast is its own kernels; torch is "
-        "PyTorch alone, without graphs; vllm-flash-attn is FlashAttention-3 from an installed vLLM, on Hopper",
+        "what computes attention: auto is holdfast on a GPU, and torch on a CPU, with the library in C for steps of "
+        "few tokens; holdfast is its own kernels; torch is PyTorch alone, without graphs; vllm-flash-attn is "
+        "FlashAttention-3 from an installed vLLM, on Hopper",
         executor="paged",
     )
     prefix_sharing: bool = option(True, "share cached state between requests with equal prefixes")

@@ -31,6 +31,7 @@ from holdfast.lm.models.mlp_mixer import MlpMixer, NoMixer
 from holdfast.lm.models.projection import Projection
 from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, vocabulary_piece
+from holdfast.lm.models.whole_steps import HeadWeights, whole_steps_of
 
 Norms = tuple[torch.Tensor, torch.Tensor | None]
 """The norm of the stream after a projection, and the norm of the projection itself."""
@@ -129,6 +130,11 @@ class Decoder:
                 if each.kv_source is None
             ),
         )
+        whole = group is None and shard.first and shard.last and type(self) is Decoder
+        kinds = [self._ops.shape] + ([self._local_ops.shape] if self._local_ops is not self._ops else [])
+        last = HeadWeights(self.norm, self.lm_head, self.lm_head_bias)
+        self.whole_steps = whole_steps_of(decoder, self.layers, last, windows, kinds) if whole else None
+        """The steps that one call computes; None if no step of this decoder is computed so."""
 
     def _make_mixers(self, own: DecoderSpec, windows: Sequence[int | None]) -> tuple[Mixer, ...]:
         """The mixer of each layer of this device's part of the decoder, for its window."""
@@ -225,6 +231,8 @@ class Decoder:
         return layer_ops_for(shape, self.group)
 
     def forward(self, step: StepInput) -> torch.Tensor:
+        if self.whole_steps is not None and self.whole_steps.takes(step):
+            return self._finished(self.whole_steps.logits(self.embedded(step.ids, step.positions), step))
         rows = self.body(step)
         return self.head(rows, step.adapters) if self.shard.last else rows[0]
 
@@ -237,7 +245,10 @@ class Decoder:
         """Logits [R, own_vocab_size] of rows of `hidden`."""
         if self.project_out is not None:
             hidden = self._ops.linear(hidden, self.project_out)
-        logits = self._ops.linear(hidden, self.lm_head, self.lm_head_bias)
+        return self._finished(self._ops.linear(hidden, self.lm_head, self.lm_head_bias))
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits from the products with the LM head, which may be overwritten."""
         if (cap := self.decoder.logit_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits if self.decoder.logit_divisor == 1.0 else logits.div_(self.decoder.logit_divisor)

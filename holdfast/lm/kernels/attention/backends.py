@@ -116,7 +116,7 @@ def attention_for(
     require(backend, device)
     sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     if device.type == "cpu" or backend == "torch":
-        return TorchAttention(device=device, **sizes)
+        return TorchAttention(device=device, **sizes, in_whole_steps=device.type == "cpu" and backend != "torch")
     # Imported here because a CPU installation has no Triton.
     from holdfast.lm.kernels.attention.paged import PagedAttention
 

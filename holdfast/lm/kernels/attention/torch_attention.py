@@ -82,9 +82,18 @@ class TorchAttention(Attention[TileMetadata]):
     """
 
     def __init__(
-        self, *, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        in_whole_steps: bool = False,
     ) -> None:
         self.device = device
+        self.in_whole_steps = in_whole_steps
+        """Whether a model may compute steps as a whole, attention included, where something does that faster."""
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_dim = head_dim

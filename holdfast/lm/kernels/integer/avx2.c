@@ -3,6 +3,10 @@
 #include <immintrin.h>
 #include "plain.h"
 
+enum { FLOATS = 8, COLUMNS = 1, STREAMS = 8, WEIGHT_ROWS = 4, DOT_ROWS = 2 };
+
+#include "step.h"
+
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE __m256i load(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
@@ -105,5 +109,12 @@ INLINE void multiply(int bits, int half, int n, const uint8_t *tile, int64_t blo
 KERNEL(4)
 KERNEL(6)
 KERNEL(8)
+
+INLINED float total(vec numbers)
+{
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128((__m256)numbers), _mm256_extractf128_ps((__m256)numbers, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
 
 const struct kernels holdfast_avx2 = KERNELS;

@@ -3,6 +3,10 @@
 #include <immintrin.h>
 #include "plain.h"
 
+enum { FLOATS = 16, COLUMNS = 2, STREAMS = 16, WEIGHT_ROWS = 8, DOT_ROWS = 3 };
+
+#include "step.h"
+
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE __m512i load(const uint8_t *from) { return _mm512_loadu_si512(from); }
@@ -103,5 +107,7 @@ INLINE void multiply(int bits, int n, const uint8_t *tile, int64_t blocks, struc
 KERNEL(4)
 KERNEL(6)
 KERNEL(8)
+
+INLINED float total(vec numbers) { return _mm512_reduce_add_ps((__m512)numbers); }
 
 const struct kernels holdfast_avx512 = KERNELS;

@@ -16,6 +16,7 @@ to number * scale before the factor. */
 #ifndef HOLDFAST_INTEGER_H
 #define HOLDFAST_INTEGER_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 enum { TILE = 16, INPUTS = 32, ROWS = 8, FORMS = 3 };
@@ -59,12 +60,68 @@ struct rotation {  /* Queries to `query` [rows, heads, dim]; keys and values to 
     int64_t heads, kv_heads, dim;
 };
 
+/* A decoder of plain weights, for whole steps (step.c). Sizes are numbers, unless they say otherwise. Small tensors are
+float32; weights and caches are float32, or bfloat16 if `half`. A tensor that the architecture lacks is NULL. */
+
+enum { SILU, GELU_TANH };
+
+struct matrix {
+    const void *data;    /* [inputs, outputs]; [outputs, inputs] if by_rows */
+    const float *bias;   /* [outputs] */
+    int64_t outputs, inputs, by_rows;
+};
+
+struct layer {
+    struct matrix qkv, o, gate_up, down;
+    const float *input_norm, *post_norm;              /* [hidden]; NULL: the stream is read as it is */
+    const float *attention_out_norm, *mlp_out_norm;  /* [hidden] */
+    const float *q_norm, *k_norm;  /* [dim] */
+    const float *sinks;            /* [heads] */
+    int64_t window;                /* positions that a token sees; 0: all */
+    int64_t chunked, rotation;     /* rotation: index of `frequencies` */
+};
+
+struct decoder {
+    const struct layer *layers;
+    struct matrix head;
+    const float *final_norm;
+    const float *frequencies[2], *amplitudes[2];  /* [dim / 2] */
+    int64_t count, hidden, inner, heads, kv_heads, dim, activation, half;
+    float eps, scale, softcap;  /* softcap: 0 for none */
+};
+
+struct step {
+    const void *stream;        /* [rows, hidden]: the embeddings */
+    const int64_t *positions, *slots, *table_rows;  /* [rows] */
+    const int32_t *tables;     /* [table_count, table_width] */
+    const int64_t *sample_at;  /* [samples]; NULL: all rows */
+    void *const *caches;       /* keys and values of each layer, [blocks, block_size, kv_heads, dim] */
+    void *logits;              /* [samples, outputs of the head] */
+    void *scratch;             /* holdfast_step_bytes of bytes, at a multiple of 64 */
+    int64_t rows, samples, blocks, block_size, table_count, table_width;
+    int64_t longest;           /* one more than the largest position */
+};
+
+struct step_kernels {
+    /* out [rows, columns] = x times some outputs of a weight, plus the bias */
+    void (*multiply)(const struct matrix *weight, bool half, int64_t first, int64_t columns, const float *x,
+                     int64_t x_stride, int64_t rows, float *out, int64_t out_stride);
+    void (*norm)(const float *from, const float *weight, int64_t width, float eps, float *out);
+    void (*gate)(int64_t activation, const float *gate, const float *up, int64_t width, float *out);
+    void (*turn)(float *head, const float *weight, const float *cosine, const float *sine, int64_t dim, float eps);
+    bool (*attend)(const struct decoder *decoder, const struct step *step, int64_t layer, int64_t row, int64_t head,
+                   int64_t count, const float *query, float *scores, float *out);
+    void (*widen)(const uint16_t *from, int64_t count, float *into);
+    void (*narrow)(const float *from, int64_t count, uint16_t *into);
+};
+
 typedef void of_row(const void *operation, int64_t row);
 
 struct kernels {
     multiply_tile *tiles[FORMS];  /* of 4, 6 and 8 bits */
     round_block *round;
     of_row *norm, *gate, *rotate;  /* of struct norm, struct gate and struct rotation */
+    struct step_kernels step;
 };
 
 extern const struct kernels holdfast_portable, holdfast_avx2, holdfast_avx512;

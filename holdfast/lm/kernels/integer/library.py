@@ -1,4 +1,4 @@
-"""The library of integer products (products.c) and of the operations around them (layers.c).
+"""The library of integer products (products.c), the operations around them (layers.c), and whole steps (step.c).
 
 An install compiles it if it finds a C compiler.
 """
@@ -19,6 +19,8 @@ LEVELS = ("plain C", "AVX2", "AVX-512 VNNI")
 TYPES = (torch.float32, torch.bfloat16)
 """Types of activations and of results."""
 OUT_OF_MEMORY = 2
+LINE = 64
+"""Bytes of a line of the CPU's caches."""
 
 
 class _Norm(ctypes.Structure):
@@ -142,6 +144,22 @@ class Library:
             raise ValueError(f"a slot is not below {places}, or a head of {dim} numbers has no halves")
         return query
 
+    def step_bytes(self, decoder: ctypes.Structure, step: ctypes.Structure) -> int:
+        """Bytes of memory that `step` needs for activations."""
+        size: int = self.functions.holdfast_step_bytes(
+            ctypes.byref(decoder), ctypes.byref(step), torch.get_num_threads()
+        )
+        return size + LINE
+
+    def step(self, decoder: ctypes.Structure, step: ctypes.Structure, scratch: torch.Tensor) -> int:
+        """Compute a step (`struct step` of integer.h) of a decoder. Returns the library's status, 0 if it succeeded.
+
+        `scratch` has `step_bytes` of uint8.
+        """
+        step.scratch = -(-scratch.data_ptr() // LINE) * LINE
+        status: int = self.functions.holdfast_step(ctypes.byref(decoder), ctypes.byref(step), *self._how())
+        return status
+
     def _how(self) -> tuple[Any, ...]:
         """The last arguments of every function: PyTorch's threads, and the instructions to use."""
         return self.parallel, torch.get_num_threads(), self.level
@@ -172,6 +190,12 @@ def library_for(device: torch.device, dtype: torch.dtype) -> Library | None:
     return library() if _is_asked(device, dtype) else None
 
 
+def step_library(device: torch.device) -> Library | None:
+    """The library, if it computes whole steps faster on this device than PyTorch: on a CPU with AVX2 or AVX-512."""
+    found = library() if device.type == "cpu" else None
+    return found if found is not None and found.level else None
+
+
 def is_missing(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights would be multiplied as integers, but for the library."""
     return _is_asked(device, dtype) and library() is None
@@ -182,18 +206,23 @@ def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def open_library(file: Path) -> Library | None:
-    """The library in a file; None if it cannot be loaded, as one of another system, or PyTorch has no GNU OpenMP."""
+    """The library in a file; None if it cannot be used.
+
+    It may be one of another system, or of an older version of its sources; or PyTorch may have no GNU OpenMP.
+    """
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    how = (pointer, number, number)
     try:
         found = ctypes.CDLL(str(file))
         parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+        found.holdfast_multiply.argtypes = (
+            *(pointer, pointer, size, size, number, pointer, size, number, pointer),
+            *how,
+        )
+        found.holdfast_norm.argtypes = found.holdfast_gate.argtypes = (pointer, size, *how)
+        found.holdfast_rotate.argtypes = (pointer, size, size, *how)
+        found.holdfast_step_bytes.argtypes, found.holdfast_step_bytes.restype = (pointer, pointer, number), size
+        found.holdfast_step.argtypes = (pointer, pointer, *how)
     except (OSError, AttributeError):
         return None
-    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    how = (pointer, number, number)
-    found.holdfast_multiply.argtypes = (
-        *(pointer, pointer, size, size, number, pointer, size, number, pointer),
-        *how,
-    )
-    found.holdfast_norm.argtypes = found.holdfast_gate.argtypes = (pointer, size, *how)
-    found.holdfast_rotate.argtypes = (pointer, size, size, *how)
     return Library(found, ctypes.cast(parallel, pointer), found.holdfast_level())

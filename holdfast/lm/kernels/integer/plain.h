@@ -121,4 +121,4 @@ static void rotate_plain(const void *operation, int64_t row)
     memcpy(o->value_cache + own, from, (size_t)(o->kv_heads * dim) * sizeof *from);
 }
 
-#define KERNELS {{tile_4, tile_6, tile_8}, round_plain, norm_plain, gate_plain, rotate_plain}
+#define KERNELS {{tile_4, tile_6, tile_8}, round_plain, norm_plain, gate_plain, rotate_plain, STEP_KERNELS}

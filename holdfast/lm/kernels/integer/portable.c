@@ -2,6 +2,10 @@
 
 #include "plain.h"
 
+enum { FLOATS = 4, COLUMNS = 1, STREAMS = 4, WEIGHT_ROWS = 4, DOT_ROWS = 2 };
+
+#include "step.h"
+
 static float half(const uint8_t *from)
 {
     uint16_t bits;
@@ -60,5 +64,7 @@ static void multiply(int bits, int n, const uint8_t *tile, int64_t blocks, struc
 KERNEL(4)
 KERNEL(6)
 KERNEL(8)
+
+INLINED float total(vec numbers) { return numbers[0] + numbers[1] + (numbers[2] + numbers[3]); }
 
 const struct kernels holdfast_portable = KERNELS;

@@ -69,6 +69,11 @@ class LayerShape:
     unit_v_norm: bool = False
     """Whether values have a norm without weights within each head. Queries and keys then have norms, too."""
 
+    @property
+    def amplitudes(self) -> torch.Tensor:
+        """The factor on cosine and sine of each pair, [D / 2] float32."""
+        return torch.where(self.inverse_frequencies == 0, 1.0, self.amplitude)
+
 
 @dataclass(frozen=True)
 class Unnormed:
@@ -121,7 +126,7 @@ class LayerOps:
         self.shape, self.group = shape, group
         frequencies = shape.inverse_frequencies
         self._rotates = bool(frequencies.any())
-        self._amplitudes = torch.where(frequencies == 0, 1.0, shape.amplitude)
+        self._amplitudes = shape.amplitudes
         self._packed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Each packed weight and its packed copy, by the weight's address."""
 

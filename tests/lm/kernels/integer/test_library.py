@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,16 @@ def test_a_file_that_cannot_be_loaded_is_no_library(tmp_path: Path) -> None:
     file = tmp_path / "products.so"
     file.write_bytes(b"of another system")
     assert open_library(file) is None
+
+
+def test_a_file_of_older_sources_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout may have the file that its sources made before they had whole steps."""
+    older = SimpleNamespace(
+        **{f"holdfast_{name}": SimpleNamespace() for name in ("multiply", "norm", "gate", "rotate")}
+    )
+    libraries = iter((older, SimpleNamespace(GOMP_parallel=None)))
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: next(libraries))
+    assert open_library(Path("products.so")) is None
 
 
 def test_threads_are_those_of_pytorch() -> None:

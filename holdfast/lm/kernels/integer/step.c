@@ -1,0 +1,304 @@
+/* The order of a step's work, and how threads share it (step.h has the arithmetic).
+
+Work is cut into phases. Within a phase each thread takes the next piece of work until none is left, and goes on once all
+pieces are done. So a thread that another program keeps from running delays the others only if it has a piece. */
+
+#define _GNU_SOURCE
+#include <sched.h>
+#include <stdatomic.h>
+#include <math.h>
+#include <string.h>
+#include "threads.h"
+
+enum { PAD = 16, LINES = 128, SPINS = 2000, LEAST_COLUMNS = 64, MOST_COLUMNS = 1024 };
+
+struct phase {
+    atomic_int_fast64_t next, done;  /* the next piece of work, and the number of pieces that are done */
+    char apart[LINES - 2 * sizeof(atomic_int_fast64_t)];
+};
+
+struct place {  /* activations in float32, in the scratch memory; rows are PAD apart, so that they differ in cache sets */
+    float *stream, *x, *qkv, *attended, *added, *inner, *turns, *own;
+    int64_t own_size;           /* numbers of each thread's own part */
+    struct phase *phases;
+};
+
+struct team {
+    const struct kernels *kernels;
+    const struct decoder *d;
+    const struct step *s;
+    struct place at;
+    atomic_int members;
+    atomic_bool failed;
+    int threads;
+};
+
+struct member {
+    struct team *team;
+    float *own;
+    int64_t phase;
+    bool has_piece;
+};
+
+enum { PHASES_OF_LAYER = 8, OTHER_PHASES = 3 };
+
+static int64_t stride_of(int64_t width) { return (width + PAD - 1) / PAD * PAD + PAD; }
+
+static int64_t widest(const struct decoder *d) { return (d->heads + 2 * d->kv_heads) * d->dim; }
+
+static int64_t own_size(const struct decoder *d, const struct step *s)
+{
+    const int64_t scores = d->heads / d->kv_heads * s->longest, columns = 2 * s->rows * MOST_COLUMNS;
+    return ((scores > columns ? scores : columns) + PAD - 1) / PAD * PAD;
+}
+
+static int64_t phases_of(const struct decoder *d) { return d->count * PHASES_OF_LAYER + OTHER_PHASES; }
+
+/* Divide the scratch memory. Returns its size in numbers. */
+static int64_t divide(const struct decoder *d, const struct step *s, int threads, struct place *at)
+{
+    int64_t used = 0;
+    float *base = s->scratch;
+    const int64_t hidden = stride_of(d->hidden), widths[] = {hidden, hidden, stride_of(widest(d)),
+        stride_of(d->heads * d->dim), hidden, stride_of(d->inner), stride_of(2 * d->dim)};
+    float **parts[] = {&at->stream, &at->x, &at->qkv, &at->attended, &at->added, &at->inner, &at->turns};
+    for (int i = 0; i < 7; i++) {
+        *parts[i] = base + used;
+        used += s->rows * widths[i];
+    }
+    at->own = base + used;
+    at->own_size = own_size(d, s);
+    used += threads * at->own_size;
+    at->phases = (struct phase *)(base + used);
+    return used + phases_of(d) * (int64_t)(sizeof *at->phases / sizeof *base);
+}
+
+/* The next of `count` pieces of the current phase, once the last one is done. -1 if none is left: then all are done, and
+the next phase begins. */
+static int64_t next_piece(struct member *m, int64_t count)
+{
+    struct phase *phase = m->team->at.phases + m->phase;
+    if (m->has_piece)
+        atomic_fetch_add_explicit(&phase->done, 1, memory_order_release);
+    const int64_t piece = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
+    m->has_piece = piece < count;
+    if (m->has_piece)
+        return piece;
+    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < count; spins++) {
+        if (spins >= SPINS)
+            sched_yield();
+#ifdef __x86_64__
+        else
+            __builtin_ia32_pause();
+#endif
+    }
+    m->phase++;
+    return -1;
+}
+
+/* Number of outputs of a piece of work. Wide pieces let memory give long runs, and every thread gets one at least. */
+static int64_t columns_of(const struct team *t, int64_t outputs)
+{
+    int64_t columns = (outputs + t->threads - 1) / t->threads;
+    while (columns >= MOST_COLUMNS)
+        columns = (columns + 1) / 2;
+    columns = (columns + PAD - 1) / PAD * PAD;
+    return columns < LEAST_COLUMNS ? LEAST_COLUMNS : columns;
+}
+
+static void product(struct member *m, const struct matrix *weight, const float *x, int64_t x_stride, float *out,
+                    int64_t out_stride)
+{
+    const struct team *t = m->team;
+    const int64_t columns = columns_of(t, weight->outputs), count = (weight->outputs + columns - 1) / columns;
+    for (int64_t piece; (piece = next_piece(m, count)) >= 0;) {
+        const int64_t first = piece * columns, rest = weight->outputs - first;
+        t->kernels->step.multiply(weight, t->d->half, first, rest < columns ? rest : columns, x, x_stride, t->s->rows,
+                                  out + first, out_stride);
+    }
+}
+
+static void gated_product(struct member *m, const struct matrix *weight)
+{
+    const struct team *t = m->team;
+    const int64_t inner = t->d->inner, columns = columns_of(t, inner), count = (inner + columns - 1) / columns;
+    const int64_t x_stride = stride_of(t->d->hidden), stride = stride_of(inner), rows = t->s->rows;
+    for (int64_t piece; (piece = next_piece(m, count)) >= 0;) {
+        const int64_t first = piece * columns, width = inner - first < columns ? inner - first : columns;
+        float *gate = m->own, *up = m->own + rows * width;
+        t->kernels->step.multiply(weight, t->d->half, first, width, t->at.x, x_stride, rows, gate, width);
+        t->kernels->step.multiply(weight, t->d->half, inner + first, width, t->at.x, x_stride, rows, up, width);
+        for (int64_t row = 0; row < rows; row++)
+            t->kernels->step.gate(t->d->activation, gate + row * width, up + row * width, width,
+                                  t->at.inner + row * stride + first);
+    }
+}
+
+/* Add what a projection gave to the stream, normed by `out_norm` if there is one, and norm the stream for the next. */
+static void add_and_norm(struct member *m, bool add, const float *out_norm, const float *norm)
+{
+    const struct team *t = m->team;
+    const struct decoder *d = t->d;
+    const int64_t hidden = d->hidden, stride = stride_of(hidden);
+    for (int64_t row; (row = next_piece(m, t->s->rows)) >= 0;) {
+        float *stream = t->at.stream + row * stride, *added = t->at.added + row * stride;
+        if (add && out_norm)
+            t->kernels->step.norm(added, out_norm, hidden, d->eps, added);
+        for (int64_t i = 0; add && i < hidden; i++)
+            stream[i] += added[i];
+        if (norm)
+            t->kernels->step.norm(stream, norm, hidden, d->eps, t->at.x + row * stride);
+        else
+            memcpy(t->at.x + row * stride, stream, (size_t)hidden * sizeof *stream);
+    }
+}
+
+static void begin(struct member *m)
+{
+    const struct team *t = m->team;
+    const struct decoder *d = t->d;
+    const int64_t half = d->dim / 2, hidden = d->hidden;
+    for (int64_t row; (row = next_piece(m, t->s->rows)) >= 0;) {
+        float *stream = t->at.stream + row * stride_of(hidden);
+        if (d->half)
+            t->kernels->step.widen((const uint16_t *)t->s->stream + row * hidden, hidden, stream);
+        else
+            memcpy(stream, (const float *)t->s->stream + row * hidden, (size_t)hidden * sizeof *stream);
+        for (int kind = 0; kind < 2 && d->frequencies[kind]; kind++) {
+            float *cosine = t->at.turns + row * stride_of(2 * d->dim) + kind * d->dim;
+            for (int64_t i = 0; i < half; i++) {
+                const float angle = (float)t->s->positions[row] * d->frequencies[kind][i];
+                cosine[i] = cosf(angle) * d->amplitudes[kind][i];
+                cosine[half + i] = sinf(angle) * d->amplitudes[kind][i];
+            }
+        }
+    }
+}
+
+/* Norm and rotate queries and keys, and write keys and values to the cache. */
+static void rotate(struct member *m, int64_t layer)
+{
+    const struct team *t = m->team;
+    const struct decoder *d = t->d;
+    const struct layer *own = d->layers + layer;
+    const int64_t heads = d->heads + 2 * d->kv_heads, units = t->s->rows * heads, dim = d->dim;
+    const int64_t some = units < 4 * t->threads ? 1 : units / (4 * t->threads);
+    for (int64_t piece; (piece = next_piece(m, (units + some - 1) / some)) >= 0;)
+        for (int64_t unit = piece * some; unit < (piece + 1) * some && unit < units; unit++) {
+            const int64_t row = unit / heads, head = unit % heads, of_cache = head - d->heads;
+            float *numbers = t->at.qkv + row * stride_of(widest(d)) + head * dim;
+            const float *cosine = t->at.turns + row * stride_of(2 * dim) + own->rotation * dim;
+            if (of_cache < d->kv_heads)
+                t->kernels->step.turn(numbers, of_cache < 0 ? own->q_norm : own->k_norm, cosine, cosine + dim / 2, dim,
+                                      d->eps);
+            if (of_cache < 0)
+                continue;
+            void *cache = t->s->caches[2 * layer + (of_cache >= d->kv_heads)];
+            const int64_t at = (t->s->slots[row] * d->kv_heads + of_cache % d->kv_heads) * dim;
+            if (d->half)
+                t->kernels->step.narrow(numbers, dim, (uint16_t *)cache + at);
+            else
+                memcpy((float *)cache + at, numbers, (size_t)dim * sizeof *numbers);
+        }
+}
+
+static void attend(struct member *m, int64_t layer)
+{
+    struct team *t = m->team;
+    const struct decoder *d = t->d;
+    const int64_t group = d->heads / d->kv_heads, several = t->s->rows * d->kv_heads < t->threads ? 1 : group;
+    const int64_t pieces = d->heads / several;
+    for (int64_t piece; (piece = next_piece(m, t->s->rows * pieces)) >= 0;) {
+        const int64_t row = piece / pieces, head = piece % pieces * several;
+        const float *query = t->at.qkv + row * stride_of(widest(d)) + head * d->dim;
+        float *out = t->at.attended + row * stride_of(d->heads * d->dim) + head * d->dim;
+        if (!t->kernels->step.attend(d, t->s, layer, row, head, several, query, m->own, out))
+            atomic_store(&t->failed, true);
+    }
+}
+
+static void head(struct member *m)
+{
+    const struct team *t = m->team;
+    const struct decoder *d = t->d;
+    const struct step *s = t->s;
+    const int64_t outputs = d->head.outputs, columns = columns_of(t, outputs), stride = stride_of(d->hidden);
+    for (int64_t row; (row = next_piece(m, s->samples)) >= 0;) {
+        const int64_t from = s->sample_at ? s->sample_at[row] : row;
+        const float *stream = t->at.stream + from * stride, *added = t->at.added + from * stride;
+        const float *out_norm = d->layers[d->count - 1].mlp_out_norm;
+        float *x = t->at.x + row * stride;
+        if (out_norm)
+            t->kernels->step.norm(added, out_norm, d->hidden, d->eps, x);
+        for (int64_t i = 0; i < d->hidden; i++)
+            x[i] = stream[i] + (out_norm ? x[i] : added[i]);
+        t->kernels->step.norm(x, d->final_norm, d->hidden, d->eps, x);
+    }
+    for (int64_t piece; (piece = next_piece(m, (outputs + columns - 1) / columns)) >= 0;) {
+        const int64_t first = piece * columns, width = outputs - first < columns ? outputs - first : columns;
+        float *out = d->half ? m->own : (float *)s->logits + first;
+        t->kernels->step.multiply(&d->head, d->half, first, width, t->at.x, stride, s->samples, out,
+                                  d->half ? width : outputs);
+        for (int64_t row = 0; d->half && row < s->samples; row++)
+            t->kernels->step.narrow(out + row * width, width, (uint16_t *)s->logits + row * outputs + first);
+    }
+}
+
+static void work(void *data)
+{
+    struct team *t = data;
+    const struct decoder *d = t->d;
+    struct member m = {.team = t, .own = t->at.own + atomic_fetch_add(&t->members, 1) * t->at.own_size};
+    const int64_t hidden = stride_of(d->hidden);
+    begin(&m);
+    for (int64_t i = 0; i < d->count; i++) {
+        const struct layer *layer = d->layers + i;
+        add_and_norm(&m, i > 0, i ? layer[-1].mlp_out_norm : NULL, layer->input_norm);
+        product(&m, &layer->qkv, t->at.x, hidden, t->at.qkv, stride_of(widest(d)));
+        rotate(&m, i);
+        attend(&m, i);
+        product(&m, &layer->o, t->at.attended, stride_of(d->heads * d->dim), t->at.added, hidden);
+        add_and_norm(&m, true, layer->attention_out_norm, layer->post_norm);
+        gated_product(&m, &layer->gate_up);
+        product(&m, &layer->down, t->at.inner, stride_of(d->inner), t->at.added, hidden);
+    }
+    if (t->s->samples)
+        head(&m);
+}
+
+/* Bytes of scratch memory that a step needs with so many threads. */
+int64_t holdfast_step_bytes(const struct decoder *decoder, const struct step *step, int threads)
+{
+    struct step empty = *step;
+    struct place at;
+    empty.scratch = NULL;
+    return divide(decoder, &empty, threads, &at) * (int64_t)sizeof(float);
+}
+
+/* Compute a step. Returns 0; 1 for sizes that it does not take, 2 for a slot, a block, a position or a row of the tables
+that does not exist. Nothing is written then, except where a block is missing: keys and values of the step may be. */
+int holdfast_step(const struct decoder *decoder, const struct step *step, run_parallel *parallel, int threads, int level)
+{
+    const struct kernels *kernels = holdfast_kernels(level);
+    const struct decoder *d = decoder;
+    if (!kernels || threads < 1 || d->count < 1 || step->rows < 1 || d->kv_heads < 1 || d->heads % d->kv_heads ||
+        d->dim % PAD || step->samples < 0 || step->samples > step->rows)
+        return 1;
+    for (int64_t row = 0; row < step->rows; row++)
+        if (step->slots[row] < 0 || step->slots[row] >= step->blocks * step->block_size || step->positions[row] < 0 ||
+            step->positions[row] >= step->longest || step->positions[row] / step->block_size >= step->table_width ||
+            step->table_rows[row] < 0 || step->table_rows[row] >= step->table_count)
+            return 2;
+    for (int64_t row = 0; step->sample_at && row < step->samples; row++)
+        if (step->sample_at[row] < 0 || step->sample_at[row] >= step->rows)
+            return 2;
+    struct team team = {.kernels = kernels, .d = d, .s = step, .threads = parallel ? threads : 1};
+    divide(d, step, team.threads, &team.at);
+    for (int64_t phase = 0; phase < phases_of(d); phase++)
+        atomic_init(&team.at.phases[phase].next, 0), atomic_init(&team.at.phases[phase].done, 0);
+    if (team.threads > 1)
+        parallel(work, &team, (unsigned)team.threads, 0);
+    else
+        work(&team);
+    return atomic_load(&team.failed) ? 2 : 0;
+}

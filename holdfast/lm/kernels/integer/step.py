@@ -1,0 +1,261 @@
+"""Whole steps of a decoder on few tokens, by the library in C (step.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.lm.kernels.integer.library import Library
+
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
+"""Activations that the library computes, with its numbers for them."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types of weights and caches that it reads."""
+HEAD_UNIT = 16
+"""Sizes of heads are multiples of this."""
+MOST_ROTATIONS = 2
+NORMS = ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "sinks")
+"""Small tensors of `struct layer`, in its order."""
+BAD_PLACE = 2
+
+
+class _Matrix(ctypes.Structure):
+    """struct matrix of integer.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "bias")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "by_rows")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """struct layer of integer.h."""
+
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in NORMS),
+        *((name, ctypes.c_int64) for name in ("window", "chunked", "rotation")),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    """struct decoder of integer.h."""
+
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        ("head", _Matrix),
+        ("final_norm", ctypes.c_void_p),
+        ("frequencies", ctypes.c_void_p * MOST_ROTATIONS),
+        ("amplitudes", ctypes.c_void_p * MOST_ROTATIONS),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("count", "hidden", "inner", "heads", "kv_heads", "dim", "activation", "half")
+        ),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """struct step of integer.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("stream", "positions", "slots", "table_rows", "tables", "sample_at")),
+        *((name, ctypes.c_void_p) for name in ("caches", "logits", "scratch")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("rows", "samples", "blocks", "block_size", "table_count", "table_width", "longest")
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayer:
+    """The tensors of one layer. One that the architecture lacks is None."""
+
+    qkv: torch.Tensor  # [(H + 2 Hkv) D, hidden]
+    o: torch.Tensor  # [hidden, H D]
+    gate_up: torch.Tensor  # [2 inner, hidden]
+    down: torch.Tensor  # [hidden, inner]
+    qkv_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    input_norm: torch.Tensor | None = None  # [hidden]
+    post_norm: torch.Tensor | None = None  # [hidden]
+    attention_out_norm: torch.Tensor | None = None  # [hidden]
+    mlp_out_norm: torch.Tensor | None = None  # [hidden]
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
+    sinks: torch.Tensor | None = None  # [H]
+    window: int | None = None
+    """Number of positions that a token sees, or of a chunk; None: it sees all."""
+    rotation: int = 0
+    """Index of the layer's rotation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """Sizes and settings of a decoder."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    """Numbers of a head."""
+    eps: float
+    scale: float
+    """The factor on attention scores."""
+    activation: str
+    """A key of ACTIVATIONS."""
+    softcap: float | None = None
+    chunked: bool = False
+    """Whether windows are chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTokens:
+    """The T tokens of a step, as `Attention` reads them."""
+
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64
+    rows: npt.NDArray[np.int64]  # [T]: each token's row of the block tables
+    tables: torch.Tensor  # [rows, max_blocks] int32
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Keys and values of each layer, [num_blocks, block_size, Hkv, D] each."""
+    longest: int
+    """One more than the largest position."""
+    sample_at: torch.Tensor | None = None  # [R] int64: the tokens whose logits are wanted; None: all
+
+
+class WholeSteps:
+    """A decoder whose steps are one call each. Weights are read where they are; none may change or move afterwards.
+
+    Everything between weights and caches is in float32.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        sizes: StepSizes,
+        layers: Sequence[StepLayer],
+        *,
+        head: torch.Tensor,
+        head_bias: torch.Tensor | None,
+        final_norm: torch.Tensor,
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """`head` is the LM head [V, hidden]. `rotations` are frequencies and amplitudes [D / 2] of each kind of layer.
+
+        Raises ValueError for tensors that the library does not take.
+        """
+        self._library, self._dtype, self._kept = library, head.dtype, list[Any]()
+        self._dim, self._kv_heads = sizes.dim, sizes.kv_heads
+        hidden, inner = head.shape[1], layers[0].down.shape[1]
+        queries = sizes.heads * sizes.dim
+        shapes = {
+            "qkv": (queries + 2 * sizes.kv_heads * sizes.dim, hidden),
+            "o": (hidden, queries),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
+        widths = dict.fromkeys(NORMS, hidden) | {"q_norm": sizes.dim, "k_norm": sizes.dim, "sinks": sizes.heads}
+        if head.dtype not in DTYPES or sizes.dim % HEAD_UNIT or sizes.activation not in ACTIVATIONS:
+            raise ValueError(f"no whole steps for {head.dtype}, heads of {sizes.dim} numbers and {sizes.activation}")
+        if not 1 <= len(rotations) <= MOST_ROTATIONS:
+            raise ValueError(f"there are {len(rotations)} kinds of rotation; the library takes 1 or {MOST_ROTATIONS}")
+        records = (_Layer * len(layers))()
+        for record, layer in zip(records, layers, strict=True):
+            for name, shape in shapes.items():
+                setattr(record, name, self._matrix(getattr(layer, name), getattr(layer, f"{name}_bias"), shape))
+            for name, width in widths.items():
+                setattr(record, name, self._small(getattr(layer, name), width))
+            record.window, record.chunked = layer.window or 0, sizes.chunked
+            record.rotation = range(len(rotations))[layer.rotation]
+        self._kept.append(records)
+        pointers = [[self._small(each, sizes.dim // 2) for each in rotation] for rotation in rotations]
+        pointers += [[None, None]] * (MOST_ROTATIONS - len(rotations))
+        by_kind = [(ctypes.c_void_p * MOST_ROTATIONS)(*each) for each in zip(*pointers, strict=True)]
+        self._decoder = _Decoder(
+            ctypes.addressof(records),
+            self._matrix(head, head_bias, (len(head), hidden)),
+            self._small(final_norm, hidden),
+            *by_kind,
+            *(len(layers), hidden, inner, sizes.heads, sizes.kv_heads, sizes.dim),
+            *(ACTIVATIONS[sizes.activation], head.dtype == torch.bfloat16),
+            *(sizes.eps, sizes.scale, sizes.softcap or 0.0),
+        )
+        self._outputs, self._hidden = len(head), hidden
+        self._scratch: list[torch.Tensor] = []
+        """Memory for activations that no call uses now."""
+
+    def logits(self, stream: torch.Tensor, tokens: StepTokens) -> torch.Tensor:
+        """Logits [R, V] after the embeddings [T, hidden] of a step's tokens. Writes their keys and values.
+
+        Raises ValueError for tensors of other types or shapes, and for slots, blocks and positions that do not exist.
+        """
+        rows, (blocks, block_size, *_) = len(stream), tokens.caches[0][0].shape
+        cache = (blocks, block_size, self._kv_heads, self._dim)
+        self._check("embeddings", stream, self._dtype, (rows, self._hidden))
+        self._check("block tables", tokens.tables, torch.int32, tuple(tokens.tables.shape))
+        for name in ("positions", "slots"):
+            self._check(name, getattr(tokens, name), torch.int64, (rows,))
+        for layer in tokens.caches:
+            for each in layer:
+                self._check("a cache", each, self._dtype, cache)
+        table_rows = np.ascontiguousarray(tokens.rows, np.int64)
+        if len(table_rows) != rows or len(tokens.caches) != self._decoder.count:
+            raise ValueError(f"{len(table_rows)} rows of tables and {len(tokens.caches)} caches do not fit the step")
+        at, samples = None, rows
+        if tokens.sample_at is not None:
+            samples, at = len(tokens.sample_at), tokens.sample_at.data_ptr()
+            self._check("sampled tokens", tokens.sample_at, torch.int64, (samples,))
+        caches = (ctypes.c_void_p * (2 * len(tokens.caches)))(
+            *(each.data_ptr() for layer in tokens.caches for each in layer)
+        )
+        logits = stream.new_empty(samples, self._outputs)
+        inputs = (stream, tokens.positions, tokens.slots)
+        step = _Step(
+            *(each.data_ptr() for each in inputs),
+            *(table_rows.ctypes.data, tokens.tables.data_ptr(), at, ctypes.addressof(caches), logits.data_ptr(), None),
+            *(rows, samples, blocks, block_size, *tokens.tables.shape, tokens.longest),
+        )
+        size = self._library.step_bytes(self._decoder, step)
+        scratch = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8)
+        if len(scratch) < size:
+            scratch = torch.empty(size, dtype=torch.uint8)
+        status = self._library.step(self._decoder, step, scratch)
+        self._scratch.append(scratch)
+        if status:
+            what = (
+                "a slot, block, position or row of the step does not exist" if status == BAD_PLACE else "sizes differ"
+            )
+            raise ValueError(f"a step of {rows} tokens cannot be computed: {what}")
+        return logits
+
+    def _matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...]) -> _Matrix:
+        """A weight [N, K], whose numbers lie by inputs or by outputs."""
+        by_rows = weight.is_contiguous()
+        if weight.shape != shape or weight.dtype != self._dtype or not (by_rows or weight.t().is_contiguous()):
+            raise ValueError(f"a weight {[*weight.shape]} of {weight.dtype} is not {[*shape]} of {self._dtype}")
+        self._kept.append(weight)
+        return _Matrix(weight.data_ptr(), self._small(bias, shape[0]), *shape, by_rows)
+
+    def _small(self, tensor: torch.Tensor | None, width: int) -> int | None:
+        """The address of a copy in float32 of a small tensor, which stays as long as this object."""
+        if tensor is None:
+            return None
+        if tensor.shape != (width,):
+            raise ValueError(f"a tensor {[*tensor.shape]} does not have {width} numbers")
+        copy = tensor.detach().to(torch.float32, copy=True).contiguous()
+        self._kept.append(copy)
+        return copy.data_ptr()
+
+    @staticmethod
+    def _check(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(f"{what} are {tensor.dtype} {[*tensor.shape]}; a step takes contiguous {dtype} {[*shape]}")

@@ -1,0 +1,144 @@
+"""Which decoders, and which of their steps, the library in C computes as a whole on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from holdfast.lm.kernels.attention.torch_attention import TileMetadata, TorchAttention
+from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.integer.library import Library, step_library
+from holdfast.lm.kernels.integer.step import (
+    ACTIVATIONS,
+    DTYPES,
+    HEAD_UNIT,
+    NORMS,
+    StepLayer,
+    StepSizes,
+    StepTokens,
+    WholeSteps,
+)
+from holdfast.lm.kernels.linear.layers import LayerShape
+from holdfast.lm.models.base import StepInput
+from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.layer_weights import LayerWeights
+
+MOST_TOKENS = 64
+"""Largest step that is computed as a whole. PyTorch's products are as fast with more tokens."""
+MOST_OF_SEGMENT = 8
+"""Largest number of tokens of a sequence in such a step. Each of them reads the whole context by itself."""
+LINEAR = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The tensors of a decoder after its last layer."""
+
+    norm: torch.Tensor  # [hidden]
+    weight: Weight  # [V, hidden]
+    bias: torch.Tensor | None  # [V]
+
+
+def whole_steps_of(
+    spec: DecoderSpec,
+    layers: Sequence[LayerWeights],
+    head: HeadWeights,
+    windows: Sequence[int | None],
+    shapes: Sequence[LayerShape],
+) -> DecoderSteps | None:
+    """The whole steps of a decoder; None if the library is missing, or does not compute such a decoder.
+
+    `windows` are those of its layers, and `shapes` those of its kinds of layers, by their rotation.
+    """
+    library, dtype = step_library(shapes[0].inverse_frequencies.device), shapes[0].dtype
+    dense = isinstance(head.weight, torch.Tensor) and all(map(is_dense, layers))
+    if library is None or dtype not in DTYPES or not dense or not is_plain(spec):
+        return None
+    return DecoderSteps(library, spec, layers, head, windows, shapes)
+
+
+def is_plain(spec: DecoderSpec) -> bool:
+    """Whether a decoder has the layers of Llama, Qwen 2 and 3, or Gemma 2 and 3, but for sizes and tensors."""
+    others = (spec.experts, spec.recurrence, spec.latent, spec.temperature, spec.parallel_factors)
+    options = (
+        *(spec.mlps, spec.parallel, spec.norms_stream, spec.layer_norm, spec.qk_norm_whole, spec.qk_layer_norm),
+        *(spec.attention_gate, spec.layer_specs, spec.embedding_width, spec.unit_v_norm, spec.token_tables),
+        *(spec.layer_tensors, spec.tensors, not spec.gated, not spec.final_norm, spec.mlp_factors != (1.0, 1.0)),
+    )
+    sizes = spec.head_dim % HEAD_UNIT == 0 and spec.activation in ACTIVATIONS and spec.num_kv_heads > 0
+    return sizes and all(each is None for each in others) and not any(options)
+
+
+def is_dense(layer: LayerWeights) -> bool:
+    """Whether all weights of a layer are plain numbers."""
+    return layer.end_norm is None and all(isinstance(getattr(layer, name), torch.Tensor) for name in LINEAR)
+
+
+class DecoderSteps:
+    """The steps of a decoder that the library computes as a whole."""
+
+    def __init__(
+        self,
+        library: Library,
+        spec: DecoderSpec,
+        layers: Sequence[LayerWeights],
+        head: HeadWeights,
+        windows: Sequence[int | None],
+        shapes: Sequence[LayerShape],
+    ) -> None:
+        """The arguments are those of `whole_steps_of`. Raises ValueError for weights that the library does not take."""
+        assert isinstance(head.weight, torch.Tensor)
+        self._dtype, self._layers = head.weight.dtype, len(layers)
+        sizes = StepSizes(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            dim=spec.head_dim,
+            eps=spec.rms_eps,
+            scale=spec.scale,
+            activation=spec.activation,
+            softcap=spec.softcap,
+            chunked=spec.chunked,
+        )
+        others = zip(layers, windows, spec.other_layers, strict=True)
+        self._steps = WholeSteps(
+            library,
+            sizes,
+            [_layer(layer, window, int(other)) for layer, window, other in others],
+            head=head.weight,
+            head_bias=head.bias,
+            final_norm=head.norm,
+            rotations=[(each.inverse_frequencies, each.amplitudes) for each in shapes],
+        )
+
+    def takes(self, step: StepInput) -> bool:
+        """Whether the library computes this step: few tokens, without adapters, and attention left to choose."""
+        if len(step.ids) > MOST_TOKENS or step.adapters is not None or step.stream is not None:
+            return False
+        attention, metadata = step.attention, step.metadata
+        if not isinstance(attention, TorchAttention) or not attention.in_whole_steps:
+            return False
+        return int(metadata.queries.max()) <= MOST_OF_SEGMENT and step.caches[0][0].dtype == self._dtype
+
+    def logits(self, stream: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """Logits [R, V] of a step that `takes` accepts, from its embeddings [T, hidden], before caps and divisors."""
+        metadata: TileMetadata = step.metadata
+        tokens = StepTokens(
+            positions=step.positions,
+            slots=step.slot_mapping,
+            rows=np.repeat(metadata.row, metadata.queries),
+            tables=step.block_tables,
+            caches=[step.caches[layer] for layer in range(self._layers)],
+            longest=int(metadata.stop.max()),
+            sample_at=step.sample_at,
+        )
+        return self._steps.logits(stream, tokens)
+
+
+def _layer(layer: LayerWeights, window: int | None, rotation: int) -> StepLayer:
+    weights = {name: getattr(layer, name) for name in (*LINEAR, *(f"{each}_bias" for each in LINEAR))}
+    # A weight of no numbers stands for no norm.
+    norms = {name: each for name in NORMS if (each := getattr(layer, name)) is not None and len(each)}
+    return StepLayer(**weights, **norms, window=window, rotation=rotation)

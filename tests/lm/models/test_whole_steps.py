@@ -1,0 +1,158 @@
+"""Which decoders and steps the library in C computes as a whole, and that models give the same with and without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.base import StepInput
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.loader import load
+from holdfast.lm.models.whole_steps import MOST_OF_SEGMENT, MOST_TOKENS, DecoderSteps, is_plain
+from tests.checkpoints import make
+from tests.compiled import integer_library
+
+CPU = torch.device("cpu")
+BLOCK, BLOCKS = 4, 40
+TABLES = torch.arange(BLOCKS, dtype=torch.int32).flip(0).view(4, 10)
+
+
+def segments(*spans: tuple[int, int, int]) -> Segments:
+    """Segments of these rows, each from one position to another."""
+    rows, starts, stops = (np.array(column, np.int32) for column in zip(*spans, strict=True))
+    return Segments(np.concatenate(([0], np.cumsum(stops - starts))).astype(np.int32), stops, rows)
+
+
+def step_of(model: Decoder, *spans: tuple[int, int, int], backend: Any = "auto", **changes: Any) -> StepInput:
+    """A step with tokens of these rows and positions, on a cache of drawn numbers."""
+    spec, batch = model.spec, segments(*spans)
+    draw = torch.Generator().manual_seed(7)
+    rows = torch.from_numpy(np.repeat(batch.row, batch.query_length)).long()
+    positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
+    sizes: dict[str, Any] = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=BLOCK)
+    cache = KVCache.allocate(layers=spec.num_layers, num_blocks=BLOCKS, dtype=spec.dtype, device=CPU, **sizes)
+    cache.data.copy_(torch.randn(cache.data.shape, generator=draw))
+    attention = attention_for(CPU, num_heads=spec.num_heads, backend=backend, **sizes)
+    usual: dict[str, Any] = dict(
+        ids=torch.randint(0, spec.vocab_size, (len(rows),), generator=draw),
+        positions=positions,
+        sample_at=None,
+        slot_mapping=TABLES[rows, positions // BLOCK].long() * BLOCK + positions % BLOCK,
+        block_tables=TABLES,
+        caches=tuple(cache.layer(layer) for layer in range(spec.num_layers)),
+        attention=attention,
+        metadata=attention.make_metadata(batch),
+    )
+    return StepInput(**usual | changes)
+
+
+def loaded(directory: Path, family: str, *, dtype: str = "float32", **config: Any) -> Decoder:
+    make(directory, family, **config)
+    model = load(directory, device="cpu", dtype=dtype)
+    assert isinstance(model, Decoder)
+    return model
+
+
+SPANS = (0, 11, 12), (1, 0, 1), (2, 20, 23), (3, 38, 39)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Qwen2", {"tie_word_embeddings": True}),
+        ("Qwen3", {}),
+        ("Mistral", {"sliding_window": 6}),
+        ("Gemma2", {"sliding_window": 6}),
+        ("Gemma3Text", {"sliding_window": 6}),
+        ("Phi3", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_whole_step_gives_what_pytorch_gives(
+    with_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    model = loaded(tmp_path, family, **config)
+    whole, plain = step_of(model, *SPANS), step_of(model, *SPANS, backend="torch")
+    calls, compute = list[int](), DecoderSteps.logits
+
+    def counted(self: DecoderSteps, stream: torch.Tensor, step: StepInput) -> torch.Tensor:
+        calls.append(len(stream))
+        return compute(self, stream, step)
+
+    monkeypatch.setattr(DecoderSteps, "logits", counted)
+    with torch.inference_mode():
+        wanted, found = model.forward(plain), model.forward(whole)
+    assert calls == [6]
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+    for one, other in zip(whole.caches, plain.caches, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    at = torch.tensor([1, 4])
+    with torch.inference_mode():
+        some = model.forward(step_of(model, *SPANS, sample_at=at))
+    torch.testing.assert_close(some, wanted[at], rtol=2e-4, atol=2e-4)
+
+
+def test_a_model_in_bfloat16_has_whole_steps_near_those_of_pytorch(with_library: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama", dtype="bfloat16")
+    with torch.inference_mode():
+        wanted, found = (model.forward(step_of(model, *SPANS, backend=name)) for name in ("torch", "auto"))
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - wanted.float()).norm() < 0.02 * wanted.float().norm()
+
+
+def test_steps_of_other_kinds_are_left_to_pytorch(with_library: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama")
+    steps = model.whole_steps
+    assert steps is not None and steps.takes(step_of(model, *SPANS))
+    assert not steps.takes(step_of(model, *SPANS, backend="torch"))
+    assert not steps.takes(step_of(model, (0, 0, MOST_OF_SEGMENT + 1)))
+    assert steps.takes(step_of(model, (0, 0, MOST_OF_SEGMENT)))
+    assert not steps.takes(step_of(model, *SPANS, adapters=object()))
+    assert not steps.takes(step_of(model, *SPANS, stream=torch.zeros(6, 64)))
+    rows = [(row, at, at + 1) for row in range(4) for at in range(39)]
+    assert steps.takes(step_of(model, *rows[:MOST_TOKENS])) and not steps.takes(
+        step_of(model, *rows[: MOST_TOKENS + 1])
+    )
+    halves = tuple((keys.to(torch.float8_e4m3fn), values) for keys, values in step_of(model, *SPANS).caches)
+    assert not steps.takes(step_of(model, *SPANS, caches=halves))
+
+
+def test_no_library_and_one_without_vectors_compute_no_whole_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = integer_library()
+    for found in (None, replace(library, level=0)):
+        monkeypatch.setattr("holdfast.lm.kernels.integer.library.library", lambda found=found: found)
+        assert loaded(tmp_path, "Llama").whole_steps is None
+
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def test_the_decoders_with_whole_steps_are_those_of_plain_layers() -> None:
+    def plain(architecture: str, **changes: Any) -> bool:
+        return is_plain(NATIVE[architecture](CONFIG | {"architectures": [architecture]} | changes))
+
+    assert all(map(plain, ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")))
+    assert not plain("LlamaForCausalLM", head_dim=24)
+    assert not plain("LlamaForCausalLM", hidden_act="gelu")
+    assert not any(map(plain, ("StableLmForCausalLM", "NemotronForCausalLM", "Olmo2ForCausalLM")))
+    assert not plain("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)

@@ -149,10 +149,12 @@ class ModelRunner:
         self._take(ready)
         return future
 
-    async def take_held(self) -> None:
-        """Take the requests that other servers have accepted for this model."""
-        if self._usable:
-            self._take(await self.order.take_held())
+    async def take_held(self) -> bool:
+        """Take the requests that other servers have accepted for this model. Returns whether any had its turn."""
+        ready = await self.order.take_held() if self._usable else []
+        if ready:
+            self._take(ready)
+        return bool(ready)
 
     def unload(self) -> None:
         """End the model and delete its state. Its checkpoints stay."""

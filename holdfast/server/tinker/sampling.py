@@ -17,7 +17,7 @@ from holdfast.server.formats.registry import Reading
 from holdfast.server.jobs.files import pauses
 from holdfast.server.jobs.locks import Owner
 from holdfast.server.pauses import BATCH
-from holdfast.server.protocol import ApiError, Body, invalid
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.replies import RequestUsage
 from holdfast.server.service import Admission, Answer, Lane, Service, check_length, internal
 from holdfast.server.tinker.calls import digest_of
@@ -42,9 +42,6 @@ UNUSED_SECONDS = 3600.0
 """Seconds without a request after which unnamed weights are deleted, if the model has saved newer ones."""
 USE_SECONDS = 60.0
 """Seconds between two notes in the store of a sampling session's last use."""
-
-SMALL = 1 << 14
-"""Number of bytes from which a body is parsed off the event loop."""
 
 log = logging.getLogger("holdfast.server")
 
@@ -106,10 +103,6 @@ class Samplers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._weights.close()
-
-    async def parsed(self, size: int, work: Callable[[], Body]) -> Body:
-        """Run `work`, which parses a body of this size, outside the event loop if the body is large."""
-        return work() if size < SMALL else await self._service.off_loop(size, work)
 
     # Sampling sessions
 

@@ -82,6 +82,9 @@ futures = Table(
 )
 """Requests with their results. `body` is the result, if it is not in a file."""
 
+unfinished = Index("training_futures_unfinished", futures.c.item, futures.c.state)
+"""Index for the pending requests of a model, which may have many ended ones."""
+
 checkpoints = Table(
     "training_checkpoints",
     tables,
@@ -112,6 +115,7 @@ def create_tables(db: Connection) -> None:
     """Create the tables that an older store lacks. They have no version, because an older server ignores them."""
     for table in (sessions, models, futures, checkpoints):
         table.create(db, checkfirst=True)
+    unfinished.create(db, checkfirst=True)
 
 
 class Reused(Exception):
@@ -252,11 +256,11 @@ class ModelTable:
             _insert_future(db, future)
             return future
 
-    def owned_by(self, owner: str) -> dict[str, tuple[bool, float]]:
-        """Return this server's open models: whether each is to be unloaded, and its last use."""
+    def unloading(self, owner: str) -> list[str]:
+        """Return the ids of this server's open models that are to be unloaded."""
         with self._database.read() as db:
-            rows = db.execute(select(models).where(models.c.open, models.c.owner == owner))
-            return {row.id: (row.unload, row.used) for row in rows}
+            wanted = select(models.c.id).where(models.c.open, models.c.owner == owner, models.c.unload)
+            return list(db.execute(wanted).scalars())
 
     def owners(self) -> set[str]:
         """Return the servers whose models are open."""
@@ -346,6 +350,12 @@ class FutureTable:
             if pending:
                 wanted = wanted.where(futures.c.state == "pending")
             return [_read_future(row.future) for row in db.execute(wanted.order_by(futures.c.seq))]
+
+    def with_held(self, items: Collection[str]) -> set[str]:
+        """Return those models that have pending requests without the number of a call."""
+        with self._database.read() as db:
+            held = (futures.c.state == "pending") & futures.c.call.is_(None) & (futures.c.seq > 0)
+            return set(db.execute(select(futures.c.item).where(futures.c.item.in_(items), held).distinct()).scalars())
 
     def last(self, item: str) -> tuple[int, int, int]:
         """Return three highest numbers of a model's requests, each -1 if there is none.

@@ -107,15 +107,19 @@ class Futures:
         await self.end([(id, {"state": "failed", "error": message, "category": category}, None)])
 
     async def end(
-        self, ended: Iterable[tuple[str, Mapping[str, Any], bytes | None]], ready: Iterable[Checkpoint] = ()
+        self,
+        ended: Iterable[tuple[str, Mapping[str, Any], bytes | None]],
+        ready: Iterable[Checkpoint] = (),
+        model: tuple[str, Mapping[str, Any]] | None = None,
     ) -> list[Checkpoint]:
         """End requests, each with changed fields and its result, in one transaction with the checkpoints they wrote.
 
-        Returns the checkpoints that were replaced.
+        `model` is the id of a model that ends with them, and its changed fields. Returns the checkpoints that were
+        replaced.
         """
         now = self._now()
         rows = [(id, {"ended": now, **fields}, body) for id, fields, body in ended]
-        _, replaced = await self._store.run(lambda store: FutureTable(store.database).finish(rows, ready))
+        _, replaced = await self._store.run(lambda store: FutureTable(store.database).finish(rows, ready, model))
         for id, _, _ in rows:
             for event in self._waiting.get(id, ()):
                 event.set()

@@ -237,14 +237,9 @@ class ModelTable:
             return list(db.execute(wanted.order_by(models.c.created, models.c.id)).scalars())
 
     def change(self, id: str, fields: Mapping[str, Any]) -> Model:
-        """Change fields of a model. One that is no longer open has no attempts and no pending requests left."""
+        """Change fields of a model."""
         with self._database.write() as db:
-            model = replace(_read_model(_owned(db, models, None, id, "model").model), **fields)
-            is_open = model.status == "open"
-            db.execute(update(models).where(models.c.id == id).values(model=encode(model), open=is_open))
-            if not is_open:
-                forget(db, id)
-            return model
+            return _change_model(db, id, fields)
 
     def unload(self, tenant: str, id: str, future: Future) -> Future:
         """Ask for the end of a model. Returns the request, or the earlier one with its number."""
@@ -383,12 +378,16 @@ class FutureTable:
         self,
         ended: Iterable[tuple[str, Mapping[str, Any], bytes | None]],
         ready: Iterable[Checkpoint] = (),
+        model: tuple[str, Mapping[str, Any]] | None = None,
     ) -> tuple[list[Future], list[Checkpoint]]:
         """End requests with their changed fields and results, and add the checkpoints that they wrote.
 
-        A request that has ended stays as it is. Returns the requests, and the checkpoints that were replaced.
+        `model` is the id of a model that ends with them, and its changed fields. A request that has ended stays as it
+        is. Returns the requests, and the checkpoints that were replaced.
         """
         with self._database.write() as db:
+            if model is not None:
+                _change_model(db, *model)
             replaced = [old for checkpoint in ready for old in _replace_checkpoint(db, checkpoint)]
             return [_change_future(db, id, fields, body) for id, fields, body in ended], replaced
 
@@ -499,6 +498,16 @@ def _known(db: Connection, future: Future) -> Future | None:
     if (known.kind, known.digest, known.tenant) != (future.kind, future.digest, future.tenant):
         raise Reused(f"seq_id {future.seq} of {future.item} was another request before; number each request once")
     return known
+
+
+def _change_model(db: Connection, id: str, fields: Mapping[str, Any]) -> Model:
+    """Change fields of a model. One that is no longer open has no attempts left."""
+    model = replace(_read_model(_owned(db, models, None, id, "model").model), **fields)
+    is_open = model.status == "open"
+    db.execute(update(models).where(models.c.id == id).values(model=encode(model), open=is_open))
+    if not is_open:
+        forget(db, id)
+    return model
 
 
 def _future_row(future: Future) -> dict[str, Any]:

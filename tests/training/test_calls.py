@@ -326,7 +326,7 @@ def test_a_call_of_one_target_is_written_as_an_older_engine_reads_it(tmp_path: P
             Datum([1], [[3] * 129], {"weights": [[1.0] * 129]}),
             "129 targets for a token; there must be",
         ),  # type: ignore[list-item]
-        ("cross_entropy", Datum([1], [[]]), "0 targets for a token"),  # type: ignore[list-item]
+        ("cross_entropy", Datum([1], [[]]), "targets of datum 0 must be whole"),  # type: ignore[list-item]
         ("ppo", Datum([1], [[3, 4]], {"logprobs": [0.0], "advantages": [0.0]}), "targets of datum 0 must be whole"),  # type: ignore[list-item]
     ],
 )

@@ -245,7 +245,8 @@ class Samplers:
             raise invalid(
                 f"num_samples is {wanted.num_samples}; at most {most} are taken (--max-choices)", "num_samples"
             )
-        for token in (*prompt, *wanted.sampling_params.stops[1]):
+        targets = wanted.target_prompt_logprobs
+        for token in (*prompt, *wanted.sampling_params.stops[1], *(() if targets is None else targets.data)):
             if token >= client.info.vocab_size:
                 raise invalid(f"token id {token} is out of range; the model has {client.info.vocab_size}", "prompt")
         check_length(len(prompt), client, SampleAnswer.of(wanted, client.info.model, 0, client.text))
@@ -312,6 +313,7 @@ class Samplers:
             alternatives=request.alternatives,
             prompt_alternatives=request.prompt_alternatives,
             last=wanted.prompt_logprobs_last_n,
+            targets=wanted.target_prompt_logprobs,
         )
 
     # Upkeep

@@ -174,7 +174,7 @@ def _datum(number: int, datum: Any, bounds: Bounds) -> Datum:
             raise ValueError(
                 f"{name[:64]} of {where} has {len(array)} numbers; it needs one for each of {len(tokens)} tokens"
             )
-        if array.ndim == 2 and array.shape != targets.shape:
+        if array.ndim + targets.ndim > 2 and array.shape != targets.shape:
             raise ValueError(
                 f"{name[:64]} of {where} has the shape {list(array.shape)}; target_tokens has {list(targets.shape)}"
             )

@@ -56,7 +56,8 @@ class PromptExecutor(PartExecutor):
         def work(hidden: torch.Tensor, rows: torch.Tensor) -> FoundLogprobs:
             at, targets = (upload(numbers, self._device) for numbers in targets_of(staged, reports))
             most = max(each.alternatives for each in reports)
-            some, named = hidden.index_select(0, at), upload(named_of(reports), self._device)
+            found, some = named_of(reports), hidden.index_select(0, at)
+            named = upload(found, self._device) if found.size else targets.new_empty(found.shape)
             return FoundLogprobs(reports, self._sampler.tell_targets(some, self._to_logits, targets, most, named))
 
         return (work,)

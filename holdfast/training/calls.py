@@ -448,7 +448,7 @@ def _array(number: int, name: str, given: Any, kinds: str, wanted: str, most: in
     import numpy as np
 
     try:
-        array = np.asarray(given) if len(given) else np.empty(0, np.int32)
+        array: npt.NDArray[Any] = np.asarray(given) if len(given) else np.empty(0, np.int32)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} of datum {number} must be {wanted} in one list") from None
     if not 1 <= array.ndim <= most or array.dtype.kind not in kinds:

@@ -53,8 +53,9 @@ MOST_MODELS = 64
 TICK_SECONDS = 0.5
 """Seconds between two looks for what other servers have accepted for the models here, and for servers that ended."""
 BUSY_SECONDS = 0.05
-"""Seconds between two looks for what others have accepted, while they accept something at least every STILL_SECONDS."""
+"""Seconds between two such looks for requests while others accept some."""
 STILL_SECONDS = 10.0
+"""Seconds since the last such request after which looks are rare again."""
 CLEAN_SECONDS = 600.0
 """Seconds between two deletions of what is no longer kept."""
 RESULT_SECONDS = 86_400.0

@@ -187,6 +187,13 @@ class Sample(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
             self.target_prompt_logprobs.check(rest - 1)
 
     @property
+    def size(self) -> int:
+        """About the number of bytes of the request's numbers."""
+        targets = self.target_prompt_logprobs
+        numbers = sum(len(getattr(each, "tokens", ())) for each in self.prompt.chunks)
+        return 8 * (numbers + (0 if targets is None else len(targets.data)))
+
+    @property
     def reports_prompt(self) -> bool:
         """Whether the log probabilities of the prompt are asked for. Asking for alternatives asks for them too."""
         return self.prompt_logprobs or self.topk_prompt_logprobs > 0

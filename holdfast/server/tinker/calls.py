@@ -141,17 +141,27 @@ def _data(given: Sequence[Any], loss: Loss, bounds: Bounds) -> list[Datum]:
     if not 1 <= len(given) <= MOST_DATA:
         raise ValueError(f"the request has {len(given)} data; it must have 1 to {MOST_DATA}")
     data = [_datum(number, datum, bounds) for number, datum in enumerate(given)]
-    if (total := sum(datum.targets.size for datum in data)) > MOST_CALL_TOKENS:
-        raise ValueError(f"the request has {total} targets of tokens; at most {MOST_CALL_TOKENS} are taken")
-    if len({datum.targets.shape[1:] for datum in data}) > 1:
+    counts = {_targets_of(datum) for datum in data}
+    if len(counts) > 1:
         raise ValueError("data have different numbers of targets for a token; give all of them the same")
-    loss.check_targets(data[0].targets.shape[1] if data[0].targets.ndim == 2 else 1)
+    count = counts.pop()
+    loss.check_targets(count)
+    if (total := count * sum(len(datum.tokens) for datum in data)) > MOST_CALL_TOKENS:
+        raise ValueError(f"the request has {total} targets of tokens; at most {MOST_CALL_TOKENS} are taken")
     names = {*data[0].arrays}
     for number, datum in enumerate(data):
         loss.check_arrays(datum.arrays)
         if {*datum.arrays} != names:
             raise ValueError(f"datum {number} has other loss_fn_inputs than datum 0; give all data the same")
     return data
+
+
+def _targets_of(datum: Datum) -> int:
+    """Return the number of targets of each token."""
+    import numpy as np
+
+    rows = np.asarray(datum.targets)
+    return rows.shape[1] if rows.ndim == 2 else 1
 
 
 def _datum(number: int, datum: Any, bounds: Bounds) -> Datum:

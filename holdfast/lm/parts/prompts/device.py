@@ -106,5 +106,5 @@ def _records(records: Iterator[TokenLogprobs], report: PromptReport, first: int)
     for target in range(len(report.targets)):
         own, ids, top = next(records)
         stop = first + (len(report.named[target]) if report.named else 0)
-        kept = [slice(min(report.alternatives, first)), slice(first, stop)]
-        yield TokenLogprobs(own, *(tuple(chain.from_iterable(each[part] for part in kept)) for each in (ids, top)))
+        likeliest = min(report.alternatives, first)
+        yield TokenLogprobs(own, ids[:likeliest] + ids[first:stop], top[:likeliest] + top[first:stop])

@@ -161,7 +161,7 @@ class DoneCall(Done[CallCounts]):
             raise ArithmeticError(f"call {self.step}: {error}") from None
 
     def _is_written(self) -> bool:
-        """Whether the result can be read. A host that lost power may have lost one that the owner was told of."""
+        """Whether the result can be read. A host that lost power may have lost one that its owner knows."""
         try:
             read_result(self.directory, self.step)
         except (OSError, ValueError):

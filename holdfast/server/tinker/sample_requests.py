@@ -103,7 +103,7 @@ class PromptTargets(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(tuple(each for each in self.data[a:b] if each >= 0) for a, b in pairwise(self.starts))
 
     def check(self, rows: int) -> None:
-        """Raises ApiError unless this is a whole matrix of so many rows that asks for anything."""
+        """Raises ApiError unless this is a whole matrix with this number of rows that asks for at least one token."""
 
         def wrong(reason: str) -> ApiError:
             return invalid(f"target_prompt_logprobs {reason}", "target_prompt_logprobs")

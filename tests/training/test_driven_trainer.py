@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.peft_files import read_peft
-from holdfast.training import call_files, storage
+from holdfast.training import storage
 from holdfast.training.call_files import calls_from, refusal_of, refuse_call
 from holdfast.training.calls import Datum, call_numbers, read_result, result_numbers, result_path
 from holdfast.training.done import CallReport, DoneCall, JobFailure
@@ -205,14 +205,17 @@ def test_results_that_the_disk_lost_with_the_power_are_written_again_with_the_sa
         path.unlink()
         if loss != "gone":
             path.write_bytes(bytes(size if loss == "zeros" else 0))
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{file}").readlink()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
     again = trainer_for(model)
     again.open(writer.directory, known=6)
     run(again, writer, *range(first, 6))
-    assert results(again, writer) == before and not again.reports(), "the owner is not told of them again"
-    fsync = os.fsync
-    monkeypatch.setattr(
-        call_files.os, "fsync", lambda file: (synced.append(str(Path(f"/proc/self/fd/{file}").readlink())), fsync(file))
-    )
+    assert results(again, writer) == before and not again.reports(), "the owner has had these reports"
     again.close("job")
     assert first < 5 and {str(result_path(writer.directory, number)) for number in range(first, 6)} <= {*synced}
 

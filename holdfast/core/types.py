@@ -15,6 +15,8 @@ from holdfast.core.pause import NO_PAUSE, Pause
 MAX_SEED = 2**63 - 1
 """Largest seed: a signed 64-bit number."""
 MAX_LOGPROBS = 20
+MAX_PROMPT_TARGETS = 128
+"""Maximum number of further tokens that are reported with one prompt token."""
 """Largest number of alternatives whose log probabilities are reported with a token's own."""
 MAX_BIASES = 1024
 """Largest number of tokens in a `logit_bias`."""
@@ -93,6 +95,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Number of alternatives to report, like `logprobs`, for the prompt's tokens from the second on. The whole prompt
     is then computed, cached or not."""
+    prompt_targets: tuple[tuple[int, ...], ...] = ()
+    """With `prompt_logprobs`: further tokens whose log probabilities are reported with each prompt token from the
+    second on, after the alternatives. Prompt tokens at the end may have no entry."""
 
     embed: bool = False
     """Whether to return the embedding of the prompt: the hidden state of its last token. The generated tokens then have
@@ -159,6 +164,10 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         """Raise ValueError for too many or too long lists of tokens."""
+        if (most := max(map(len, self.prompt_targets), default=0)) > MAX_PROMPT_TARGETS:
+            raise ValueError(
+                f"prompt_targets holds {most} tokens for one prompt token; at most {MAX_PROMPT_TARGETS} are taken"
+            )
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise ValueError(
                 f"bad_words holds {len(self.bad_words)} token sequences; at most {MAX_BAD_WORDS} are taken"

@@ -73,6 +73,8 @@ class RequestLimits:
             )  # fmt: skip
             reason = f"{what} need a native decoder, and this model runs on Transformers' own code"
             raise RequestRefused(reason, param, "unsupported_parameter")
+        if params.prompt_targets:
+            self._token_ids("prompt_targets", [token for each in params.prompt_targets for token in each])
         if params.stop_token_ids:
             self._token_ids("stop_token_ids", params.stop_token_ids)
         if params.logit_bias:

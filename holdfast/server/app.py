@@ -183,10 +183,10 @@ def create_app(
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
-        add_client_routes(app, training, config)
-        add_trained_model_routes(app, training, config)
-        add_checkpoint_routes(app, training, config)
-        add_sampling_routes(app, samplers, config)
+        add_client_routes(app, training, service)
+        add_trained_model_routes(app, training, service)
+        add_checkpoint_routes(app, training, service)
+        add_sampling_routes(app, samplers, service)
         if isinstance(client, Replicas):
             client.contracts.on_count = metrics.contract
             operators.register(ReplicaMetrics(client))

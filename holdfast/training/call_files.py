@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from holdfast.files.regular import create_file, open_file, read_text, sync_directory
-from holdfast.training.calls import CALLS, RESULTS, call_path, delete_calls, result_path
+from holdfast.training.calls import CALLS, RESULTS, call_numbers, call_path, delete_calls, result_path
 
 REASON_CHARACTERS = 500
 """Most characters of a reason that is kept."""
@@ -36,9 +36,12 @@ class CallFiles(JobFiles):
     nothing computes it again.
     """
 
-    def __init__(self, directory: Path, synced: int) -> None:
-        """The owner has the results of the first `synced` calls. Others may not be on the disk yet."""
-        self._directory, self._synced = directory, synced
+    def __init__(self, directory: Path, done: int) -> None:
+        """`done` is the number of calls that the newest state includes, which may be in the host's memory only.
+
+        A result may not be on the disk while its call has a file.
+        """
+        self._directory, self._synced = directory, min(call_numbers(directory), default=done)
 
     def sync(self, stop: int) -> None:
         for number in range(self._synced, stop):

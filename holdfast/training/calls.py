@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -92,9 +93,9 @@ class Datum:
     tokens: Sequence[int] | npt.NDArray[Any]
     """The tokens that the model reads, [n]."""
     targets: Sequence[int] | npt.NDArray[Any]
-    """The token that is scored at each of them, [n]. It is mostly the next one."""
+    """The token that is scored at each of them, [n], or the K tokens, [n, K]. It is mostly the next one."""
     arrays: Mapping[str, Sequence[float] | npt.NDArray[Any]] = field(default_factory=dict)
-    """The arrays that the loss reads, by name, [n] each (`Loss.kind`)."""
+    """The arrays that the loss reads, by name, [n] each; [n, K] for a number for each target (`LossKind.several`)."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class CallData:
     tokens: npt.NDArray[np.int32]
     """[T]"""
     targets: npt.NDArray[np.int32]
-    """[T]"""
+    """[T], or [T, K] if positions have several targets."""
     arrays: Mapping[str, npt.NDArray[np.float32]]
-    """The arrays that the loss reads, by name, [T] each."""
+    """The arrays that the loss reads, by name, [T] each; [T, K] for a number for each target."""
 
     def packed(self, numbers: Sequence[int]) -> CallData:
         """The data of a micro-batch, whose numbers follow one another."""
@@ -149,25 +150,28 @@ class CallResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers by name. A name ends in the way in which several of them become one, as in "loss:sum"."""
     logprobs: Sequence[npt.NDArray[np.float32]] = ()
-    """For each datum, the log probability of each target, [n]."""
+    """For each datum, the log probability of each target, [n] or [n, K]."""
 
 
-class _CallHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _CallHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The header of a call's file. The arrays are: lengths of data as uint32, tokens, targets, and those named here."""
 
     call: Call
     data: int
     positions: int
     arrays: tuple[str, ...]
+    targets: int = 1
+    """Number of targets of each position. An older engine reads files of one target."""
 
 
-class _ResultHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ResultHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The header of a result's file. The arrays are: lengths of data as uint32, and log probabilities."""
 
     number: int
     metrics: dict[str, float]
     data: int
     positions: int
+    targets: int = 1
 
 
 def call_path(directory: Path, number: int) -> Path:
@@ -192,10 +196,13 @@ def write_call(directory: Path, call: Call, data: Sequence[Datum] = ()) -> None:
     names = tuple(data[0].arrays) if data else ()
     if call.scores:
         call.loss.check_arrays(names)
-    checked = [_checked(number, datum, names) for number, datum in enumerate(data)]
+    checked = [_checked(number, datum, names, call.loss) for number, datum in enumerate(data)]
     lengths = np.array([len(each[0]) for each in checked], "<u4")
-    header = _CallHeader(call, len(lengths), int(lengths.sum()), names)
-    arrays = [np.concatenate(parts) for parts in zip(*checked, strict=True)]
+    shapes = {each[1].shape[1:] for each in checked} or {()}
+    if len(shapes) > 1:
+        raise ValueError("data of one call have different numbers of targets for a token; give all of them the same")
+    header = _CallHeader(call, len(lengths), int(lengths.sum()), names, *shapes.pop())
+    arrays = [np.concatenate(parts).reshape(-1) for parts in zip(*checked, strict=True)]
     write_framed(
         call_path(directory, call.number), CALL_FILE, msgspec.json.encode(header), [lengths, *arrays], durable=True
     )  # fmt: skip
@@ -216,10 +223,13 @@ def read_call(directory: Path, number: int, limits: Limits) -> tuple[Call, CallD
         raise ValueError(f"{path.name} is damaged: a call of kind {call.kind} with {count} data")
     if call.scores:
         call.loss.check_arrays(header.arrays)
-    lengths, numbers = _body(body, count, positions, 2 + len(header.arrays), path)
+        call.loss.check_targets(header.targets)
+    several = call.loss.kind.several or ()
+    widths = [1, header.targets, *(header.targets if name in several else 1 for name in header.arrays)]
+    lengths, numbers = _body(body, count, positions, widths, path)
     tokens, targets, *floats = numbers
-    given = dict(zip(header.arrays, (part.view("<f4") for part in floats), strict=True))
-    data = CallData(lengths, tokens.view("<i4"), targets.view("<i4"), given)
+    given = dict(zip(header.arrays, (_rows(part.view("<f4"), positions) for part in floats), strict=True))
+    data = CallData(lengths, tokens.view("<i4"), _rows(targets.view("<i4"), positions), given)
     _check_read(data)
     data.check(limits)
     return call, data
@@ -239,8 +249,10 @@ def write_result(directory: Path, result: CallResult, *, durable: bool = False) 
         if not np.isfinite(part).all():
             raise ValueError(f"log probabilities of datum {number} are not finite: training has diverged")
     lengths = np.array([len(part) for part in result.logprobs], "<u4")
-    header = _ResultHeader(result.number, {**result.metrics}, len(lengths), int(lengths.sum()))
-    whole = np.concatenate([np.empty(0, "<f4"), *result.logprobs]).astype("<f4", copy=False)
+    width = next((part.shape[1] for part in result.logprobs if part.ndim == 2), 1)
+    header = _ResultHeader(result.number, {**result.metrics}, len(lengths), int(lengths.sum()), width)
+    flat = (part.reshape(-1) for part in result.logprobs)
+    whole = np.concatenate([np.empty(0, "<f4"), *flat]).astype("<f4", copy=False)
     write_framed(
         result_path(directory, result.number), RESULT_FILE, msgspec.json.encode(header), [lengths, whole],
         durable=durable,
@@ -257,8 +269,9 @@ def read_result(directory: Path, number: int) -> CallResult:
     header = _decoded(text, _ResultHeader, path)
     if header.number != number:
         raise ValueError(f"{path.name} holds the result of call {header.number}")
-    lengths, (logprobs,) = _body(body, header.data, header.positions, 1, path)
-    return CallResult(number, header.metrics, tuple(_parts(logprobs.view("<f4"), lengths)))
+    lengths, (logprobs,) = _body(body, header.data, header.positions, [header.targets], path)
+    rows = _rows(logprobs.view("<f4"), header.positions)
+    return CallResult(number, header.metrics, tuple(_parts(rows, lengths)))
 
 
 def call_numbers(directory: Path) -> list[int]:
@@ -381,51 +394,66 @@ class CallSteps:
         return MicroBatch(data, own, units, validation=not backward)
 
 
-def _checked(number: int, datum: Datum, names: tuple[str, ...]) -> tuple[npt.NDArray[Any], ...]:
-    """The arrays of a datum as they are written: tokens, targets, and those of these names."""
+def _checked(number: int, datum: Datum, names: tuple[str, ...], loss: Loss) -> tuple[npt.NDArray[Any], ...]:
+    """The arrays of a datum as they are written: tokens, targets, and those of these names.
+
+    One target for each position may also be given as [n, 1].
+    """
     if {*datum.arrays} != {*names}:
         raise ValueError(f"datum {number} has {', '.join(datum.arrays) or 'no arrays'}; datum 0 has {', '.join(names)}")
-    ids = [_ids(number, name, numbers) for name, numbers in (("tokens", datum.tokens), ("targets", datum.targets))]
-    found = [*ids, *(_floats(number, name, datum.arrays[name]) for name in names)]
+    several = loss.kind.several
+    tokens = _ids(number, "tokens", datum.tokens)
+    targets = _ids(number, "targets", datum.targets, most=1 if several is None else 2)
+    loss.check_targets(targets.shape[1] if targets.ndim == 2 else 1)
+    floats = [_floats(number, name, datum.arrays[name], most=2 if name in (several or ()) else 1) for name in names]
+    found = [tokens, targets, *floats]
     for name, array in zip(("tokens", "targets", *names), found, strict=True):
-        if len(array) != len(ids[0]) or not len(array):
-            raise ValueError(f"datum {number} has {len(ids[0])} tokens and {len(array)} {name}")
+        if len(array) != len(tokens) or not len(array):
+            raise ValueError(f"datum {number} has {len(tokens)} tokens and {len(array)} {name}")
+        if name in (several or ()) and array.shape != targets.shape:
+            raise ValueError(
+                f"{name} of datum {number} have the shape {list(array.shape)}; targets have {list(targets.shape)}"
+            )
         if name == MASK and not array.any():
             raise ValueError(f"{name} of datum {number} marks no position")
     return tuple(found)
 
 
-def _ids(number: int, name: str, given: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Token ids as int32."""
-    array = _array(number, name, given, "iu", "whole numbers")
+def _ids(number: int, name: str, given: Sequence[int] | npt.NDArray[Any], most: int = 1) -> npt.NDArray[np.int32]:
+    """Token ids as int32, in at most `most` dimensions."""
+    array = _array(number, name, given, "iu", "whole numbers", most)
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 1 << 31:
         raise ValueError(f"{name} of datum {number} have {array.min()} or {array.max()}, which is no token")
     return array.astype("<i4")
 
 
-def _floats(number: int, name: str, given: Sequence[float] | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Numbers as float32, all of them finite."""
+def _floats(number: int, name: str, given: Sequence[float] | npt.NDArray[Any], most: int) -> npt.NDArray[np.float32]:
+    """Numbers as float32, all of them finite, in at most `most` dimensions."""
     import numpy as np
 
     with np.errstate(over="ignore"):  # a number that float32 cannot hold becomes infinite
-        array: npt.NDArray[np.float32] = _array(number, name, given, "iuf", "numbers").astype("<f4")
-    wrong = np.flatnonzero(~np.isfinite(array))
+        array: npt.NDArray[np.float32] = _array(number, name, given, "iuf", "numbers", most).astype("<f4")
+    wrong = np.argwhere(~np.isfinite(array))
     if len(wrong):
-        raise ValueError(f"{name} of datum {number} at position {wrong[0]} is {array[wrong[0]]}; it must be finite")
+        at = tuple(wrong[0])
+        raise ValueError(f"{name} of datum {number} at position {at[0]} is {array[at]}; it must be finite")
     return array
 
 
-def _array(number: int, name: str, given: Any, kinds: str, wanted: str) -> npt.NDArray[Any]:
-    """Numbers as an array of one dimension, of one of these kinds of dtype."""
+def _array(number: int, name: str, given: Any, kinds: str, wanted: str, most: int) -> npt.NDArray[Any]:
+    """Numbers as an array of one of these kinds of dtype, in at most `most` dimensions.
+
+    A second one of size 1 is left out.
+    """
     import numpy as np
 
     try:
-        array = np.asarray(given) if len(given) else np.empty(0, np.int32)
+        array: npt.NDArray[Any] = np.asarray(given) if len(given) else np.empty(0, np.int32)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} of datum {number} must be {wanted} in one list") from None
-    if array.ndim != 1 or array.dtype.kind not in kinds:
+    if not 1 <= array.ndim <= most or array.dtype.kind not in kinds:
         raise ValueError(f"{name} of datum {number} must be {wanted} in one list, not {array.ndim} of {array.dtype}")
-    return array
+    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
 
 
 def _decoded(text: bytes, kind: type[_Header], path: Path) -> _Header:
@@ -436,16 +464,21 @@ def _decoded(text: bytes, kind: type[_Header], path: Path) -> _Header:
 
 
 def _body(
-    body: npt.NDArray[np.uint8], count: int, positions: int, arrays: int, path: Path
+    body: npt.NDArray[np.uint8], count: int, positions: int, widths: Sequence[int], path: Path
 ) -> tuple[tuple[int, ...], list[npt.NDArray[np.uint8]]]:
-    """The lengths of `count` data, and the bytes of as many arrays, each with 4 bytes a position."""
-    if count < 0 or positions < 0 or len(body) != 4 * (count + arrays * positions):
+    """The lengths of `count` data, and the bytes of the arrays. `widths` are their numbers of each position."""
+    if count < 0 or positions < 0 or min(widths) < 1 or len(body) != 4 * (count + sum(widths) * positions):
         raise ValueError(f"{path.name} is damaged: {len(body)} bytes for {count} data of {positions} positions")
     lengths = tuple(body[: 4 * count].view("<u4").tolist())
     if sum(lengths) != positions or 0 in lengths:
         raise ValueError(f"{path.name} is damaged: its data do not fill {positions} positions")
-    first = 4 * count
-    return lengths, [body[first + 4 * positions * at : first + 4 * positions * (at + 1)] for at in range(arrays)]
+    ends = [4 * (count + positions * before) for before in accumulate(widths, initial=0)]
+    return lengths, [body[first:stop] for first, stop in pairwise(ends)]
+
+
+def _rows(array: npt.NDArray[Any], positions: int) -> npt.NDArray[Any]:
+    """An array with a row for each position; [T] if each has one number."""
+    return array if len(array) == positions else array.reshape(positions, -1)
 
 
 def _check_read(data: CallData) -> None:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from holdfast.training.call_files import refuse_call
-from holdfast.training.calls import CallResult, write_result
+from holdfast.training.calls import CallResult, read_result, write_result
 from holdfast.training.state import CallCounts, StepRecord, StepRows
 
 Host = Mapping[str, torch.Tensor]
@@ -131,7 +131,7 @@ class DoneCall(Done[CallCounts]):
     """Monotonic time of its first slice."""
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Numbers by name, each on the host once the device is done."""
-    logprobs: torch.Tensor | None = None  # [T] on the host, all data one after the other
+    logprobs: torch.Tensor | None = None  # [T] or [T, K] on the host, all data one after the other
     lengths: Sequence[int] = ()
     """Number of positions of each datum."""
     save: Callable[[Host], None] | None = None
@@ -150,7 +150,7 @@ class DoneCall(Done[CallCounts]):
             self.refuse(self.failure)
 
     def write(self) -> None:
-        if self.is_known or self.failure:
+        if self.failure or (self.is_known and self._is_written()):
             return
         parts = () if self.logprobs is None else torch.split(self.logprobs.float(), [*self.lengths])
         metrics = {name: float(value) for name, value in self.metrics.items()}
@@ -159,6 +159,14 @@ class DoneCall(Done[CallCounts]):
         except ValueError as error:
             self.refuse(str(error))
             raise ArithmeticError(f"call {self.step}: {error}") from None
+
+    def _is_written(self) -> bool:
+        """Whether the result can be read. A host that lost power may have lost one that its owner knows."""
+        try:
+            read_result(self.directory, self.step)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def refuse(self, reason: str) -> None:
         refuse_call(self.directory, self.step, reason)

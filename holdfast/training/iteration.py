@@ -194,7 +194,7 @@ class Iteration:
         grads: Sequence[LayerAdapter],
         stages: Stages | None = None,
     ) -> None:
-        """`before` are the places that are already taken. `targets` [T] and `loss` are those of `Halves.head`.
+        """`before` are the places that are already taken. `targets` and `loss` are those of `Halves.head`.
 
         `adapters` and `grads` are by layer of this device. The backward writes each gradient once, and overwrites the
         old contents. `stages` sends streams and gradients between the devices that have layers.
@@ -221,8 +221,8 @@ class Iteration:
         spec = halves.model.spec
         sums = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self._losses = torch.zeros(self._chunks, dtype=sums, device=spec.device)
-        self.logprobs = torch.zeros(tokens.count, dtype=sums, device=spec.device)
-        """The log probability of each target, [T], on the device; 0 where the head has not been, or is not here."""
+        self.logprobs = torch.zeros(targets.shape, dtype=sums, device=spec.device)
+        """The log probability of each target, on the device; 0 where the head has not been, or is not here."""
         self._stream: torch.Tensor | None = None
         """The output of the last layer, and later the gradient of the stream, [T, hidden]."""
 

@@ -30,6 +30,8 @@ class LossKind:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     passes: int = 1
     """How often the head computes each position."""
+    several: tuple[str, ...] | None = None
+    """Names of the arrays that have a number for each target; None if a position has one target."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -51,7 +53,7 @@ def _clips(low: float, high: float) -> dict[str, Setting]:
 
 
 LOSSES: Mapping[str, LossKind] = {
-    "cross_entropy": LossKind(takes=("weights",)),
+    "cross_entropy": LossKind(takes=("weights",), several=("weights",)),
     "importance_sampling": LossKind(POLICY),
     "ppo": LossKind(POLICY, CLIPS, _clips(0.8, 1.2)),
     "cispo": LossKind(POLICY, CLIPS, _clips(0.0, 4.0)),
@@ -62,6 +64,9 @@ LOSSES: Mapping[str, LossKind] = {
 
 It gives no default for beta, nor for the thresholds of gspo, which are those of the paper (Zheng et al., 2025, §5.1).
 """
+
+MOST_TARGETS = 128
+"""Most targets of one position."""
 
 REFUSED: Mapping[str, str] = {
     "stable_reinforce": "its definition is not public; use ppo or cispo",
@@ -102,6 +107,13 @@ class Loss:
     def setting(self, name: str) -> float:
         """A setting's value, which is the default if it was not given."""
         return float(self.settings.get(name, self.kind.settings[name].default))
+
+    def check_targets(self, count: int) -> None:
+        """Raise ValueError if a position cannot have this many targets."""
+        if count > 1 and self.kind.several is None:
+            raise ValueError(f"loss {self.name} takes one target for a token, not {count}; cross_entropy takes several")
+        if not 1 <= count <= MOST_TARGETS:
+            raise ValueError(f"there are {count} targets for a token; there must be 1 to {MOST_TARGETS}")
 
     def check_arrays(self, names: Iterable[str]) -> None:
         """Raise ValueError if arrays of these names are not those that the loss reads."""

@@ -29,7 +29,7 @@ KINDS: Mapping[str, tuple[type[PositionLoss], tuple[str, ...]]] = {
 
 
 def position_loss(loss: Loss, arrays: Mapping[str, torch.Tensor], like: torch.Tensor) -> PositionLoss:
-    """The loss of T positions from its arrays, [T] float32 each, on the device of `like` [T].
+    """The loss of T positions from its arrays, float32 in the shape of `like`, [T] or [T, K], on its device.
 
     An array that is absent has the value of the loss's setting everywhere, and weights are 1.
     """

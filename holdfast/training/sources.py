@@ -34,7 +34,7 @@ class Scored(NamedTuple):
     """The inputs of a micro-batch."""
 
     ids: torch.Tensor  # [T] int64
-    targets: torch.Tensor  # [T] int64
+    targets: torch.Tensor  # [T] int64, or [T, K]
     loss: PositionLoss
 
 
@@ -44,7 +44,7 @@ class Output(NamedTuple):
     batch: MicroBatch
     loss: torch.Tensor
     """The sum of the losses, with no dimensions."""
-    logprobs: torch.Tensor  # [T]
+    logprobs: torch.Tensor  # [T], or [T, K]
 
 
 class Device(ABC):
@@ -177,7 +177,7 @@ class CallSource(Source):
         """`limits` are those of a datum. The owner has the results of the first `known` calls."""
         self.steps, self._directory, self._layout = steps, directory, layout
         self._limits, self._known, self.updates = limits, known, state.ledger.updates
-        self.files = CallFiles(directory, synced=known)
+        self.files = CallFiles(directory, state.step)
         self._calls: dict[int, PreparedCall] = {}
         """The calls that are not done."""
         self._refused: dict[int, str] = {}
@@ -226,7 +226,7 @@ class CallSource(Source):
             sent(torch.from_numpy(array.astype("<i8")), device) for array in (part.tokens, part.targets)
         )  # fmt: skip
         arrays = {name: sent(torch.from_numpy(array.copy()), device) for name, array in part.arrays.items()}
-        return Scored(ids, targets, position_loss(prepared.call.loss, arrays, ids))
+        return Scored(ids, targets, position_loss(prepared.call.loss, arrays, targets))
 
     def update(self, step: int, layers: range) -> Update:
         prepared = self._calls[step]
@@ -256,7 +256,8 @@ class CallSource(Source):
         if not outputs:
             return done
         lengths = [length for each in outputs for length in each.batch.lengths]
-        logprobs = device.to_host(torch.cat([each.logprobs for each in outputs]))
+        found = torch.cat([each.logprobs for each in outputs])
+        logprobs = device.to_host(found.view(-1)).view(found.shape)
         loss = device.to_host(torch.stack([each.loss for each in outputs]).sum()[None])[0]
         return replace(done, metrics={"loss:sum": loss}, logprobs=logprobs, lengths=lengths)
 

@@ -189,6 +189,22 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(llm: LLM, model:
                 assert [float(row[each]) for each in told.top_ids] == pytest.approx(list(told.top_logprobs), abs=1e-4)
 
 
+@torch.inference_mode()
+def test_named_tokens_of_prompts_have_the_log_probabilities_of_transformers(
+    llm: LLM, model: transformers.PreTrainedModel
+) -> None:
+    named = ((), (3, 9), (4,))
+    asked = replace(GREEDY, max_tokens=2, prompt_logprobs=1, prompt_targets=named)
+    (completion,) = llm.generate(PROMPTS[-1:], asked, progress=False)
+    expected = model(torch.tensor([completion.prompt_token_ids])).logits[0, :-1].double().log_softmax(-1)
+    for number, (row, told) in enumerate(zip(expected, completion.prompt_logprobs, strict=True)):
+        wanted = named[number] if number < 3 else ()
+        assert told.top_ids == (int(row.argmax()), *wanted)
+        assert told.top_logprobs[1:] == pytest.approx([float(row[each]) for each in wanted], abs=1e-4)
+    with pytest.raises(ValueError, match="prompt_targets"):
+        llm.generate(PROMPTS[-1:], replace(asked, prompt_targets=((10**6,),)), progress=False)
+
+
 def test_a_prompt_of_one_token_has_no_log_probabilities(llm: LLM) -> None:
     (completion,) = llm.generate([[5]], replace(GREEDY, prompt_logprobs=2), progress=False)
     assert completion.prompt_logprobs == () and len(completion.token_ids) == 24

@@ -290,6 +290,52 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_result(tmp_path, 4).logprobs == ()
 
 
+def test_data_with_several_targets_for_a_token_come_back_as_they_were_written(tmp_path: Path) -> None:
+    chance, data = np.random.default_rng(1), []
+    for length in (4, 1, 7):
+        tokens, targets = chance.integers(0, 100, length), chance.integers(0, 100, (length, 3))
+        data.append(Datum(tokens, targets, {"weights": chance.standard_normal((length, 3)).astype(np.float32)}))
+    write_call(tmp_path, scored(), data)
+    part = read_call(tmp_path, 0, LIMITS)[1].packed((1, 2))
+    np.testing.assert_array_equal(part.targets, np.concatenate([each.targets for each in data[1:]]))
+    weights = np.concatenate([np.asarray(each.arrays["weights"]) for each in data[1:]])
+    np.testing.assert_array_equal(part.arrays["weights"], weights)
+    logprobs = [-chance.random((length, 3)).astype(np.float32) for length in (4, 1, 7)]
+    write_result(tmp_path, CallResult(0, {}, logprobs))
+    for one, other in zip(read_result(tmp_path, 0).logprobs, logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_call_of_one_target_is_written_as_an_older_engine_reads_it(tmp_path: Path) -> None:
+    for targets in ([3, 4], [[3], [4]]):
+        write_call(tmp_path, scored(), [Datum([1, 2], targets)])  # type: ignore[arg-type]
+        assert b'"targets"' not in call_path(tmp_path, 0).read_bytes()
+        assert read_call(tmp_path, 0, LIMITS)[1].targets.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("loss", "datum", "reason"),
+    [
+        (
+            "cross_entropy",
+            Datum([1, 2], [[3, 4], [5, 6]], {"weights": [1.0, 1.0]}),
+            "weights of datum 0 have the shape",
+        ),  # type: ignore[list-item]
+        (
+            "cross_entropy",
+            Datum([1], [[3] * 129], {"weights": [[1.0] * 129]}),
+            "129 targets for a token; there must be",
+        ),  # type: ignore[list-item]
+        ("cross_entropy", Datum([1], [[]]), "targets of datum 0 must be whole"),  # type: ignore[list-item]
+        ("ppo", Datum([1], [[3, 4]], {"logprobs": [0.0], "advantages": [0.0]}), "targets of datum 0 must be whole"),  # type: ignore[list-item]
+    ],
+)
+def test_targets_that_a_loss_cannot_take_are_refused(tmp_path: Path, loss: str, datum: Datum, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        write_call(tmp_path, scored(loss), [datum])
+    assert call_numbers(tmp_path) == []
+
+
 def test_a_result_that_is_not_finite_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="loss:sum is nan: training has diverged"):
         write_result(tmp_path, CallResult(0, {"loss:sum": float("nan")}))

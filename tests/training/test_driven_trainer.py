@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.peft_files import read_peft
+from holdfast.training import storage
 from holdfast.training.call_files import calls_from, refusal_of, refuse_call
-from holdfast.training.calls import call_numbers, read_result, result_numbers
+from holdfast.training.calls import Datum, call_numbers, read_result, result_numbers, result_path
 from holdfast.training.done import CallReport, DoneCall, JobFailure
 from holdfast.training.jobs import Hyperparameters, TrainingJob
 from holdfast.training.losses import Adam
@@ -181,6 +183,63 @@ def test_a_job_that_is_opened_again_computes_the_calls_since_its_last_update_aga
     alone.write("forward", drawn_data(seed=8))
     run(undisturbed, alone, *range(9))
     assert results(undisturbed, alone) == after and vectors(undisturbed) == vectors(again)
+
+
+@pytest.mark.parametrize("loss", ["gone", "empty", "zeros"])
+def test_results_that_the_disk_lost_with_the_power_are_written_again_with_the_same_bits(
+    model: Decoder, tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, synced = tmp_path / "mirror", list[str]()
+    monkeypatch.setattr(storage, "DISK_SHARE", 0.0)
+    trainer, writer = trainer_for(model, mirror=mirror), new_driven(tmp_path)
+    trainer.open(writer.directory)
+    for seed in range(3):
+        writer.step(seed=seed)
+    run(trainer, writer, *range(6))
+    before = results(trainer, writer)
+    shutil.rmtree(mirror)
+    first = trainer_for(model).prepare(writer.directory).stored.step
+    for number in range(first, 6):
+        path = result_path(writer.directory, number)
+        size = path.stat().st_size
+        path.unlink()
+        if loss != "gone":
+            path.write_bytes(bytes(size if loss == "zeros" else 0))
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{file}").readlink()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    again = trainer_for(model)
+    again.open(writer.directory, known=6)
+    run(again, writer, *range(first, 6))
+    assert results(again, writer) == before and not again.reports(), "the owner has had these reports"
+    again.close("job")
+    assert first < 5 and {str(result_path(writer.directory, number)) for number in range(first, 6)} <= {*synced}
+
+
+def test_a_token_with_several_targets_counts_as_the_sum_of_its_targets(model: Decoder, tmp_path: Path) -> None:
+    (one,) = drawn_data(1, longest=20)
+    weights = np.linspace(0.1, 1.0, 2 * len(one.tokens), dtype=np.float32).reshape(-1, 2)
+    others = (np.asarray(one.targets) + 3) % 50
+    both = Datum(one.tokens, np.stack([one.targets, others], 1), {"weights": weights})
+    parts = [Datum(one.tokens, [one.targets, others][k], {"weights": weights[:, k]}) for k in range(2)]
+    found = []
+    for name, calls in (("both", [[both]]), ("parts", [[part] for part in parts])):
+        trainer, writer = trainer_for(model), new_driven(tmp_path, name)
+        trainer.open(writer.directory)
+        numbers = [writer.write("forward_backward", data) for data in calls]
+        numbers.append(writer.write("optimize", adam=Adam(learning_rate=0.01)))
+        run(trainer, writer, *numbers)
+        params = vectors_of(trainer, name)[0]
+        found.append(([read_result(writer.directory, number) for number in numbers[:-1]], params))
+    ((whole,), params), (two, expected) = found
+    assert whole.logprobs[0].shape == (len(one.tokens), 2)
+    np.testing.assert_allclose(whole.logprobs[0], np.stack([each.logprobs[0] for each in two], 1), atol=1e-5)
+    assert whole.metrics["loss:sum"] == pytest.approx(sum(each.metrics["loss:sum"] for each in two), rel=1e-5)
+    assert torch.allclose(params, expected, atol=2e-4)
 
 
 def test_a_saved_state_is_loaded_by_another_job_and_both_go_on_with_the_same_bits(

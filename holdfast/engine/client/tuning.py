@@ -65,12 +65,13 @@ from holdfast.training.jobs import (
     auto_epochs,
     short_module,
 )
-from holdfast.training.losses import Adam, Loss
+from holdfast.training.losses import MOST_TARGETS, Adam, Loss
 
 __all__ = [
     "ALL_MODULES",
     "CALLS",
     "EXAMPLES_FILE",
+    "MOST_TARGETS",
     "RESULTS",
     "VALIDATION_EXAMPLES",
     "VALIDATION_FILE",

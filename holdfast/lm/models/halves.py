@@ -472,10 +472,10 @@ class Halves:
     def head(
         self, stream: torch.Tensor, targets: torch.Tensor, loss: PositionLoss, *, backward: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of rows [C, hidden], and the log probability of each row's target, [C].
+        """The sum of the losses of rows [C, hidden], and the log probability of each target.
 
-        `targets` is [C] int64. With `backward`, the rows become their gradient; otherwise they stay. The results stay
-        on the device. They are float32, or float64 for float64 rows.
+        `targets` is int64, [C], or [C, K] for K targets of each row. With `backward`, the rows become their gradient;
+        otherwise they stay. The results stay on the device. They are float32, or float64 for float64 rows.
         """
         head, norm, narrow = self._dense(self.model.lm_head), self.model.norm, self.model.project_out
         cap = self._spec.logit_softcap

@@ -32,7 +32,6 @@ from holdfast.server.protocol import (
     GenerationRequest,
     SampledRequest,
     invalid,
-    parse,
 )  # fmt: skip
 from holdfast.server.replies import DONE, ChatShape, RequestUsage, Shape, TextShape, event
 from holdfast.server.routes.edge import given_id
@@ -41,7 +40,7 @@ from holdfast.server.routes.http import (
     described,
     page,
     query_integer,
-    read_body,
+    read_parsed,
     start_stream,
     tenant_of,
     while_connected,
@@ -51,8 +50,6 @@ from holdfast.server.routes.repeats import REPEATED, id_of
 from holdfast.server.service import Answer, Service, internal, refused
 from holdfast.server.time_spent import spending
 
-SMALL = 1 << 14
-"""Number of bytes from which a body is parsed off the event loop. Converting a grammar takes up to 1 us per byte."""
 MOST_EVENTS = 999_999_999
 """Maximum `starting_after` if the number of a response's events is unknown."""
 
@@ -83,21 +80,13 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
     A request without a model name is for the served model, as in vLLM.
     """
     with spending("read"):
-        wanted = await read_fields(request, service, shape)
+        wanted = await read_parsed(request, service, shape, wishes(request))
     if getattr(wanted, "model", None) == "":
         model = service.client.info.model
         if isinstance(wanted, SampledRequest):  # Its grammar is already built.
             return wanted.changed(model=model)
         wanted = replace_struct(wanted, model=model)
     return wanted
-
-
-async def read_fields(request: Request, service: Service, shape: type[Body]) -> Body:
-    """Read and parse the request's body, in a thread if it is large. Raises ApiError."""
-    body, more = await read_body(request, service.config), wishes(request)
-    if len(body) < SMALL:
-        return parse(body, shape, more)
-    return await service.off_loop(len(body), lambda: parse(body, shape, more))
 
 
 def named_by(request: Request, wanted: GenerationRequest) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,13 +20,16 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import item_list
 from holdfast.server.conversations.store import not_found
 from holdfast.server.conversations.values import Item
-from holdfast.server.protocol import ApiError, RequestBody, invalid
+from holdfast.server.protocol import ApiError, Body, RequestBody, invalid, parse
 from holdfast.server.replies import encode
+from holdfast.server.service import Service
 
 T = TypeVar("T")
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """zlib's window bits by content encoding."""
+SMALL = 1 << 14
+"""Number of bytes from which a body is parsed off the event loop. Converting a grammar takes up to 1 us per byte."""
 NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,9})?")
 LEAST_COMPRESSED = 1024
 """Number of bytes from which a body is compressed, if the client accepts it."""
@@ -171,6 +174,16 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         return bytes(body)
     finally:
         budget.remove(len(body), tenant)
+
+
+async def read_parsed(
+    request: Request, service: Service, shape: type[Body], more: Mapping[str, Any] | None = None
+) -> Body:
+    """Read and parse the request's body, in a thread if it is large. `more` are fields besides. Raises ApiError."""
+    body = await read_body(request, service.config)
+    if len(body) < SMALL:
+        return parse(body, shape, more)
+    return await service.off_loop(len(body), lambda: parse(body, shape, more))
 
 
 def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:

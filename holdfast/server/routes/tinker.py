@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +12,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from holdfast.server.config import ServerConfig
-from holdfast.server.protocol import ApiError, parse
-from holdfast.server.routes.http import JSON, described, query_integer, read_body, tenant_of
-from holdfast.server.tinker.calls import decompress
+from holdfast.server.protocol import ApiError, Body
+from holdfast.server.routes.http import JSON, described, query_integer, read_body, read_parsed, tenant_of
+from holdfast.server.service import Service
 from holdfast.server.tinker.checkpoints import archive
 from holdfast.server.tinker.protos import MEDIA, require
 from holdfast.server.tinker.requests import (
@@ -50,8 +49,9 @@ FORWARD_BODY = {
 }
 
 
-def add_client_routes(app: FastAPI, training: Training, config: ServerConfig) -> None:
+def add_client_routes(app: FastAPI, training: Training, service: Service) -> None:
     """Add what the SDK asks for at its start, and its sessions."""
+    config = service.config
 
     @app.get(f"{API}/healthz")
     async def health() -> dict[str, Any]:
@@ -91,7 +91,7 @@ def add_client_routes(app: FastAPI, training: Training, config: ServerConfig) ->
     @app.post(f"{API}/create_session", openapi_extra=described(CreateSession))
     async def create_session(request: Request) -> Response:
         """Create a session, which owns models and sampling sessions."""
-        wanted = parse(await read_body(request, config), CreateSession)
+        wanted = await read_parsed(request, service, CreateSession)
         session = await training.sessions.create(
             tenant_of(request), name=wanted.display_name, metadata=wanted.user_metadata, tags=wanted.tags,
             sdk=wanted.sdk_version,
@@ -101,7 +101,7 @@ def add_client_routes(app: FastAPI, training: Training, config: ServerConfig) ->
     @app.post(f"{API}/session_heartbeat", openapi_extra=described(Heartbeat))
     async def heartbeat(request: Request) -> Response:
         """Show that a session's client runs; 410 once the session is finished."""
-        wanted = parse(await read_body(request, config), Heartbeat)
+        wanted = await read_parsed(request, service, Heartbeat)
         await training.sessions.beat(tenant_of(request), wanted.session_id)
         return JSON({"type": "session_heartbeat"})
 
@@ -123,31 +123,44 @@ def add_client_routes(app: FastAPI, training: Training, config: ServerConfig) ->
     @app.post(f"{API}/sessions/{{session_id}}/finish", openapi_extra=described(FinishSession))
     async def finish(request: Request, session_id: str) -> Response:
         """Finish a session. Its models are unloaded; their checkpoints stay."""
-        wanted = parse(await read_body(request, config), FinishSession)
+        wanted = await read_parsed(request, service, FinishSession)
         await training.finish_session(tenant_of(request), session_id, wanted.reason.type)
         return Response(status_code=204)
 
 
-def add_model_routes(app: FastAPI, training: Training, config: ServerConfig) -> None:
+def add_model_routes(app: FastAPI, training: Training, service: Service) -> None:
     """Add the routes that create, train, save and load models."""
+    config = service.config
 
-    @app.post(f"{API}/create_model", openapi_extra=described(CreateModel))
-    async def create_model(request: Request) -> Response:
-        """Create a LoRA adapter to be trained."""
-        wanted = parse(await read_body(request, config), CreateModel)
-        return promised(await training.create(wanted, tenant_of(request)))
+    def add_call(path: str, shape: type[Body], work: Callable[[Body, str], Awaitable[Future]], about: str) -> None:
+        """Add a route whose result the client retrieves later. `about` describes it in the API's documentation."""
 
-    @app.post(f"{API}/get_info", openapi_extra=described(OfModel))
-    async def get_info(request: Request) -> Response:
-        """A model's base model, rank and modules."""
-        wanted = parse(await read_body(request, config), OfModel)
-        return JSON(info_of(await training.model(tenant_of(request), wanted.model_id), training.tokenizer))
+        @app.post(f"{API}/{path}", name=path, description=about, openapi_extra=described(shape))
+        async def call(request: Request) -> Response:
+            return promised(await work(await read_parsed(request, service, shape), tenant_of(request)))
 
-    @app.post(f"{API}/unload_model", openapi_extra=described(OfModel))
-    async def unload_model(request: Request) -> Response:
-        """End a model. Its checkpoints stay."""
-        wanted = parse(await read_body(request, config), OfModel)
-        return promised(await training.unload(tenant_of(request), wanted.model_id))
+    async def unload(wanted: OfModel, tenant: str) -> Future:
+        return await training.unload(tenant, wanted.model_id)
+
+    async def save_external(wanted: OfCall, tenant: str) -> Future:
+        reason = "save_weights_external is not supported; save_weights_for_sampler writes PEFT's format"
+        return await training.refuse(wanted, tenant, reason)
+
+    add_call("create_model", CreateModel, training.create, "Create a LoRA adapter to be trained.")
+    add_call("unload_model", OfModel, unload, "End a model. Its checkpoints stay.")
+    add_call(
+        "optim_step", OptimStep, training.optimize, "Update a model by Adam from the gradients since the last one."
+    )
+    add_call("save_weights", SaveWeights, training.save, "Save a model's parameters and moments as a checkpoint.")
+    add_call(
+        "save_weights_for_sampler", SaveForSampler, training.save_for_sampler,
+        "Save a model's adapter as a checkpoint to sample with.",
+    )  # fmt: skip
+    add_call(
+        "save_weights_external", OfCall, save_external,
+        "Not supported. The request fails in its turn, so that later ones go on.",
+    )  # fmt: skip
+    add_call("load_weights", LoadWeights, training.load, "Load a checkpoint into a model, or create a model from one.")
 
     @app.post(FORWARD, openapi_extra=FORWARD_BODY)
     async def forward_backward(request: Request) -> Response:
@@ -156,53 +169,26 @@ def add_model_routes(app: FastAPI, training: Training, config: ServerConfig) -> 
         if kind != MEDIA:
             reason = f"content-type is {kind[:64]!r}; send a ForwardBackwardRequest as {MEDIA}"
             raise ApiError(reason, status=415, code="unsupported_media_type")
-        encoding = request.headers.get("content-encoding", "")
-        body = decompress(await read_body(request, config), encoding, config.max_body_bytes)
-        return promised(await training.forward(body, tenant_of(request)))
+        body, encoding = await read_body(request, config), request.headers.get("content-encoding", "")
+        return promised(await training.forward(body, tenant_of(request), encoding=encoding))
 
-    @app.post(f"{API}/optim_step", openapi_extra=described(OptimStep))
-    async def optim_step(request: Request) -> Response:
-        """Update a model by Adam from the gradients since the last update."""
-        wanted = parse(await read_body(request, config), OptimStep)
-        return promised(await training.optimize(wanted, tenant_of(request)))
-
-    @app.post(f"{API}/save_weights", openapi_extra=described(SaveWeights))
-    async def save_weights(request: Request) -> Response:
-        """Save a model's parameters and moments as a checkpoint."""
-        wanted = parse(await read_body(request, config), SaveWeights)
-        return promised(await training.save(wanted, tenant_of(request)))
-
-    @app.post(f"{API}/save_weights_for_sampler", openapi_extra=described(SaveForSampler))
-    async def save_for_sampler(request: Request) -> Response:
-        """Save a model's adapter as a checkpoint to sample with."""
-        wanted = parse(await read_body(request, config), SaveForSampler)
-        return promised(await training.save_for_sampler(wanted, tenant_of(request)))
-
-    @app.post(f"{API}/save_weights_external", openapi_extra=described(OfCall))
-    async def save_external(request: Request) -> Response:
-        """Not supported. The request fails in its turn, so that later ones go on."""
-        wanted = parse(await read_body(request, config), OfCall)
-        reason = "save_weights_external is not supported; save_weights_for_sampler writes PEFT's format"
-        return promised(await training.refuse(wanted, tenant_of(request), reason))
-
-    @app.post(f"{API}/load_weights", openapi_extra=described(LoadWeights))
-    async def load_weights(request: Request) -> Response:
-        """Load a checkpoint into a model, or create a model from one."""
-        wanted = parse(await read_body(request, config), LoadWeights)
-        return promised(await training.load(wanted, tenant_of(request)))
+    @app.post(f"{API}/get_info", openapi_extra=described(OfModel))
+    async def get_info(request: Request) -> Response:
+        """A model's base model, rank and modules."""
+        wanted = await read_parsed(request, service, OfModel)
+        return JSON(info_of(await training.model(tenant_of(request), wanted.model_id), training.tokenizer))
 
     @app.post(f"{API}/retrieve_future", openapi_extra=described(RetrieveFuture))
     async def retrieve_future(request: Request) -> Response:
         """The result of an earlier request; 408 if it has not ended within 25 s."""
-        wanted = parse(await read_body(request, config), RetrieveFuture)
-        tenant = tenant_of(request)
-        if training.lost(await training.futures.get(tenant, wanted.request_id)):
+        wanted = await read_parsed(request, service, RetrieveFuture)
+        future = await training.futures.wait(tenant_of(request), wanted.request_id, POLL_SECONDS, training.lost)
+        if training.lost(future):
             raise ApiError("the server that sampled this has ended; ask again", status=410, code="future_lost")
-        future = await training.futures.wait(tenant, wanted.request_id, POLL_SECONDS)
         return await outcome_of(training, future, metadata_only=wanted.allow_metadata_only)
 
 
-def add_checkpoint_routes(app: FastAPI, training: Training, config: ServerConfig) -> None:
+def add_checkpoint_routes(app: FastAPI, training: Training, service: Service) -> None:
     """Add the routes that list models and checkpoints, and manage checkpoints."""
     runs = f"{API}/training_runs"
     one = f"{runs}/{{model_id}}/checkpoints/{{place}}/{{name}}"
@@ -239,7 +225,7 @@ def add_checkpoint_routes(app: FastAPI, training: Training, config: ServerConfig
     @app.post(f"{API}/weights_info", openapi_extra=described(WeightsInfo))
     async def weights_info(request: Request) -> Response:
         """The base model and rank of a checkpoint."""
-        wanted = parse(await read_body(request, config), WeightsInfo)
+        wanted = await read_parsed(request, service, WeightsInfo)
         checkpoint = await training.checkpoints.find(tenant_of(request), wanted.tinker_path, "tinker_path")
         model = await training.model(checkpoint.tenant, checkpoint.model)
         parts = {"train_unembed": False, "train_mlp": model.mlp, "train_attn": model.attn}
@@ -268,7 +254,7 @@ def add_checkpoint_routes(app: FastAPI, training: Training, config: ServerConfig
     @app.put(f"{one}/ttl", openapi_extra=described(KeepFor))
     async def keep_for(request: Request, model_id: str, place: str, name: str) -> Response:
         """Set after how many seconds a checkpoint is deleted; null: never."""
-        wanted = parse(await read_body(request, config), KeepFor)
+        wanted = await read_parsed(request, service, KeepFor)
         found = await training.checkpoints.own(tenant_of(request), model_id, place, name)
         await training.checkpoints.keep_for(found, wanted.ttl_seconds)
         return Response(status_code=204)

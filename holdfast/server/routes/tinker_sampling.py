@@ -6,36 +6,31 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from holdfast.server.config import ServerConfig
-from holdfast.server.protocol import Body, parse
-from holdfast.server.routes.http import JSON, described, read_body, tenant_of
+from holdfast.server.routes.http import JSON, described, read_parsed, tenant_of
+from holdfast.server.routes.tinker import API
+from holdfast.server.service import Service
 from holdfast.server.tinker.protos import require
 from holdfast.server.tinker.requests import CancelFuture
 from holdfast.server.tinker.sample_requests import CreateSamplingSession, JoinSamplingSession, Sample
 from holdfast.server.tinker.sampling import Samplers
 
-API = "/api/v1"
 SAMPLE = f"{API}/asample"
 
 
-def add_sampling_routes(app: FastAPI, samplers: Samplers, config: ServerConfig) -> None:
+def add_sampling_routes(app: FastAPI, samplers: Samplers, service: Service) -> None:
     """Add POST create_sampling_session, join_sampling_session, asample and cancel_future, and GET samplers/{id}."""
-
-    async def read(request: Request, shape: type[Body]) -> Body:
-        body = await read_body(request, config)
-        return await samplers.parsed(len(body), lambda: parse(body, shape))
 
     @app.post(f"{API}/create_sampling_session", openapi_extra=described(CreateSamplingSession))
     async def create(request: Request) -> Response:
         """Create a sampling session: with the base model, or with weights that a model has saved."""
         require()
-        sampler = await samplers.create(await read(request, CreateSamplingSession), tenant_of(request))
+        sampler = await samplers.create(await read_parsed(request, service, CreateSamplingSession), tenant_of(request))
         return JSON({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     @app.post(f"{API}/join_sampling_session", openapi_extra=described(JoinSamplingSession))
     async def join(request: Request) -> Response:
         """Give a copy of a sampling client a number, from which it counts its samples."""
-        wanted = await read(request, JoinSamplingSession)
+        wanted = await read_parsed(request, service, JoinSamplingSession)
         number = await samplers.join(tenant_of(request), wanted.sampling_session_id)
         return JSON({"type": "join_sampling_session", "client_counter": number})
 
@@ -48,14 +43,14 @@ def add_sampling_routes(app: FastAPI, samplers: Samplers, config: ServerConfig) 
     @app.post(f"{API}/cancel_future", openapi_extra=described(CancelFuture))
     async def cancel(request: Request) -> Response:
         """Abort a sample whose result nobody wants any more. Other requests go on."""
-        await samplers.cancel(tenant_of(request), (await read(request, CancelFuture)).request_id)
+        await samplers.cancel(tenant_of(request), (await read_parsed(request, service, CancelFuture)).request_id)
         return Response(status_code=204)
 
     @app.post(SAMPLE, openapi_extra=described(Sample))
     async def sample(request: Request) -> Response:
         """Begin to sample. The result is a future, under the same id if the request is sent again."""
         require()
-        wanted = await read(request, Sample)
+        wanted = await read_parsed(request, service, Sample)
         future, usage, task = await samplers.sample(wanted, tenant_of(request))
         request.state.usage = usage
         if task is not None:

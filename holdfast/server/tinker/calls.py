@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from holdfast.engine.client.tuning import Adam, Call, Datum, Loss
+from holdfast.engine.client.tuning import MOST_TARGETS, Adam, Call, Datum, Loss
 from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.tinker.protos import BFLOAT16, FLOAT32, INT32, INT64, messages
 from holdfast.server.tinker.values import Kind
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 MOST_DATA = 4096
 """Maximum number of data of one request. The SDK sends at most 1,024."""
 MOST_CALL_TOKENS = 1 << 22
-"""Maximum number of tokens of one request."""
+"""Maximum number of targets of tokens of one request."""
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 """NumPy's name of each element type of tensors."""
 
@@ -140,8 +141,13 @@ def _data(given: Sequence[Any], loss: Loss, bounds: Bounds) -> list[Datum]:
     if not 1 <= len(given) <= MOST_DATA:
         raise ValueError(f"the request has {len(given)} data; it must have 1 to {MOST_DATA}")
     data = [_datum(number, datum, bounds) for number, datum in enumerate(given)]
-    if (total := sum(len(datum.tokens) for datum in data)) > MOST_CALL_TOKENS:
-        raise ValueError(f"the request has {total} tokens; at most {MOST_CALL_TOKENS} are taken")
+    counts = {_targets_of(datum) for datum in data}
+    if len(counts) > 1:
+        raise ValueError("data have different numbers of targets for a token; give all of them the same")
+    count = counts.pop()
+    loss.check_targets(count)
+    if (total := count * sum(len(datum.tokens) for datum in data)) > MOST_CALL_TOKENS:
+        raise ValueError(f"the request has {total} targets of tokens; at most {MOST_CALL_TOKENS} are taken")
     names = {*data[0].arrays}
     for number, datum in enumerate(data):
         loss.check_arrays(datum.arrays)
@@ -150,11 +156,22 @@ def _data(given: Sequence[Any], loss: Loss, bounds: Bounds) -> list[Datum]:
     return data
 
 
+def _targets_of(datum: Datum) -> int:
+    """Return the number of targets of each token."""
+    import numpy as np
+
+    rows = np.asarray(datum.targets)
+    return rows.shape[1] if rows.ndim == 2 else 1
+
+
 def _datum(number: int, datum: Any, bounds: Bounds) -> Datum:
     """Return a datum whose tokens, targets and arrays have one length, and whose token ids the model has."""
     where = f"datum {number}"
     tokens = _tokens(where, datum.model_input)
-    arrays = {name: _tensor(f"{name[:64]} of {where}", each) for name, each in sorted(datum.loss_fn_inputs.items())}
+    arrays = {
+        name: _tensor(f"{name[:64]} of {where}", each, len(tokens))
+        for name, each in sorted(datum.loss_fn_inputs.items())
+    }
     if "target_tokens" not in arrays:
         raise ValueError(f"{where} has no target_tokens")
     targets = arrays.pop("target_tokens")
@@ -166,6 +183,10 @@ def _datum(number: int, datum: Any, bounds: Bounds) -> Datum:
         if len(array) != len(tokens):
             raise ValueError(
                 f"{name[:64]} of {where} has {len(array)} numbers; it needs one for each of {len(tokens)} tokens"
+            )
+        if array.ndim + targets.ndim > 2 and array.shape != targets.shape:
+            raise ValueError(
+                f"{name[:64]} of {where} has the shape {list(array.shape)}; target_tokens has {list(targets.shape)}"
             )
         _check_finite(f"{name[:64]} of {where}", array)
     return Datum(tokens, targets, arrays)
@@ -186,21 +207,57 @@ def _tokens(where: str, chunks: Sequence[Any]) -> npt.NDArray[np.int32]:
     return np.concatenate([np.empty(0, "<i4"), *parts])
 
 
-def _tensor(where: str, tensor: Any) -> npt.NDArray[Any]:
-    """Return a tensor of one dimension. Raises ValueError for any other."""
-    import numpy as np
+def _tensor(where: str, tensor: Any, rows: int) -> npt.NDArray[Any]:
+    """Return a tensor of one dimension, or of two with a row for each of `rows` tokens.
 
-    if tensor.WhichOneof("encoding") == "sparse_csr":
-        raise ValueError(f"{where} is sparse; give a dense tensor with one number for each token")
+    Elements that a sparse tensor does not list are 0. A second dimension of 1 is left out. Raises ValueError for any
+    other tensor.
+    """
+
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{where} has the element type {tensor.dtype}; use float32 or int64")
-    dtype = np.dtype(DTYPES[tensor.dtype])
-    if len(tensor.dense) % dtype.itemsize:
-        raise ValueError(f"{where} has {len(tensor.dense)} bytes, which is no whole number of elements")
-    array = np.frombuffer(tensor.dense, dtype)
-    if len(tensor.shape) > 1 or (len(tensor.shape) == 1 and tensor.shape[0] != array.size):
-        raise ValueError(f"{where} has the shape {list(tensor.shape)}; it must have one dimension of {array.size}")
+    sparse = tensor.sparse_csr if tensor.WhichOneof("encoding") == "sparse_csr" else None
+    numbers = _elements(where, tensor.dense if sparse is None else sparse.values, DTYPES[tensor.dtype])
+    shape = [*tensor.shape] or [numbers.size]
+    if not 1 <= len(shape) <= 2 or shape[0] != (rows if len(shape) == 2 else shape[0]):
+        raise ValueError(f"{where} has the shape {shape}; it must have one number or one row for each of {rows} tokens")
+    if len(shape) == 2 and not 1 <= shape[1] <= MOST_TARGETS:
+        raise ValueError(f"{where} has the shape {shape}; a row must have 1 to {MOST_TARGETS} numbers")
+    if sparse is not None:
+        array = _dense(where, sparse, numbers, shape)
+    elif numbers.size != math.prod(shape):
+        raise ValueError(f"{where} has the shape {shape} and {numbers.size} numbers")
+    else:
+        array = numbers.reshape(shape)
+    array = array[:, 0] if len(shape) == 2 and shape[1] == 1 else array
     return (array.astype("<u4") << 16).view("<f4") if tensor.dtype == BFLOAT16 else array
+
+
+def _dense(where: str, sparse: Any, values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
+    """Return a sparse matrix (CSR) with all its elements. Raises ValueError for one that is damaged."""
+    import numpy as np
+
+    if len(shape) != 2:
+        raise ValueError(f"{where} is sparse and has the shape {list(shape)}; a sparse tensor has two dimensions")
+    starts = _elements(where, sparse.crow_indices, "<i8")
+    columns = _elements(where, sparse.col_indices, "<i8")
+    whole = len(starts) == shape[0] + 1 and starts[0] == 0 and starts[-1] == len(columns) == len(values)
+    if not whole or (np.diff(starts) < 0).any():
+        raise ValueError(f"{where} is sparse, and its crow_indices do not divide its {len(values)} values into rows")
+    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < shape[1]:
+        raise ValueError(f"{where} is sparse, and has col_indices that are not from 0 to {shape[1] - 1}")
+    found = np.zeros(shape, values.dtype)
+    found[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
+    return found
+
+
+def _elements(where: str, data: bytes, dtype: str) -> npt.NDArray[Any]:
+    """Return the elements that bytes hold. Raises ValueError for a part of one."""
+    import numpy as np
+
+    if len(data) % np.dtype(dtype).itemsize:
+        raise ValueError(f"{where} has {len(data)} bytes, which is no whole number of elements")
+    return np.frombuffer(data, dtype)
 
 
 def _check_ids(where: str, ids: npt.NDArray[Any], length: int, vocabulary: int) -> None:
@@ -217,6 +274,7 @@ def _check_ids(where: str, ids: npt.NDArray[Any], length: int, vocabulary: int) 
 def _check_finite(where: str, array: npt.NDArray[Any]) -> None:
     import numpy as np
 
-    wrong = np.flatnonzero(~np.isfinite(array))
+    wrong = np.argwhere(~np.isfinite(array))
     if len(wrong):
-        raise ValueError(f"{where} at position {wrong[0]} is {array[wrong[0]]}; it must be finite")
+        at = tuple(wrong[0])
+        raise ValueError(f"{where} at position {at[0]} is {array[at]}; it must be finite")

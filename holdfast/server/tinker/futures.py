@@ -17,8 +17,11 @@ MOST_PENDING = 512
 """Maximum number of pending requests of one model or sampling session."""
 MOST_PENDING_TENANT = 4096
 """Maximum number of pending requests of one tenant."""
-LOOK_SECONDS = 0.5
-"""Seconds after which a waiting client's request is read again, in case another server has ended it."""
+LOOK_SECONDS = (0.02, 0.5)
+"""Seconds until a waiting client's request is read again, in case another server has ended it: at first, and at most.
+
+Each time, they are twice as many as before.
+"""
 
 
 def new_future(
@@ -104,15 +107,19 @@ class Futures:
         await self.end([(id, {"state": "failed", "error": message, "category": category}, None)])
 
     async def end(
-        self, ended: Iterable[tuple[str, Mapping[str, Any], bytes | None]], ready: Iterable[Checkpoint] = ()
+        self,
+        ended: Iterable[tuple[str, Mapping[str, Any], bytes | None]],
+        ready: Iterable[Checkpoint] = (),
+        model: tuple[str, Mapping[str, Any]] | None = None,
     ) -> list[Checkpoint]:
         """End requests, each with changed fields and its result, in one transaction with the checkpoints they wrote.
 
-        Returns the checkpoints that were replaced.
+        `model` is the id of a model that ends with them, and its changed fields. Returns the checkpoints that were
+        replaced.
         """
         now = self._now()
         rows = [(id, {"ended": now, **fields}, body) for id, fields, body in ended]
-        _, replaced = await self._store.run(lambda store: FutureTable(store.database).finish(rows, ready))
+        _, replaced = await self._store.run(lambda store: FutureTable(store.database).finish(rows, ready, model))
         for id, _, _ in rows:
             for event in self._waiting.get(id, ()):
                 event.set()
@@ -133,22 +140,28 @@ class Futures:
         """Return the stored result of a finished request. Raises ApiError 404."""
         return await self._store.read(lambda store: FutureTable(store.database).body(tenant, id))
 
-    async def wait(self, tenant: str, id: str, seconds: float) -> Future:
-        """Wait until a request has ended, at most for some seconds. Returns it as it is then. Raises ApiError."""
+    async def wait(
+        self, tenant: str, id: str, seconds: float, lost: Callable[[Future], bool] = lambda _: False
+    ) -> Future:
+        """Wait until a request has ended or is `lost`, at most for some seconds. Returns it as it is then.
+
+        Raises ApiError.
+        """
         deadline = time.monotonic() + seconds
+        look, longest = LOOK_SECONDS
         event = asyncio.Event()
         self._waiting.setdefault(id, set()).add(event)
         try:
             while True:
                 future = await self.get(tenant, id)
                 left = deadline - time.monotonic()
-                if future.state != "pending" or left <= 0 or self._closed:
+                if future.state != "pending" or left <= 0 or self._closed or lost(future):
                     return future
                 try:
-                    async with asyncio.timeout(min(left, LOOK_SECONDS)):
+                    async with asyncio.timeout(min(left, look)):
                         await event.wait()
                 except TimeoutError:
-                    continue
+                    look = min(2 * look, longest)
         finally:
             self._waiting[id].discard(event)
             if not self._waiting[id]:

@@ -22,4 +22,5 @@ def forward_output(result: CallResult) -> bytes:
     offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
     tensor = record.fields["logprobs"]
     tensor.data, tensor.offsets, tensor.dtype = b"".join(map(bytes, arrays)), offsets.tobytes(), FLOAT32
+    tensor.trailing_shape.extend(arrays[0].shape[1:] if arrays else ())
     return bytes(output.SerializeToString())

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import shutil
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.tuning import (
@@ -149,10 +150,12 @@ class ModelRunner:
         self._take(ready)
         return future
 
-    async def take_held(self) -> None:
-        """Take the requests that other servers have accepted for this model."""
-        if self._usable:
-            self._take(await self.order.take_held())
+    async def take_held(self) -> bool:
+        """Take the requests that other servers have accepted for this model. Returns whether any had its turn."""
+        ready = await self.order.take_held() if self._usable else []
+        if ready:
+            self._take(ready)
+        return bool(ready)
 
     def unload(self) -> None:
         """End the model and delete its state. Its checkpoints stay."""
@@ -414,8 +417,11 @@ class ModelRunner:
         )
         return {"sampling_session_id": await sampler}
 
-    async def _end(self, rows: list[Row], ready: list[Checkpoint] | None = None) -> None:
-        replaced = await persist(lambda: self._shared.futures.end(rows, ready or ()))
+    async def _end(
+        self, rows: list[Row], ready: Sequence[Checkpoint] = (), model: tuple[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Store the ends of requests, and that of the model if its changed fields are given."""
+        replaced = await persist(lambda: self._shared.futures.end(rows, ready, model))
         await self._shared.checkpoints.delete_files(replaced)
 
     # End of the model
@@ -432,7 +438,6 @@ class ModelRunner:
         """End the model and its pending requests, and delete its files except for its checkpoints."""
         async with self.order.lock:
             self._usable = False
-            await self._change(fields)
             pending = await persist(lambda: self._shared.futures.of_item(self.model.id))
             unloads = [each for each in pending if each.kind == "unload_model"]
             rows: list[Row] = [(each.id, *failed(reason, category)) for each in pending if each not in unloads]
@@ -440,7 +445,9 @@ class ModelRunner:
             self._waiting.clear()
             self.order.held.clear()
             self._creation = None
-            await self._end(rows)
+            # In one transaction: no client finds a request that is pending, and a model that will never end it.
+            await self._end(rows, model=(self.model.id, fields))
+            self.model = replace(self.model, **fields)
         await self._shared.checkpoints.drop_unfinished(self.model.id)
         await self._shared.files.on_disk(self._tidy)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, structs
 
-from holdfast.core.types import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from holdfast.core.types import MAX_LOGPROBS, MAX_PROMPT_TARGETS, MAX_SEED, SamplingParams
 from holdfast.engine.client.text import Text
-from holdfast.server.protocol import MAX_STOP_CHARACTERS, MAX_STOPS, SampledRequest, TokenId, invalid
+from holdfast.server.protocol import MAX_STOP_CHARACTERS, MAX_STOPS, ApiError, SampledRequest, TokenId, invalid
 from holdfast.server.tinker.requests import Id, Name, Number, Typed
 
 MOST_STOP_TOKENS = 64
+MOST_TARGETS = 1 << 20
+"""Maximum number of elements of `target_prompt_logprobs`."""
 PROMPT = "prompt"
 LARGEST_SEQ = (1 << 63) - 1
 """Largest number of a sample. Copies of a client count from a multiple of 10^9 of their own."""
@@ -72,6 +76,57 @@ class ModelInput(Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
+class PromptTargets(Struct, frozen=True, forbid_unknown_fields=True):
+    """The `target_prompt_logprobs` parameter: tokens whose log probabilities are wanted at places of the prompt.
+
+    It is a matrix with a row for each prompt token but the first; -1 asks for nothing. A sparse one (CSR) lists the
+    elements that ask.
+    """
+
+    data: Annotated[list[Annotated[int, Meta(ge=-1)]], Meta(max_length=MOST_TARGETS)]
+    dtype: Literal["int64"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """The place in `data` at which each row begins, and the end of the last one."""
+        if self.sparse_crow_indices is not None:
+            return self.sparse_crow_indices
+        assert self.shape is not None
+        return range(0, len(self.data) + 1, self.shape[1])
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each row asks for."""
+        return tuple(tuple(each for each in self.data[a:b] if each >= 0) for a, b in pairwise(self.starts))
+
+    def check(self, rows: int) -> None:
+        """Raises ApiError unless this is a whole matrix with this number of rows that asks for at least one token."""
+
+        def wrong(reason: str) -> ApiError:
+            return invalid(f"target_prompt_logprobs {reason}", "target_prompt_logprobs")
+
+        shape, columns = self.shape or [], self.sparse_col_indices
+        if len(shape) != 2 or shape[0] != rows or not 1 <= shape[1] <= MAX_PROMPT_TARGETS:
+            limits = f"{rows} rows, one for each prompt token but the first, of 1 to {MAX_PROMPT_TARGETS} token ids"
+            raise wrong(f"has the shape {shape[:8]}; it must have {limits}")
+        if (self.sparse_crow_indices is None) != (columns is None):
+            raise wrong("needs sparse_crow_indices and sparse_col_indices together")
+        if columns is None and len(self.data) != rows * shape[1]:
+            raise wrong(f"has {len(self.data)} token ids; its shape {shape} needs {rows * shape[1]}")
+        if columns is not None:
+            starts = self.starts
+            divided = len(starts) == rows + 1 and starts[0] == 0 and starts[-1] == len(self.data) == len(columns)
+            if not divided or any(b < a or b - a > shape[1] for a, b in pairwise(starts)):
+                raise wrong("is sparse, and its crow_indices do not divide its token ids into rows")
+            if any(not 0 <= each < shape[1] for each in columns):
+                raise wrong(f"is sparse, and has col_indices that are not from 0 to {shape[1] - 1}")
+        if all(each < 0 for each in self.data):
+            raise wrong("asks for nothing; give at least one token id")
+
+
 class SamplingOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """The `sampling_params` parameter."""
 
@@ -100,7 +155,7 @@ class SamplingOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class Sample(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST asample."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"target_prompt_logprobs": (), "prompt_alt_tokens_k": (0,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"prompt_alt_tokens_k": (0,)}
     harmless: ClassVar[tuple[str, ...]] = ("type", "record_stability_info")  # Only a loss that is refused reads it.
 
     prompt: ModelInput
@@ -114,6 +169,7 @@ class Sample(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
     topk_prompt_logprobs: Alternatives = 0
     topk_sample_logprobs: Alternatives = 0
     prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
+    target_prompt_logprobs: PromptTargets | None = None
 
     def __post_init__(self) -> None:
         if self.sampling_session_id is not None and self.seq_id is None:
@@ -127,6 +183,15 @@ class Sample(Typed, kw_only=True, frozen=True, forbid_unknown_fields=True):
         if last is not None and last >= rest:
             reason = f"prompt_logprobs_last_n is {last}; with {rest} prompt tokens it must be less than {rest}"
             raise invalid(reason, "prompt_logprobs_last_n")
+        if self.target_prompt_logprobs is not None:
+            self.target_prompt_logprobs.check(rest - 1)
+
+    @property
+    def size(self) -> int:
+        """About the number of bytes of the request's numbers."""
+        targets = self.target_prompt_logprobs
+        numbers = sum(len(getattr(each, "tokens", ())) for each in self.prompt.chunks)
+        return 8 * (numbers + (0 if targets is None else len(targets.data)))
 
     @property
     def reports_prompt(self) -> bool:
@@ -148,6 +213,8 @@ class SampleAnswer(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fie
     """Number of alternatives that are reported with each sampled token."""
     prompt_alternatives: int | None
     """Number of alternatives that are reported with each prompt token; None if nothing is reported of the prompt."""
+    prompt_targets: tuple[tuple[int, ...], ...] = ()
+    """Further tokens that are reported with each prompt token but the first."""
 
     @classmethod
     def of(cls, wanted: Sample, model: str, seed: int, text: Text) -> SampleAnswer:
@@ -173,6 +240,7 @@ class SampleAnswer(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fie
             most=options.max_tokens,
             alternatives=wanted.topk_sample_logprobs,
             prompt_alternatives=wanted.topk_prompt_logprobs if wanted.reports_prompt else None,
+            prompt_targets=() if wanted.target_prompt_logprobs is None else wanted.target_prompt_logprobs.rows,
         )
 
     @property
@@ -189,14 +257,21 @@ class SampleAnswer(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fie
 
     @property
     def most_prompt_logprobs(self) -> int | None:
-        return self.prompt_alternatives
+        return 0 if self.prompt_alternatives is None and self.prompt_targets else self.prompt_alternatives
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """Return the sampling parameters of one choice. Only the first one reports the prompt's log probabilities."""
         params = super().sampling(choice, max_tokens)
-        return params if choice == 0 else replace(params, prompt_logprobs=None)
+        if choice:
+            return replace(params, prompt_logprobs=None)
+        return replace(params, prompt_targets=self.prompt_targets)
 
 
 def content_of(wanted: Sample) -> bytes:
-    """Return what makes two requests with one number the same request."""
-    return repr(structs.astuple(wanted)).encode()
+    """Return what makes two requests with one number the same request.
+
+    A field that an older server did not know counts only if it is given, because that server may have stored it.
+    """
+    fields = structs.asdict(wanted)
+    targets = fields.pop("target_prompt_logprobs")
+    return (repr(tuple(fields.values())) + ("" if targets is None else repr(targets))).encode()

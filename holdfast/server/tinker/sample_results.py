@@ -8,7 +8,8 @@ from typing import Any
 
 from holdfast.core.types import FinishReason, TokenLogprobs
 from holdfast.engine.client.client import Delta
-from holdfast.server.tinker.protos import LENGTH, STOP, messages
+from holdfast.server.tinker.protos import FLOAT32, LENGTH, STOP, messages
+from holdfast.server.tinker.sample_requests import PromptTargets
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
 """Numbers in a place without an alternative. The SDK knows them."""
@@ -45,12 +46,14 @@ def sample_response(
     alternatives: int,
     prompt_alternatives: int | None,
     last: int | None,
+    targets: PromptTargets | None = None,
 ) -> bytes:
     """Return a SampleResponse.
 
     `alternatives` and `prompt_alternatives` are the numbers of alternatives of sampled and of prompt tokens. The
     prompt's log probabilities are left out if the latter is None. `last` is the number of prompt tokens at the end that
-    they are wanted for; None: all but the first, which follows nothing.
+    they are wanted for; None: all but the first, which follows nothing. `targets` are the tokens that were named for
+    places of the prompt.
     """
     import numpy as np  # imported where it is needed, because the server starts without it
 
@@ -69,7 +72,28 @@ def sample_response(
         response.prompt_logprobs = np.array(numbers, "<f4").tobytes()
         if prompt_alternatives:
             _set_top(response.topk_prompt_logprobs, rows, prompt_alternatives)
+    if targets is not None:
+        _set_targets(response.target_prompt_logprobs, targets, sampled[0].prompt)
     return bytes(response.SerializeToString())
+
+
+def _set_targets(message: Any, targets: PromptTargets, scored: Sequence[TokenLogprobs]) -> None:
+    """Fill a Tensor in the layout of `targets`. A record's named tokens follow its alternatives."""
+    import numpy as np
+
+    ids = np.array(targets.data, np.int64)
+    found = np.zeros(len(ids), "<f4")
+    pairs = zip(targets.rows, scored, strict=True)
+    named = [logprob for row, each in pairs for logprob in each.top_logprobs[len(each.top_logprobs) - len(row) :]]
+    found[ids >= 0] = named
+    message.dtype = FLOAT32
+    message.shape.extend(targets.shape or ())
+    if targets.sparse_crow_indices is None:
+        message.dense = found.tobytes()
+        return
+    message.sparse_csr.values = found.tobytes()
+    message.sparse_csr.crow_indices = np.array(targets.sparse_crow_indices, "<i8").tobytes()
+    message.sparse_csr.col_indices = np.array(targets.sparse_col_indices, "<i8").tobytes()
 
 
 def _set_top(message: Any, rows: Sequence[TokenLogprobs | None], most: int) -> None:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, MAX_SEED, FinishReason
 from holdfast.server.conversations.store import AsyncStore
@@ -17,9 +17,9 @@ from holdfast.server.formats.registry import Reading
 from holdfast.server.jobs.files import pauses
 from holdfast.server.jobs.locks import Owner
 from holdfast.server.pauses import BATCH
-from holdfast.server.protocol import ApiError, Body, invalid
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.replies import RequestUsage
-from holdfast.server.service import Admission, Answer, Lane, Service, check_length, internal
+from holdfast.server.service import LARGE, Admission, Answer, Lane, Service, check_length, internal
 from holdfast.server.tinker.calls import digest_of
 from holdfast.server.tinker.checkpoints import Checkpoints
 from holdfast.server.tinker.futures import MOST_PENDING_TENANT, Futures
@@ -43,8 +43,7 @@ UNUSED_SECONDS = 3600.0
 USE_SECONDS = 60.0
 """Seconds between two notes in the store of a sampling session's last use."""
 
-SMALL = 1 << 14
-"""Number of bytes from which a body is parsed off the event loop."""
+T = TypeVar("T")
 
 log = logging.getLogger("holdfast.server")
 
@@ -106,10 +105,6 @@ class Samplers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._weights.close()
-
-    async def parsed(self, size: int, work: Callable[[], Body]) -> Body:
-        """Run `work`, which parses a body of this size, outside the event loop if the body is large."""
-        return work() if size < SMALL else await self._service.off_loop(size, work)
 
     # Sampling sessions
 
@@ -190,12 +185,16 @@ class Samplers:
             raise ApiError("the server is shutting down; try another one", status=503, code="shutting_down")
         await self.start()
         item, checkpoint = await self._item(wanted, tenant)
-        prompt = wanted.prompt.tokens()
-        self._check(wanted, prompt)
+
+        def read() -> tuple[list[int], str]:
+            prompt = wanted.prompt.tokens()
+            self._check(wanted, prompt)
+            return prompt, digest_of(KIND, content_of(wanted))
+
+        prompt, digest = await self._off_loop(wanted, read)
         future, new = await self._futures.begin(
-            tenant, item, wanted.seq_id or 0, KIND, digest_of(KIND, content_of(wanted)),
-            detail={"owner": self._owner.id},
-        )  # fmt: skip
+            tenant, item, wanted.seq_id or 0, KIND, digest, detail={"owner": self._owner.id}
+        )
         if not new and not self.lost(future):
             return future, RequestUsage(), None
         usage = RequestUsage()
@@ -245,6 +244,10 @@ class Samplers:
             await self._store.run(lambda store: SamplerTable(store.database).use(sampler.id, now))
             self._used[sampler.id] = now
 
+    async def _off_loop(self, wanted: Sample, work: Callable[[], T]) -> T:
+        """Run work on the numbers of a request, in a thread if they are many."""
+        return await self._service.off_loop(wanted.size, work) if wanted.size >= LARGE else work()
+
     def _check(self, wanted: Sample, prompt: list[int]) -> None:
         """Raises ApiError for a sample that this server can never draw."""
         client, most = self._service.client, self._service.config.max_choices
@@ -252,7 +255,8 @@ class Samplers:
             raise invalid(
                 f"num_samples is {wanted.num_samples}; at most {most} are taken (--max-choices)", "num_samples"
             )
-        for token in (*prompt, *wanted.sampling_params.stops[1]):
+        targets = wanted.target_prompt_logprobs
+        for token in (*prompt, *wanted.sampling_params.stops[1], *(() if targets is None else targets.data)):
             if token >= client.info.vocab_size:
                 raise invalid(f"token id {token} is out of range; the model has {client.info.vocab_size}", "prompt")
         check_length(len(prompt), client, SampleAnswer.of(wanted, client.info.model, 0, client.text))
@@ -285,7 +289,8 @@ class Samplers:
             model = self._service.client.info.model
             if checkpoint is not None:
                 model = await held.enter_async_context(self._weights.served(checkpoint, future.tenant))
-            request = SampleAnswer.of(wanted, model, seed, self._service.client.text)
+            text = self._service.client.text
+            request = await self._off_loop(wanted, lambda: SampleAnswer.of(wanted, model, seed, text))
             while True:
                 try:
                     return await self._draw(request, wanted, prompt, future.tenant, usage)
@@ -312,14 +317,19 @@ class Samplers:
             usage.wanted = request.changed(model=self._service.client.info.model)  # Weights have no names of their own.
         if any(each.reason not in (FinishReason.STOP, FinishReason.LENGTH) for each in sampled):
             raise ApiError("the engine has aborted the sample", status=503, code="aborted")
-        return sample_response(
-            sampled,
-            prompt_tokens=len(prompt),
-            cached_tokens=answer.usage.cached_tokens,
-            alternatives=request.alternatives,
-            prompt_alternatives=request.prompt_alternatives,
-            last=wanted.prompt_logprobs_last_n,
-        )
+
+        def write() -> bytes:
+            return sample_response(
+                sampled,
+                prompt_tokens=len(prompt),
+                cached_tokens=answer.usage.cached_tokens,
+                alternatives=request.alternatives,
+                prompt_alternatives=request.prompt_alternatives,
+                last=wanted.prompt_logprobs_last_n,
+                targets=wanted.target_prompt_logprobs,
+            )
+
+        return await self._off_loop(wanted, write)
 
     # Upkeep
 

@@ -82,6 +82,9 @@ futures = Table(
 )
 """Requests with their results. `body` is the result, if it is not in a file."""
 
+unfinished = Index("training_futures_unfinished", futures.c.item, futures.c.state)
+"""Index for the pending requests of a model, which may have many ended ones."""
+
 checkpoints = Table(
     "training_checkpoints",
     tables,
@@ -112,6 +115,7 @@ def create_tables(db: Connection) -> None:
     """Create the tables that an older store lacks. They have no version, because an older server ignores them."""
     for table in (sessions, models, futures, checkpoints):
         table.create(db, checkfirst=True)
+    unfinished.create(db, checkfirst=True)
 
 
 class Reused(Exception):
@@ -233,14 +237,9 @@ class ModelTable:
             return list(db.execute(wanted.order_by(models.c.created, models.c.id)).scalars())
 
     def change(self, id: str, fields: Mapping[str, Any]) -> Model:
-        """Change fields of a model. One that is no longer open has no attempts and no pending requests left."""
+        """Change fields of a model."""
         with self._database.write() as db:
-            model = replace(_read_model(_owned(db, models, None, id, "model").model), **fields)
-            is_open = model.status == "open"
-            db.execute(update(models).where(models.c.id == id).values(model=encode(model), open=is_open))
-            if not is_open:
-                forget(db, id)
-            return model
+            return _change_model(db, id, fields)
 
     def unload(self, tenant: str, id: str, future: Future) -> Future:
         """Ask for the end of a model. Returns the request, or the earlier one with its number."""
@@ -252,11 +251,11 @@ class ModelTable:
             _insert_future(db, future)
             return future
 
-    def owned_by(self, owner: str) -> dict[str, tuple[bool, float]]:
-        """Return this server's open models: whether each is to be unloaded, and its last use."""
+    def unloading(self, owner: str) -> list[str]:
+        """Return the ids of this server's open models that are to be unloaded."""
         with self._database.read() as db:
-            rows = db.execute(select(models).where(models.c.open, models.c.owner == owner))
-            return {row.id: (row.unload, row.used) for row in rows}
+            wanted = select(models.c.id).where(models.c.open, models.c.owner == owner, models.c.unload)
+            return list(db.execute(wanted).scalars())
 
     def owners(self) -> set[str]:
         """Return the servers whose models are open."""
@@ -347,6 +346,12 @@ class FutureTable:
                 wanted = wanted.where(futures.c.state == "pending")
             return [_read_future(row.future) for row in db.execute(wanted.order_by(futures.c.seq))]
 
+    def with_held(self, items: Collection[str]) -> set[str]:
+        """Return those models that have pending requests without the number of a call."""
+        with self._database.read() as db:
+            held = (futures.c.state == "pending") & futures.c.call.is_(None) & (futures.c.seq > 0)
+            return set(db.execute(select(futures.c.item).where(futures.c.item.in_(items), held).distinct()).scalars())
+
     def last(self, item: str) -> tuple[int, int, int]:
         """Return three highest numbers of a model's requests, each -1 if there is none.
 
@@ -373,12 +378,16 @@ class FutureTable:
         self,
         ended: Iterable[tuple[str, Mapping[str, Any], bytes | None]],
         ready: Iterable[Checkpoint] = (),
+        model: tuple[str, Mapping[str, Any]] | None = None,
     ) -> tuple[list[Future], list[Checkpoint]]:
         """End requests with their changed fields and results, and add the checkpoints that they wrote.
 
-        A request that has ended stays as it is. Returns the requests, and the checkpoints that were replaced.
+        `model` is the id of a model that ends with them, and its changed fields. A request that has ended stays as it
+        is. Returns the requests, and the checkpoints that were replaced.
         """
         with self._database.write() as db:
+            if model is not None:
+                _change_model(db, *model)
             replaced = [old for checkpoint in ready for old in _replace_checkpoint(db, checkpoint)]
             return [_change_future(db, id, fields, body) for id, fields, body in ended], replaced
 
@@ -489,6 +498,16 @@ def _known(db: Connection, future: Future) -> Future | None:
     if (known.kind, known.digest, known.tenant) != (future.kind, future.digest, future.tenant):
         raise Reused(f"seq_id {future.seq} of {future.item} was another request before; number each request once")
     return known
+
+
+def _change_model(db: Connection, id: str, fields: Mapping[str, Any]) -> Model:
+    """Change fields of a model. One that is no longer open has no attempts left."""
+    model = replace(_read_model(_owned(db, models, None, id, "model").model), **fields)
+    is_open = model.status == "open"
+    db.execute(update(models).where(models.c.id == id).values(model=encode(model), open=is_open))
+    if not is_open:
+        forget(db, id)
+    return model
 
 
 def _future_row(future: Future) -> dict[str, Any]:

@@ -18,8 +18,17 @@ from holdfast.server.jobs.attempt_table import WHOLE
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.locks import Owner
 from holdfast.server.protocol import ApiError, invalid
-from holdfast.server.service import Service
-from holdfast.server.tinker.calls import Bounds, Wanted, digest_of, digest_of_body, read_forward, read_update
+from holdfast.server.service import LARGE, Service
+from holdfast.server.tinker.calls import (
+    Bounds,
+    ForwardRequest,
+    Wanted,
+    decompress,
+    digest_of,
+    digest_of_body,
+    read_forward,
+    read_update,
+)  # fmt: skip
 from holdfast.server.tinker.checkpoints import Checkpoints, check_name, check_ttl
 from holdfast.server.tinker.futures import Futures, new_future
 from holdfast.server.tinker.order import Arrival, hold, write_in
@@ -43,6 +52,10 @@ MOST_MODELS = 64
 """Maximum number of open models, of all tenants."""
 TICK_SECONDS = 0.5
 """Seconds between two looks for what other servers have accepted for the models here, and for servers that ended."""
+BUSY_SECONDS = 0.05
+"""Seconds between two such looks for requests while others accept some."""
+STILL_SECONDS = 10.0
+"""Seconds since the last such request after which looks are rare again."""
 CLEAN_SECONDS = 600.0
 """Seconds between two deletions of what is no longer kept."""
 RESULT_SECONDS = 86_400.0
@@ -216,11 +229,16 @@ class Training:
 
     # Calls
 
-    async def forward(self, body: bytes, tenant: str) -> Future:
-        """Take a protobuf request of kind forward or forward_backward. Raises ApiError."""
-        info = self._client.info
+    async def forward(self, body: bytes, tenant: str, *, encoding: str = "") -> Future:
+        """Take a protobuf request of kind forward or forward_backward, in a content encoding. Raises ApiError."""
+        info, most = self._client.info, self._service.config.max_body_bytes
         bounds = Bounds(info.vocab_size, info.max_model_len)
-        request = await self._service.off_loop(len(body), partial(read_forward, body, bounds))
+
+        def read() -> ForwardRequest:
+            return read_forward(decompress(body, encoding, most), bounds)
+
+        # The size of a compressed body says little about the work.
+        request = await self._service.off_loop(LARGE if encoding else len(body), read)
         model = await self.model(tenant, request.model)
         return await self._add(model, Arrival(seq=request.seq, digest=request.digest, wanted=request.wanted))
 
@@ -424,28 +442,34 @@ class Training:
 
     async def _tick(self) -> None:
         """Follow what other servers ask for, continue models of ended servers, and delete, until cancelled."""
-        next_clean = 0.0
+        next_clean = next_adopt = busy_until = 0.0
         while True:
+            now = time.monotonic()
             try:
-                if self.runners:
-                    await self._follow_others()
-                await self._adopt()
-                if time.monotonic() >= next_clean:
+                if self.runners and await self._follow_others():
+                    busy_until = now + STILL_SECONDS
+                if now >= next_adopt:
+                    await self._adopt()
+                    next_adopt = now + self._tick_seconds
+                if now >= next_clean:
                     await self._clean()
-                    next_clean = time.monotonic() + CLEAN_SECONDS
+                    next_clean = now + CLEAN_SECONDS
             except EngineDead:
                 return
             except (ApiError, OSError) as error:
                 log.warning("models in training cannot be checked now: %s", error)
-            await asyncio.sleep(self._tick_seconds)
+            pause = self._tick_seconds
+            await asyncio.sleep(min(pause, BUSY_SECONDS) if now < busy_until else pause)
 
-    async def _follow_others(self) -> None:
-        """Take what other servers have accepted for the models here."""
+    async def _follow_others(self) -> bool:
+        """Take what other servers have accepted for the models here. Returns whether there was anything."""
         owner = self._owner.id
-        owned = await self._store.read(lambda store: ModelTable(store.database).owned_by(owner))
-        self._unload([id for id, (unload, _) in owned.items() if unload])
-        for runner in [*self.runners.values()]:
-            await runner.take_held()
+        self._unload(await self._store.read(lambda store: ModelTable(store.database).unloading(owner)))
+        ids, found = [*self.runners], False
+        for id in await self._store.read(lambda store: FutureTable(store.database).with_held(ids)):
+            if (runner := self.runners.get(id)) is not None:
+                found |= await runner.take_held()
+        return found
 
     async def _adopt(self) -> None:
         """Continue the open models of ended servers, and of this one if they stopped.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import zstandard
@@ -29,9 +33,67 @@ def test_a_body_that_grows_beyond_the_limit_is_refused_before_it_is_decompressed
     assert refused.value.status == 413
 
 
-def test_several_targets_for_a_token_are_refused_with_their_shape() -> None:
+def body_of(
+    name: str, values: Any, shape: Sequence[int], sparse: Sequence[Sequence[int]] = (), loss: str = ""
+) -> bytes:
+    """A body with one datum of two tokens and [2, 3] targets and weights, in which one tensor is replaced."""
     message = messages()["ForwardBackwardRequest"].FromString(forward_body("m", 1, data=[[1, 2]]))
-    targets = message.data[0].loss_fn_inputs["target_tokens"]
-    targets.dense = np.zeros(2, "<i8").tobytes()
-    targets.shape.extend([2, 1])
-    assert "[2, 1]" in read_forward(message.SerializeToString(), BOUNDS).wanted.fault
+    message.loss_fn = loss or message.loss_fn
+    inputs = message.data[0].loss_fn_inputs
+    whole = {"target_tokens": ([[1, 2, 3], [4, 5, 0]], [2, 3]), "weights": ([[1, 0, 2], [0, 0, 3]], [2, 3])}
+    for each, (numbers, sizes) in (whole | {name: (values, shape)}).items():
+        dtype = "<i8" if each == "target_tokens" else "<f4"
+        tensor = inputs[each]
+        tensor.ClearField("shape")
+        tensor.shape.extend(sizes)
+        data = np.asarray(numbers, dtype).tobytes()
+        if each == name and sparse:
+            tensor.sparse_csr.values = data
+            tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = (
+                np.asarray(part, "<i8").tobytes() for part in sparse
+            )
+        else:
+            tensor.dense = data
+    return bytes(message.SerializeToString())
+
+
+def test_several_targets_for_a_token_are_decoded_dense_and_sparse() -> None:
+    for body in (
+        body_of("weights", [[1, 0, 2], [0, 0, 3]], [2, 3]),
+        body_of("weights", [1, 2, 3], [2, 3], sparse=[[0, 2, 3], [0, 2, 2]]),
+        body_of("target_tokens", [1, 2, 3, 4, 5], [2, 3], sparse=[[0, 3, 5], [0, 1, 2, 0, 1]]),
+    ):
+        wanted = read_forward(body, BOUNDS).wanted
+        assert wanted.fault == ""
+        assert wanted.data[0].targets.tolist() == [[1, 2, 3], [4, 5, 0]]  # type: ignore[union-attr]
+        assert wanted.data[0].arrays["weights"].tolist() == [[1, 0, 2], [0, 0, 3]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (body_of("weights", [1, 2], [2]), None),
+        (body_of("weights", [1, 2], [2, 1]), r"\[2\]; target_tokens has \[2, 3\]"),
+        (body_of("weights", [1, 2, 3], [2, 3]), r"\[2, 3\] and 3 numbers"),
+        (body_of("weights", [1, 2, 3], [1, 3]), "one row for each of 2 tokens"),
+        (body_of("weights", [1, 2], [2, 10**12], sparse=[[0, 1, 2], [0, 1]]), "1 to 128 numbers"),
+        (body_of("weights", [1, 2], [2, 3], sparse=[[0, 3, 2], [0, 1]]), "crow_indices"),
+        (body_of("weights", [1, 2], [2, 3], sparse=[[0, 1], [0, 1]]), "crow_indices"),
+        (body_of("weights", [1, 2], [2, 3], sparse=[[0, 1, 2], [0, 3]]), "from 0 to 2"),
+        (body_of("weights", [1, 2], [2, 3], sparse=[[0, 1, 2], [0, -1]]), "from 0 to 2"),
+        (body_of("weights", [1, 2], [2], sparse=[[0, 1, 2], [0, 1]]), "two dimensions"),
+        (body_of("weights", [[[1]], [[2]]], [2, 1, 1]), r"\[2, 1, 1\]"),
+        (body_of("target_tokens", [[1, 2, 3], [4, 5, 256]], [2, 3]), "hold 256"),
+        (body_of("weights", [[1, 0, 2], [0, 0, float("nan")]], [2, 3]), "position 1 is nan"),
+        (body_of("weights", [[1, 0, 2], [0, 0, 3]], [2, 3], loss="ppo"), "one target for a token, not 3"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_with_the_reason(body: bytes, reason: str | None) -> None:
+    found = read_forward(body, BOUNDS).wanted
+    assert found.call is None and re.search(reason or r"\[2\]; target_tokens", found.fault), found.fault
+
+
+def test_data_of_one_request_have_equally_many_targets_for_a_token() -> None:
+    message = messages()["ForwardBackwardRequest"].FromString(body_of("weights", [[1, 0, 2], [0, 0, 3]], [2, 3]))
+    message.data.append(messages()["ForwardBackwardRequest"].FromString(forward_body("m", 1)).data[0])
+    assert "different numbers of targets" in read_forward(message.SerializeToString(), BOUNDS).wanted.fault

@@ -201,6 +201,21 @@ async def test_the_options_reach_the_engine_without_the_models_defaults(tmp_path
     assert {asked.priority for asked in api.client.asked} == {BATCH_CLASS}, "chats come first"
 
 
+async def test_named_tokens_of_the_prompt_reach_the_engine_by_rows(tmp_path: Path) -> None:
+    dense = {"data": [7, -1, -1, 9], "shape": [2, 2]}
+    sparse = {"data": [7, 9], "shape": [2, 2], "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 1]}
+    async with serving(tmp_path) as api:
+        sampler = await api.sampler()
+        for seq, given in enumerate((dense, sparse)):
+            await api.sample(sampler, seq, num_samples=2, target_prompt_logprobs={"dtype": "int64", **given})
+        plain = await api.sample(sampler, 2)
+        assert plain.status_code == 200
+        while len(api.client.asked) < 5:
+            await asyncio.sleep(0.01)
+    asked = [(each.params.prompt_logprobs, each.params.prompt_targets) for each in api.client.asked]
+    assert sorted(asked, key=repr) == sorted([(0, ((7,), (9,))), (None, ())] * 2 + [(None, ())], key=repr)
+
+
 @pytest.mark.parametrize(("stop", "ignores"), [(None, False), ([], True), ("x", True), ([31], True)])
 async def test_only_the_given_stops_end_a_sample(tmp_path: Path, stop: Any, ignores: bool) -> None:
     async with serving(tmp_path) as api:
@@ -229,6 +244,19 @@ async def test_without_a_seed_a_sample_is_drawn_from_a_seed_of_its_own(tmp_path:
     assert all(asked.params.seed is not None for asked in api.client.asked)
 
 
+UNFIT: tuple[dict[str, Any], ...] = (
+    {"data": [1, 2], "shape": [1, 2]},
+    {"data": [1, 2, 3], "shape": [2, 1]},
+    {"data": [-1, -1], "shape": [2, 1]},
+    {"data": [], "shape": [2, 129], "sparse_crow_indices": [0, 0, 0], "sparse_col_indices": []},
+    {"data": [5], "shape": [2, 3], "sparse_crow_indices": [0, 1, 1]},
+    {"data": [5], "shape": [2, 3], "sparse_crow_indices": [0, 2, 1], "sparse_col_indices": [0]},
+    {"data": [5], "shape": [2, 3], "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]},
+    {"data": [5], "shape": [2, 3], "sparse_crow_indices": [0, 1, 1], "sparse_col_indices": [3]},
+)
+"""Matrices that do not fit a prompt of three tokens."""
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -237,6 +265,8 @@ async def test_without_a_seed_a_sample_is_drawn_from_a_seed_of_its_own(tmp_path:
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [256]}]}}, "prompt"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 200}]}}, None),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs"),
+        *(({"target_prompt_logprobs": {"dtype": "int64", **wrong}}, "target_prompt_logprobs") for wrong in UNFIT),
+        ({"target_prompt_logprobs": {"dtype": "int64", "data": [1, 256], "shape": [2, 1]}}, "prompt"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"num_samples": 65}, "num_samples"),
         ({"num_samples": 0}, "num_samples"),

@@ -91,6 +91,27 @@ def test_alternatives_are_the_most_probable_tokens_of_prompt_and_sample(base: An
         assert all(value == pytest.approx(logprob) for each, value in top if each == token)
 
 
+def test_named_tokens_are_scored_at_their_places_dense_and_sparse(base: Any) -> None:
+    torch = pytest.importorskip("torch")
+    whole = base.sample(
+        prompt(), 1, params(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=4
+    ).result()
+    ids = torch.full((len(PROMPT) - 1, 3), -1, dtype=torch.int64)
+    wanted = torch.zeros(ids.shape)
+    for row in (0, 2):
+        for column, place in ((0, 3), (2, 1)):
+            token, logprob = whole.topk_prompt_logprobs[row + 1][place]
+            ids[row, column], wanted[row, column] = token, logprob
+    for targets in (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1)):
+        for more in ({}, {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}):
+            found = base.sample(prompt(), 2, params(max_tokens=1), target_prompt_logprobs=targets, **more).result()
+            torch.testing.assert_close(found.target_prompt_logprobs.to_torch(), wanted, atol=1e-5, rtol=1e-5)
+            assert (found.target_prompt_logprobs.sparse_crow_indices is None) == (targets.sparse_crow_indices is None)
+            top = found.topk_prompt_logprobs
+            assert top is None if not more else [len(each) for each in top[1:]] == [2] * (len(PROMPT) - 1)
+            assert (found.prompt_logprobs is None) == (not more)
+
+
 def test_only_the_last_prompt_tokens_are_scored_on_request(base: Any) -> None:
     whole = base.compute_logprobs(prompt()).result()
     last = base.compute_logprobs(prompt(), prompt_logprobs_last_n=3).result()

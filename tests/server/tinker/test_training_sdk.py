@@ -88,6 +88,29 @@ def test_the_chunks_of_one_request_arrive_in_parallel_and_are_applied_in_order(t
     assert numbers == [*range(16)]
 
 
+def test_several_targets_for_a_token_train_and_come_back_in_their_shape(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    def work(url: str) -> None:
+        with service(url) as client:
+            training = client.create_lora_training_client(base_model="tiny", rank=4).result()
+            targets, weights = torch.randint(256, (40, 6)), torch.rand(40, 6)
+            weights[:, 2:] = 0  # mostly zeros, so that the SDK sends it sparse
+            soft = types.Datum(
+                model_input=types.ModelInput.from_ints([1] * 40),
+                loss_fn_inputs={"target_tokens": targets, "weights": weights},
+            )
+            assert soft.loss_fn_inputs["weights"].sparse_crow_indices is not None
+            output = training.forward_backward([soft], "cross_entropy").result()
+            found = output.loss_fn_outputs[0]["logprobs"].to_torch()
+            assert torch.equal(found, -targets / 256)
+            assert output.metrics["loss:sum"] == pytest.approx(float((targets / 256 * weights).sum()), rel=1e-5)
+            with pytest.raises(tinker.RequestFailedError, match="one target for a token"):
+                training.forward_backward([soft], "importance_sampling").result()
+
+    served(tmp_path, work)
+
+
 def test_a_custom_loss_trains_through_forward_and_signed_weights(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 

@@ -44,18 +44,23 @@ class Logprobs(NamedTuple):
         return [TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])) for count, own, top, ids in rows]
 
 
-def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Logprobs:
+def log_probabilities(
+    logits: torch.Tensor, tokens: torch.Tensor, most: int, named: torch.Tensor | None = None
+) -> Logprobs:
     """The log probabilities of tokens [T] int64 after logits [T, V], and of the `most` most probable ones.
 
-    Sums are float32. Does not wait for the device.
+    After these come those of the tokens `named` [T, N] int64. Sums are float32. Does not wait for the device.
     """
     most = min(most, logits.shape[-1])
     own, top, ids = [], [], []
     rows = max(1, NUMBERS_AT_ONCE // logits.shape[-1])
-    for some, chosen in zip(torch.split(logits, rows), torch.split(tokens, rows), strict=True):
+    if named is None:
+        named = tokens.new_empty(len(tokens), 0)
+    parts = (torch.split(each, rows) for each in (logits, tokens, named))
+    for some, chosen, others in zip(*parts, strict=True):
         normal = some.float().log_softmax(-1)
         own.append(normal.gather(1, chosen[:, None])[:, 0])
         best = normal.topk(most, dim=-1)
-        top.append(best.values)
-        ids.append(best.indices)
+        top.append(torch.cat((best.values, normal.gather(1, others)), 1))
+        ids.append(torch.cat((best.indices, others), 1))
     return Logprobs(torch.cat(own), torch.cat(top), torch.cat(ids))

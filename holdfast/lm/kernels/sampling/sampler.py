@@ -192,31 +192,47 @@ class Sampler:
         at = upload(wishes.reported, logits.device)
         return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in found]))
 
-    def tell_targets(self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int) -> Logprobs:
+    def tell_targets(
+        self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int, named: torch.Tensor
+    ) -> Logprobs:
         """Log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` likeliest tokens.
+
+        After these come those of the tokens `named` [T, N] int64.
 
         `logits` computes the logits [R, V], or [R, V_own] in a group, of some of the hidden states, so that few exist
         at a time. Nothing waits for the device.
         """
         rows = max(1, NUMBERS_AT_ONCE // self._vocab_size)
-        pairs = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-        parts = [self._some_logprobs(logits(some), chosen, most) for some, chosen in pairs]
+        split = (torch.split(each, rows) for each in (hidden, targets, named))
+        parts = [
+            self._some_logprobs(logits(some), chosen, most, others) for some, chosen, others in zip(*split, strict=True)
+        ]
         return Logprobs(*[torch.cat(column) for column in zip(*parts, strict=True)])
 
-    def _some_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> Logprobs:
+    def _some_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, most: int, named: torch.Tensor) -> Logprobs:
         group = self._group
         if group is None:
-            return log_probabilities(logits, targets, most)
+            return log_probabilities(logits, targets, most, named)
         whole, rows = group.exchange_rows(logits, self._vocab_size), own_rows(len(logits), group.size, group.rank)
-        return self._all_logprobs(whole, targets[rows.start : rows.stop], len(logits), most, group)
+        own = slice(rows.start, rows.stop)
+        return self._all_logprobs(whole, targets[own], len(logits), most, group, named[own])
 
-    def _all_logprobs(self, whole: torch.Tensor, tokens: torch.Tensor, count: int, most: int, group: Group) -> Logprobs:
+    def _all_logprobs(
+        self,
+        whole: torch.Tensor,
+        tokens: torch.Tensor,
+        count: int,
+        most: int,
+        group: Group,
+        named: torch.Tensor | None = None,
+    ) -> Logprobs:
         """The log probabilities of all `count` rows. This device has whole logits and tokens only for its own rows."""
-        most, own, share = min(most, self._vocab_size), len(tokens), -(-count // group.size)
+        likeliest, own, share = min(most, self._vocab_size), len(tokens), -(-count // group.size)
+        most = likeliest + (0 if named is None else named.shape[1])
         numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)
         ids = torch.zeros(share, most, dtype=torch.int64, device=whole.device)
         if own:
-            part = log_probabilities(whole, tokens, most)
+            part = log_probabilities(whole, tokens, likeliest, named)
             numbers[:own, 0] = part.own
             numbers[:own, 1:] = part.top
             ids[:own] = part.top_ids

@@ -84,16 +84,20 @@ class FusedTrainingOps(TrainingOps):
         self, logits: torch.Tensor, targets: torch.Tensor, loss: PositionLoss, *, backward: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, vocabulary = logits.shape
-        logprobs, log_sums = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+        log_sums = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         block = min(LOGITS_AT_A_TIME, triton.next_power_of_2(vocabulary))
+        several = targets.shape[1] if targets.dim() == 2 else 1
+        targets = targets.contiguous()
         logprobs_kernel[(rows,)](
-            logits, targets, logprobs, log_sums, vocabulary, logits.stride(0), BLOCK=block, num_warps=16
+            logits, targets, logprobs, log_sums, vocabulary, logits.stride(0), several, BLOCK=block, num_warps=16
         )
         losses, factors = loss.of(logprobs)
         if backward:
             logits_backward_kernel[(rows, triton.cdiv(vocabulary, block))](
-                logits, targets, log_sums, factors, vocabulary, logits.stride(0), BLOCK=block, num_warps=16
-            )
+                logits, targets, log_sums, factors.contiguous(), vocabulary, logits.stride(0), several,
+                SEVERAL=targets.dim() == 2, BLOCK=block, num_warps=16,
+            )  # fmt: skip
         return losses, logprobs
 
 
@@ -208,8 +212,11 @@ def rotate_backward_kernel(
 
 
 @triton.jit
-def logprobs_kernel(logits, targets, logprobs, log_sums, vocabulary, stride, BLOCK: tl.constexpr):
-    """The log probability of each row's target, and the logarithm of the row's sum of exponentials. Program (row)."""
+def logprobs_kernel(logits, targets, logprobs, log_sums, vocabulary, stride, several, BLOCK: tl.constexpr):
+    """The log probabilities of each row's `several` targets, and the logarithm of the row's sum of exponentials.
+
+    Program (row).
+    """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     column = tl.arange(0, BLOCK)
@@ -225,21 +232,35 @@ def logprobs_kernel(logits, targets, logprobs, log_sums, vocabulary, stride, BLO
         largest = above
     top = tl.max(largest, 0)
     log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
-    chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
-    tl.store(logprobs + row, chosen - log_sum)
+    for k in range(several):
+        at = row * several + k
+        chosen = tl.load(start + tl.load(targets + at)).to(tl.float32)
+        tl.store(logprobs + at, chosen - log_sum)
     tl.store(log_sums + row, log_sum)
 
 
 @triton.jit
-def logits_backward_kernel(logits, targets, log_sums, factors, vocabulary, stride, BLOCK: tl.constexpr):
-    """The logits become factor (softmax - onehot), in place. Program (row, part of the row)."""
+def logits_backward_kernel(
+    logits, targets, log_sums, factors, vocabulary, stride, several, SEVERAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The logits become the sum over targets of factor (softmax - onehot), in place. Program (row, part of the row)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < vocabulary
     at = logits + row * stride + column
     score = tl.load(at, mask=held, other=0.0).to(tl.float32)
-    onehot = tl.where(column == tl.load(targets + row), 1.0, 0.0)
-    back = (tl.exp(score - tl.load(log_sums + row)) - onehot) * tl.load(factors + row)
+    probability = tl.exp(score - tl.load(log_sums + row))
+    if SEVERAL:
+        total = 0.0
+        chosen = tl.zeros([BLOCK], tl.float32)
+        for k in range(several):
+            factor = tl.load(factors + row * several + k)
+            total += factor
+            chosen += tl.where(column == tl.load(targets + row * several + k), factor, 0.0)
+        back = probability * total - chosen
+    else:
+        onehot = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+        back = (probability - onehot) * tl.load(factors + row)
     # Several threads may hold the same element, and all must read it before one writes it.
     tl.debug_barrier()
     tl.store(at, back.to(logits.dtype.element_ty), mask=held)

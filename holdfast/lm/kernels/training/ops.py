@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -146,19 +148,20 @@ class TrainingOps:
     def loss_backward(
         self, logits: torch.Tensor, targets: torch.Tensor, loss: PositionLoss, *, backward: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of each row, [C], and the log probability of its target, [C].
+        """The loss of each target, and its log probability.
 
-        `targets` [C] int64. With `backward`, `logits` [C, vocabulary] become their gradient; otherwise they stay. The
-        results are float32, or float64 for float64 logits.
+        `targets` is int64, [C], or [C, K] for K targets of each row. The results have its shape. They are float32,
+        or float64 for float64 logits. With `backward`, `logits` [C, vocabulary] become their gradient; otherwise they
+        stay.
         """
         logs = torch.log_softmax(wide(logits), dim=-1)
-        chosen = targets[:, None]
-        logprobs = logs.gather(1, chosen)[:, 0]
+        chosen = targets.view(len(targets), -1)
+        logprobs = logs.gather(1, chosen).view(targets.shape)
         losses, factors = loss.of(logprobs)
         if backward:
-            back = logs.exp_()
-            back.scatter_add_(1, chosen, torch.full_like(chosen, -1, dtype=back.dtype))
-            logits.copy_(back.mul_(factors[:, None]))
+            logits.copy_(
+                scaled(logs.exp_(), factors, lambda back, k, own: back.scatter_add_(1, chosen[:, k, None], own))
+            )
         return losses, logprobs
 
     def _activation_backward(self, back: torch.Tensor, given: torch.Tensor, activated: torch.Tensor) -> torch.Tensor:
@@ -189,6 +192,22 @@ class TrainingOps:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.eps)
         normed = x * scale
         return scale * (back - normed * (back * normed).mean(-1, keepdim=True))
+
+
+def scaled(
+    probabilities: torch.Tensor, factors: torch.Tensor, add: Callable[[torch.Tensor, int, torch.Tensor], object]
+) -> torch.Tensor:
+    """The gradient of logits from their probabilities [C, V] and the factors of their targets, [C] or [C, K].
+
+    It overwrites the probabilities. `add` adds numbers [C, 1] at the targets of a column.
+    """
+    if factors.dim() == 1:
+        add(probabilities, 0, torch.full_like(factors[:, None], -1.0))
+        return probabilities.mul_(factors[:, None])
+    probabilities.mul_(factors.sum(1, keepdim=True))
+    for k in range(factors.shape[1]):  # column by column, so that a token that is a target twice has the same bits
+        add(probabilities, k, -factors[:, k, None])
+    return probabilities
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

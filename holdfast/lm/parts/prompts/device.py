@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,10 @@ class FoundLogprobs:
 
     reports: Sequence[PromptReport]
     logprobs: Logprobs
-    """Log probabilities of the targets of all `reports`, one after the other."""
+    """Log probabilities of the targets of all `reports`, one after the other.
+
+    The most probable tokens are followed by those that the reports name.
+    """
 
     def on_host(self) -> FoundLogprobs:
         return FoundLogprobs(self.reports, self.logprobs.on_host())
@@ -53,8 +56,9 @@ class PromptExecutor(PartExecutor):
         def work(hidden: torch.Tensor, rows: torch.Tensor) -> FoundLogprobs:
             at, targets = (upload(numbers, self._device) for numbers in targets_of(staged, reports))
             most = max(each.alternatives for each in reports)
-            some = hidden.index_select(0, at)
-            return FoundLogprobs(reports, self._sampler.tell_targets(some, self._to_logits, targets, most))
+            found, some = named_of(reports), hidden.index_select(0, at)
+            named = upload(found, self._device) if found.size else targets.new_empty(found.shape)
+            return FoundLogprobs(reports, self._sampler.tell_targets(some, self._to_logits, targets, most, named))
 
         return (work,)
 
@@ -81,7 +85,26 @@ def targets_of(
     return np.concatenate(at), np.fromiter(chain.from_iterable(targets for _, targets in spans), np.int64)
 
 
+def named_of(reports: Sequence[PromptReport]) -> npt.NDArray[np.int64]:
+    """The further tokens of all targets, [T, most of any target]; 0 in places without one."""
+    rows = [row for each in reports for row in (each.named or ((),) * len(each.targets))]
+    found = np.zeros((len(rows), max(each.most_named for each in reports)), np.int64)
+    for number, row in enumerate(rows) if found.size else ():
+        found[number, : len(row)] = row
+    return found
+
+
 def records_of(logprobs: Logprobs, reports: Sequence[PromptReport]) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """The records of each of the `reports`, once the log probabilities of all their targets are on the host."""
-    records = iter(logprobs.records([each.alternatives for each in reports for _ in each.targets]))
-    return tuple(tuple(islice(records, len(each.targets))) for each in reports)
+    first = logprobs.top.shape[1] - max(each.most_named for each in reports)  # of the columns with named tokens
+    records = iter(logprobs.records([logprobs.top.shape[1] for each in reports for _ in each.targets]))
+    return tuple(tuple(_records(records, each, first)) for each in reports)
+
+
+def _records(records: Iterator[TokenLogprobs], report: PromptReport, first: int) -> Iterator[TokenLogprobs]:
+    """The records of one report, each with its alternatives and its named tokens, which begin at column `first`."""
+    for target in range(len(report.targets)):
+        own, ids, top = next(records)
+        stop = first + (len(report.named[target]) if report.named else 0)
+        likeliest = min(report.alternatives, first)
+        yield TokenLogprobs(own, ids[:likeliest] + ids[first:stop], top[:likeliest] + top[first:stop])

@@ -67,7 +67,9 @@ class PromptPart(Part):
             self._reported[entry] = first + len(targets)
         alternatives = request.params.prompt_logprobs
         assert alternatives is not None
-        return PromptReport(index, first - start, targets, alternatives)
+        named = request.params.prompt_targets[first : first + len(targets)]
+        filled = (*named, *((),) * (len(targets) - len(named))) if any(named) else ()
+        return PromptReport(index, first - start, targets, alternatives, filled)
 
 
 def make_parts(planning: Planning) -> tuple[PromptPart, ...]:

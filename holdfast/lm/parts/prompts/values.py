@@ -21,6 +21,13 @@ class PromptReport(NamedTuple):
     """The reported tokens, one after the other."""
     alternatives: int
     """Number of most probable tokens that are reported with each."""
+    named: tuple[tuple[int, ...], ...] = ()
+    """Further tokens that are reported with each target, after the alternatives; empty if no target has any."""
+
+    @property
+    def most_named(self) -> int:
+        """Largest number of further tokens of one target."""
+        return max(map(len, self.named), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.kernels.sampling import logprobs, sampler
 from holdfast.lm.kernels.sampling.logprobs import Logprobs
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
-from holdfast.lm.parts.prompts.device import records_of
+from holdfast.lm.parts.prompts.device import named_of, records_of
 from holdfast.lm.parts.prompts.values import PromptReport
 from tests.ranks import in_group
 
@@ -95,7 +95,9 @@ def test_prompts_are_reported_a_few_rows_at_a_time_on_one_device_and_on_several(
     hidden = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(2))
     head = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(3))
     targets, share = torch.arange(ROWS) * 7 % VOCAB, -(-VOCAB // size)
-    tells = [PromptReport(0, 0, (1,) * 5, most), PromptReport(1, 2, (1,) * (ROWS - 5), 0)]
+    named = ((3,), (), (VOCAB - 1, 3), (5,), ())
+    tells = [PromptReport(0, 0, (1,) * 5, most, named), PromptReport(1, 2, (1,) * (ROWS - 5), 0)]
+    others = torch.from_numpy(named_of(tells))
 
     def work(group: TorchGroup | None) -> Logprobs:
         seen: list[int] = []
@@ -105,7 +107,7 @@ def test_prompts_are_reported_a_few_rows_at_a_time_on_one_device_and_on_several(
             rank = 0 if group is None else group.rank
             return some @ head[rank * share : (rank + 1) * share].T
 
-        told = Sampler(group, VOCAB).tell_targets(hidden, logits, targets, most)
+        told = Sampler(group, VOCAB).tell_targets(hidden, logits, targets, most, others)
         assert max(seen) <= at_once // VOCAB
         return told
 
@@ -116,5 +118,6 @@ def test_prompts_are_reported_a_few_rows_at_a_time_on_one_device_and_on_several(
         for row, each in enumerate(first + second):
             best = expected[row].topk(most if row < 5 else 0)
             assert each.logprob == pytest.approx(float(expected[row, targets[row]]), abs=1e-5)
-            assert each.top_ids == tuple(best.indices.tolist())
-            assert each.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+            ids = [*best.indices.tolist(), *(named[row] if row < 5 else ())]
+            assert each.top_ids == tuple(ids)
+            assert each.top_logprobs == pytest.approx(expected[row, ids].tolist(), abs=1e-5)

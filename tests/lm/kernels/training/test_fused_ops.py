@@ -168,6 +168,21 @@ def test_loss_and_its_gradient_equal_float64(name: str, vocabulary: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [37, 9000])
+def test_the_loss_of_several_targets_equals_float64(vocabulary: int, dtype: torch.dtype, device: str) -> None:
+    fused, exact = both(shape_of(device, dtype))
+    logits = drawn(3, vocabulary, device=device, dtype=dtype, spread=4)
+    targets = torch.tensor([[0, vocabulary - 1, 5], [7, 7, 7], [5, 0, 5]], device=device)
+    loss = CrossEntropy(torch.tensor([[1.0, -0.5, 0.25], [0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], device=device))
+    expected = logits.double()
+    wanted = exact.loss_backward(expected, targets, loss)
+    for one, other in zip(fused.loss_backward(logits, targets, loss), wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)
+    assert_near(logits, expected)
+    assert not logits[2].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_position_without_weight_has_no_gradient(dtype: torch.dtype, device: str) -> None:
     fused, _ = both(shape_of(device, dtype))
     logits = drawn(3, 37, device=device, dtype=dtype, spread=4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.lm.kernels.linear.layers import LayerOps
 from holdfast.lm.kernels.training.loss import shared_loss_backward
-from holdfast.lm.kernels.training.losses import Cispo, Dro, Gspo, ImportanceSampling, PositionLoss, Ppo
+from holdfast.lm.kernels.training.losses import Cispo, CrossEntropy, Dro, Gspo, ImportanceSampling, PositionLoss, Ppo
 from holdfast.lm.kernels.training.ops import TrainingOps
 from tests.lm.kernels.linear.test_layers import shape_of
 from tests.losses import DEFINED, LOSSES, drawn_loss
@@ -52,6 +52,33 @@ def test_gradients_are_those_of_autograd(name: str, count: int, seed: int) -> No
     torch.testing.assert_close(losses.sum(), total)
     torch.testing.assert_close(logprobs, wanted)
     torch.testing.assert_close(logits, gradient)
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 1000))
+def test_gradients_of_several_targets_for_a_row_are_those_of_autograd(width: int, count: int, seed: int) -> None:
+    logits, _ = drawn_logits(count, seed)
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(5, (count, width), generator=generator)  # some of a row are equal
+    weights = torch.randn(count, width, generator=generator)
+    given = logits.clone().requires_grad_()
+    logprobs = torch.log_softmax(given, -1).gather(1, targets)
+    total = -(logprobs * weights).sum()
+    (gradient,) = torch.autograd.grad(total, given)
+    ops, parts = TrainingOps(LayerOps(shape_of("cpu", torch.float64))), logits.float().split([3, 20], dim=1)
+    losses, found = ops.loss_backward(logits, targets, CrossEntropy(weights))
+    torch.testing.assert_close(losses.sum(), total.detach())
+    torch.testing.assert_close(found, logprobs.detach())
+    torch.testing.assert_close(logits, gradient)
+    own = []
+    for first, part in zip((0, 3), parts, strict=True):
+        inside = (targets >= first) & (targets < first + part.shape[1])
+        chosen = torch.where(inside, part.gather(1, (targets - first).clamp(0, part.shape[1] - 1)), 0.0)
+        own.append(torch.cat((torch.logsumexp(part, -1), chosen.t().reshape(-1))))
+    for first, part, back in zip((0, 3), parts, gradient.split([3, 20], dim=1), strict=True):
+        mine = part.clone()
+        _, theirs = shared_loss_backward(mine, targets, CrossEntropy(weights), first, Columns(own))  # type: ignore[arg-type]
+        torch.testing.assert_close(theirs.double(), logprobs.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.double(), back, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -42,6 +42,19 @@ def test_each_token_of_a_prompt_but_the_first_is_reported_once_whatever_is_cache
     assert tokens == 6 and preempted
 
 
+def test_named_tokens_are_reported_with_the_prompt_tokens_that_they_are_for():
+    scheduler = create_scheduler(budget=3, block_size=2)
+    (request,) = create_requests(8, prompt_logprobs=0, prompt_targets=((), (), (7,), (8, 9)))
+    scheduler.add(request)
+    found = []
+    while scheduler.has_work():
+        plan = scheduler.schedule(0.0)
+        for report in plan.part(PromptPlan).reports:
+            found += zip(report.targets, report.named or ((),) * len(report.targets), strict=True)
+        scheduler.update(plan, reporting(plan), 0.0)
+    assert found == [*zip(request.prompt[1:], [(), (), (7,), (8, 9), (), (), ()], strict=True)]
+
+
 def test_a_result_that_does_not_report_what_its_plan_asks_is_an_error():
     scheduler = create_scheduler()
     (request,) = create_requests(5, prompt_logprobs=0)

@@ -17,6 +17,7 @@ from holdfast.server.conversations.chat_store import ChatStore
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate, reason_of
 from holdfast.server.conversations.group_writer import GroupWriter
+from holdfast.server.conversations.items import text_size
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
@@ -25,7 +26,7 @@ from holdfast.server.conversations.transactions import FlushFailed
 from holdfast.server.conversations.tree import Tree
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.upkeep import Upkeep
-from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
+from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge, Turn
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
 from holdfast.server.time_spent import current
@@ -39,6 +40,8 @@ STORE_UNAVAILABLE = "store_unavailable"
 RETRY_SECONDS = 5
 """Seconds after which a client may try again that met a database that cannot be used."""
 
+LARGE = 1 << 14
+"""Number of characters from which on a turn is not encoded on the event loop."""
 READERS = 4
 """Number of threads that read, so that a search holds up no other read."""
 WAIT_SECONDS = 30.0
@@ -158,6 +161,18 @@ class AsyncStore:
         finally:
             overdue.cancel()
             self._upkeep.wake()
+
+    async def commit(self, turn: Turn, *, begun: bool = False) -> None:
+        """Store a turn as `TurnStore.commit` does. Raises ApiError like `run`.
+
+        It is encoded before its transaction, because other turns and other servers wait while that holds the lock.
+        """
+        before = 0 if turn.context.parent else turn.context.size
+        if before + text_size("", [*turn.input, *turn.response["output"]]) < LARGE:
+            _ = turn.encoded
+        else:
+            self._writer.submit(lambda: turn.encoded)
+        await self.run(lambda store: store.turns.commit(turn, begun=begun))
 
     @contextmanager
     def _answering(self, kind: str, param: str | None) -> Iterator[None]:

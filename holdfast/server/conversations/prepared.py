@@ -41,9 +41,8 @@ class Prepared:
     def __init__(self, statement: ClauseElement) -> None:
         self._statement = statement
         self._compiled: dict[str, Compiled] = {}
-        names = [str(column.key) for column in statement.selected_columns] if isinstance(statement, Select) else []
-        self._row = namedtuple("Row", names, rename=True)
-        """Type of the rows of a query, with the names of its columns."""
+        self._row = _row_type(statement) if isinstance(statement, Select) else tuple
+        """Makes a row of a query, with the names of its columns, from the driver's tuple."""
 
     def run(self, db: Connection, **values: Any) -> Any:
         """Execute the statement and return the driver's cursor. Raises DBAPIError."""
@@ -62,7 +61,7 @@ class Prepared:
     def first(self, db: Connection, **values: Any) -> Any:
         """Execute the query and return its first row, with the columns' names; None if it has no row."""
         row = self.run(db, **values).fetchone()
-        return None if row is None else self._row._make(row)
+        return None if row is None else self._row(row)
 
     def value(self, db: Connection, **values: Any) -> Any:
         """Execute the statement and return the first value of its first row; None if it has no row."""
@@ -73,6 +72,14 @@ class Prepared:
         if dialect.name not in self._compiled:
             self._compiled[dialect.name] = _compile(self._statement, dialect)
         return self._compiled[dialect.name]
+
+
+def _row_type(query: Select[Any]) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes a named tuple of a query's columns. A column without a usable name has its position's."""
+    named: Any = namedtuple  # The names are not known to the type checker.
+    names = [str(column.key) for column in query.selected_columns]
+    make: Callable[[Sequence[Any]], Any] = named("Row", names, rename=True)._make
+    return make
 
 
 def _compile(statement: ClauseElement, dialect: Dialect) -> Compiled:

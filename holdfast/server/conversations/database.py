@@ -489,7 +489,7 @@ def _prepare_sqlite(engine: Engine) -> None:
     def connecting(dialect: Dialect, record: Any, given: list[Any], options: dict[str, Any]) -> None:
         # A file that was moved away is not made anew: it would be empty, while other connections use the old one.
         if engine.url.database is not None:
-            given[0], options["uri"] = f"file:{quote(given[0])}?mode=rw", True
+            given[0], options["uri"] = f"file:{quote(os.fsencode(given[0]))}?mode=rw", True
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:

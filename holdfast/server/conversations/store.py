@@ -40,8 +40,8 @@ STORE_UNAVAILABLE = "store_unavailable"
 RETRY_SECONDS = 5
 """Seconds after which a client may try again that met a database that cannot be used."""
 
-LARGE = 1 << 14
-"""Number of characters from which on a turn is not encoded on the event loop."""
+SMALL = 1 << 14
+"""Number of characters below which a turn may be encoded on the event loop."""
 READERS = 4
 """Number of threads that read, so that a search holds up no other read."""
 WAIT_SECONDS = 30.0
@@ -165,13 +165,11 @@ class AsyncStore:
     async def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn as `TurnStore.commit` does. Raises ApiError like `run`.
 
-        It is encoded before its transaction, because other turns and other servers wait while that holds the lock.
+        A small turn is encoded before its transaction, because other turns and other servers wait while that holds the
+        lock. A large one would delay the event loop.
         """
-        before = 0 if turn.context.parent else turn.context.size
-        if before + text_size("", [*turn.input, *turn.response["output"]]) < LARGE:
+        if _is_small(turn):
             _ = turn.encoded
-        else:
-            self._writer.submit(lambda: turn.encoded)
         await self.run(lambda store: store.turns.commit(turn, begun=begun))
 
     @contextmanager
@@ -217,6 +215,15 @@ class AsyncStore:
             self._reader.shutdown()
         self._writer.shutdown()
         self._store.close()
+
+
+def _is_small(turn: Turn) -> bool:
+    """Whether it takes well under a millisecond to encode a turn. Tools and log probabilities may take longer."""
+    response, output = turn.response, turn.response["output"]
+    if response.get("tools") or any(part.get("logprobs") for item in output for part in item.get("content", ())):
+        return False
+    before = 0 if turn.context.parent else turn.context.size
+    return before + text_size(response.get("instructions") or "", [*turn.input, *output]) < SMALL
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:

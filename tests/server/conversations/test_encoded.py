@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from test_store import AMPLE, item, turn
 
 from holdfast.server.conversations.encoded import tokens_from_bytes
-from holdfast.server.conversations.store import LARGE, AsyncStore, Store
-from holdfast.server.conversations.values import Context, Turn
+from holdfast.server.conversations.store import SMALL, AsyncStore, Store
+from holdfast.server.conversations.values import Context
 from holdfast.server.conversations.write_lock import FileLock
 
 
@@ -47,16 +48,31 @@ def test_only_tokens_that_differ_from_the_parent_s_are_encoded(tokens: tuple[int
     assert first.encoded.start == 0 and first.encoded.history == msgspec.json.encode([item("before")])
 
 
-@pytest.mark.parametrize("size", [10, LARGE])
-async def test_a_turn_is_encoded_while_another_server_has_the_lock(tmp_path: Path, size: int) -> None:
+LOGPROBS = {"type": "output_text", "text": "a", "logprobs": [{"token": "a", "logprob": -0.5}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "early"),
+    [
+        ("x", {}, True),
+        ("x" * SMALL, {}, False),
+        ("x", {"instructions": "x" * SMALL}, False),
+        ("x", {"tools": [{"type": "function", "name": "f"}]}, False),
+        ("x", {"output": [{**item("a"), "content": [LOGPROBS]}]}, False),
+    ],
+    ids=["small", "input", "instructions", "tools", "logprobs"],
+)
+async def test_only_a_small_turn_is_encoded_before_its_transaction(
+    tmp_path: Path, said: str, fields: dict[str, Any], early: bool
+) -> None:
     store = Store.open(str(tmp_path / "store.sqlite"), AMPLE, lambda: 1000.0)
     server, other = AsyncStore(store), FileLock(tmp_path / "store.sqlite")
-    made: Turn = replace(turn("one"), input=[item("x" * size)])
+    made = turn("one")
+    made = replace(made, input=[item(said)], response={**made.response, **fields})
     with other.held():
         storing = asyncio.create_task(server.commit(made))
-        while "encoded" not in vars(made):
-            await asyncio.sleep(0.001)
-        assert not storing.done()
+        await asyncio.sleep(0)  # It waits for the lock now.
+        assert ("encoded" in vars(made)) is early
     await storing
     assert await server.read(lambda store: store.turns.input("a", "one")) == made.input
     server.close()

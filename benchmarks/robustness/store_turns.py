@@ -85,14 +85,14 @@ async def one(store: AsyncStore, tenant: str, conversation: str | None, key: str
     """Store one turn, as a request does."""
     if conversation is None:
         turn = new_turn(Context(), None, tenant)
-        await store.run(lambda store: store.turns.commit(turn))
+        await store.commit(turn)
         return
     await store.run(lambda store: store.leases.lock(key))
     context = await store.read(lambda store: store.conversations.context(tenant, conversation))
     if len(context.tokens) > 2000:
         context = Context(thread=context.thread, parent=context.parent, items=[], size=0)
     turn = new_turn(context, conversation, tenant)
-    await store.run(lambda store: store.turns.commit(turn))
+    await store.commit(turn)
     await store.run(lambda store: store.leases.unlock(key))
 
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.json import decode
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, insert, select, update
 
 from holdfast.server.conversations import search_index
-from holdfast.server.conversations.database import Database, conversations, items, threads, turns
+from holdfast.server.conversations.database import Database, conversations, items, threads
+from holdfast.server.conversations.encoded import EncodedItem, encoded_items
 from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import Context, ConversationBusy, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
 
-# Built once, because every turn in a conversation runs this query.
-_OWN = (
+_OWN = Prepared(
     select(conversations)
     .join(threads, threads.c.id == conversations.c.thread)
     .where(
@@ -25,7 +25,6 @@ _OWN = (
         threads.c.active >= bindparam("oldest"),
     )
 )
-
 
 _LAST = Prepared(select(func.max(items.c.position)).where(items.c.conversation == bindparam("conversation")))
 _ADD = Prepared(insert(items).values(parameters(items)))
@@ -43,7 +42,7 @@ PAGE_BYTES = 8 << 20
 class ConversationStore:
     """Conversations of a store. Each method is one transaction. Raises NotFound for an object that does not exist."""
 
-    def __init__(self, database: Database, space: Space, chain: Callable[[Connection, Row[Any]], Context]) -> None:
+    def __init__(self, database: Database, space: Space, chain: Callable[[Connection, str], Context]) -> None:
         """`chain` reads the context that ends with a turn."""
         self._database = database
         self._space = space
@@ -58,7 +57,7 @@ class ConversationStore:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
             db.execute(insert(conversations).values(**row, metadata=encoded))
             search_index.add_conversation(db, tenant, conversation, encoded)
-            size = append(db, conversation, first)
+            size = append(db, conversation, encoded_items(first))
             self._space.grown(db, conversation, tenant, len(encoded) + size)
             return _shown(self.find(db, tenant, conversation))
 
@@ -91,8 +90,7 @@ class ConversationStore:
         with self._database.read() as db:
             row = self.find(db, tenant, conversation)
             if row.head is not None:
-                head = db.execute(select(turns).where(turns.c.id == row.head)).one()
-                return self._chain(db, head)
+                return self._chain(db, row.head)
             here = items.c.conversation == conversation
             size = int(db.execute(select(func.sum(func.length(items.c.item))).where(here)).scalar() or 0)
             check_context(size)
@@ -136,7 +134,7 @@ class ConversationStore:
         with self._database.write() as db:
             row = self.find(db, tenant, conversation)
             self._clear_head(db, conversation)
-            size = append(db, conversation, new)
+            size = append(db, conversation, encoded_items(new))
             self._space.grown(db, row.thread, tenant, size)
             self._space.prune(db, row.thread, row.head)
 
@@ -151,10 +149,9 @@ class ConversationStore:
             self._space.prune(db, row.thread, row.head, freed)
             return _shown(row)
 
-    def find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
+    def find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Any:
         """Return a conversation's row. Raises NotFound, which names `item` if the client asked for an item."""
-        key = {"id": conversation, "tenant": tenant, "oldest": self._space.oldest()}
-        row = db.execute(_OWN, key).one_or_none()
+        row = _OWN.first(db, id=conversation, tenant=tenant, oldest=self._space.oldest())
         if row is None:
             raise NotFound("conversation", conversation) if item is None else NotFound("item", item)
         return row
@@ -177,18 +174,19 @@ def fitting(sizes: Sequence[int], most: int) -> int:
     return len(sizes)
 
 
-def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:
+def append(db: Connection, conversation: str, new: Sequence[EncodedItem]) -> int:
     """Add items at a conversation's end, within the caller's transaction. Returns their size in bytes."""
     if not new:
         return 0
     last = _LAST.value(db, conversation=conversation)
+    first = 0 if last is None else last + 1
     rows = [
-        {"conversation": conversation, "position": position, "id": item["id"], "item": encode(item)}
-        for position, item in enumerate(new, 0 if last is None else last + 1)
+        {"conversation": conversation, "position": position, "id": item.id, "item": item.data}
+        for position, item in enumerate(new, first)
     ]
     _ADD.run_many(db, rows)
-    search_index.add_items(db, conversation, [(row["position"], row["item"]) for row in rows])
-    return sum(len(row["item"]) for row in rows)
+    search_index.add_items(db, conversation, [(position, item.words) for position, item in enumerate(new, first)])
+    return sum(len(item.data) for item in new)
 
 
 def remove(db: Connection, conversation: str, *which: ColumnElement[bool]) -> int:
@@ -216,5 +214,5 @@ def advance(db: Connection, turn: Turn) -> None:
         raise ConversationBusy("the conversation was deleted, edited or went on while this response was written")
 
 
-def _shown(row: Row[Any]) -> dict[str, Any]:
+def _shown(row: Any) -> dict[str, Any]:
     return {"id": row.id, "object": "conversation", "created_at": row.created, "metadata": decode(row.metadata)}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import sqlalchemy
@@ -40,7 +41,15 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from holdfast.files.regular import open_regular
-from holdfast.server.conversations.transactions import Alone, Current, Flush, LogFlush, NoFlush, ServerFlush
+from holdfast.server.conversations.transactions import (
+    Alone,
+    Current,
+    Flush,
+    LogFlush,
+    NoFlush,
+    ServerFlush,
+    restart_log,
+)
 from holdfast.server.conversations.write_lock import FileLock, NoLock, WriteLock
 
 MEMORY = "memory"
@@ -390,13 +399,10 @@ class Database:
         code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF
         if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             return False
-        connection = self.engine.raw_connection()
         try:
-            connection.cursor().execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
-        except sqlite3.Error:
+            restart_log(self.engine)
+        except (sqlite3.Error, SQLAlchemyError):
             return False
-        finally:
-            connection.close()
         return True
 
     def move_log(self) -> int:
@@ -478,6 +484,12 @@ def switch_to_wal(connection: sqlite3.Connection) -> None:
 
 def _prepare_sqlite(engine: Engine) -> None:
     """Turn on write-ahead logging, and send BEGIN explicitly. Commits are flushed by `LogFlush`."""
+
+    @event.listens_for(engine, "do_connect")
+    def connecting(dialect: Dialect, record: Any, given: list[Any], options: dict[str, Any]) -> None:
+        # A file that was moved away is not made anew: it would be empty, while other connections use the old one.
+        if engine.url.database is not None:
+            given[0], options["uri"] = f"file:{quote(os.fsencode(given[0]))}?mode=rw", True
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:

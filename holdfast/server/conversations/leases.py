@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from sqlalchemy import Connection, bindparam, delete, insert, select, text, update
 
 from holdfast.server.conversations.database import Database, leases, recipes
-from holdfast.server.conversations.prepared import Prepared
+from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.values import Conflict, ConversationBusy
 
 LEASE_SECONDS = 15.0
@@ -41,11 +41,19 @@ _LOCK = Prepared(
 )
 """Takes a conversation's lease, unless a server that runs holds it, or `former` does."""
 _UNLOCK = Prepared(delete(leases).where(_BY.response == bindparam("key"), _BY.server == bindparam("server")))
-_ATTEND = text(
-    "INSERT INTO leases (response, server, seen, cancelled) VALUES (:server, :server, :now, false) "
-    "ON CONFLICT (response) DO UPDATE SET seen = excluded.seen WHERE leases.seen < :due"
+_ATTEND = Prepared(
+    text(
+        "INSERT INTO leases (response, server, seen, cancelled) VALUES (:server, :server, :now, false) "
+        "ON CONFLICT (response) DO UPDATE SET seen = excluded.seen WHERE leases.seen < :due"
+    )
 )
 """Takes or renews a server's lease under its own name, if that is due."""
+
+_BEGIN = Prepared(insert(leases).values(parameters(leases)))
+_KEEP = Prepared(insert(recipes).values(parameters(recipes)))
+_END = Prepared(delete(leases).where(_BY.response == bindparam("id")))
+_END_OWN = Prepared(delete(leases).where(_BY.response == bindparam("id"), _BY.server == bindparam("own")))
+_FORGET = Prepared(delete(recipes).where(recipes.c.response == bindparam("id")))
 
 
 def conversation_key(tenant: str, conversation: str) -> str:
@@ -70,15 +78,15 @@ class Leases:
 
         With a `recipe`, another server can write it if this one ends.
         """
-        db.execute(insert(leases).values(response=response, server=self.server, seen=self._now(), cancelled=False))
+        _BEGIN.run(db, response=response, server=self.server, seen=self._now(), cancelled=False)
         if recipe:
-            db.execute(insert(recipes).values(response=response, recipe=recipe))
+            _KEEP.run(db, response=response, recipe=recipe)
 
     def attend(self, db: Connection, server: str | None = None) -> None:
         """Record within a transaction that a server runs, by default this one. `renew` keeps that true."""
         now = self._now()
         name = self.server if server is None else server
-        db.execute(_ATTEND, {"server": name, "now": now, "due": now - RENEW_SECONDS})
+        _ATTEND.run(db, server=name, now=now, due=now - RENEW_SECONDS)
 
     def attended(self, db: Connection, server: str) -> bool:
         """Whether a server that called `attend` still runs."""
@@ -87,14 +95,14 @@ class Leases:
 
     def end(self, db: Connection, response: str) -> None:
         """Remove a lease, within the transaction that deletes a response."""
-        db.execute(delete(leases).where(_BY.response == response))
-        db.execute(delete(recipes).where(recipes.c.response == response))
+        _END.run(db, id=response)
+        _FORGET.run(db, id=response)
 
     def end_own(self, db: Connection, response: str) -> None:
         """Remove a lease, within the transaction that stores a response's end. Raises Conflict if it is not ours."""
-        if not db.execute(delete(leases).where(_BY.response == response, _BY.server == self.server)).rowcount:
+        if not _END_OWN.run(db, id=response, own=self.server).rowcount:
             raise Conflict(TAKEN_OVER)
-        db.execute(delete(recipes).where(recipes.c.response == response))
+        _FORGET.run(db, id=response)
 
     def release(self, server: str) -> None:
         """Let the leases of a server end now, because it has ended. If it has not, it renews them."""

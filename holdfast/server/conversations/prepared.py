@@ -6,10 +6,11 @@ SQLite itself takes one or a few. As a turn runs a dozen of them while it holds 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import BindParameter, ClauseElement, Connection, Dialect, Table, bindparam
+from sqlalchemy import BindParameter, ClauseElement, Connection, Dialect, Select, Table, bindparam
 from sqlalchemy.exc import DBAPIError
 
 
@@ -22,16 +23,16 @@ class Compiled(NamedTuple):
     """A statement in the SQL of one dialect."""
 
     sql: str
-    order: Sequence[str] | None
-    """Names of the parameters by position; None if the driver takes them by name."""
-    convert: Mapping[str, Callable[[Any], Any]]
-    """Functions that turn values into what the driver takes, by name. Other values need none."""
+    places: Sequence[tuple[str, Callable[[Any], Any] | None]]
+    """Name of each parameter, by position, and the function that turns its value into what the driver takes, if any."""
+    named: bool
+    """Whether the driver takes the parameters by name."""
 
     def parameters(self, values: Mapping[str, Any]) -> Any:
         """Return the values as the driver takes them."""
-        if self.convert:
-            values = {**values, **{name: convert(values[name]) for name, convert in self.convert.items()}}
-        return values if self.order is None else [values[name] for name in self.order]
+        if self.named:
+            return {name: convert(values[name]) if convert else values[name] for name, convert in self.places}
+        return [convert(values[name]) if convert else values[name] for name, convert in self.places]
 
 
 class Prepared:
@@ -40,6 +41,8 @@ class Prepared:
     def __init__(self, statement: ClauseElement) -> None:
         self._statement = statement
         self._compiled: dict[str, Compiled] = {}
+        self._row = _row_type(statement) if isinstance(statement, Select) else tuple
+        """Makes a row of a query, with the names of its columns, from the driver's tuple."""
 
     def run(self, db: Connection, **values: Any) -> Any:
         """Execute the statement and return the driver's cursor. Raises DBAPIError."""
@@ -55,6 +58,11 @@ class Prepared:
         elif given:
             executed(db, "executemany", compiled.sql, given)
 
+    def first(self, db: Connection, **values: Any) -> Any:
+        """Execute the query and return its first row, with the columns' names; None if it has no row."""
+        row = self.run(db, **values).fetchone()
+        return None if row is None else self._row(row)
+
     def value(self, db: Connection, **values: Any) -> Any:
         """Execute the statement and return the first value of its first row; None if it has no row."""
         row = self.run(db, **values).fetchone()
@@ -66,13 +74,20 @@ class Prepared:
         return self._compiled[dialect.name]
 
 
+def _row_type(query: Select[Any]) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes a named tuple of a query's columns. A column without a usable name has its position's."""
+    named: Any = namedtuple  # The names are not known to the type checker.
+    names = [str(column.key) for column in query.selected_columns]
+    make: Callable[[Sequence[Any]], Any] = named("Row", names, rename=True)._make
+    return make
+
+
 def _compile(statement: ClauseElement, dialect: Dialect) -> Compiled:
     compiled: Any = statement.compile(dialect=dialect)
     impl = {name: bind.type.dialect_impl(dialect) for name, bind in compiled.binds.items()}
-    convert = {name: kind.bind_processor(dialect) for name, kind in impl.items()}
-    return Compiled(
-        str(compiled), compiled.positiontup, {name: each for name, each in convert.items() if each is not None}
-    )
+    names = impl if compiled.positiontup is None else compiled.positiontup
+    places = [(name, impl[name].bind_processor(dialect)) for name in names]
+    return Compiled(str(compiled), places, named=compiled.positiontup is None)
 
 
 def run_sql(db: Connection, sql: str) -> None:

@@ -8,7 +8,7 @@ those of a conversation are a range within it, and a search of one tenant reads 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 import sqlalchemy
@@ -91,7 +91,7 @@ _NUMBERS = Prepared(
     select(indexed.c.tenant, indexed.c.number).where(indexed.c.conversation == bindparam("conversation"))
 )
 
-Document = tuple[int, Iterable[str]]
+Document = tuple[int, Collection[str]]
 """Number of a document, and its words."""
 
 
@@ -313,7 +313,7 @@ def add_conversation(db: Connection, tenant: str, conversation: str, metadata: b
     row = {"conversation": conversation, "tenant": number}
     own = db.execute(insert(indexed).values(row).returning(indexed.c.number)).scalar_one()
     if own < CONVERSATIONS:
-        _put(db, _places(number, own, 1), [(0, title_text(metadata))])
+        _put(db, _places(number, own, 1), [(0, words_of(title_text(metadata)))])
 
 
 def _number_tenant(db: Connection, tenant: str) -> int:
@@ -323,26 +323,29 @@ def _number_tenant(db: Connection, tenant: str) -> int:
     return int(db.execute(select(tenants.c.number).where(tenants.c.tenant == tenant)).scalar_one())
 
 
-def add_items(db: Connection, conversation: str, rows: Iterable[tuple[int, bytes]]) -> None:
-    """Index items, given by position. Does nothing in a conversation that waits to be indexed as a whole."""
+def add_items(db: Connection, conversation: str, rows: Iterable[Document]) -> None:
+    """Index items: the position and the words of each.
+
+    Does nothing in a conversation that waits to be indexed as a whole.
+    """
     places = conversation_places(db, conversation)
     if places is not None:
-        _put(db, places, [(position + 1, item_text(item)) for position, item in rows])
+        _put(db, places, [(position + 1, words) for position, words in rows])
 
 
 def remove_items(db: Connection, conversation: str, rows: Iterable[tuple[int, bytes]]) -> None:
     """Remove items from the index, given by position."""
     places = conversation_places(db, conversation)
     if places is not None:
-        _remove(db, places, [(position + 1, item_text(item)) for position, item in rows])
+        _remove(db, places, [(position + 1, words_of(item_text(item))) for position, item in rows])
 
 
 def replace_metadata(db: Connection, conversation: str, old: bytes, new: bytes) -> None:
     """Index a conversation's metadata after a change."""
     places = conversation_places(db, conversation)
     if places is not None:
-        _remove(db, places, [(0, title_text(old))])
-        _put(db, places, [(0, title_text(new))])
+        _remove(db, places, [(0, words_of(title_text(old)))])
+        _put(db, places, [(0, words_of(title_text(new)))])
 
 
 def remove_conversation(db: Connection, conversation: str, metadata: bytes) -> None:
@@ -351,25 +354,25 @@ def remove_conversation(db: Connection, conversation: str, metadata: bytes) -> N
     if places is None:
         return
     query = select(items.c.position, items.c.item).where(items.c.conversation == conversation)
-    rows = [(row.position + 1, item_text(row.item)) for row in db.execute(query.execution_options(yield_per=64))]
-    _remove(db, places, [(0, title_text(metadata)), *rows])
+    stored = db.execute(query.execution_options(yield_per=64))
+    rows = [(row.position + 1, words_of(item_text(row.item))) for row in stored]
+    _remove(db, places, [(0, words_of(title_text(metadata))), *rows])
     db.execute(delete(indexed).where(indexed.c.conversation == conversation))
 
 
-def _put(db: Connection, places: Places, texts: Iterable[tuple[int, str]]) -> None:
-    if documents := _documents(places, texts):
+def _put(db: Connection, places: Places, words: Iterable[Document]) -> None:
+    if documents := _documents(places, words):
         index_of(db).put(db, documents)
 
 
-def _remove(db: Connection, places: Places, texts: Iterable[tuple[int, str]]) -> None:
-    if documents := _documents(places, texts):
+def _remove(db: Connection, places: Places, words: Iterable[Document]) -> None:
+    if documents := _documents(places, words):
         index_of(db).remove(db, documents)
 
 
-def _documents(places: Places, texts: Iterable[tuple[int, str]]) -> list[Document]:
-    """Return the documents that have words, in the places that a conversation has."""
-    found = ((places.first + place, words_of(text)) for place, text in texts if place < PLACES)
-    return [(document, words) for document, words in found if words]
+def _documents(places: Places, words: Iterable[Document]) -> list[Document]:
+    """Return the documents that have words, in the places that a conversation has. They are given by place."""
+    return [(places.first + place, each) for place, each in words if each and place < PLACES]
 
 
 def complete(db: Connection) -> bool:
@@ -400,5 +403,5 @@ def _index(db: Connection, tenant: str, conversation: str, metadata: bytes) -> i
     add_conversation(db, tenant, conversation, metadata)
     query = select(items.c.position, items.c.item).where(items.c.conversation == conversation)
     rows = [(row.position, row.item) for row in db.execute(query)]
-    add_items(db, conversation, rows)
+    add_items(db, conversation, [(position, words_of(item_text(item))) for position, item in rows])
     return sum(len(item) for _, item in rows)

@@ -337,9 +337,7 @@ class Responses:
         if wanted.store:
             *said, summary = made["output"]
             stored = response | {"store": True, "output": [summary]}
-            await self.store.run(
-                lambda store: store.turns.commit(Turn(response=stored, tenant=tenant, input=said, context=Context()))
-            )
+            await self.store.commit(Turn(response=stored, tenant=tenant, input=said, context=Context()))
         return made
 
     def running(self, tenant: str, response: str) -> Background | None:

@@ -16,16 +16,17 @@ from sqlalchemy import (
     delete,
     exists,
     func,
-    insert,
     literal,
+    literal_column,
     select,
+    text,
     union_all,
     update,
 )  # fmt: skip
 
 from holdfast.server.conversations import counters, search_index
-from holdfast.server.conversations.database import chats, conversations, items, threads, turns
-from holdfast.server.conversations.prepared import Prepared, parameters
+from holdfast.server.conversations.database import NAME, chats, conversations, items, threads, turns
+from holdfast.server.conversations.prepared import Prepared
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
 log = logging.getLogger(__name__)
@@ -46,13 +47,14 @@ because others may have dropped threads. Within the bounds only the sum of all c
 LOG_SECONDS = 60.0
 """Minimum number of seconds between two lines of the log about dropped threads."""
 
-_BYTES = Prepared(select(threads.c.bytes).where(threads.c.id == bindparam("thread")))
 _GROW = Prepared(
-    update(threads)
-    .where(threads.c.id == bindparam("thread"))
-    .values(active=bindparam("now"), bytes=threads.c.bytes + bindparam("size"))
+    text(
+        "INSERT INTO threads (id, tenant, active, bytes) VALUES (:id, :tenant, :now, :size) "
+        "ON CONFLICT (id) DO UPDATE SET active = excluded.active, bytes = threads.bytes + excluded.bytes "
+        "RETURNING bytes"
+    ).bindparams(bindparam("id", type_=NAME), bindparam("tenant", type_=NAME))
 )
-_BEGIN = Prepared(insert(threads).values(parameters(threads)))
+"""Begins a thread, or lets it grow. Its row is the thread's new size."""
 _IDLE = (
     select(threads.c.id, threads.c.tenant, threads.c.bytes, threads.c.active)
     .where(threads.c.id != bindparam("spare"))
@@ -66,7 +68,8 @@ _IDLE_OF = (
     .order_by(threads.c.tenant, threads.c.active)
 )
 SIZE: ColumnElement[int] = sum(
-    (func.length(blob) for blob in (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)), literal(0)
+    (func.length(blob) for blob in (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)),
+    literal_column("0"),
 )
 """Size of a turn in bytes."""
 _CHILD = turns.alias()
@@ -154,14 +157,12 @@ class Space:
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
         """Record that a thread is active and grew by `size` bytes, then drop old threads. Raises ThreadTooLarge."""
         now, most = self.now(), int(min(self._bounds.bytes / SHARE, MOST_THREAD))
-        if size + (_BYTES.value(db, thread=thread) or 0) > most:
+        whole = _GROW.value(db, id=thread, tenant=tenant, now=now, size=size)
+        if size > 0 and whole > most:
             raise ThreadTooLarge(
                 f"this conversation takes up more than {most} bytes with all its branches; begin a new one"
             )
-        fresh = not _GROW.run(db, thread=thread, now=now, size=size).rowcount
-        if fresh:
-            _BEGIN.run(db, id=thread, tenant=tenant, active=now, bytes=size)
-        self._change(tenant, int(fresh), size)
+        self._change(tenant, int(whole == size), size)  # A thread that was there has some bytes.
         self.drop_old(db, spare=thread)
 
     def drop_old(self, db: Connection, spare: str = "") -> None:

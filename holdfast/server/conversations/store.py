@@ -17,6 +17,7 @@ from holdfast.server.conversations.chat_store import ChatStore
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate, reason_of
 from holdfast.server.conversations.group_writer import GroupWriter
+from holdfast.server.conversations.items import text_size
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
@@ -25,7 +26,7 @@ from holdfast.server.conversations.transactions import FlushFailed
 from holdfast.server.conversations.tree import Tree
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.upkeep import Upkeep
-from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
+from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge, Turn
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
 from holdfast.server.time_spent import current
@@ -39,6 +40,8 @@ STORE_UNAVAILABLE = "store_unavailable"
 RETRY_SECONDS = 5
 """Seconds after which a client may try again that met a database that cannot be used."""
 
+SMALL = 1 << 14
+"""Number of characters below which a turn may be encoded on the event loop."""
 READERS = 4
 """Number of threads that read, so that a search holds up no other read."""
 WAIT_SECONDS = 30.0
@@ -159,6 +162,16 @@ class AsyncStore:
             overdue.cancel()
             self._upkeep.wake()
 
+    async def commit(self, turn: Turn, *, begun: bool = False) -> None:
+        """Store a turn as `TurnStore.commit` does. Raises ApiError like `run`.
+
+        A small turn is encoded before its transaction, because other turns and other servers wait while that holds the
+        lock. A large one would delay the event loop.
+        """
+        if _is_small(turn):
+            _ = turn.encoded
+        await self.run(lambda store: store.turns.commit(turn, begun=begun))
+
     @contextmanager
     def _answering(self, kind: str, param: str | None) -> Iterator[None]:
         """Raise ApiError for what the store or the database raises within the context, and count the call."""
@@ -202,6 +215,15 @@ class AsyncStore:
             self._reader.shutdown()
         self._writer.shutdown()
         self._store.close()
+
+
+def _is_small(turn: Turn) -> bool:
+    """Whether it takes well under a millisecond to encode a turn. Tools and log probabilities may take longer."""
+    response, output = turn.response, turn.response["output"]
+    if response.get("tools") or any(part.get("logprobs") for item in output for part in item.get("content", ())):
+        return False
+    before = 0 if turn.context.parent else turn.context.size
+    return before + text_size(response.get("instructions") or "", [*turn.input, *output]) < SMALL
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:

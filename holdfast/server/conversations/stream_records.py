@@ -13,6 +13,7 @@ from sqlalchemy import Connection, bindparam, delete, exists, select, text, upda
 
 from holdfast.server.conversations.database import NAME, Database, leases, streams
 from holdfast.server.conversations.leases import Leases
+from holdfast.server.conversations.prepared import Prepared
 from holdfast.server.conversations.values import Conflict
 
 KEPT_SECONDS = 600.0
@@ -22,11 +23,14 @@ NOBODY = ""
 """Stands for the server of a record that any server may take. Its lease says when the last record was left."""
 
 _BY = streams.c
-_BEGIN = text(
-    "INSERT INTO streams (response, tenant, server, parent, recipe) "
-    "VALUES (:response, :tenant, :server, :parent, :recipe) "
-    "ON CONFLICT (response) DO NOTHING"
-).bindparams(bindparam("tenant", type_=NAME))
+_BEGIN = Prepared(
+    text(
+        "INSERT INTO streams (response, tenant, server, parent, recipe) "
+        "VALUES (:response, :tenant, :server, :parent, :recipe) "
+        "ON CONFLICT (response) DO NOTHING"
+    ).bindparams(bindparam("tenant", type_=NAME))
+)
+_END = Prepared(delete(streams).where(_BY.response == bindparam("id")))
 
 
 class ResponseInProgress(Conflict):
@@ -64,10 +68,9 @@ class StreamRecords:
 
     def begin(self, record: StreamRecord) -> None:
         """Record that this server writes a response. Raises ResponseInProgress if there is a record of it."""
-        row = {**record._asdict(), "server": self._leases.server}
         with self._database.write(lasting=False) as db:
             self._leases.attend(db)
-            if not db.execute(_BEGIN, row).rowcount:
+            if not _BEGIN.run(db, **record._asdict(), server=self._leases.server).rowcount:
                 raise ResponseInProgress(IN_PROGRESS)
 
     def find(self, tenant: str, response: str) -> StreamRecord | None:
@@ -99,7 +102,7 @@ class StreamRecords:
 
     def end(self, db: Connection, response: str) -> None:
         """Remove a record, within the transaction that stores the response."""
-        db.execute(delete(streams).where(_BY.response == response))
+        _END.run(db, id=response)
 
     def drop(self, response: str) -> None:
         """Remove this server's record of a response that will not be stored."""

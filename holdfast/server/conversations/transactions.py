@@ -11,12 +11,13 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from sqlalchemy import Connection
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from holdfast.files.regular import open_regular
 from holdfast.server.conversations.prepared import run_sql
@@ -96,21 +97,30 @@ class LogFlush(NoFlush):
                 os.close(log)
         except OSError as error:
             self._move(error)
+            if isinstance(error, FileNotFoundError):  # Somebody removed the log: new connections make a new one.
+                self._engine.dispose()
 
     def _move(self, error: OSError) -> None:
         """After a failed flush, move the log into the file. Raises FlushFailed if this fails, too.
 
         The system forgets which pages failed, so a second flush would succeed without having written them.
         """
-        connection = self._engine.raw_connection()
         try:
-            busy, _, _ = connection.cursor().execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
-        except sqlite3.Error:
+            busy = restart_log(self._engine)
+        except (sqlite3.Error, SQLAlchemyError):
             busy = True
-        finally:
-            connection.close()
         if busy:
             raise FlushFailed(f"the write-ahead log cannot be flushed: {error}") from error
+
+
+def restart_log(engine: Engine) -> bool:
+    """Move SQLite's write-ahead log into the file, so that it begins anew. Returns whether others kept it from that.
+
+    Raises sqlite3.Error, or SQLAlchemyError if there is no connection.
+    """
+    with closing(engine.raw_connection()) as connection:
+        busy, _, _ = connection.cursor().execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
+        return bool(busy)
 
 
 class Scope(Protocol):

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 from holdfast.server.conversations import search_index
 from holdfast.server.conversations.conversation_store import append, remove
 from holdfast.server.conversations.database import Database, conversations, turns
+from holdfast.server.conversations.encoded import encoded_items
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.space import SIZE, Space
 from holdfast.server.conversations.turn_store import ContextCache
@@ -36,8 +37,8 @@ class Tree:
         space: Space,
         cache: ContextCache,
         leases: Leases,
-        find: Callable[[Connection, str, str], Row[Any]],
-        chain: Callable[[Connection, Row[Any]], Context],
+        find: Callable[[Connection, str, str], Any],
+        chain: Callable[[Connection, str], Context],
     ) -> None:
         """`find` returns the row of a tenant's conversation, and `chain` the context that ends with a turn."""
         self._database = database
@@ -98,11 +99,10 @@ class Tree:
                 head, branch = None, decode(turn.history, type=list[Item])
             else:
                 head = turn.id if after else turn.parent
-                last = turn if after else db.execute(select(turns).where(turns.c.id == head)).one()
-                branch = list(self._chain(db, last).items)
+                branch = list(self._chain(db, head).items)
             db.execute(update(conversations).where(conversations.c.id == conversation).values(head=head))
             freed = remove(db, conversation)
-            self._space.grown(db, row.thread, tenant, append(db, conversation, branch) - freed)
+            self._space.grown(db, row.thread, tenant, append(db, conversation, encoded_items(branch)) - freed)
             if row.head != head:
                 self._space.prune(db, row.thread, row.head)
 
@@ -138,8 +138,7 @@ class Tree:
             if rows:
                 db.execute(insert(turns), rows)
             if head is not None:
-                last = db.execute(select(turns).where(turns.c.id == head)).one()
-                size += append(db, conversation, self._chain(db, last).items)
+                size += append(db, conversation, encoded_items(self._chain(db, head).items))
             self._space.grown(db, conversation, tenant, len(encoded) + size)
 
 

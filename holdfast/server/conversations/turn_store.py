@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
 from msgspec.json import decode
-from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, select, update
+from sqlalchemy import Column, Connection, bindparam, delete, insert, literal, select, update
 
 from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
+from holdfast.server.conversations.encoded import tokens_from_bytes
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.prepared import Prepared, parameters
 from holdfast.server.conversations.space import SIZE, Space
@@ -32,19 +31,25 @@ A message that several contexts share counts once for each of them.
 FETCHED = 8
 """Number of turns of a chain that are fetched at once."""
 
-# Built once, because every turn runs these queries.
-_VISIBLE = (
-    select(turns)
-    .join(threads, threads.c.id == turns.c.thread)
-    .where(
-        turns.c.id == bindparam("id"),
-        turns.c.tenant == bindparam("tenant"),
-        turns.c.visible,
-        threads.c.active >= bindparam("oldest"),
+
+def _visible(*columns: Column[Any]) -> Prepared:
+    """Return the query of some columns of a visible turn."""
+    return Prepared(
+        select(*columns)
+        .join(threads, threads.c.id == turns.c.thread)
+        .where(
+            turns.c.id == bindparam("id"),
+            turns.c.tenant == bindparam("tenant"),
+            turns.c.visible,
+            threads.c.active >= bindparam("oldest"),
+        )
     )
-)
+
+
+_HERE, _RESPONSE, _INPUT = _visible(turns.c.thread), _visible(turns.c.response), _visible(turns.c.input)
 _EXISTS = Prepared(select(turns.c.id).where(turns.c.id == bindparam("id")))
-_STORED = select(turns.c.response).where(turns.c.id == bindparam("id"))
+_STORED = Prepared(select(turns.c.response).where(turns.c.id == bindparam("id")))
+_TAKE_OUT = Prepared(delete(turns).where(turns.c.id == bindparam("id")).returning(SIZE))
 _INSERT_TURN = Prepared(insert(turns).values(parameters(turns)))
 
 
@@ -69,18 +74,19 @@ class TurnStore:
     def context(self, tenant: str, response: str) -> Context:
         """Return the context of a turn after this response."""
         with self._database.read() as db:
-            return self.chain(db, self._find(db, tenant, response))
+            self._find(db, _HERE, tenant, response)
+            return self.chain(db, response)
 
     def response(self, tenant: str, response: str) -> tuple[dict[str, Any], bool]:
         """Return a response as the API shows it, and whether another server is writing it."""
         with self._database.read() as db:
-            found = decode(self._find(db, tenant, response).response, type=dict[str, Any])
+            found = decode(self._find(db, _RESPONSE, tenant, response), type=dict[str, Any])
             return found, found["status"] in RUNNING and bool(self._leases.held(db, [response]))
 
     def input(self, tenant: str, response: str) -> list[Item]:
         """Return the input items of a response, in order."""
         with self._database.read() as db:
-            return decode(self._find(db, tenant, response).input, type=list[Item])
+            return decode(self._find(db, _INPUT, tenant, response), type=list[Item])
 
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
@@ -89,16 +95,14 @@ class TurnStore:
         this turn is stored: a database may have committed it although its answer was lost. Raises Conflict if the
         parent, the conversation or that beginning was deleted or has changed.
         """
-        status, context = turn.response["status"], turn.context
+        status, context, encoded = turn.response["status"], turn.context, turn.encoded
         thread = context.thread or turn.conversation or turn.id
         with self._database.write() as db:
-            replaced, response = 0, encode(turn.response)
-            stored = db.execute(_STORED, {"id": turn.id}).scalar()
-            if stored == response:
+            replaced, stored = 0, _STORED.value(db, id=turn.id)
+            if stored == encoded.response:
                 return
             if begun:
-                size_of = delete(turns).where(turns.c.id == turn.id).returning(SIZE)
-                found = db.execute(size_of).scalar()
+                found = _TAKE_OUT.value(db, id=turn.id)
                 if found is None:
                     raise Conflict("the response was deleted while it was written")
                 replaced = found
@@ -109,31 +113,24 @@ class TurnStore:
                 self._streams.end(db, turn.id)
             if status in RUNNING:
                 self._leases.begin(db, turn.id, turn.recipe)
-            start = self._shared(db, turn)
-            row = {
-                "response": response,
-                "input": encode(turn.input),
-                "history": encode([] if context.parent else context.items),
-                "tokens": _to_bytes(turn.tokens[start:]),
-            }
-            size = sum(map(len, row.values()))
+            if context.parent is not None and _EXISTS.value(db, id=context.parent) is None:
+                raise Conflict("the previous response was deleted while this one was written")
             if status in GOOD and turn.conversation is not None:
                 advance(db, turn)
-                size += append(db, turn.conversation, [*turn.input, *turn.response["output"]])
-            fixed = {
-                "id": turn.id, "thread": thread, "tenant": turn.tenant, "parent": context.parent,
-                "visible": turn.visible, "status": status, "start": start, "characters": turn.characters,
-                "digest": turn.digest,
-            }  # fmt: skip
-            _INSERT_TURN.run(db, **fixed, **row)
-            self._space.grown(db, thread, turn.tenant, size - replaced)
+                append(db, turn.conversation, encoded.items)
+            _INSERT_TURN.run(
+                db, id=turn.id, thread=thread, tenant=turn.tenant, parent=context.parent, visible=turn.visible,
+                status=status, response=encoded.response, input=encoded.input, history=encoded.history,
+                start=encoded.start, tokens=encoded.tokens, characters=turn.characters, digest=turn.digest,
+            )  # fmt: skip
+            self._space.grown(db, thread, turn.tenant, encoded.size - replaced)
         if status in GOOD:
             self.cache.add(
                 Context(
                     thread=thread, parent=turn.id, status=status,
                     items=[*context.items, *turn.input, *turn.response["output"]],
                     tokens=turn.tokens, characters=turn.characters, digest=turn.digest,
-                    size=context.size + len(row["input"]) + len(encode(turn.response["output"])),
+                    size=context.size + encoded.said,
                 )
             )  # fmt: skip
 
@@ -150,19 +147,19 @@ class TurnStore:
     def delete(self, tenant: str, response: str) -> None:
         """Delete a response. Its turn stays, invisible, while other turns build on it."""
         with self._database.write() as db:
-            row = self._find(db, tenant, response)
+            thread = self._find(db, _HERE, tenant, response)
             db.execute(update(turns).where(turns.c.id == response).values(visible=False))
             self._leases.end(db, response)
             self.cache.remove(response)
-            self._space.prune(db, row.thread, response)
+            self._space.prune(db, thread, response)
 
-    def chain(self, db: Connection, last: Row[Any]) -> Context:
-        """Return all items and tokens from a thread's first turn up to `last`. Raises ThreadTooLarge."""
-        cached = self.cache.get(last.id)
+    def chain(self, db: Connection, last: str) -> Context:
+        """Return all items and tokens from a thread's first turn up to the turn `last`. Raises ThreadTooLarge."""
+        cached = self.cache.get(last)
         if cached is not None:
             check_context(cached.size)
             return cached
-        chain = select(turns, literal(0).label("depth")).where(turns.c.id == last.id).cte("chain", recursive=True)
+        chain = select(turns, literal(0).label("depth")).where(turns.c.id == last).cte("chain", recursive=True)
         chain = chain.union_all(select(turns, chain.c.depth + 1).join(chain, turns.c.id == chain.c.parent))
         said: list[Item] = []
         tokens = array("I")
@@ -174,34 +171,21 @@ class TurnStore:
             check_context(size)
             said += [*decode(row.history), *decode(row.input), *decode(output)]
             del tokens[row.start :]
-            tokens += _from_bytes(row.tokens)
-        context = Context(
-            thread=last.thread, parent=last.id, status=last.status,
-            items=said, tokens=tokens, characters=last.characters, digest=last.digest, size=size,
+            tokens += tokens_from_bytes(row.tokens)
+        context = Context(  # The last row is the turn's own.
+            thread=row.thread, parent=last, status=row.status,
+            items=said, tokens=tokens, characters=row.characters, digest=row.digest, size=size,
         )  # fmt: skip
-        if last.status in GOOD:
+        if context.status in GOOD:
             self.cache.add(context)
         return context
 
-    def _find(self, db: Connection, tenant: str, response: str) -> Row[Any]:
-        """Return a visible turn of this tenant, in a thread that is not too old. Raises NotFound."""
-        key = {"id": response, "tenant": tenant, "oldest": self._space.oldest()}
-        row = db.execute(_VISIBLE, key).one_or_none()
-        if row is None:
+    def _find(self, db: Connection, query: Prepared, tenant: str, response: str) -> Any:
+        """Return a column of a visible turn of this tenant, in a thread that is not too old. Raises NotFound."""
+        found = query.value(db, id=response, tenant=tenant, oldest=self._space.oldest())
+        if found is None:
             raise NotFound("response", response)
-        return row
-
-    def _shared(self, db: Connection, turn: Turn) -> int:
-        """Return the number of leading tokens shared with the parent. Raises Conflict if the parent was deleted."""
-        parent, known = turn.context.parent, turn.context.tokens
-        if parent is None:
-            return 0
-        if _EXISTS.value(db, id=parent) is None:
-            raise Conflict("the previous response was deleted while this one was written")
-        if turn.known == len(known) or turn.tokens[: len(known)] == known:
-            return len(known)
-        pairs = enumerate(zip(turn.tokens, known, strict=False))
-        return next((at for at, (one, other) in pairs if one != other), min(len(turn.tokens), len(known)))
+        return found
 
 
 class ContextCache:
@@ -247,18 +231,3 @@ class ContextCache:
             if context is not None:
                 self._tokens -= len(context.tokens)
                 self._bytes -= context.size
-
-
-def _to_bytes(tokens: Sequence[int]) -> bytes:
-    """Encode token ids as 32-bit little-endian numbers."""
-    numbers = array("I", tokens)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
-
-
-def _from_bytes(data: bytes) -> array[int]:
-    numbers = array("I", data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+from msgspec import Raw
+
+from holdfast.server.conversations.encoded import EncodedTurn, encoded_item, joined_items, tokens_to_bytes
+from holdfast.server.replies import encode
 
 Item = dict[str, Any]
 """An item in the API's shape, for example a message with type, id, status, role and content."""
@@ -98,6 +104,35 @@ class Turn:
     def id(self) -> str:
         """Id of the response."""
         return str(self.response["id"])
+
+    @cached_property
+    def encoded(self) -> EncodedTurn:
+        """The turn as it is stored. It is encoded once, also if storing it is tried again."""
+        context, start = self.context, self._shared()
+        given = [encode(item) for item in self.input]
+        answered = [encode(item) for item in self.response["output"]]
+        output, said = joined_items(answered), joined_items(given)
+        extends = self.conversation is not None and self.response["status"] in GOOD
+        both = zip((*self.input, *self.response["output"]), (*given, *answered), strict=True) if extends else ()
+        return EncodedTurn(
+            response=encode({**self.response, "output": Raw(output)}),
+            input=said,
+            history=encode([] if context.parent else context.items),
+            start=start,
+            tokens=tokens_to_bytes(self.tokens[start:]),
+            items=[encoded_item(item, data) for item, data in both],
+            said=len(said) + len(output),
+        )
+
+    def _shared(self) -> int:
+        """Return the number of leading tokens shared with the parent."""
+        if self.context.parent is None:
+            return 0
+        known = self.context.tokens
+        if self.known == len(known) or self.tokens[: len(known)] == known:
+            return len(known)
+        pairs = enumerate(zip(self.tokens, known, strict=False))
+        return next((at for at, (one, other) in pairs if one != other), min(len(self.tokens), len(known)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -418,7 +418,7 @@ class Writing:
                 await asyncio.sleep(COMMIT_PAUSE_SECONDS)
 
     async def _keep(self, turn: Turn) -> None:
-        await self.server.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
+        await self.server.store.commit(turn, begun=self.begun)
 
     def adopt(self, adopted: Adoption | None) -> None:
         """Continue the request of the server that began the response; None: no engine holds it, so it runs again."""

@@ -18,11 +18,10 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 from test_store import AMPLE, item, turn
 
-from holdfast.server.conversations import group_writer, transactions
+from holdfast.server.conversations import group_writer
 from holdfast.server.conversations import store as module
 from holdfast.server.conversations.group_writer import GroupWriter
 from holdfast.server.conversations.store import AsyncStore, Store
-from holdfast.server.conversations.transactions import FlushFailed
 from holdfast.server.conversations.values import NotFound
 from holdfast.server.conversations.write_lock import FileLock
 from holdfast.server.protocol import ApiError
@@ -216,13 +215,30 @@ def test_after_a_failed_flush_the_log_is_moved_into_the_file(
         assert db.execute("SELECT id FROM conversations").fetchall() == [("kept",)]
 
 
+def no_connection() -> None:
+    raise OperationalError("", None, sqlite3.OperationalError("unable to open database file"))
+
+
+def test_a_full_disk_without_connections_fails_one_work_and_the_next_one_runs(
+    on_disk: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    def work() -> None:
+        raise OperationalError("", None, full)
+
+    with monkeypatch.context() as patch, Together(on_disk) as together:
+        patch.setattr(on_disk.database.engine, "raw_connection", no_connection)
+        refused, kept = together.add(work), together.create("kept")
+    assert "disk is full" in str(refused.exception())
+    assert kept.result()["id"] == "kept"
+
+
 async def test_requests_whose_flush_failed_are_not_run_again(
     on_disk: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = list[int]()
-
-    def failed(self: object, error: OSError) -> None:
-        raise FlushFailed("the disk is gone")
 
     def work(store: Store) -> None:
         runs.append(1)
@@ -234,7 +250,7 @@ async def test_requests_whose_flush_failed_are_not_run_again(
     server, other = AsyncStore(on_disk), FileLock(tmp_path / "store.sqlite")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", broken)
-        patch.setattr(transactions.LogFlush, "_move", failed)
+        patch.setattr(on_disk.database.engine, "raw_connection", no_connection)
         with other.held():
             both = asyncio.gather(server.run(work), server.run(work), return_exceptions=True)
             await asyncio.sleep(0.1)

@@ -37,6 +37,15 @@ def test_a_value_is_the_first_one_of_the_first_row(database: Database) -> None:
         assert db.execute(select(threads.c.active)).scalar_one() == 1.5
 
 
+def test_the_first_row_has_the_names_of_the_columns(database: Database) -> None:
+    query = Prepared(select(threads).where(threads.c.tenant == bindparam("tenant")).order_by(threads.c.bytes.desc()))
+    with database.write() as db:
+        ADD.run_many(db, [row("one", 7), row("two", 8)])
+        found = query.first(db, tenant="a")
+        assert (found.id, found.tenant, found.active, found.bytes) == ("two", "a", 1.5, 8)
+        assert query.first(db, tenant="b") is None
+
+
 def test_an_id_with_a_nul_is_converted_as_sqlalchemy_does(database: Database) -> None:
     with database.write() as db:
         ADD.run(db, **row("a\0b"))

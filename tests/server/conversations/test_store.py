@@ -463,6 +463,21 @@ class TestBounds:
             store.turns.commit(turn("large", tokens=[0] * 3000))
         assert not kept(store, "large")
 
+    def test_a_turn_that_makes_a_thread_too_large_is_refused_and_leaves_its_size(
+        self, opened: Callable[..., Store]
+    ) -> None:
+        store = opened(bytes=80_000)
+        store.turns.commit(turn("first", tokens=[0] * 1500))
+
+        def size() -> int:
+            with store.database.read() as db:
+                return int(db.execute(text("SELECT bytes FROM threads")).scalar_one())
+
+        before, after = size(), store.turns.context("a", "first")
+        with pytest.raises(ThreadTooLarge, match="more than 10000 bytes"):
+            store.turns.commit(turn("second", after, tokens=[1] * 1500))
+        assert not kept(store, "second") and size() == before
+
 
 class TestCrashes:
     """A killed process leaves only whole turns."""

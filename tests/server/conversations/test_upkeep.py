@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from holdfast.server.conversations import database, search_index, upkeep
 from holdfast.server.conversations.database import Database
 from holdfast.server.conversations.leases import conversation_key
 from holdfast.server.conversations.search_index import conversation_places, index_of, pending, tenant_places
-from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.conversations.store import STORE_UNAVAILABLE, AsyncStore, Store
+from holdfast.server.protocol import ApiError
 
 WORDS = ("ant", "anthem", "bee", "beetle", "cat")
 
@@ -211,6 +214,55 @@ def test_a_log_that_cannot_be_moved_is_an_error_that_upkeep_survives(where: str)
     Path(where).mkdir()
     with pytest.raises(database.FAILURES, match="log cannot be moved into the file: unable to open"):
         store.database.move_log()
+
+
+async def test_a_store_that_was_moved_away_is_not_made_anew_and_works_again_once_it_is_back(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TIDY_SECONDS", "MOVE_SECONDS", "FAILED_SECONDS"):
+        monkeypatch.setattr(upkeep, name, 0.01)
+    away, files = tmp_path / "away", tmp_path / "store.sqlite"
+    away.mkdir()
+    own = Store.open(where, AMPLE, lambda: 1000.0)
+    server = AsyncStore(own)
+    await server.run(lambda store: store.conversations.create("a", "before", {}, [item("ant")]))
+    while waiting(own):
+        await asyncio.sleep(0.005)
+    own.database.engine.dispose()  # Everybody needs a new connection now.
+    for path in tmp_path.glob("store.sqlite*"):
+        path.rename(away / path.name)
+    for call in (server.run, server.read):
+        with pytest.raises(ApiError) as refused:
+            await call(lambda store: store.conversations.context("a", "before"))
+        assert (refused.value.status, refused.value.code) == (503, STORE_UNAVAILABLE)
+    while "upkeep of the conversation store failed: unable to open" not in caplog.text:
+        await asyncio.sleep(0.005)
+    assert not files.exists(), "an empty store must not take its place"
+    for path in away.iterdir():
+        path.rename(tmp_path / path.name)
+    await server.run(lambda store: store.conversations.create("a", "after", {}, [item("anthem")]))
+    while waiting(own):
+        await asyncio.sleep(0.005)
+    assert len((await server.read(lambda store: store.listing.search("a", "ant", limit=9)))[0]) == 2
+    assert server.up
+    server.close()
+
+
+async def test_turns_last_without_the_file_of_the_log_and_upkeep_goes_on(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "TIDY_SECONDS", 0.01)
+    own = Store.open(where, AMPLE, lambda: 1000.0)
+    server = AsyncStore(own)
+    await server.run(lambda store: store.conversations.create("a", "before", {}, [item("ant")]))
+    Path(f"{where}-wal").unlink()
+    await server.run(lambda store: store.conversations.create("a", "after", {}, [item("anthem")]))
+    with closing(sqlite3.connect(f"file:{where}?immutable=1", uri=True)) as file:  # It reads no log.
+        assert file.execute("SELECT count(*) FROM conversations").fetchone() == (2,)
+    while waiting(own):
+        await asyncio.sleep(0.005)
+    assert found(own, "ant") == {"before", "after"}
+    server.close()
 
 
 def test_a_store_in_memory_has_no_log_to_move() -> None:

@@ -124,11 +124,9 @@ class ApiError(Exception):
         known = MESSAGE_ERRORS.get(self.status)
         type = known or ("api_error" if self.status >= 500 else "invalid_request_error")
         long = self.code == "context_length_exceeded"
-        return {
-            "type": "error",
-            # Clients of the Messages API search for the words "prompt is too long".
-            "error": {"type": type, "message": f"prompt is too long: {self.message}" if long else self.message},
-        }
+        # Clients of the Messages API search for the words "prompt is too long".
+        message = f"prompt is too long: {self.message}" if long else self.message
+        return {"type": "error", "error": {"type": type, "message": message, **self.details}}
 
     def body_for(self, path: str) -> dict[str, Any]:
         """Return the error as a JSON object in the form of the path's protocol.
@@ -335,6 +333,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     def most_tokens(self) -> int | None:
         """Maximum number of tokens per choice; None if only the context length limits it."""
         raise NotImplementedError
+
+    @property
+    def fitting_tokens(self) -> int | None:
+        """Maximum number of tokens per choice that may exceed what fits into the context; None for no such limit."""
+        return None
 
     @property
     def most_logprobs(self) -> int | None:

@@ -49,6 +49,7 @@ METERED = {
     "/v1/responses": "completions",
     "/v1/responses/compact": "completions",
     "/v1/messages": "completions",
+    "/v1/messages/batches": "completions",
     "/v1/batches": "completions",
     "/api/chat": "completions",
     "/api/generate": "completions",

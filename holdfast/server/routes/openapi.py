@@ -91,6 +91,20 @@ SCHEMAS: Mapping[str, Schema] = {
     "OllamaModels": record(models=many(record(name=TEXT, model=TEXT, size=COUNT, digest=TEXT))),
     "OllamaModel": record(template=TEXT, capabilities=many(TEXT), model_info=ANYTHING),
     "MessageTokens": record(input_tokens=COUNT),
+    "MessageBatch": record(
+        id=TEXT,
+        type=one_of("message_batch"),
+        processing_status=one_of("in_progress", "canceling", "ended"),
+        request_counts=record(processing=COUNT, succeeded=COUNT, errored=COUNT, canceled=COUNT, expired=COUNT),
+        created_at=TEXT,
+        expires_at=TEXT,
+        ended_at=nullable(TEXT),
+        results_url=nullable(TEXT),
+    ),
+    "MessageBatches": record(
+        data=many(ref("MessageBatch")), has_more=TRUTH, first_id=nullable(TEXT), last_id=nullable(TEXT)
+    ),
+    "DeletedMessageBatch": record(id=TEXT, type=one_of("message_batch_deleted")),
     "Usage": record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     "ChatCompletion": record(
         id=TEXT,
@@ -278,6 +292,12 @@ REPLIES: Mapping[str, Reply] = {
     "GET /api/version": Reply("Version"),
     "POST /v1/messages": Reply("Message", "MessageEvent"),
     "POST /v1/messages/count_tokens": Reply("MessageTokens"),
+    "POST /v1/messages/batches": Reply("MessageBatch"),
+    "GET /v1/messages/batches": Reply("MessageBatches"),
+    "GET /v1/messages/batches/{batch_id}": Reply("MessageBatch"),
+    "DELETE /v1/messages/batches/{batch_id}": Reply("DeletedMessageBatch"),
+    "POST /v1/messages/batches/{batch_id}/cancel": Reply("MessageBatch"),
+    "GET /v1/messages/batches/{batch_id}/results": Reply(bytes="application/x-jsonl"),
     "POST /v1/responses": Reply("Response", "ResponseEvent"),
     "POST /v1/responses/input_tokens": Reply("InputTokens"),
     "POST /v1/responses/compact": Reply("Compaction"),
@@ -353,6 +373,11 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/organization/usage/completions": USAGE,
     "GET /v1/organization/usage/embeddings": USAGE,
     "GET /v1/batches": PAGE,
+    "GET /v1/messages/batches": (
+        ("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}, LIMIT[2]),
+        ("after_id", TEXT, AFTER[2]),
+        ("before_id", TEXT, "the id of the first entry of the next page"),
+    ),
     **dict.fromkeys((f"GET {TINKER}/sessions", f"GET {TINKER}/training_runs", f"GET {TINKER}/checkpoints"), OFFSETS),
     f"GET {TUNING}": PAGE,
     f"GET {TUNING}/{{job_id}}/events": (

@@ -135,7 +135,7 @@ class ApiError(Exception):
         """
         if is_messages(path):
             return self.message_body()
-        return {"error": self.message} if is_inference(path) or path in OLLAMA_PATHS else self.body()
+        return {"error": self.message} if is_inference(path) or is_ollama(path) else self.body()
 
 
 def invalid(reason: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -143,8 +143,6 @@ def invalid(reason: str, param: str | None = None, code: str = "invalid_value") 
     return ApiError(reason, param=param, code=code)
 
 
-OLLAMA_PATHS = ("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/version", "/api/ps")
-"""Paths of Ollama's API."""
 MESSAGE_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -159,6 +157,11 @@ MESSAGE_ERRORS = {
 def is_inference(path: str) -> bool:
     """Whether a path belongs to the Open Inference Protocol."""
     return path == "/v2" or path.startswith("/v2/")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path belongs to Ollama's API, also if there is no such path. Tinker's API lies below it."""
+    return path.startswith("/api/") and path != "/api/v1" and not path.startswith("/api/v1/")
 
 
 def is_messages(path: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from holdfast.server.protocol import OLLAMA_PATHS, is_inference, is_messages
+from holdfast.server.protocol import is_inference, is_messages, is_ollama
 from holdfast.server.routes.repeats import MOST_CHARACTERS
 
 Schema = dict[str, Any]
@@ -88,6 +88,8 @@ SCHEMAS: Mapping[str, Schema] = {
     "Scores": record(id=TEXT, object=one_of("list"), data=many(record(index=COUNT, score={"type": "number"}))),
     "Ranking": record(id=TEXT, model=TEXT, results=many(record(index=COUNT, relevance_score={"type": "number"}))),
     "OllamaAnswer": record(model=TEXT, created_at=TEXT, done=TRUTH),
+    "OllamaVectors": record(model=TEXT, embeddings=many(many({"type": "number"})), prompt_eval_count=COUNT),
+    "OllamaVector": record(embedding=many({"type": "number"})),
     "OllamaModels": record(models=many(record(name=TEXT, model=TEXT, size=COUNT, digest=TEXT))),
     "OllamaModel": record(template=TEXT, capabilities=many(TEXT), model_info=ANYTHING),
     "MessageTokens": record(input_tokens=COUNT),
@@ -284,8 +286,11 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/score": Reply("Scores"),
     "POST /rerank": Reply("Ranking"),
     "POST /v1/rerank": Reply("Ranking"),
+    "POST /v2/rerank": Reply("Ranking"),
     "POST /api/chat": Reply("OllamaAnswer"),
     "POST /api/generate": Reply("OllamaAnswer"),
+    "POST /api/embed": Reply("OllamaVectors"),
+    "POST /api/embeddings": Reply("OllamaVector"),
     "GET /api/tags": Reply("OllamaModels"),
     "GET /api/ps": Reply("OllamaModels"),
     "POST /api/show": Reply("OllamaModel"),
@@ -423,7 +428,7 @@ def describe(operation: Schema, route: str, path: str) -> None:
 
     FastAPI's own replies are removed, because they describe validation errors that the routes never return.
     """
-    plain = is_inference(path) or path in OLLAMA_PATHS
+    plain = is_inference(path) or is_ollama(path)
     kind = "InferenceError" if plain else "MessageError" if is_messages(path) else "Error"
     error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {

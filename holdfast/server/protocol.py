@@ -155,8 +155,8 @@ MESSAGE_ERRORS = {
 
 
 def is_inference(path: str) -> bool:
-    """Whether a path belongs to the Open Inference Protocol."""
-    return path == "/v2" or path.startswith("/v2/")
+    """Whether a path belongs to the Open Inference Protocol. Cohere's ranking lies below it."""
+    return path == "/v2" or (path.startswith("/v2/") and path != "/v2/rerank")
 
 
 def is_ollama(path: str) -> bool:

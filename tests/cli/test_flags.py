@@ -162,7 +162,7 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["profile", "--out", "/no/such/place/p.json"], "/no/such/place is not a directory"),
         (["sing"], "invalid choice: 'sing'"),
         (["run", "llama3"], "there is no command run: holdfast chat MODEL talks to a model"),
-        (["pull", "llama3"], "there is no command pull: models are directories"),
+        (["pull", "llama3"], "there is no command pull: holdfast serve OWNER/NAME fetches"),
         (["list"], "there is no command list: a server has one model"),
         (["completion"], "SHELL is missing; it must be one of bash, zsh, fish"),
         (["completion", "tcsh"], "SHELL is tcsh; it must be one of bash, zsh, fish"),

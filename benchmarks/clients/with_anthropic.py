@@ -204,9 +204,7 @@ def tool_streamed() -> None:
 def runner() -> None:
     """beta.messages.tool_runner: a call, and the answer to its result"""
     called.clear()
-    run = client.beta.messages.tool_runner(
-        **ASKED, tools=[add], tool_choice={"type": "any"}, max_iterations=2
-    )
+    run = client.beta.messages.tool_runner(**ASKED, tools=[add], tool_choice={"type": "any"}, max_iterations=2)
     messages = list(run)
     assert called, "the tool was not called"
     equal(messages[0].stop_reason, "tool_use")
@@ -285,7 +283,10 @@ def batch() -> None:
     batch = ended(made.id)
     equal((batch.request_counts.succeeded, batch.request_counts.errored, batch.request_counts.processing), (2, 1, 0))
     results = {each.custom_id: each.result for each in client.messages.batches.results(made.id)}
-    equal({id: result.type for id, result in results.items()}, {"sum": "succeeded", "begun": "succeeded", "bad": "errored"})
+    equal(
+        {id: result.type for id, result in results.items()},
+        {"sum": "succeeded", "begun": "succeeded", "bad": "errored"},
+    )
     holds(results["sum"].message.content[0].text, "4")
     equal(results["bad"].error.error.type, "not_found_error")
 

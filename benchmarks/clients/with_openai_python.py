@@ -47,7 +47,7 @@ def refused(kind: type[openai.APIStatusError], word: str, ask: Any) -> None:
 @case
 def models() -> None:
     """models: list and retrieve"""
-    equal([each.id for each in client.models.list()][0], MODEL)
+    equal(next(iter(client.models.list())).id, MODEL)
     equal(client.models.retrieve(MODEL).object, "model")
 
 

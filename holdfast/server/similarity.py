@@ -125,9 +125,7 @@ async def similar(
     if service.client.pooling.judges:
         both = [(texts[left], texts[right]) for left, right in pairs]
         kept, priority = wanted.truncate_prompt_tokens, wanted.priority
-        return await judge(
-            service, wanted.model, both, wanted.instruction, tenant, usage, kept=kept, priority=priority
-        )
+        return await judge(service, wanted.model, both, wanted.instruction, tenant, usage, kept=kept, priority=priority)
     if wanted.instruction is not None:
         raise invalid("instruction is for rerankers, served with --convert rerank; leave it out", "instruction")
     vectors = await compute(service, _embedding(wanted, texts), tenant, usage)

@@ -150,7 +150,9 @@ async def test_a_reranker_scores_by_its_answers_yes_and_no(http: Http, client: A
     assert "it ranks" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("client", [lambda: Reranker(pooling=JUDGES, info=engine_info(max_model_len=4096))], indirect=True)
+@pytest.mark.parametrize(
+    "client", [lambda: Reranker(pooling=JUDGES, info=engine_info(max_model_len=4096))], indirect=True
+)
 async def test_a_model_that_spells_its_answers_with_several_tokens_cannot_rank(http: Http) -> None:
     async with http() as api:
         response = await api.post("/rerank", json={"query": "rain", "documents": ["wet"]})

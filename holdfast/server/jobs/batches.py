@@ -161,7 +161,7 @@ class Batches:
         return batch
 
     async def retrieve(self, tenant: str, id: str, prefix: str = BATCH) -> Batch:
-        """Return a batch in its current state. Raises ApiError 404, also for an id that does not begin with `prefix`."""
+        """Return a batch in its current state. Raises ApiError 404, also for an id with another prefix."""
         check_prefix(id, prefix)
         return await self._store.read(lambda store: BatchTable(store.database).get(tenant, id))
 

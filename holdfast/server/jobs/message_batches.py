@@ -119,9 +119,7 @@ class MessageBatches:
         """Return a batch in its current state. Raises ApiError 404."""
         return await self._batches.retrieve(tenant, id, MESSAGE_BATCH)
 
-    async def page(
-        self, tenant: str, *, limit: int, after: str | None, before: str | None
-    ) -> tuple[list[Batch], bool]:
+    async def page(self, tenant: str, *, limit: int, after: str | None, before: str | None) -> tuple[list[Batch], bool]:
         """Return a page of a tenant's batches, the newest first, and whether there are more. Raises ApiError."""
         return await self._batches.page(tenant, limit=limit, after=after, before=before, prefix=MESSAGE_BATCH)
 

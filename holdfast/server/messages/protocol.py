@@ -255,12 +255,12 @@ def _document(block: Mapping[str, Any], path: str) -> str:
     """Return a document as the model reads it: its title, context and text, each marked. Raises ApiError."""
     citations = block.get("citations")
     if citations is not None and not (isinstance(citations, Mapping) and citations.get("enabled") in (None, False)):
-        name = f"{path}.citations"
-        raise invalid(f"{name} are not supported; leave them out, or disable them", name, "unsupported_parameter")
+        param = f"{path}.citations"
+        raise invalid(f"{param} are not supported; leave them out, or disable them", param, "unsupported_parameter")
     lines = ["<document>"]
-    for field in ("title", "context"):
-        if block.get(field):
-            lines.append(f"<{field}>{_string(block, field, path)}</{field}>")
+    for name in ("title", "context"):
+        if block.get(name):
+            lines.append(f"<{name}>{_string(block, name, path)}</{name}>")
     text = _document_text(block.get("source"), f"{path}.source")
     return "\n".join([*lines, "<document_content>", text, "</document_content>", "</document>"])
 
@@ -271,7 +271,7 @@ def _document_text(source: Any, path: str) -> str:
     media = source.get("media_type") if isinstance(source, Mapping) else None
     if kind in ("text", "base64") and media != "text/plain":
         what = "; PDF documents are not read here" if media == "application/pdf" else ""
-        reason = f"{path}.media_type is {shown(media)}; it must be \"text/plain\"{what}; send the text itself"
+        reason = f'{path}.media_type is {shown(media)}; it must be "text/plain"{what}; send the text itself'
         raise invalid(reason, f"{path}.media_type", "unsupported_content")
     if not isinstance(kind, str) or kind not in SOURCE_FIELDS:
         reason = f"{path}.type is {shown(kind)}; supported: {', '.join(SOURCE_FIELDS)}"

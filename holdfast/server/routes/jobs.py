@@ -1,4 +1,4 @@
-"""Routes of Files, Batches, message batches and fine-tuning, a stream of batch events, and the adapters of tuning jobs."""
+"""Routes of files, batches, message batches and tuning jobs, with the events of batches and the adapters of jobs."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from holdfast.core.version import __version__
+from holdfast.server.embeddings import compute, written
 from holdfast.server.ollama.protocol import (
     LATEST,
     OllamaChatRequest,
@@ -19,7 +20,6 @@ from holdfast.server.ollama.protocol import (
     OllamaShowRequest,
 )  # fmt: skip
 from holdfast.server.ollama.replies import NANO, OllamaShape, error_line, line, stamp
-from holdfast.server.embeddings import compute, written
 from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.routes.generation import failure, read_request
 from holdfast.server.routes.http import JSON, LineStream, described, start_stream, tenant_of, while_connected
@@ -30,7 +30,7 @@ NEVER = 253402300799.0
 
 
 def add_ollama_routes(app: FastAPI, service: Service) -> None:
-    """Add POST /api/chat, /api/generate, /api/embed, /api/embeddings and /api/show, and GET /api/tags, /api/ps and /api/version."""
+    """Add /api/chat, /api/generate, /api/embed, /api/embeddings, /api/show, /api/tags, /api/ps and /api/version."""
     client = service.client
 
     @app.post("/api/chat", openapi_extra=described(OllamaChatRequest))

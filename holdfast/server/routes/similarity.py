@@ -1,4 +1,4 @@
-"""Routes of scores, rankings and pooled vectors. Paths and fields are vLLM's; the ranking is also Jina's and Cohere's."""
+"""Routes of scores, rankings and pooled vectors. Paths are vLLM's; the ranking is also Jina's and Cohere's."""
 
 from __future__ import annotations
 

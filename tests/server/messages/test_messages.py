@@ -191,7 +191,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
         (said(document(type="base64", data="?")), r"source.data must be UTF-8 text in base64"),
         (said(document(type="base64", data="/w==")), r"source.data must be UTF-8 text in base64"),
         (said(document() | {"citations": {"enabled": True}}), r"citations are not supported; leave them out"),
-        (said({"type": "document", "source": {"type": "content", "content": [IMAGE]}}), r'source.content\[0\].type is "image"; supported here: text'),
+        (
+            said({"type": "document", "source": {"type": "content", "content": [IMAGE]}}),
+            r'source.content\[0\].type is "image"; supported here: text',
+        ),
         (said(document(data=5)), r"messages\[0\].content\[0\].source.data must be a string"),
         (said({"type": "tool_result"}), r"messages\[0\].content\[0\].tool_use_id must be a string"),
         (said({"type": "tool_use", "id": "a", "name": "b", "input": 3}, role="assistant"), r"input must be an object"),

@@ -247,14 +247,9 @@ SUITES = (
     Suite("ollama", "Ollama's package", cases("with_ollama.py"), python=("ollama",)),
     Suite(
         "llama-index",
-        "LlamaIndex over the protocols of OpenAI, Anthropic and Ollama",
+        "LlamaIndex over OpenAI's and Ollama's protocols",
         cases("with_llama_index.py"),
-        python=(
-            "llama-index-core",
-            "llama-index-llms-openai-like",
-            "llama-index-llms-anthropic",
-            "llama-index-llms-ollama",
-        ),
+        python=("llama-index-core", "llama-index-llms-openai-like", "llama-index-llms-ollama"),
     ),
     Suite("openai-node", "OpenAI's package for JavaScript", cases("with_openai.mjs"), node=("openai", "zod")),
     Suite(

@@ -398,7 +398,7 @@ class BatchRunner:
                 count += len(answers)
                 texts = b"".join(text + b"\n" for _, text in answers)
                 await self._in_reader(partial(file.write, texts))
-            if not completed and batch.ending not in (None, "completed"):
+            if not completed and batch.ending in form_of(batch.endpoint).told:
                 answered = await self._store.read(lambda store: _table(store).answered(batch.id))
                 count += await self._in_reader(lambda: self._write_unanswered(batch, answered, file))
             if not count:
@@ -412,18 +412,14 @@ class BatchRunner:
 
     def _write_unanswered(self, batch: Batch, answered: set[int], output: IO[bytes]) -> int:
         """Write the result of each line that the end of the batch left unanswered. Returns the number of results."""
-        form, ending = form_of(batch.endpoint), batch.ending
-        count = 0
-        if batch.total and ending is not None:
+        form, count = form_of(batch.endpoint), 0
+        if batch.total:
             with open_file(self._files.path(batch.input_file)) as file:
                 for number, text in split(file):
-                    if number in answered:
-                        continue
-                    result = form.unanswered(result_id(batch.id, number), custom_id_of(text), ending)
-                    if result is None:
-                        break
-                    count += 1
-                    output.write(encode(result) + b"\n")
+                    if number not in answered:
+                        count += 1
+                        result = form.unanswered(result_id(batch.id, number), custom_id_of(text), batch.ending)
+                        output.write(encode(result) + b"\n")
         return count
 
     async def _change(

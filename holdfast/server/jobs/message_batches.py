@@ -89,7 +89,7 @@ def shown(batch: Batch, url: str) -> dict[str, Any]:
         "ended_at": rfc3339(batch.times[batch.status]) if batch.ended else None,
         "cancel_initiated_at": rfc3339(batch.times["cancelling"]) if "cancelling" in batch.times else None,
         "archived_at": None,
-        "results_url": f"{url}/{batch.id}/results" if batch.ended else None,
+        "results_url": f"{url}/{batch.id}/results" if batch.ended and batch.status != "failed" else None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
 from holdfast.server.jobs.values import Ending
@@ -25,6 +26,8 @@ class Form(Protocol):
     """Whether listeners to OpenAI's batch events hear of these batches."""
     checked: bool
     """Whether the batch fails as a whole if one of its lines is wrong. If not, only that line fails."""
+    told: Collection[str]
+    """Endings of a batch with which each unanswered line has a result."""
 
     def answered(self, id: str, custom_id: str, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the result of a line that was answered. `id` is the result's own, and `body` the answer."""
@@ -32,8 +35,8 @@ class Form(Protocol):
     def refused(self, id: str, custom_id: str, request_id: str, error: ApiError) -> dict[str, Any]:
         """Return the result of a line that was refused or failed."""
 
-    def unanswered(self, id: str, custom_id: str, ending: Ending) -> dict[str, Any] | None:
-        """Return the result of a line that the end of the batch left without an answer; None if it has none."""
+    def unanswered(self, id: str, custom_id: str, ending: Ending | None) -> dict[str, Any]:
+        """Return the result of a line that the end of the batch left without an answer."""
 
 
 class LineForm:
@@ -43,6 +46,7 @@ class LineForm:
     purpose: ClassVar[str] = "batch_output"
     announced: ClassVar[bool] = True
     checked: ClassVar[bool] = True
+    told: ClassVar[Collection[str]] = ("expired",)
 
     def answered(self, id: str, custom_id: str, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer as OpenAI's API writes it, with its status."""
@@ -54,10 +58,8 @@ class LineForm:
         response = {"status_code": error.status, "request_id": request_id, "body": error.body()}
         return {"id": id, "custom_id": custom_id, "response": response, "error": None}
 
-    def unanswered(self, id: str, custom_id: str, ending: Ending) -> dict[str, Any] | None:
-        """Return an error for a line of an expired batch. Cancelled batches have no results for such lines."""
-        if ending != "expired":
-            return None
+    def unanswered(self, id: str, custom_id: str, ending: Ending | None) -> dict[str, Any]:
+        """Return the error of a line of an expired batch."""
         reason = "the completion window ended before this line was answered"
         error = {"code": "batch_expired", "message": reason}
         return {"id": id, "custom_id": custom_id, "response": None, "error": error}
@@ -70,6 +72,7 @@ class MessageForm:
     purpose: ClassVar[str] = MESSAGE_PURPOSE
     announced: ClassVar[bool] = False
     checked: ClassVar[bool] = False
+    told: ClassVar[Collection[str]] = ("expired", "cancelled")
 
     def answered(self, id: str, custom_id: str, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the message."""
@@ -80,7 +83,7 @@ class MessageForm:
         body = error.message_body() | {"request_id": request_id}
         return {"custom_id": custom_id, "result": {"type": "errored", "error": body}}
 
-    def unanswered(self, id: str, custom_id: str, ending: Ending) -> dict[str, Any] | None:
+    def unanswered(self, id: str, custom_id: str, ending: Ending | None) -> dict[str, Any]:
         """Return that the line was canceled, or has expired."""
         return {"custom_id": custom_id, "result": {"type": "canceled" if ending == "cancelled" else "expired"}}
 

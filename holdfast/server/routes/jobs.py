@@ -19,6 +19,7 @@ from holdfast.server.jobs.files import PIECE, Files
 from holdfast.server.jobs.lines import MAX_LINES
 from holdfast.server.jobs.message_batches import CUSTOM_ID, MessageBatches, shown
 from holdfast.server.jobs.tuning import Tuning, TuningRequest
+from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import parse
 from holdfast.server.routes.http import (
     JSON,
@@ -170,14 +171,16 @@ def add_message_batch_routes(app: FastAPI, batches: MessageBatches, config: Serv
     """Add the routes under /v1/messages/batches. Paths and fields are Anthropic's."""
     one = f"{MESSAGE_BATCHES}/{{batch_id}}"
 
+    def seen(request: Request, batch: Batch) -> dict[str, Any]:
+        return shown(batch, url_of(request, config.root_path))
+
     body = {"requestBody": {"required": True, "content": {"application/json": {"schema": BATCHED}}}}
 
     @app.post(MESSAGE_BATCHES, openapi_extra=body)
     async def create(request: Request) -> Response:
         """Create a batch of messages. Returns before any of them is answered."""
         body = await read_body(request, config)
-        batch = await batches.create(body, tenant_of(request), request.state.key)
-        return JSON(shown(batch, url_of(request)))
+        return JSON(seen(request, await batches.create(body, tenant_of(request), request.state.key)))
 
     @app.get(MESSAGE_BATCHES)
     async def listing(request: Request) -> Response:
@@ -185,12 +188,12 @@ def add_message_batch_routes(app: FastAPI, batches: MessageBatches, config: Serv
         query, limit = request.query_params, query_integer(request, "limit", 1, MOST_EVENTS) or 20
         after, before = query.get("after_id"), query.get("before_id")
         found, more = await batches.page(tenant_of(request), limit=limit, after=after, before=before)
-        return JSON(listed([shown(batch, url_of(request)) for batch in found], more))
+        return JSON(listed([seen(request, batch) for batch in found], more))
 
     @app.get(one)
     async def retrieve(request: Request, batch_id: str) -> Response:
         """The current state of a batch."""
-        return JSON(shown(await batches.retrieve(tenant_of(request), batch_id), url_of(request)))
+        return JSON(seen(request, await batches.retrieve(tenant_of(request), batch_id)))
 
     @app.get(f"{one}/results")
     async def results(request: Request, batch_id: str) -> Response:
@@ -201,7 +204,7 @@ def add_message_batch_routes(app: FastAPI, batches: MessageBatches, config: Serv
     @app.post(f"{one}/cancel")
     async def cancel(request: Request, batch_id: str) -> Response:
         """Stop a batch. Messages that are answered already stay in its results."""
-        return JSON(shown(await batches.cancel(tenant_of(request), batch_id), url_of(request)))
+        return JSON(seen(request, await batches.cancel(tenant_of(request), batch_id)))
 
     @app.delete(one)
     async def delete(request: Request, batch_id: str) -> dict[str, Any]:
@@ -210,11 +213,11 @@ def add_message_batch_routes(app: FastAPI, batches: MessageBatches, config: Serv
         return {"id": batch_id, "type": "message_batch_deleted"}
 
 
-def url_of(request: Request) -> str:
+def url_of(request: Request, root_path: str) -> str:
     """Return the URL of the message batches, as this client reaches them. A proxy says if that is over TLS."""
-    scheme = request.headers.get("x-forwarded-proto", "")
-    url = request.url.replace(scheme=scheme if scheme in ("http", "https") else request.url.scheme)
-    return f"{url.scheme}://{url.netloc}{request.scope.get('root_path', '')}{MESSAGE_BATCHES}"
+    forwarded = request.headers.get("x-forwarded-proto", "")
+    scheme = forwarded if forwarded in ("http", "https") else request.url.scheme
+    return f"{scheme}://{request.url.netloc}{root_path}{MESSAGE_BATCHES}"
 
 
 def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> None:

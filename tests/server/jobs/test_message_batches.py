@@ -20,6 +20,7 @@ from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import ApiError
 
+Http = Callable[..., httpx.AsyncClient]
 Listening = Callable[..., Any]
 PARAMS: Any = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -83,6 +84,20 @@ async def test_a_wrong_request_is_an_errored_result_and_the_others_are_answered(
     assert "colour" in errors["field"].message and "stream" in errors["stream"].message
     assert "params must be a JSON object" in errors["nothing"].message
     assert len(client.asked) == 2
+
+
+async def test_the_url_of_results_leads_through_the_proxy(http: Http) -> None:
+    async with http(root_path="/llm") as api:
+        headers = {"x-forwarded-proto": "https", "host": "localhost"}
+        id = (await api.post("/llm/v1/messages/batches", content=body("a"))).json()["id"]
+        while not (told := (await api.get(f"/llm/v1/messages/batches/{id}", headers=headers)).json())["results_url"]:
+            await asyncio.sleep(0.01)
+        assert told["results_url"] == f"https://localhost/llm/v1/messages/batches/{id}/results"
+        odd = (await api.get(f"/llm/v1/messages/batches/{id}", headers=headers | {"x-forwarded-proto": "x"})).json()
+        assert odd["results_url"].startswith("http://localhost/llm/")
+        found = await api.get(told["results_url"].removeprefix("https://localhost"))
+    assert found.headers["content-type"] == "application/x-jsonl"
+    assert [json.loads(each)["custom_id"] for each in found.text.splitlines()] == ["a"]
 
 
 async def test_batches_are_listed_by_page_and_apart_from_openais(api: anthropic.AsyncAnthropic) -> None:

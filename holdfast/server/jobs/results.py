@@ -18,15 +18,15 @@ MESSAGE_PURPOSE = "message_batch"
 class Form(Protocol):
     """How the batches of one API differ from those of the other."""
 
-    prefix: str
+    prefix: ClassVar[str]
     """Beginning of a batch's id."""
-    purpose: str
+    purpose: ClassVar[str]
     """Purpose of the output files."""
-    announced: bool
+    announced: ClassVar[bool]
     """Whether listeners to OpenAI's batch events hear of these batches."""
-    checked: bool
+    checked: ClassVar[bool]
     """Whether the batch fails as a whole if one of its lines is wrong. If not, only that line fails."""
-    told: Collection[str]
+    told: ClassVar[Collection[str]]
     """Endings of a batch with which each unanswered line has a result."""
 
     def answered(self, id: str, custom_id: str, request_id: str, body: dict[str, Any]) -> dict[str, Any]:

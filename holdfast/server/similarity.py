@@ -32,7 +32,7 @@ class ScoreRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
     text_1: Texts
     text_2: Texts
     instruction: str | None = None
-    """What counts as relevant, for a causal reranker. Other models have no instruction."""
+    """Rule by which a causal reranker judges documents. Other models take none."""
     truncate_prompt_tokens: Truncation | None = None
     priority: Priority = 0
 
@@ -59,7 +59,7 @@ class RerankRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     """Number of documents to return, the best first; 0: all."""
     return_documents: bool = True
     instruction: str | None = None
-    """What counts as relevant, for a causal reranker. Other models have no instruction."""
+    """Rule by which a causal reranker judges documents. Other models take none."""
     truncate_prompt_tokens: Truncation | None = None
     priority: Priority = 0
 

@@ -232,6 +232,25 @@ SUITES = (
         least=95,
         needs_source=True,
     ),
+    Suite(
+        "openai-python",
+        "OpenAI's package for Python, resource by resource",
+        cases("with_openai_python.py"),
+        python=("openai",),
+    ),
+    Suite(
+        "anthropic",
+        "Anthropic's package: messages, the tool runner, documents, models, batches",
+        cases("with_anthropic.py"),
+        python=("anthropic",),
+    ),
+    Suite("ollama", "Ollama's package", cases("with_ollama.py"), python=("ollama",)),
+    Suite(
+        "llama-index",
+        "LlamaIndex over OpenAI's and Ollama's protocols",
+        cases("with_llama_index.py"),
+        python=("llama-index-core", "llama-index-llms-openai-like", "llama-index-llms-ollama"),
+    ),
     Suite("openai-node", "OpenAI's package for JavaScript", cases("with_openai.mjs"), node=("openai", "zod")),
     Suite(
         "ai-sdk",

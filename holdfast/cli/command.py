@@ -7,7 +7,6 @@ when it is used: configs when the options are parsed, all others when it runs.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
+from holdfast.cli.hints import advice
 from holdfast.cli.topics import common, titled
 from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig
 from holdfast.core.version import __version__
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   holdfast serve                              serve the built-in model on http://127.0.0.1:8000
-  holdfast serve ~/models/Llama-3.2-1B        serve a Hugging Face checkpoint
+  holdfast serve Qwen/Qwen3-0.6B              serve a model of the Hugging Face Hub
+  holdfast serve ~/models/Llama-3.2-1B        serve a checkpoint in a directory
   holdfast serve --app dates                  serve an application of cells
   holdfast chat                               talk to the built-in model, right here
   holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
@@ -43,7 +44,7 @@ examples:
 """
 HINTS = {
     "run": "holdfast chat MODEL talks to a model, and holdfast serve MODEL serves it",
-    "pull": "models are directories of Hugging Face checkpoints; `hf download NAME --local-dir DIR` fetches one",
+    "pull": "holdfast serve OWNER/NAME fetches a model of the Hugging Face Hub when it first serves it",
     "list": "a server has one model and its adapters; curl URL/v1/models lists them",
     "generate": "holdfast chat -p PROMPT answers one prompt",
     "train": "holdfast tune DATA tunes an adapter",
@@ -52,7 +53,10 @@ HINTS = {
 """Names of other programs' commands, each with the command that does the same here."""
 HINTS |= {"ls": HINTS["list"], "ps": HINTS["list"], "show": HINTS["list"], "download": HINTS["pull"],
           "complete": HINTS["generate"], "start": HINTS["run"]}  # fmt: skip
-MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
+MODEL_HELP = (
+    f"{BUILTIN_MODEL}, which is built in (default), an id of the Hugging Face Hub (owner/name), the directory of a "
+    "checkpoint, or a GGUF file"
+)
 BAD_USAGE = 2
 INTERRUPTED = 130
 
@@ -206,10 +210,14 @@ def unknown_flag(given: str, command: str) -> str:
         names = " and one ".join((taken.operand, *(name for name, _ in taken.others)))
         return f"{command} takes one {names}, and there is {given} besides"
     asked = given.partition("=")[0]
-    of_another = any(asked in load().flags for _, load in COMMANDS.values())
-    near = [] if of_another else difflib.get_close_matches(asked, load_command(command).flags, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"holdfast {command} --help lists what there is"
-    return f"unknown option {given}; {hint}"
+    return f"unknown option {given}; {instead_of(asked, command)}"
+
+
+def instead_of(asked: str, command: str) -> str:
+    """Return what to use in place of an option that a command does not have."""
+    loaded = load_command(command)
+    others = [name for name, (_, load) in COMMANDS.items() if name != "engine" and asked in load().flags]
+    return advice(asked, command, loaded.flags, others, takes_model=loaded.operand == "MODEL")
 
 
 def options_in(path: str, command: str) -> dict[str, Any]:
@@ -220,7 +228,7 @@ def options_in(path: str, command: str) -> dict[str, Any]:
     file, flags = read_file(path, configs), loaded.flags
     for name in file:
         if name != "model" and flag_of(name) not in flags:
-            raise UsageError(f"{path}: unknown option {name}; holdfast {command} --help lists what there is")
+            raise UsageError(f"{path}: unknown option {name}; {instead_of(flag_of(name), command)}")
     return file
 
 

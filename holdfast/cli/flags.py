@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
+from holdfast.cli.hints import OTHER_NAMES
 from holdfast.files.regular import read_text
 
 ConfigT = TypeVar("ConfigT")
@@ -217,6 +218,9 @@ def checked(data: Mapping[Any, Any], configs: Sequence[type]) -> dict[str, Any]:
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in hints:
+            here = OTHER_NAMES.get(flag_of(name), "--").removeprefix("--").replace("-", "_")
+            if here.removeprefix("no_") in hints:
+                raise UsageError(f"unknown option {key}; here it is {here}")
             near = difflib.get_close_matches(name, hints, n=1, cutoff=0)
             raise UsageError(f"unknown option {key}; the nearest is {near[0]}")
         try:

@@ -26,7 +26,7 @@ from holdfast.engine.spawn import EngineProcess
 from holdfast.lm.config import EngineConfig
 from holdfast.server import supervisor
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.database import place, shown
+from holdfast.server.conversations.database import MEMORY, place, shown
 from holdfast.server.run import Engines, log_as
 from holdfast.server.run import run as run_server
 
@@ -104,7 +104,7 @@ def announce(
         **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
         **({"tuning": "takes jobs (POST /v1/fine_tuning/jobs)"} if engine.tuning else {}),
         "retention": retention(engine, info),
-        "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days{most}",
+        "store": stored(place(server.store), server.store_days) + most,
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
         "step": step(engine, info),
         "start": in_words(info.stages),
@@ -123,6 +123,13 @@ def announce(
     console.print(Text(curl_line(url, info.model, keys)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keys)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
+
+
+def stored(where: str, days: float) -> str:
+    """Return where conversations are stored, and for how long, as text."""
+    if where == MEMORY:
+        return "in memory: conversations end with the server (--store keeps them)"
+    return f"{shown(where)}, conversations are kept for {days:g} days"
 
 
 def states(engine: EngineConfig, info: EngineInfo) -> str:

@@ -159,10 +159,10 @@ class CoreConfig:
         "fp8 rounds the layers' weights to 8 bits while reading them: half the memory, faster, less exact",
         executor="paged",
     )
-    convert: Literal["auto", "none", "embed"] = option(
+    convert: Literal["auto", "none", "embed", "rerank"] = option(
         "auto",
         "which embeddings the model gives: auto those that its files describe, embed the last token's state of any "
-        "model, none no embeddings",
+        "model, none no embeddings; rerank scores documents by a causal reranker's answers yes and no",
     )
     executor: Literal["auto", "paged", "padded"] = option(
         "auto",

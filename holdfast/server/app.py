@@ -29,6 +29,7 @@ from holdfast.server.embeddings import EmbeddingCompletion
 from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.message_batches import MessageBatches
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.keys.accounts import Accounts, KeyMetrics
 from holdfast.server.keys.limits import BUCKETS
@@ -55,7 +56,13 @@ from holdfast.server.routes.generation import (
 )  # fmt: skip
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import add_inference_routes
-from holdfast.server.routes.jobs import UPLOAD, add_batch_routes, add_file_routes, add_tuning_routes
+from holdfast.server.routes.jobs import (
+    UPLOAD,
+    add_batch_routes,
+    add_file_routes,
+    add_message_batch_routes,
+    add_tuning_routes,
+)  # fmt: skip
 from holdfast.server.routes.ollama import add_ollama_routes
 from holdfast.server.routes.openapi import document
 from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
@@ -182,6 +189,7 @@ def create_app(
         app.state.jobs = (tuning, training, samplers, batches)
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
+        add_message_batch_routes(app, MessageBatches(batches, config.max_body_bytes), config)
         add_tuning_routes(app, tuning, config)
         add_client_routes(app, training, service)
         add_trained_model_routes(app, training, service)
@@ -239,8 +247,8 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
             404: f"there is no {path}; GET / lists what there is",
             405: f"{path} does not take {request.method}",
         }.get(error.status_code, str(error.detail))
-        refusal = ApiError(message, code=NOT_ROUTED.get(error.status_code))
-        response = JSON(refusal.body_for(path), error.status_code)
+        refusal = ApiError(message, status=error.status_code, code=NOT_ROUTED.get(error.status_code))
+        response = JSON(refusal.body_for(path), refusal.status)
         response.headers.update(error.headers or {})
         return response
 

@@ -124,11 +124,9 @@ class ApiError(Exception):
         known = MESSAGE_ERRORS.get(self.status)
         type = known or ("api_error" if self.status >= 500 else "invalid_request_error")
         long = self.code == "context_length_exceeded"
-        return {
-            "type": "error",
-            # Clients of the Messages API search for the words "prompt is too long".
-            "error": {"type": type, "message": f"prompt is too long: {self.message}" if long else self.message},
-        }
+        # Clients of the Messages API search for the words "prompt is too long".
+        message = f"prompt is too long: {self.message}" if long else self.message
+        return {"type": "error", "error": {"type": type, "message": message, **self.details}}
 
     def body_for(self, path: str) -> dict[str, Any]:
         """Return the error as a JSON object in the form of the path's protocol.
@@ -137,7 +135,7 @@ class ApiError(Exception):
         """
         if is_messages(path):
             return self.message_body()
-        return {"error": self.message} if is_inference(path) or path in OLLAMA_PATHS else self.body()
+        return {"error": self.message} if is_inference(path) or is_ollama(path) else self.body()
 
 
 def invalid(reason: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -145,8 +143,6 @@ def invalid(reason: str, param: str | None = None, code: str = "invalid_value") 
     return ApiError(reason, param=param, code=code)
 
 
-OLLAMA_PATHS = ("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/version", "/api/ps")
-"""Paths of Ollama's API."""
 MESSAGE_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -159,8 +155,13 @@ MESSAGE_ERRORS = {
 
 
 def is_inference(path: str) -> bool:
-    """Whether a path belongs to the Open Inference Protocol."""
-    return path == "/v2" or path.startswith("/v2/")
+    """Whether a path belongs to the Open Inference Protocol. Cohere's ranking lies below it."""
+    return path == "/v2" or (path.startswith("/v2/") and path != "/v2/rerank")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path belongs to Ollama's API, also if there is no such path. Tinker's API lies below it."""
+    return path.startswith("/api/") and path != "/api/v1" and not path.startswith("/api/v1/")
 
 
 def is_messages(path: str) -> bool:
@@ -335,6 +336,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     def most_tokens(self) -> int | None:
         """Maximum number of tokens per choice; None if only the context length limits it."""
         raise NotImplementedError
+
+    @property
+    def fitting_tokens(self) -> int | None:
+        """Maximum number of tokens per choice that may exceed what fits into the context; None for no such limit."""
+        return None
 
     @property
     def most_logprobs(self) -> int | None:

@@ -8,6 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import msgspec
@@ -30,6 +31,12 @@ from holdfast.server.logprobs import (
 from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest, SampledRequest
 
 encode = msgspec.json.Encoder().encode
+
+
+def rfc3339(seconds: float) -> str:
+    """Return a time in Unix seconds as RFC 3339 writes it, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
 
 DONE = b"data: [DONE]\n\n"
 Reply = dict[str, Any]

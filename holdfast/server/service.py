@@ -375,8 +375,6 @@ class Answer:
         default = NO_CONTRACT if lane is not None else service.contracts.of(tenant, wanted.priority_class)
         self.contract = contract_of(wanted, default)
         """The times that each choice asks to be promised. Only requests over HTTP have the server's defaults."""
-        self.at_most: int | None = None
-        """Maximum number of tokens of the answer, besides the request's own limit; None for no such limit."""
         self.given: Sequence[str | Sequence[int]] = ()
         """Prompts as the client gave them, for an answer that echoes them."""
         self.usage = RequestUsage(wanted=wanted)
@@ -519,7 +517,7 @@ class Answer:
         wanted, most = self.wanted, self.most_tokens
         # The engine always writes at least one token.
         most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
-        limits = (self.at_most, self.service.client.generation.max_new_tokens)
+        limits = (wanted.fitting_tokens, self.service.client.generation.max_new_tokens)
         most = min([most, *(limit for limit in limits if limit is not None)])
         try:
             first = self.reading.constrained(wanted.sampling(0, most))

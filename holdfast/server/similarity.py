@@ -1,4 +1,4 @@
-"""Scores of pairs of texts and rankings of documents, by the cosine of their embeddings, as vLLM computes them."""
+"""Scores of pairs of texts and rankings of documents: cosines of embeddings, or the answers of a causal reranker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec import Meta
 from holdfast.server.embeddings import EmbeddingRequest, compute, written
 from holdfast.server.protocol import MAX_PROMPTS, RequestBody, invalid
 from holdfast.server.replies import Reply, RequestUsage
+from holdfast.server.reranking import judge
 from holdfast.server.service import Service
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class ScoreRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
     model: str = ""
     text_1: Texts
     text_2: Texts
+    instruction: str | None = None
+    """Rule by which a causal reranker judges documents. Other models take none."""
     truncate_prompt_tokens: Truncation | None = None
     priority: Priority = 0
 
@@ -55,6 +58,8 @@ class RerankRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     top_n: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     """Number of documents to return, the best first; 0: all."""
     return_documents: bool = True
+    instruction: str | None = None
+    """Rule by which a causal reranker judges documents. Other models take none."""
     truncate_prompt_tokens: Truncation | None = None
     priority: Priority = 0
 
@@ -85,28 +90,46 @@ def _text(document: str | dict[str, Any], name: str) -> str:
 
 
 async def score(service: Service, wanted: ScoreRequest, tenant: str, usage: RequestUsage) -> Reply:
-    """Return the score of each pair of texts: the cosine of their embeddings. Raises ApiError."""
+    """Return the score of each pair of texts. Raises ApiError."""
     texts, pairs = wanted.pairs()
-    vectors = await compute(service, _embedding(wanted, texts), tenant, usage)
-    data = [
-        {"index": index, "object": "score", "score": cosine(vectors[left], vectors[right])}
-        for index, (left, right) in enumerate(pairs)
-    ]
+    scores = await similar(service, wanted, texts, pairs, tenant, usage)
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": wanted.model, "data": data} | _usage(usage)
 
 
 async def rerank(service: Service, wanted: RerankRequest, tenant: str, usage: RequestUsage) -> Reply:
-    """Return the documents in the order of their cosine to the query, the closest first. Raises ApiError."""
+    """Return the documents in the order of their scores with the query, the best first. Raises ApiError."""
     texts = wanted.texts()
-    query, *found = await compute(service, _embedding(wanted, [wanted.query, *texts]), tenant, usage)
+    pairs = [(0, 1 + index) for index in range(len(texts))]
+    scores = await similar(service, wanted, [wanted.query, *texts], pairs, tenant, usage)
     results: list[Reply] = [
-        {"index": index, "relevance_score": cosine(query, vector)}
-        | ({"document": {"text": text}} if wanted.return_documents else {})
-        for index, (text, vector) in enumerate(zip(texts, found, strict=True))
+        {"index": index, "relevance_score": score} | ({"document": {"text": text}} if wanted.return_documents else {})
+        for index, (text, score) in enumerate(zip(texts, scores, strict=True))
     ]
     results.sort(key=lambda result: -result["relevance_score"])
     best = results[: wanted.top_n or None]
     return {"id": f"rerank-{uuid.uuid4().hex}", "model": wanted.model, "results": best} | _usage(usage)
+
+
+async def similar(
+    service: Service,
+    wanted: ScoreRequest | RerankRequest,
+    texts: Sequence[str],
+    pairs: Sequence[tuple[int, int]],
+    tenant: str,
+    usage: RequestUsage,
+) -> list[float]:
+    """Return the score of each pair, given by the places of its texts. Raises ApiError."""
+    if len(texts) > MAX_PROMPTS:
+        raise invalid(f"the request has {len(texts)} texts; at most {MAX_PROMPTS} are taken", "documents")
+    if service.client.pooling.judges:
+        both = [(texts[left], texts[right]) for left, right in pairs]
+        kept, priority = wanted.truncate_prompt_tokens, wanted.priority
+        return await judge(service, wanted.model, both, wanted.instruction, tenant, usage, kept=kept, priority=priority)
+    if wanted.instruction is not None:
+        raise invalid("instruction is for rerankers, served with --convert rerank; leave it out", "instruction")
+    vectors = await compute(service, _embedding(wanted, texts), tenant, usage)
+    return [cosine(vectors[left], vectors[right]) for left, right in pairs]
 
 
 async def pool(service: Service, wanted: PoolingRequest, tenant: str, usage: RequestUsage) -> Reply:
@@ -129,9 +152,7 @@ def cosine(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> floa
 
 
 def _embedding(wanted: ScoreRequest | RerankRequest, texts: Sequence[str]) -> EmbeddingRequest:
-    """Return the embedding request for these texts. Raises ApiError if there are too many."""
-    if len(texts) > MAX_PROMPTS:
-        raise invalid(f"the request has {len(texts)} texts; at most {MAX_PROMPTS} are taken", "documents")
+    """Return the embedding request for these texts."""
     return EmbeddingRequest(
         model=wanted.model,
         input=list(texts),

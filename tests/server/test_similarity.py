@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fake_engine import FakeClient
+from fake_engine import FakeClient, FakeText, engine_info
 
+from holdfast.core.types import TokenLogprobs
 from holdfast.engine.client.client import Delta
 from holdfast.engine.client.pooling import Pooling
+from holdfast.server.reranking import sigmoid
 
 Http = Callable[..., httpx.AsyncClient]
 VECTORS = {"north": (0, 2), "east": (3, 0), "northeast": (1, 1), "south": (0, -1), "zero": (0, 0)}
@@ -28,8 +31,10 @@ class Embedder(FakeClient):
 
 
 @pytest.fixture
-def client() -> FakeClient:
-    return Embedder(pooling=Pooling(normalize=True))
+def client(request: pytest.FixtureRequest) -> FakeClient:
+    """Return an embedder, or what a test's parameter makes."""
+    made: FakeClient = getattr(request, "param", lambda: Embedder(pooling=Pooling(normalize=True)))()
+    return made
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
@@ -93,3 +98,73 @@ async def test_a_model_that_gives_no_embeddings_refuses_scores(http: Http, clien
     async with http() as api:
         response = await api.post("/score", json={"text_1": "north", "text_2": "east"})
     assert response.status_code == 400 and "not made for embeddings" in response.json()["error"]["message"]
+
+
+class Reranker(FakeClient):
+    """Answers yes or no. The more often a document says wet, the more probable is yes."""
+
+    most = 2
+    """Number of alternatives that it gives with a token. Below 2, the other answer may be missing."""
+
+    async def stream(self, prompt: Any, params: Any, **more: Any) -> AsyncGenerator[Delta, None]:
+        logprob = {ord("y"): -1.0 - "".join(map(chr, prompt)).count("wet"), ord("n"): -2.0}
+        token = max(params.allowed_token_ids, key=logprob.__getitem__)
+        others = sorted(logprob, key=logprob.__getitem__, reverse=True)[: self.most]
+        told = TokenLogprobs(logprob[token], tuple(others), tuple(logprob[each] for each in others))
+        async for delta in super().stream(prompt, params, **more):
+            yield replace(delta, tokens=(token,), logprobs=(told,)) if delta.tokens else delta
+
+
+class Spelled(FakeText):
+    """Spells each answer with one token."""
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [ord(text[0])] if text in ("yes", "no") else super().encode(text, **options)
+
+
+JUDGES = Pooling(refused="it ranks", judges=True)
+
+
+def reranker() -> Reranker:
+    return Reranker(pooling=JUDGES, text=Spelled(), words=("yes",), info=engine_info(max_model_len=4096))
+
+
+@pytest.mark.parametrize("most", [2, 1, 0])
+@pytest.mark.parametrize("client", [reranker], indirect=True)
+async def test_a_reranker_scores_by_its_answers_yes_and_no(http: Http, client: Any, most: int) -> None:
+    client.most = most
+    async with http() as api:
+        documents = ["wet wet", "dry", "wet"]
+        ranked = (await api.post("/v2/rerank", json={"query": "rain", "documents": documents})).json()
+        scores = await api.post("/score", json={"text_1": "rain", "text_2": "dry", "instruction": "Be strict"})
+        refused = await api.post("/pooling", json={"input": "rain"})
+    assert [each["index"] for each in ranked["results"]] == [1, 2, 0]
+    expected = [1 / (1 + math.exp(wet - 1)) for wet in (0, 1, 2)]
+    assert [each["relevance_score"] for each in ranked["results"]] == pytest.approx(expected)
+    assert scores.json()["data"][0]["score"] == pytest.approx(expected[0])
+    prompts = ["".join(map(chr, asked.prompt)) for asked in client.asked]
+    assert "<Instruct>: Be strict\n<Query>: rain\n<Document>: dry" in prompts[-1]
+    assert "<Instruct>: Given a web search query" in prompts[0] and "<enable_thinking=False>" in prompts[0]
+    counted = {prompt: len(prompt) for prompt in prompts if "Given a web" in prompt}
+    assert ranked["usage"]["prompt_tokens"] == sum(counted.values())
+    assert "it ranks" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "client", [lambda: Reranker(pooling=JUDGES, info=engine_info(max_model_len=4096))], indirect=True
+)
+async def test_a_model_that_spells_its_answers_with_several_tokens_cannot_rank(http: Http) -> None:
+    async with http() as api:
+        response = await api.post("/rerank", json={"query": "rain", "documents": ["wet"]})
+    assert response.status_code == 400 and "spells 'no' with 2 tokens" in response.json()["error"]["message"]
+
+
+async def test_an_instruction_for_a_model_without_one_is_refused(http: Http) -> None:
+    async with http() as api:
+        response = await api.post("/rerank", json={"query": "north", "documents": ["east"], "instruction": "x"})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "instruction"
+
+
+@pytest.mark.parametrize(("x", "y"), [(0.0, 0.5), (-1000.0, 0.0), (1000.0, 1.0), (1.0, 0.7310585786300049)])
+def test_a_sigmoid_lies_between_0_and_1_for_any_number(x: float, y: float) -> None:
+    assert sigmoid(x) == pytest.approx(y)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 
-Convert = Literal["auto", "none", "embed"]
+Convert = Literal["auto", "none", "embed", "rerank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class Pooling:
     """Whether the embedding is scaled to length 1."""
     refused: str = ""
     """The reason why the model gives no embeddings; empty if it does."""
+    judges: bool = False
+    """Whether the model is a causal reranker, whose answer is yes or no."""
 
 
 NONE = Pooling(
@@ -29,9 +31,14 @@ NONE = Pooling(
 
 
 def find_pooling(directory: Path, convert: Convert = "auto") -> Pooling:
-    """The pooling of a checkpoint. `convert` "embed" takes the last token's state of any model. Raises ValueError."""
+    """The pooling of a checkpoint. `convert` "embed" takes the last token's state of any model.
+
+    "rerank" ranks documents by the model's answers yes and no. Raises ValueError.
+    """
     if convert == "none":
         return Pooling(refused="this server gives no embeddings (--convert none)")
+    if convert == "rerank":
+        return Pooling(refused="this model ranks, and gives no embeddings (--convert rerank)", judges=True)
     path = directory / "modules.json"
     if not path.is_file():
         return Pooling() if convert == "embed" else NONE

@@ -123,7 +123,7 @@ def metrics_by_rate(
         mark_limit(axes, palette, limits.get(name), vertical=False)
         mark_limit(axes, palette, capacity, vertical=True, quiet=True)
         label_logarithmic(axes)
-        heading(axes, palette, title, f"{unit}, over requests a second")
+        heading(axes, palette, title, f"{unit}, by rate")
     return figure
 
 

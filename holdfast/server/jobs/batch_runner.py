@@ -28,6 +28,7 @@ from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable, Found
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import Files, pauses, persist
 from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_id_of, split
+from holdfast.server.jobs.results import form_of
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import (
     ENGINE_ENDED,
@@ -40,8 +41,10 @@ from holdfast.server.jobs.values import (
     StoredFile,
     Usage,
 )
+from holdfast.server.messages.protocol import MessagesChat
+from holdfast.server.messages.replies import MessageShape
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, invalid
-from holdfast.server.replies import ChatShape, RequestUsage, Shape, TextShape, encode
+from holdfast.server.replies import ChatShape, Reply, RequestUsage, Shape, TextShape, encode
 from holdfast.server.service import REPLICA_LOST, Answer, Service, internal
 
 T = TypeVar("T")
@@ -300,6 +303,9 @@ class BatchRunner:
             fault = LineFault(code=ENGINE_ENDED, message=attempt.reason("batch"))
             await self._change(running, "failed", faults=[fault])
             return
+        if not form_of(batch.endpoint).checked:
+            await self._change(running, "in_progress")
+            return
         await self._starts.note(batch.id, WHOLE)
         limit, choices = self._service.config.max_body_bytes, self._service.config.max_choices
         since = time.perf_counter()
@@ -370,7 +376,7 @@ class BatchRunner:
             file, count = await persist(partial(self._write_output, batch, completed))
             if file is not None:
                 made[completed] = file
-            if not completed:
+            if not completed and form_of(batch.endpoint).checked:
                 late = count - batch.failed
         output, errors = (made[each].id if each in made else None for each in (True, False))
         await self._change(
@@ -392,30 +398,28 @@ class BatchRunner:
                 count += len(answers)
                 texts = b"".join(text + b"\n" for _, text in answers)
                 await self._in_reader(partial(file.write, texts))
-            if not completed and batch.ending == "expired":
+            if not completed and batch.ending in form_of(batch.endpoint).told:
                 answered = await self._store.read(lambda store: _table(store).answered(batch.id))
-                count += await self._in_reader(lambda: self._write_expired(batch, answered, file))
+                count += await self._in_reader(lambda: self._write_unanswered(batch, answered, file))
             if not count:
                 return None, 0
             size = await self._in_reader(lambda: self._files.settle(file, id))
         now = self._now()
         return StoredFile(
-            id=id, tenant=batch.tenant, purpose="batch_output", name=name, bytes=size, created=now,
+            id=id, tenant=batch.tenant, purpose=form_of(batch.endpoint).purpose, name=name, bytes=size, created=now,
             expires=now + batch.output_seconds,
         ), count  # fmt: skip
 
-    def _write_expired(self, batch: Batch, answered: set[int], output: IO[bytes]) -> int:
-        """Write an error for each unanswered line. Returns the number of these lines."""
-        reason = "the completion window ended before this line was answered"
-        count = 0
+    def _write_unanswered(self, batch: Batch, answered: set[int], output: IO[bytes]) -> int:
+        """Write the result of each line that the end of the batch left unanswered. Returns the number of results."""
+        form, count = form_of(batch.endpoint), 0
         if batch.total:
             with open_file(self._files.path(batch.input_file)) as file:
                 for number, text in split(file):
                     if number not in answered:
                         count += 1
-                        error = {"code": "batch_expired", "message": reason}
-                        custom_id = custom_id_of(text)
-                        output.write(encode(output_line(batch.id, number, custom_id, None, error)) + b"\n")
+                        result = form.unanswered(result_id(batch.id, number), custom_id_of(text), batch.ending)
+                        output.write(encode(result) + b"\n")
         return count
 
     async def _change(
@@ -430,7 +434,12 @@ class BatchRunner:
                 return _table(store).change(running.batch.id, fields, made or ())
 
             running.batch = await persist(lambda: self._store.run(store))
-        self._feed.publish(running.batch.tenant, updated(running.batch))
+        self.publish(running.batch, updated(running.batch))
+
+    def publish(self, batch: Batch, event: dict[str, Any]) -> None:
+        """Send an event of a batch to the listeners of its tenant, if batches of its form are announced."""
+        if form_of(batch.endpoint).announced:
+            self._feed.publish(batch.tenant, event)
 
     async def _in_reader(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, work, *arguments)
@@ -485,8 +494,8 @@ class BatchRunner:
     async def _answer(self, running: RunningBatch, line: Line) -> None:
         """Answer one line, with retries, and queue the answer for storing."""
         await self._starts.note(running.batch.id, line.number)
-        status, body, usage = await self._ask(running, line)
-        self._take(running, line.number, line.custom_id, status, body, usage)
+        answer, usage = await self._ask(running, line)
+        self._take(running, line.number, line.custom_id, answer, usage)
 
     def _ended(self, running: RunningBatch, line: Line, task: asyncio.Task[None]) -> None:
         """Remove an ended line from `in_flight`. A line that was cancelled early never began."""
@@ -509,7 +518,7 @@ class BatchRunner:
         """Answer a line that this server refuses, because it was checked by a server with other limits."""
         fault = line.fault
         error = ApiError(fault.message, param=fault.param, code=fault.code)
-        self._take(running, fault.line or 0, line.custom_id, error.status, error.body(), Usage())
+        self._take(running, fault.line or 0, line.custom_id, error)
         self._clear(running, fault.line or 0)
 
     def _give_up(self, running: RunningBatch, line: Line, attempt: Attempt) -> None:
@@ -517,22 +526,24 @@ class BatchRunner:
         reason = attempt.reason("line")
         log.error("line %d of batch %s is given up: %s", line.number, running.batch.id, reason)
         error = ApiError(reason, status=500, code=ENGINE_ENDED)
-        self._take(running, line.number, line.custom_id, error.status, error.body(), Usage())
+        self._take(running, line.number, line.custom_id, error)
         self._clear(running, line.number)
 
     def _take(
-        self, running: RunningBatch, number: int, custom_id: str, status: int, body: dict[str, Any], usage: Usage
+        self, running: RunningBatch, number: int, custom_id: str, answer: Reply | ApiError, usage: Usage | None = None
     ) -> None:
-        """Queue an answer for storing."""
-        id = running.batch.id
-        response = {"status_code": status, "request_id": f"{id}/{number}", "body": body}
-        text = encode(output_line(id, number, custom_id, response, None))
-        running.answers.append(AnsweredLine(batch=id, number=number, completed=status == 200, text=text, usage=usage))
+        """Queue an answer for storing, or the error in its place."""
+        id, form, failed = running.batch.id, form_of(running.batch.endpoint), isinstance(answer, ApiError)
+        given = result_id(id, number), custom_id, f"{id}/{number}"
+        result = form.refused(*given, answer) if isinstance(answer, ApiError) else form.answered(*given, answer)
+        running.answers.append(
+            AnsweredLine(batch=id, number=number, completed=not failed, text=encode(result), usage=usage or Usage())
+        )
         self._unstored += 1
         self._answered.set()
 
-    async def _ask(self, running: RunningBatch, line: Line) -> tuple[int, dict[str, Any], Usage]:
-        """Return the status, body and token counts of a line's answer. Retries while the server is full."""
+    async def _ask(self, running: RunningBatch, line: Line) -> tuple[Reply | ApiError, Usage]:
+        """Return the body and token counts of a line's answer, or its error. Retries while the server is full."""
         waits = pauses()
         while True:
             try:
@@ -540,18 +551,17 @@ class BatchRunner:
                 counts = Usage(
                     prompt=usage.prompt_tokens, cached=usage.cached_tokens, completion=usage.completion_tokens
                 )
-                return 200, body, counts
+                return body, counts
             except ApiError as error:
                 if error.status not in (429, 503) or error.code == REPLICA_LOST:
-                    return error.status, error.body(), Usage()
+                    return error, Usage()
             except Exception as error:
-                refusal = internal(error)
-                return refusal.status, refusal.body(), Usage()
+                return internal(error), Usage()
             if self._service.client.dead.is_set():  # `close` records the lines in flight.
                 await asyncio.Event().wait()
             await asyncio.sleep(next(waits))
 
-    async def _generate(self, running: RunningBatch, line: Line) -> tuple[dict[str, Any], RequestUsage]:
+    async def _generate(self, running: RunningBatch, line: Line) -> tuple[Reply, RequestUsage]:
         batch, wanted = running.batch, line.wanted
         name, tenant = f"{batch.id}/{line.number}", batch.tenant
         if isinstance(wanted, ResponseRequest):
@@ -560,6 +570,8 @@ class BatchRunner:
         assert isinstance(wanted, ChatRequest | CompletionRequest)
         answer = running.asked[line.number] = self._service.answer(wanted, tenant, self._lane, name, batch.id)
         kind: type[Shape] = ChatShape if isinstance(wanted, ChatRequest) else TextShape
+        if isinstance(wanted, MessagesChat):
+            kind = MessageShape
         return await answer.whole(answer.shape(kind, wanted.request_id or "")), answer.usage
 
     async def _store_answers(self) -> None:
@@ -591,8 +603,8 @@ class BatchRunner:
         for each in new:
             self._counted[each.completed].inc()
             self._charge(batch, each.usage)
-            self._feed.publish(batch.tenant, answered_line(each))
-        self._feed.publish(batch.tenant, updated(batch))
+            self.publish(batch, answered_line(each))
+        self.publish(batch, updated(batch))
         self._wake.set()
         running.changed.set()
 
@@ -603,12 +615,9 @@ def log_failure(task: asyncio.Task[None]) -> None:
         log.error("running batches failed", exc_info=task.exception())
 
 
-def output_line(
-    batch: str, number: int, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
-) -> dict[str, Any]:
-    """Return a line of an output file."""
-    id = f"batch_req_{batch.removeprefix('batch_')}_{number}"
-    return {"id": id, "custom_id": custom_id, "response": response, "error": error}
+def result_id(batch: str, number: int) -> str:
+    """Return the id of a line of an output file."""
+    return f"batch_req_{batch.removeprefix('batch_')}_{number}"
 
 
 def updated(batch: Batch) -> dict[str, Any]:

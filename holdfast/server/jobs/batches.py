@@ -8,16 +8,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from holdfast.server.conversations.protocol import event_bytes
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.store import Store, not_found
 from holdfast.server.jobs.batch_runner import REST_SECONDS, BatchRunner, Charge, charge_nobody, updated
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import DAYS_30, Files, check_expiry
 from holdfast.server.jobs.lines import REQUESTS
 from holdfast.server.jobs.locks import Owner
+from holdfast.server.jobs.results import BATCH, form_of
 from holdfast.server.jobs.tables import BatchTable, TooMany, WrongPurpose
 from holdfast.server.jobs.values import Batch, Ending
 from holdfast.server.protocol import ApiError, Metadata, RequestBody, invalid
@@ -117,15 +119,20 @@ class Batches:
         metadata: dict[str, str] | None = None,
         output_seconds: float = DAYS_30,
         key: str = "",
+        total: int = 0,
+        purpose: str = "batch",
     ) -> Batch:
-        """Create a batch that expires after `seconds`, or never if that is None. Raises ApiError."""
+        """Create a batch that expires after `seconds`, or never if that is None. Raises ApiError.
+
+        `total` is the number of lines, if it is known. `purpose` is that of the input file.
+        """
         if self._closed:
             reason = "the server is shutting down and takes no new batches; try another one"
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
         self._warn_of_order()
         now = self._now()
         batch = Batch(
-            id=f"batch_{uuid.uuid4().hex}",
+            id=f"{form_of(endpoint).prefix}{uuid.uuid4().hex}",
             tenant=tenant,
             endpoint=endpoint,
             input_file=input_file,
@@ -135,11 +142,12 @@ class Batches:
             output_seconds=output_seconds,
             key=key,
             metadata=metadata,
+            total=total,
         )
 
         def add(store: Store) -> None:
             limits = {"limit": MOST_OPEN, "tenant_limit": self._tenant_limit}
-            BatchTable(store.database).add(batch, self.owner.id, purpose="batch", **limits)
+            BatchTable(store.database).add(batch, self.owner.id, purpose=purpose, **limits)
 
         try:
             await self._store.run(add, "input_file_id")
@@ -149,23 +157,41 @@ class Batches:
             raise ApiError(str(error), status=429, code="too_many_batches", retry_after=60) from None
         await self.start()
         self.runner.begin(batch)
-        self.feed.publish(tenant, updated(batch))
+        self.runner.publish(batch, updated(batch))
         return batch
 
-    async def retrieve(self, tenant: str, id: str) -> Batch:
-        """Return a batch in its current state. Raises ApiError 404."""
+    async def retrieve(self, tenant: str, id: str, prefix: str = BATCH) -> Batch:
+        """Return a batch in its current state. Raises ApiError 404, also for an id with another prefix."""
+        check_prefix(id, prefix)
         return await self._store.read(lambda store: BatchTable(store.database).get(tenant, id))
 
-    async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[Batch], bool]:
-        """Return a page of a tenant's batches, the newest first, and whether there are more. Raises ApiError 404."""
-        return await self._store.read(lambda store: BatchTable(store.database).page(tenant, limit=limit, after=after))
+    async def page(
+        self, tenant: str, *, limit: int, after: str | None, before: str | None = None, prefix: str = BATCH
+    ) -> tuple[list[Batch], bool]:
+        """Return a page of a tenant's batches, the newest first, and whether there are more. Raises ApiError 404.
 
-    async def cancel(self, tenant: str, id: str) -> Batch:
+        With `before`, the page ends before that batch, and there may be more that are newer.
+        """
+
+        def read(store: Store) -> tuple[list[Batch], bool]:
+            return BatchTable(store.database).page(tenant, limit=limit, after=after, before=before, prefix=prefix)
+
+        return await self._store.read(read)
+
+    async def delete(self, tenant: str, id: str, prefix: str) -> None:
+        """Delete a batch that has ended, and its files. Raises ApiError: 404, or 409 if it has not ended."""
+        if (await self.retrieve(tenant, id, prefix)).ended:
+            await self._forget_answers()  # Without its batch, an answer would stay.
+        for file in await self._store.run(lambda store: BatchTable(store.database).delete(tenant, id)):
+            await self.files.on_disk(partial(self.files.path(file).unlink, missing_ok=True))
+
+    async def cancel(self, tenant: str, id: str, prefix: str = BATCH) -> Batch:
         """Stop a batch. Finished answers go to its output file. Raises ApiError: 404, or 409 if it has ended."""
+        check_prefix(id, prefix)
         now = self._now()
         batch = await self._store.run(lambda store: BatchTable(store.database).ask_cancel(tenant, id, now))
         self.runner.stop(id, "cancelled")
-        self.feed.publish(tenant, updated(batch))
+        self.runner.publish(batch, updated(batch))
         return batch
 
     async def events(self, tenant: str) -> AsyncGenerator[bytes, None]:
@@ -175,7 +201,7 @@ class Batches:
         """
         async with aclosing(self.feed.listen(tenant)) as feed:
             yield await anext(feed)
-            for batch in await self._store.read(lambda store: BatchTable(store.database).open_of(tenant)):
+            for batch in await self._store.read(lambda store: BatchTable(store.database).open_of(tenant, BATCH)):
                 yield event_bytes(updated(batch))
             async for data in feed:
                 yield data
@@ -245,6 +271,10 @@ class Batches:
         await self.files.clean()
         oldest = self._now() - KEPT_SECONDS
         await self._store.run(lambda store: BatchTable(store.database).drop_old(oldest))
+        await self._forget_answers()
+
+    async def _forget_answers(self) -> None:
+        """Delete the answers of all batches that have ended. Their files have them."""
         while await self._store.run(lambda store: BatchTable(store.database).forget_answers()):
             await asyncio.sleep(REST_SECONDS)
 
@@ -256,3 +286,9 @@ class Batches:
             log.warning(
                 "with --order %s lines of batches do not wait for other requests; priority and deadline do", order
             )
+
+
+def check_prefix(id: str, prefix: str) -> None:
+    """Raises ApiError 404 for the id of a batch of another API."""
+    if not id.startswith(prefix):
+        raise not_found("batch", id)

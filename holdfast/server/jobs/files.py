@@ -136,6 +136,21 @@ class Files:
             await self.on_disk(lambda: shutil.copyfileobj(source, file))
             return await self._keep(file, tenant, purpose, base_name(name), None)
 
+    async def keep(self, tenant: str, purpose: str, name: str, data: bytes, seconds: float) -> StoredFile:
+        """Store bytes as the tenant's for this number of seconds, within the limits of uploads. Raises ApiError."""
+        self._uploading[tenant] += len(data)
+        try:
+            self._check_space(tenant, *await self._held(tenant))
+            with self.new() as file:
+                await self.on_disk(partial(file.write, data))
+                return await self._keep(file, tenant, purpose, name, seconds)
+        except OSError as error:
+            raise unavailable(error) from None
+        finally:
+            self._uploading[tenant] -= len(data)
+            if not self._uploading[tenant]:
+                del self._uploading[tenant]
+
     async def get(self, tenant: str, id: str) -> StoredFile:
         """Return a file. Raises ApiError 404."""
         return await self.store.read(lambda store: FileTable(store.database).get(tenant, id, self.now()))

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.jobs.values import LineFault
+from holdfast.server.messages.protocol import MessagesChat, MessagesRequest
 from holdfast.server.protocol import (
     ApiError,
     ChatRequest,
@@ -118,6 +119,8 @@ def read_line(number: int, text: bytes, endpoint: str) -> Line:
     """Parse a line as a request. Raises BadLine."""
     try:
         fields = read_object(text, "the line")
+        if endpoint == MessagesChat.route:
+            return Line(number, fields["custom_id"], _read_message(fields["params"]))
         for name in fields:
             if name not in FIELDS:
                 reason = f"unknown field: {name[:64]}; a line has {', '.join(FIELDS)}"
@@ -139,9 +142,24 @@ def read_line(number: int, text: bytes, endpoint: str) -> Line:
         ) from None
 
 
+def _read_message(params: Any) -> MessagesChat:
+    """Parse a request of a message batch. Raises ApiError."""
+    if not isinstance(params, dict):
+        raise invalid("params must be a JSON object", "params")
+    wanted = typed(params, MessagesRequest).to_answer()
+    _check_request(wanted)
+    return wanted
+
+
 def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequest:
     """Parse the request of a line. Raises ApiError for a fault, or for a request that a batch does not support."""
     wanted = typed(body, shape)
+    _check_request(wanted)
+    return wanted
+
+
+def _check_request(wanted: SampledRequest) -> None:
+    """Raises ApiError for a request that a batch does not support, or that is wrong beyond its types."""
     if not wanted.model:
         raise invalid("model is missing", "model", "missing_required_parameter")
     if wanted.stream:
@@ -166,7 +184,6 @@ def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequ
                 reason = "lines run in any order, so none can append to a conversation; use previous_response_id"
                 raise invalid(reason, "conversation")
     _ = wanted.most_tokens  # Raises ApiError if its two names contradict each other.
-    return wanted
 
 
 def check(file: IO[bytes], endpoint: str, limit: int, allow: Callable[[Line], None]) -> tuple[int, list[LineFault]]:

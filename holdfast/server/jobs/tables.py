@@ -33,6 +33,7 @@ from sqlalchemy import (
 from holdfast.server.conversations.database import NAME, Database, MigrationStep, tables
 from holdfast.server.conversations.values import Conflict, NotFound
 from holdfast.server.jobs.attempt_table import Found, attempts, cut_off, forget
+from holdfast.server.jobs.results import MESSAGE_PURPOSE
 from holdfast.server.jobs.values import AnsweredLine, Batch, JobEvent, StoredFile, TuningJob, Wanted
 from holdfast.server.replies import encode
 
@@ -184,7 +185,7 @@ class FileTable:
     ) -> tuple[list[StoredFile], bool]:
         """Return up to `limit` files after the file `after`, and whether there are more."""
         with self._database.read() as db:
-            wanted = select(files).where(files.c.tenant == tenant, _alive(now))
+            wanted = select(files).where(files.c.tenant == tenant, files.c.purpose != MESSAGE_PURPOSE, _alive(now))
             if purpose is not None:
                 wanted = wanted.where(files.c.purpose == purpose)
             known = None if after is None else _file(db, tenant, after, now, "after")
@@ -235,18 +236,32 @@ class _OwnedTable(Generic[Work]):
             return self._shown(_row(db, self.table, id, tenant))
 
     def page(
-        self, tenant: str, *, limit: int, after: str | None, metadata: Mapping[str, str] | None = None
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None,
+        before: str | None = None,
+        prefix: str = "",
+        metadata: Mapping[str, str] | None = None,
     ) -> tuple[list[Work], bool]:
         """Return up to `limit` pieces of work after `after`, the newest first, and whether there are more.
 
-        Only work that has all of `metadata` is returned.
+        Only work that has all of `metadata`, and whose id begins with `prefix`, is returned. With `before`, the page
+        is the one that ends before it.
         """
         with self._database.read() as db:
-            known = None if after is None else _row(db, self.table, after, tenant, "after")
+            param, at = ("after", after) if before is None else ("before", before)
+            known = None if at is None else _row(db, self.table, at, tenant, param)
             place = None if known is None else (known.created, known.id)
+            own = select(self.table).where(self.table.c.tenant == tenant)
+            if prefix:
+                own = own.where(self.table.c.id.startswith(prefix, autoescape=True))
+            if before is not None:
+                rows = _page(db, own, self.table, limit, False, place)
+                return [self._shown(row) for row in reversed(rows[:limit])], len(rows) > limit
             found: list[Work] = []
             while True:
-                own = select(self.table).where(self.table.c.tenant == tenant)
                 rows = _page(db, own, self.table, limit, True, place)
                 for work in map(self._shown, rows):
                     if (metadata or {}).items() <= dict(work.metadata or {}).items():
@@ -307,10 +322,22 @@ class BatchTable(_OwnedTable[Batch]):
             }  # fmt: skip
             db.execute(insert(batches).values(row))
 
-    def open_of(self, tenant: str) -> list[Batch]:
-        """Return the tenant's batches that have not ended, the oldest first."""
+    def delete(self, tenant: str, id: str) -> list[str]:
+        """Delete a batch with its files. Returns their ids. Raises Conflict if it has not ended."""
+        with self._database.write() as db:
+            batch = self._shown(_row(db, batches, id, tenant))
+            if not batch.ended:
+                raise Conflict(f"the batch is {batch.status}; only one that has ended can be deleted")
+            own = [each for each in (batch.input_file, batch.output_file, batch.error_file) if each is not None]
+            db.execute(delete(batches).where(batches.c.id == id))
+            db.execute(delete(files).where(files.c.id.in_(own)))
+            return own
+
+    def open_of(self, tenant: str, prefix: str) -> list[Batch]:
+        """Return the tenant's batches that have not ended and whose id begins with `prefix`, the oldest first."""
         with self._database.read() as db:
             own = select(batches).where(batches.c.tenant == tenant, batches.c.open)
+            own = own.where(batches.c.id.startswith(prefix, autoescape=True))
             return [self._shown(row) for row in db.execute(own.order_by(batches.c.created, batches.c.id))]
 
     def ask_cancel(self, tenant: str, id: str, now: float) -> Batch:

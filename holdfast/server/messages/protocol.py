@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -13,6 +15,7 @@ from holdfast.server.pauses import cache_ttl
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
+    ApiError,
     ChatRequest,
     ContractTime,
     Count,
@@ -38,14 +41,21 @@ BLOCK_FIELDS = {
     "tool_result": ("tool_use_id", "content", "is_error", "toolset_name"),
     "thinking": ("thinking", "signature"),
     "redacted_thinking": ("data",),
+    "document": ("source", "title", "context", "citations"),
 }
 """Fields of each block type, besides `type` and `cache_control`."""
 ROLES = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "document", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
 """Block types that messages of each role may have."""
+SOURCE_FIELDS = {
+    "text": ("media_type", "data"),
+    "base64": ("media_type", "data"),
+    "content": ("content",),
+}
+"""Fields of each source of a document, besides `type`."""
 
 
 class Thinking(Struct, kw_only=True, frozen=True):
@@ -59,14 +69,22 @@ class MessagesChat(ChatRequest, kw_only=True, frozen=True, forbid_unknown_fields
 
     route = "/v1/messages"
 
+    most: Count | None = None
+    """Maximum number of tokens of the answer; None only where no answer is wanted."""
+
+    @property
+    def fitting_tokens(self) -> int | None:
+        return self.most
+
 
 class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/messages/count_tokens."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"compaction": (), "container": (), "mcp_servers": ([],)}
+    # A fallback model answers where the first one refuses, and no model here does.
     harmless: ClassVar[tuple[str, ...]] = (
-        "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
-        "service_tier", "speed", "user_profile_id", "workspace_id",
+        "betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token",
+        "fallbacks", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id",
     )  # fmt: skip
 
     model: str = ""
@@ -85,9 +103,11 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
         options = dict(self.chat_template_kwargs)
         if self.thinking is not None:
             options = {"enable_thinking": self.thinking.type != "disabled"} | options
+        messages = read_messages(self.system, self.messages)
         return MessagesChat(
             model=self.model,
-            messages=read_messages(self.system, self.messages),
+            messages=messages,
+            continue_final_message=messages[-1]["role"] == "assistant",
             tools=[_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)],
             tool_choice=_read_choice(choice),
             parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
@@ -102,6 +122,8 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     max_tokens: Count
     """Maximum number of tokens of the answer. The answer ends earlier if the context is full."""
+    thread: dict[str, Any] | None = None
+    """Conversation that the server should hold. Refused, so that the client sends the whole conversation instead."""
     stream: bool = False
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -124,7 +146,10 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     def to_answer(self) -> MessagesChat:
         """Return the chat to answer. Raises ApiError."""
+        if self.thread is not None:
+            raise _no_threads(self.thread)
         return self.chat(
+            most=self.max_tokens,
             stream=self.stream,
             stop=self.stop_sequences,
             temperature=self.temperature,
@@ -151,7 +176,10 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
 
 
 def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -> Blocks:
-    """Convert messages to chat completions' form, in which each tool result is a message. Raises ApiError."""
+    """Convert messages to chat completions' form, in which each tool result is a message. Raises ApiError.
+
+    If the last one is the assistant's, the client has begun the answer.
+    """
     check_parts(messages, "messages")
     read: Blocks = []
     texts = [system] if isinstance(system, str) else [_text(block, f"system[{at}]") for at, block in enumerate(system)]
@@ -159,10 +187,9 @@ def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -
         read.append({"role": "system", "content": "\n".join(texts)})
     for index, message in enumerate(messages):
         read += _read_message(message, f"messages[{index}]")
-    if read[-1]["role"] == "assistant":
-        name = f"messages[{len(messages) - 1}]"
-        reason = f"{name} is the assistant's: answers that are begun by the client are not supported; end with a user's"
-        raise invalid(reason, name, "unsupported_parameter")
+    last, name = read[-1], f"messages[{len(messages) - 1}]"
+    if last.get("tool_calls"):
+        raise invalid(f"{name} has calls, and their results must follow", name)
     return read
 
 
@@ -182,6 +209,8 @@ def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
         match _kind(block, path, ROLES[role]):
             case "text":
                 texts.append(_string(block, "text", path))
+            case "document":
+                texts.append(_document(block, path))
             case "thinking":
                 thoughts.append(_string(block, "thinking", path))
             case "tool_use":
@@ -205,15 +234,74 @@ def _result(block: Mapping[str, Any], path: str) -> str:
     """Return the text of a tool result. Raises ApiError."""
     content = block.get("content")
     if isinstance(content, list):
-        return "\n".join(_text(each, f"{path}.content[{index}]") for index, each in enumerate(content))
+        return "\n".join(_shown_result(each, f"{path}.content[{index}]") for index, each in enumerate(content))
     if not isinstance(content, str | None):
         raise invalid(f"{path}.content must be a string or a list of blocks", f"{path}.content")
     return content or ""
 
 
+def _shown_result(block: Any, path: str) -> str:
+    """Return the text of a block within a tool result. Raises ApiError."""
+    kind = _kind(block, path, ("text", "document"))
+    return _string(block, "text", path) if kind == "text" else _document(block, path)
+
+
 def _text(block: Any, path: str) -> str:
     _kind(block, path, ("text",))
     return _string(block, "text", path)
+
+
+def _document(block: Mapping[str, Any], path: str) -> str:
+    """Return a document as the model reads it: its title, context and text, each marked. Raises ApiError."""
+    citations = block.get("citations")
+    if citations is not None and not (isinstance(citations, Mapping) and citations.get("enabled") in (None, False)):
+        param = f"{path}.citations"
+        raise invalid(f"{param} are not supported; leave them out, or disable them", param, "unsupported_parameter")
+    lines = ["<document>"]
+    for name in ("title", "context"):
+        if block.get(name):
+            lines.append(f"<{name}>{_string(block, name, path)}</{name}>")
+    text = _document_text(block.get("source"), f"{path}.source")
+    return "\n".join([*lines, "<document_content>", text, "</document_content>", "</document>"])
+
+
+def _document_text(source: Any, path: str) -> str:
+    """Return the text of a document's source. Raises ApiError, which names a source that has no text."""
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    media = source.get("media_type") if isinstance(source, Mapping) else None
+    if kind in ("text", "base64") and media != "text/plain":
+        what = "; PDF documents are not read here" if media == "application/pdf" else ""
+        reason = f'{path}.media_type is {shown(media)}; it must be "text/plain"{what}; send the text itself'
+        raise invalid(reason, f"{path}.media_type", "unsupported_content")
+    if not isinstance(kind, str) or kind not in SOURCE_FIELDS:
+        reason = f"{path}.type is {shown(kind)}; supported: {', '.join(SOURCE_FIELDS)}"
+        raise invalid(reason, f"{path}.type", "unsupported_content")
+    refuse_extra(source, ("type", *SOURCE_FIELDS[kind]), path)
+    if kind == "content":
+        content = source.get("content")
+        if isinstance(content, list):
+            return "\n".join(_text(each, f"{path}.content[{index}]") for index, each in enumerate(content))
+        return _string(source, "content", path)
+    data = _string(source, "data", path)
+    if kind == "text":
+        return data
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, ValueError):  # A UnicodeDecodeError is a ValueError.
+        raise invalid(f"{path}.data must be UTF-8 text in base64", f"{path}.data") from None
+
+
+def _no_threads(thread: Mapping[str, Any]) -> ApiError:
+    """Return the error that makes Anthropic's clients send whole conversations, as they do to any other server."""
+    found = thread.get("type") != "continue"
+    code = "thread_unsupported_request" if found else "thread_not_found"
+    return ApiError(
+        "thread is not supported: this server holds no threads; send the whole conversation, whose prefix is cached",
+        status=400 if found else 404,
+        param="thread",
+        code="unsupported_parameter",
+        details={"details": {"error_code": code, "unsupported": ["thread"]}},
+    )
 
 
 def _kind(block: Any, path: str, kinds: Sequence[str]) -> str:

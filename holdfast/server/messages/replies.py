@@ -10,9 +10,7 @@ import msgspec
 
 from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import Delta
-from holdfast.engine.client.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
-from holdfast.server.formats.registry import Reading
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
@@ -27,10 +25,10 @@ class MessageShape(Shape):
 
     id_prefix, whole_object, chunk_object = "msg_", "message", "message"
 
-    def __init__(self, wanted: MessagesChat, text: Text, reading: Reading, most_tokens: int) -> None:
-        """`most_tokens` is the limit that the client gave, which may exceed the context."""
-        super().__init__(wanted, text, reading)
-        self.most_tokens = most_tokens
+    def __init__(self, wanted: MessagesChat, *given: Any, **head: Any) -> None:
+        super().__init__(wanted, *given, **head)
+        self.most_tokens = wanted.most
+        """Limit that the client gave, which may exceed the context."""
         self.stop: str | None = None
         """Stop sequence that ended the answer; None if none did."""
         self.reason = ""
@@ -86,7 +84,7 @@ class MessageShape(Shape):
     def stop_reason(self, usage: RequestUsage) -> str:
         """Return the reason why the answer ended."""
         if self.reason == FinishReason.LENGTH:
-            short = usage.completion_tokens < self.most_tokens
+            short = self.most_tokens is not None and usage.completion_tokens < self.most_tokens
             return "model_context_window_exceeded" if short else "max_tokens"
         if self.stop is not None:
             return "stop_sequence"

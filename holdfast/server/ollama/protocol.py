@@ -9,8 +9,10 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import MAX_LOGPROBS, MAX_SEED
+from holdfast.server.embeddings import EmbeddingRequest
 from holdfast.server.protocol import (
     MAX_MESSAGES,
+    MAX_PROMPTS,
     MAX_STOPS,
     ChatRequest,
     CompletionRequest,
@@ -176,6 +178,39 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True, frozen=True, forbid_unk
         return typed(
             self.chat_fields(model) | {"messages": [*said, {"role": "user", "content": self.prompt}]}, OllamaPrompt
         )
+
+
+class OllamaEmbedRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /api/embed."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("keep_alive", "options")
+
+    model: str = ""
+    input: str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)] = ""
+    truncate: bool = True
+    """Whether an input that is longer than the context is cut. The end of it is kept."""
+    dimensions: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    """Number of leading values of each vector to keep; 0: all."""
+
+    def converted(self, model: str) -> EmbeddingRequest:
+        """Return the request for embeddings."""
+        kept = -1 if self.truncate else None
+        return EmbeddingRequest(
+            model=model, input=self.input, dimensions=self.dimensions or None, truncate_prompt_tokens=kept
+        )
+
+
+class OllamaEmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /api/embeddings, the older form of /api/embed."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("keep_alive", "options")
+
+    model: str = ""
+    prompt: str = ""
+
+    def converted(self, model: str) -> EmbeddingRequest:
+        """Return the request for embeddings."""
+        return EmbeddingRequest(model=model, input=self.prompt, truncate_prompt_tokens=-1)
 
 
 class OllamaShowRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):

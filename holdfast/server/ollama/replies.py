@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from holdfast.engine.client.client import Delta, Timings
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said
 from holdfast.server.logprobs import records, tokens_with_logprobs
 from holdfast.server.protocol import ApiError
-from holdfast.server.replies import Reply, RequestUsage, Shape, encode
+from holdfast.server.replies import Reply, RequestUsage, Shape, encode, rfc3339
 
 NANO = 1_000_000_000
 
@@ -30,8 +29,7 @@ def error_line(error: ApiError) -> bytes:
 
 def stamp(seconds: float | None = None) -> str:
     """Return a time in Unix seconds, by default now, as Ollama writes it."""
-    when = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    return when.isoformat().replace("+00:00", "Z")
+    return rfc3339(time.time() if seconds is None else seconds)
 
 
 class OllamaShape(Shape):

@@ -49,14 +49,18 @@ METERED = {
     "/v1/responses": "completions",
     "/v1/responses/compact": "completions",
     "/v1/messages": "completions",
+    "/v1/messages/batches": "completions",
     "/v1/batches": "completions",
     "/api/chat": "completions",
     "/api/generate": "completions",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
     "/pooling": "embeddings",
     "/score": "embeddings",
     "/v1/score": "embeddings",
     "/rerank": "embeddings",
     "/v1/rerank": "embeddings",
+    "/v2/rerank": "embeddings",
     "/v1/embeddings": "embeddings",
     "/api/v1/asample": "completions",
 }
@@ -68,6 +72,8 @@ INFERENCE = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer")
 """Paths whose POST requests are limited, but not counted: applications compute no tokens."""
 BYTES_PER_TOKEN = 4
 """Number of bytes of a request's body that are estimated as one prompt token, until the tokens are counted."""
+BATCH_PATHS = ("/v1/batches", "/v1/messages/batches")
+"""Paths whose POST requests create batches."""
 
 
 def secret_of(scope: Scope) -> bytes:
@@ -206,7 +212,12 @@ class Meter:
 
 
 def estimated_tokens(scope: Scope) -> int:
-    """Return the estimated number of a request's prompt tokens, from the declared length of its body."""
+    """Return the estimated number of a request's prompt tokens, from the declared length of its body.
+
+    A batch has none itself, because its lines are counted when they are answered.
+    """
+    if scope["path"] in BATCH_PATHS:
+        return 0
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     return int(declared[:20]) // BYTES_PER_TOKEN if declared.isdigit() else 0
 

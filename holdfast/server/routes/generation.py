@@ -158,9 +158,8 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         wanted = await read_request(request, service, MessagesRequest)
         chat = wanted.to_answer()
         answer = service.answer(chat, tenant_of(request))
-        answer.at_most = wanted.max_tokens
         request.state.usage = answer.usage
-        shape = MessageShape(chat, service.client.text, answer.reading, wanted.max_tokens)
+        shape = answer.shape(MessageShape)
         answer.id = shape.head["id"]
         if not wanted.stream:
             return JSON(await while_connected(request.receive, answer.whole(shape)))

@@ -6,7 +6,7 @@ import asyncio
 import re
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -254,6 +254,12 @@ def page(request: Request, items: list[Item], *, order: str = "desc") -> dict[st
             raise not_found("item", query.after, "after")
         items = items[ids.index(query.after) + 1 :]
     return item_list(items[: query.limit], len(items) > query.limit)
+
+
+def listed(items: Sequence[Mapping[str, Any]], more: bool) -> dict[str, Any]:
+    """Return a page of a list of Anthropic's API."""
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"data": items, "has_more": more, "first_id": first, "last_id": last}
 
 
 class PageQuery(NamedTuple):

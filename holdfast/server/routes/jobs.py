@@ -1,8 +1,10 @@
-"""Routes of OpenAI's Files, Batches and fine-tuning APIs, a stream of batch events, and the adapters of tuning jobs."""
+"""Routes of files, batches, message batches and tuning jobs, with the events of batches and the adapters of jobs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import IO, Any
 from urllib.parse import quote
 
@@ -14,9 +16,21 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import event_bytes, item_list
 from holdfast.server.jobs.batches import Batches, BatchRequest
 from holdfast.server.jobs.files import PIECE, Files
+from holdfast.server.jobs.lines import MAX_LINES
+from holdfast.server.jobs.message_batches import CUSTOM_ID, MessageBatches, shown
 from holdfast.server.jobs.tuning import Tuning, TuningRequest
+from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import parse
-from holdfast.server.routes.http import JSON, described, page_query, read_body, start_stream, tenant_of
+from holdfast.server.routes.http import (
+    JSON,
+    described,
+    listed,
+    page_query,
+    query_integer,
+    read_body,
+    start_stream,
+    tenant_of,
+)  # fmt: skip
 from holdfast.server.service import internal
 
 UPLOAD = "/v1/files"
@@ -30,6 +44,20 @@ FORM = {
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
     },
+}
+MESSAGE_BATCHES = "/v1/messages/batches"
+MESSAGE_BATCH = {
+    "type": "object",
+    "required": ["custom_id", "params"],
+    "properties": {
+        "custom_id": {"type": "string", "pattern": CUSTOM_ID},
+        "params": {"type": "object", "description": "the body of a POST /v1/messages without stream"},
+    },
+}
+BATCHED = {
+    "type": "object",
+    "required": ["requests"],
+    "properties": {"requests": {"type": "array", "minItems": 1, "maxItems": MAX_LINES, "items": MESSAGE_BATCH}},
 }
 TUNING = "/v1/fine_tuning/jobs"
 MOST_EVENTS = 1000
@@ -66,7 +94,7 @@ def add_file_routes(app: FastAPI, files: Files, config: ServerConfig) -> None:
         """The bytes of a file."""
         file, opened = await files.open(tenant_of(request), file_id)
         headers = {"content-disposition": f"attachment; filename*=utf-8''{quote(file.name)}"}
-        return sent(files, opened, file.bytes, headers)
+        return sent(files, [opened], file.bytes, headers)
 
     @app.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
@@ -75,19 +103,32 @@ def add_file_routes(app: FastAPI, files: Files, config: ServerConfig) -> None:
         return {"id": file_id, "object": "file", "deleted": True}
 
 
-def sent(files: Files, opened: IO[bytes], size: int, headers: dict[str, str] | None = None) -> Response:
-    """Return a response that sends an open file of `size` bytes. It closes the file, also if the client disconnects."""
+def sent(
+    files: Files,
+    opened: Sequence[IO[bytes]],
+    size: int,
+    headers: dict[str, str] | None = None,
+    media_type: str = "application/octet-stream",
+) -> Response:
+    """Return a response that sends open files of `size` bytes in all, one after the other.
+
+    It closes the files, also if the client disconnects.
+    """
+    closing = ExitStack()
+    for file in opened:
+        closing.enter_context(file)
 
     async def pieces() -> AsyncGenerator[bytes, None]:
-        with opened:
-            while piece := await files.on_disk(lambda: opened.read(PIECE)):
-                yield piece
+        with closing:
+            for file in opened:
+                while piece := await files.on_disk(partial(file.read, PIECE)):
+                    yield piece
 
     return StreamingResponse(
         pieces(),
-        media_type="application/octet-stream",
+        media_type=media_type,
         headers={"content-length": str(size), "x-content-type-options": "nosniff", **(headers or {})},
-        background=BackgroundTask(opened.close),
+        background=BackgroundTask(closing.close),
     )
 
 
@@ -124,6 +165,59 @@ def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> No
     async def cancel(request: Request, batch_id: str) -> Response:
         """Stop a batch. Finished answers go to its output file."""
         return JSON((await batches.cancel(tenant_of(request), batch_id)).shown())
+
+
+def add_message_batch_routes(app: FastAPI, batches: MessageBatches, config: ServerConfig) -> None:
+    """Add the routes under /v1/messages/batches. Paths and fields are Anthropic's."""
+    one = f"{MESSAGE_BATCHES}/{{batch_id}}"
+
+    def seen(request: Request, batch: Batch) -> dict[str, Any]:
+        return shown(batch, url_of(request, config.root_path))
+
+    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": BATCHED}}}}
+
+    @app.post(MESSAGE_BATCHES, openapi_extra=body)
+    async def create(request: Request) -> Response:
+        """Create a batch of messages. Returns before any of them is answered."""
+        body = await read_body(request, config)
+        return JSON(seen(request, await batches.create(body, tenant_of(request), request.state.key)))
+
+    @app.get(MESSAGE_BATCHES)
+    async def listing(request: Request) -> Response:
+        """List the batches, newest first."""
+        query, limit = request.query_params, query_integer(request, "limit", 1, MOST_EVENTS) or 20
+        after, before = query.get("after_id"), query.get("before_id")
+        found, more = await batches.page(tenant_of(request), limit=limit, after=after, before=before)
+        return JSON(listed([seen(request, batch) for batch in found], more))
+
+    @app.get(one)
+    async def retrieve(request: Request, batch_id: str) -> Response:
+        """The current state of a batch."""
+        return JSON(seen(request, await batches.retrieve(tenant_of(request), batch_id)))
+
+    @app.get(f"{one}/results")
+    async def results(request: Request, batch_id: str) -> Response:
+        """The results of a batch that has ended, a line of JSON for each request."""
+        opened, size = await batches.results(tenant_of(request), batch_id)
+        return sent(batches.files, opened, size, media_type="application/x-jsonl")
+
+    @app.post(f"{one}/cancel")
+    async def cancel(request: Request, batch_id: str) -> Response:
+        """Stop a batch. Messages that are answered already stay in its results."""
+        return JSON(seen(request, await batches.cancel(tenant_of(request), batch_id)))
+
+    @app.delete(one)
+    async def delete(request: Request, batch_id: str) -> dict[str, Any]:
+        """Delete a batch that has ended, with its results."""
+        await batches.delete(tenant_of(request), batch_id)
+        return {"id": batch_id, "type": "message_batch_deleted"}
+
+
+def url_of(request: Request, root_path: str) -> str:
+    """Return the URL of the message batches, as this client reaches them. A proxy says if that is over TLS."""
+    forwarded = request.headers.get("x-forwarded-proto", "")
+    scheme = forwarded if forwarded in ("http", "https") else request.url.scheme
+    return f"{scheme}://{request.url.netloc}{root_path}{MESSAGE_BATCHES}"
 
 
 def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> None:
@@ -169,7 +263,7 @@ def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> Non
     async def adapter(request: Request, job_id: str, name: str) -> Response:
         """A file of the newest adapter in PEFT's format: adapter_config.json or adapter_model.safetensors."""
         opened, size = await tuning.adapter_file(tenant_of(request), job_id, name)
-        return sent(tuning.files, opened, size)
+        return sent(tuning.files, [opened], size)
 
     def add(verb: str) -> None:
         async def ask(request: Request, job_id: str) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -9,29 +10,35 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from holdfast.core.version import __version__
-from holdfast.server.ollama.protocol import LATEST, OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from holdfast.server.ollama.replies import OllamaShape, error_line, line, stamp
-from holdfast.server.protocol import OLLAMA_PATHS
-from holdfast.server.replies import Reply
+from holdfast.server.embeddings import compute, written
+from holdfast.server.ollama.protocol import (
+    LATEST,
+    OllamaChatRequest,
+    OllamaEmbeddingRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)  # fmt: skip
+from holdfast.server.ollama.replies import NANO, OllamaShape, error_line, line, stamp
+from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.routes.generation import failure, read_request
 from holdfast.server.routes.http import JSON, LineStream, described, start_stream, tenant_of, while_connected
 from holdfast.server.service import Answer, Service
 
-CHAT, GENERATE, TAGS, SHOW, VERSION, RUNNING = OLLAMA_PATHS
 NEVER = 253402300799.0
 """Time in Unix seconds at which a served model is unloaded: the end of the year 9999."""
 
 
 def add_ollama_routes(app: FastAPI, service: Service) -> None:
-    """Add POST /api/chat, /api/generate and /api/show, and GET /api/tags, /api/ps and /api/version."""
+    """Add /api/chat, /api/generate, /api/embed, /api/embeddings, /api/show, /api/tags, /api/ps and /api/version."""
     client = service.client
 
-    @app.post(CHAT, openapi_extra=described(OllamaChatRequest))
+    @app.post("/api/chat", openapi_extra=described(OllamaChatRequest))
     async def chat(request: Request) -> Response:
         """One answer to a conversation, as Ollama gives it: a stream of lines unless `stream` is false."""
         return await respond(request, await read_request(request, service, OllamaChatRequest))
 
-    @app.post(GENERATE, openapi_extra=described(OllamaGenerateRequest))
+    @app.post("/api/generate", openapi_extra=described(OllamaGenerateRequest))
     async def generate(request: Request) -> Response:
         """One answer to a prompt, as Ollama gives it."""
         return await respond(request, await read_request(request, service, OllamaGenerateRequest))
@@ -70,19 +77,43 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
             },
         }
 
-    @app.get(TAGS)
+    @app.post("/api/embed", openapi_extra=described(OllamaEmbedRequest))
+    async def embed(request: Request) -> Response:
+        """One vector of length 1 for each input, as Ollama gives it, if the served model is made for embeddings."""
+        began = time.monotonic()
+        given = await read_request(request, service, OllamaEmbedRequest)
+        vectors, usage = await vectors_of(request, given, normalize=True)
+        told = {"total_duration": int((time.monotonic() - began) * NANO), "load_duration": 0}
+        return JSON({"model": given.model, "embeddings": vectors, **told, "prompt_eval_count": usage.prompt_tokens})
+
+    @app.post("/api/embeddings", openapi_extra=described(OllamaEmbeddingRequest))
+    async def embedding(request: Request) -> Response:
+        """The vector of one prompt, as older clients of Ollama ask for it."""
+        given = await read_request(request, service, OllamaEmbeddingRequest)
+        vectors, _ = await vectors_of(request, given, normalize=client.pooling.normalize)
+        return JSON({"embedding": vectors[0]})
+
+    async def vectors_of(
+        request: Request, given: OllamaEmbedRequest | OllamaEmbeddingRequest, *, normalize: bool
+    ) -> tuple[list[Any], RequestUsage]:
+        wanted = given.converted(given.model.removesuffix(LATEST))
+        request.state.usage = usage = RequestUsage()
+        found = await while_connected(request.receive, compute(service, wanted, tenant_of(request), usage))
+        return written(found, wanted, normalize=normalize), usage
+
+    @app.get("/api/tags")
     async def tags(request: Request) -> dict[str, Any]:
         """The served model and the adapters that this key may use."""
         return {"models": [card(name) for name in service.models(tenant_of(request))]}
 
-    @app.get(RUNNING)
+    @app.get("/api/ps")
     async def running(request: Request) -> dict[str, Any]:
         """The models that are loaded. Each stays loaded."""
         more = {"expires_at": stamp(NEVER), "size_vram": client.info.memory.weights}
         more["context_length"] = client.info.max_model_len
         return {"models": [card(name) | more for name in service.models(tenant_of(request))]}
 
-    @app.post(SHOW, openapi_extra=described(OllamaShowRequest))
+    @app.post("/api/show", openapi_extra=described(OllamaShowRequest))
     async def show(request: Request) -> Response:
         """The template, the context and the abilities of a model."""
         given = await read_request(request, service, OllamaShowRequest)
@@ -97,7 +128,7 @@ def add_ollama_routes(app: FastAPI, service: Service) -> None:
         known = {each: card(name)[each] for each in ("details", "modified_at")}
         return JSON({**shown, **known, "model_info": info, "capabilities": capabilities})
 
-    @app.get(VERSION)
+    @app.get("/api/version")
     async def version() -> dict[str, Any]:
         """The version of Holdfast."""
         return {"version": __version__}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from holdfast.server.protocol import OLLAMA_PATHS, is_inference, is_messages
+from holdfast.server.protocol import is_inference, is_messages, is_ollama
 from holdfast.server.routes.repeats import MOST_CHARACTERS
 
 Schema = dict[str, Any]
@@ -88,9 +88,25 @@ SCHEMAS: Mapping[str, Schema] = {
     "Scores": record(id=TEXT, object=one_of("list"), data=many(record(index=COUNT, score={"type": "number"}))),
     "Ranking": record(id=TEXT, model=TEXT, results=many(record(index=COUNT, relevance_score={"type": "number"}))),
     "OllamaAnswer": record(model=TEXT, created_at=TEXT, done=TRUTH),
+    "OllamaVectors": record(model=TEXT, embeddings=many(many({"type": "number"})), prompt_eval_count=COUNT),
+    "OllamaVector": record(embedding=many({"type": "number"})),
     "OllamaModels": record(models=many(record(name=TEXT, model=TEXT, size=COUNT, digest=TEXT))),
     "OllamaModel": record(template=TEXT, capabilities=many(TEXT), model_info=ANYTHING),
     "MessageTokens": record(input_tokens=COUNT),
+    "MessageBatch": record(
+        id=TEXT,
+        type=one_of("message_batch"),
+        processing_status=one_of("in_progress", "canceling", "ended"),
+        request_counts=record(processing=COUNT, succeeded=COUNT, errored=COUNT, canceled=COUNT, expired=COUNT),
+        created_at=TEXT,
+        expires_at=TEXT,
+        ended_at=nullable(TEXT),
+        results_url=nullable(TEXT),
+    ),
+    "MessageBatches": record(
+        data=many(ref("MessageBatch")), has_more=TRUTH, first_id=nullable(TEXT), last_id=nullable(TEXT)
+    ),
+    "DeletedMessageBatch": record(id=TEXT, type=one_of("message_batch_deleted")),
     "Usage": record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     "ChatCompletion": record(
         id=TEXT,
@@ -270,14 +286,23 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/score": Reply("Scores"),
     "POST /rerank": Reply("Ranking"),
     "POST /v1/rerank": Reply("Ranking"),
+    "POST /v2/rerank": Reply("Ranking"),
     "POST /api/chat": Reply("OllamaAnswer"),
     "POST /api/generate": Reply("OllamaAnswer"),
+    "POST /api/embed": Reply("OllamaVectors"),
+    "POST /api/embeddings": Reply("OllamaVector"),
     "GET /api/tags": Reply("OllamaModels"),
     "GET /api/ps": Reply("OllamaModels"),
     "POST /api/show": Reply("OllamaModel"),
     "GET /api/version": Reply("Version"),
     "POST /v1/messages": Reply("Message", "MessageEvent"),
     "POST /v1/messages/count_tokens": Reply("MessageTokens"),
+    "POST /v1/messages/batches": Reply("MessageBatch"),
+    "GET /v1/messages/batches": Reply("MessageBatches"),
+    "GET /v1/messages/batches/{batch_id}": Reply("MessageBatch"),
+    "DELETE /v1/messages/batches/{batch_id}": Reply("DeletedMessageBatch"),
+    "POST /v1/messages/batches/{batch_id}/cancel": Reply("MessageBatch"),
+    "GET /v1/messages/batches/{batch_id}/results": Reply(bytes="application/x-jsonl"),
     "POST /v1/responses": Reply("Response", "ResponseEvent"),
     "POST /v1/responses/input_tokens": Reply("InputTokens"),
     "POST /v1/responses/compact": Reply("Compaction"),
@@ -353,6 +378,11 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/organization/usage/completions": USAGE,
     "GET /v1/organization/usage/embeddings": USAGE,
     "GET /v1/batches": PAGE,
+    "GET /v1/messages/batches": (
+        ("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}, LIMIT[2]),
+        ("after_id", TEXT, AFTER[2]),
+        ("before_id", TEXT, "the id of the first entry of the next page"),
+    ),
     **dict.fromkeys((f"GET {TINKER}/sessions", f"GET {TINKER}/training_runs", f"GET {TINKER}/checkpoints"), OFFSETS),
     f"GET {TUNING}": PAGE,
     f"GET {TUNING}/{{job_id}}/events": (
@@ -398,7 +428,7 @@ def describe(operation: Schema, route: str, path: str) -> None:
 
     FastAPI's own replies are removed, because they describe validation errors that the routes never return.
     """
-    plain = is_inference(path) or path in OLLAMA_PATHS
+    plain = is_inference(path) or is_ollama(path)
     kind = "InferenceError" if plain else "MessageError" if is_messages(path) else "Error"
     error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {

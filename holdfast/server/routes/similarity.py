@@ -1,4 +1,4 @@
-"""Routes of scores, rankings and pooled vectors. Paths and fields are vLLM's; the ranking is also Jina's."""
+"""Routes of scores, rankings and pooled vectors. Paths are vLLM's; the ranking is also Jina's and Cohere's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.server.similarity import PoolingRequest, RerankRequest, ScoreReque
 
 
 def add_similarity_routes(app: FastAPI, service: Service) -> None:
-    """Add POST /pooling, /score, /v1/score, /rerank and /v1/rerank."""
+    """Add POST /pooling, /score, /v1/score, /rerank, /v1/rerank and /v2/rerank."""
 
     @app.post("/pooling", openapi_extra=described(PoolingRequest))
     async def pooling(request: Request) -> Response:
@@ -30,6 +30,7 @@ def add_similarity_routes(app: FastAPI, service: Service) -> None:
         return JSON(await while_connected(request.receive, score(service, wanted, tenant_of(request), usage)))
 
     @app.post("/rerank", openapi_extra=described(RerankRequest))
+    @app.post("/v2/rerank", openapi_extra=described(RerankRequest))
     @app.post("/v1/rerank", openapi_extra=described(RerankRequest))
     async def ranking(request: Request) -> Response:
         """Documents in the order of their similarity to a query."""

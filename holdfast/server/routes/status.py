@@ -11,14 +11,19 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.client.connection import EngineDead
 from holdfast.lm.types import SchedulerStats
+from holdfast.server.conversations.store import not_found
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.readiness import ALIVE, READY, Readiness
 from holdfast.server.replica_metrics import describe
-from holdfast.server.routes.http import JSON, tenant_of
+from holdfast.server.replies import rfc3339
+from holdfast.server.routes.http import JSON, listed, query_integer, tenant_of
 from holdfast.server.routes.operators import is_operator
 from holdfast.server.routes.page import index, wants_page
 from holdfast.server.service import Service, trouble
+
+VERSION = "anthropic-version"
+"""Header that all clients of Anthropic's API send."""
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
@@ -37,17 +42,53 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
             **adapted,
         }
 
+    def model_info(name: str) -> dict[str, Any]:
+        """Return Anthropic's model object."""
+        return {
+            "id": name,
+            "type": "model",
+            "display_name": name,
+            "created_at": rfc3339(service.started_at),
+            "lifecycle": "active",
+            "max_input_tokens": client.info.max_model_len,
+            "max_tokens": client.info.max_model_len,
+        }
+
     @app.get("/v1/models")
     @app.head("/v1/models", include_in_schema=False)
     async def models(request: Request) -> dict[str, Any]:
-        """The served model and its adapters: those for all keys and those of this key."""
+        """The served model and its adapters: those for all keys and those of this key.
+
+        With the header `anthropic-version`, the list has the form of Anthropic's API.
+        """
         tenant = tenant_of(request)
-        return {"object": "list", "data": [card(name, tenant) for name in service.models(tenant)]}
+        names = service.models(tenant)
+        if VERSION in request.headers:
+            return info_page(request, [model_info(name) for name in names])
+        return {"object": "list", "data": [card(name, tenant) for name in names]}
 
     @app.get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> dict[str, Any]:
         """The served model or one of its adapters."""
-        return card(model, tenant_of(request))
+        tenant = tenant_of(request)
+        if VERSION in request.headers:
+            service.check_model(model, tenant)
+            return model_info(model)
+        return card(model, tenant)
+
+
+def info_page(request: Request, infos: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the page of Anthropic's list that `limit`, `after_id` and `before_id` ask for. Raises ApiError."""
+    query, limit = request.query_params, query_integer(request, "limit", 1, 1000) or 20
+    ids = [info["id"] for info in infos]
+    for name in ("after_id", "before_id"):
+        if name in query and query[name] not in ids:
+            raise not_found("model", query[name], name)
+    begin = ids.index(query["after_id"]) + 1 if "after_id" in query else 0
+    end = ids.index(query["before_id"]) if "before_id" in query else len(ids)
+    if "before_id" in query:
+        return listed(infos[max(begin, end - limit) : end], end - limit > begin)
+    return listed(infos[begin : begin + limit], begin + limit < end)
 
 
 def add_root_routes(app: FastAPI, service: Service | None, applications: Applications) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,3 +48,14 @@ def test_a_logarithmic_axis_has_at_least_two_labels(y: list[float], labels: list
         low, high = axis.get_view_interval()
         ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
         assert [label.get_text() for at, label in ticks if low <= at <= high] == labels
+
+
+def test_no_heading_of_a_plot_reaches_into_the_next_one() -> None:
+    figures = ({"request_rate": rate, "output_throughput": 1e4, "p99_itl_ms": 9, "p99_ttft_ms": 9} for rate in (1, 8))
+    runs: Any = [SimpleNamespace(figures=each) for each in figures]
+    figure = plots.metrics_by_rate(runs, {}, None, plots.PRINT)
+    figure.draw_without_rendering()
+    boxes = [[text.get_window_extent() for text in axes.texts] for axes in figure.get_axes()]
+    ends, begins = [max(box.x1 for box in each) for each in boxes], [min(box.x0 for box in each) for each in boxes]
+    assert all(end < begin for end, begin in zip(ends, begins[1:], strict=False)), (ends, begins)
+    assert ends[-1] < figure.bbox.x1

@@ -82,6 +82,18 @@ class TestServed:
         estimate = len(answer.request.content) // 4
         assert answer.headers["x-ratelimit-remaining-tokens"] == str(1000 - estimate)
 
+    async def test_a_message_batch_counts_no_tokens_until_its_requests_are_answered(
+        self, http: Http, client: FakeClient, store: str, keys: Stored
+    ) -> None:
+        client.hold = asyncio.Event()
+        keys.add("acme", "k", limits=Limits(requests_per_minute=5, tokens_per_minute=100))
+        batch = {"requests": [{"custom_id": "a", "params": HELLO | {"max_tokens": 5, "system": "x" * 500}}]}
+        async with http(store=store, headers=bearer("k")) as api:
+            answer = await api.post("/v1/messages/batches", json=batch)
+        assert answer.status_code == 200, answer.text
+        headers = answer.headers
+        assert (headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]) == ("4", "100")
+
     async def test_streams_in_progress_are_limited_and_free_their_place(
         self, listening: Any, client: FakeClient, official: Official, store: str, keys: Stored
     ) -> None:

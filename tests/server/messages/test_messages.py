@@ -169,15 +169,33 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
+def document(**source: Any) -> dict[str, Any]:
+    """Return a document of text. `source` changes its source."""
+    return {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "It rains."} | source}
+
+
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (said(IMAGE), r'messages\[0\].content\[0\].type is "image"; supported here: text, tool_result'),
+        (said(IMAGE), r'messages\[0\].content\[0\].type is "image"; supported here: text, document, tool_result'),
         (said({"type": "text"}), r"messages\[0\].content\[0\].text must be a string"),
-        (said({"type": "text", "text": "x"}, role="assistant"), r"answers that are begun by the client"),
+        (
+            said({"type": "tool_use", "id": "a", "name": "b", "input": {}}, role="assistant"),
+            r"messages\[0\] has calls, and their results must follow",
+        ),
+        (said(document(media_type="application/pdf")), r"source.media_type is .*PDF documents are not read here"),
+        (said(document(type="url", url="http://x/y")), r'source.type is "url"; supported: text, base64, content'),
+        (said(document(type="base64", data="?")), r"source.data must be UTF-8 text in base64"),
+        (said(document(type="base64", data="/w==")), r"source.data must be UTF-8 text in base64"),
+        (said(document() | {"citations": {"enabled": True}}), r"citations are not supported; leave them out"),
+        (
+            said({"type": "document", "source": {"type": "content", "content": [IMAGE]}}),
+            r'source.content\[0\].type is "image"; supported here: text',
+        ),
+        (said(document(data=5)), r"messages\[0\].content\[0\].source.data must be a string"),
         (said({"type": "tool_result"}), r"messages\[0\].content\[0\].tool_use_id must be a string"),
         (said({"type": "tool_use", "id": "a", "name": "b", "input": 3}, role="assistant"), r"input must be an object"),
         ({"messages": [{"role": "critic", "content": "x"}]}, r'messages\[0\].role is "critic"'),
@@ -202,6 +220,63 @@ async def test_a_wrong_request_is_refused_in_anthropics_shape(
         await api.messages.create(**HELLO | asked)
     body: Any = refused.value.body
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_document_is_text_with_its_title_and_context(client: FakeClient, api: anthropic.AsyncAnthropic) -> None:
+    titled = document() | {"title": "News", "context": "Today", "citations": {"enabled": False}}
+    blocks = document(type="content", content=[{"type": "text", "text": "It"}, {"type": "text", "text": "snows."}])
+    del blocks["source"]["media_type"], blocks["source"]["data"]
+    coded = document(type="base64", data="SXQgw6luZHMu")
+    result: Any = {"type": "tool_result", "tool_use_id": "a", "content": [coded]}
+    call: Any = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    turns: Any = [*said(titled, blocks)["messages"], *said(call, role="assistant")["messages"]]
+    asked: Any = {"messages": [*turns, *said(result)["messages"]]}
+    await api.messages.create(**HELLO | asked)
+    begin, end = "<document>\n", "\n</document_content>\n</document>"
+    news = f"{begin}<title>News</title>\n<context>Today</context>\n<document_content>\nIt rains.{end}"
+    snow = f"{begin}<document_content>\nIt\nsnows.{end}"
+    ends = f"{begin}<document_content>\nIt \u00e9nds.{end}"
+    assert prompt(client) == f"<user>{news}\n{snow}<assistant>[look {{}} a]<tool>{ends}"
+    counted = await api.messages.count_tokens(model="tiny", **asked)
+    assert counted.input_tokens == len(prompt(client))
+
+
+async def test_the_answer_goes_on_where_the_client_has_begun_it(
+    client: FakeClient, api: anthropic.AsyncAnthropic
+) -> None:
+    begun: Any = [*HELLO["messages"], {"role": "assistant", "content": [{"type": "text", "text": "Let us"}]}]
+    await api.messages.create(**HELLO | {"messages": begun})
+    assert prompt(client) == "<user>hello<assistant>Let us"
+    counted = await api.messages.count_tokens(model="tiny", messages=begun)
+    assert counted.input_tokens == len("<user>hello<assistant>Let us")
+
+
+@pytest.mark.parametrize(
+    ("thread", "status", "code"),
+    [
+        ({"type": "create"}, 400, "thread_unsupported_request"),
+        ({"type": "continue", "previous_message_id": "msg_1"}, 404, "thread_not_found"),
+    ],
+)
+async def test_threads_are_refused_so_that_clients_send_the_whole_conversation(
+    api: anthropic.AsyncAnthropic, thread: Any, status: int, code: str
+) -> None:
+    with pytest.raises(anthropic.APIStatusError) as refused:
+        await api.messages.create(**HELLO, extra_body={"thread": thread})
+    body: Any = refused.value.body
+    assert refused.value.status_code == status
+    assert body["error"]["details"] == {"error_code": code, "unsupported": ["thread"]}
+
+
+async def test_models_are_listed_in_anthropics_form_to_its_clients(api: anthropic.AsyncAnthropic) -> None:
+    listed = await api.models.list()
+    (model,) = listed.data
+    assert (model.id, model.type, model.display_name, listed.has_more) == ("tiny", "model", "tiny", False)
+    assert (await api.models.retrieve("tiny")) == model
+    assert (await api.models.list(after_id="tiny")).data == []
+    for wrong in (api.models.list(after_id="huge"), api.models.retrieve("huge")):
+        with pytest.raises(anthropic.NotFoundError):
+            await wrong
 
 
 async def test_other_errors_have_anthropics_types(client: FakeClient) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_engine import FakeClient, FakeText
+
+from holdfast.engine.client.client import Delta
+from holdfast.engine.client.pooling import Pooling
 
 Http = Callable[..., httpx.AsyncClient]
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -127,3 +132,35 @@ async def test_models_are_listed_shown_and_running(http: Http) -> None:
     assert (listed["name"], listed["size"], listed["digest"]) == ("tiny", 1 << 20, "0123")
     assert running["context_length"] == 200 and running["expires_at"].startswith("9999")
     assert shown["capabilities"] == ["completion"] and shown["model_info"]["context_length"] == 200
+
+
+class Embedder(FakeClient):
+    """Gives each prompt a vector of its length."""
+
+    async def stream(self, prompt: Any, params: Any, **more: Any) -> AsyncGenerator[Delta, None]:
+        vector = np.array([3.0, 4.0 * len(prompt)], np.float32).tobytes()
+        async for delta in super().stream(prompt, params, **more):
+            yield replace(delta, vector=vector)
+
+
+@pytest.mark.parametrize("client", [Embedder(pooling=Pooling(normalize=False))])
+async def test_vectors_come_in_both_forms(http: Http) -> None:
+    async with http() as api:
+        several = (await api.post("/api/embed", json={"model": "tiny:latest", "input": ["a", "bcd"]})).json()
+        short = (await api.post("/api/embed", json={"input": "a", "dimensions": 1, "keep_alive": "5m"})).json()
+        older = (await api.post("/api/embeddings", json={"prompt": "a", "options": {"num_ctx": 9}})).json()
+        long = (await api.post("/api/embed", json={"input": "x" * 300})).json()
+        refused = await api.post("/api/embed", json={"input": "x" * 300, "truncate": False})
+    assert several["embeddings"] == [pytest.approx([0.6, 0.8]), pytest.approx([3 / 153**0.5, 12 / 153**0.5])]
+    assert (several["model"], several["prompt_eval_count"]) == ("tiny:latest", 4) and several["total_duration"] > 0
+    assert short["embeddings"] == [[1.0]] and older == {"embedding": [3.0, 4.0]}
+    assert long["prompt_eval_count"] == 199
+    assert refused.status_code == 400 and "maximum context length" in refused.json()["error"]
+
+
+async def test_a_path_that_is_not_there_and_a_model_without_vectors_are_refused_in_ollamas_form(http: Http) -> None:
+    async with http() as api:
+        missing = await api.post("/api/pull", json={"model": "x"})
+        none = await api.post("/api/embed", json={"input": "a"})
+    assert missing.status_code == 404 and "there is no /api/pull" in missing.json()["error"]
+    assert none.status_code == 400 and "not made for embeddings" in none.json()["error"]

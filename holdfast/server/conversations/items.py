@@ -29,6 +29,9 @@ from holdfast.server.protocol import (
     shown,
     text_parts,
 )  # fmt: skip
+from holdfast.server.remote_tools.hub import failure_text
+from holdfast.server.remote_tools.values import RemoteTool
+from holdfast.server.remote_tools.values import Result as RemoteResult
 from holdfast.server.search import FAILED, SEARCH_TOOL, Result, format_results
 
 TEXT_KINDS = ("input_text", "output_text", "text")
@@ -36,6 +39,16 @@ ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
 CALL_FIELDS = ("type", "id", "status", "call_id", "name", "arguments", "namespace")
 SEARCH_FIELDS = ("type", "id", "status", "action", "results")
 RESULT_FIELDS = ("type", "id", "status", "call_id", "output")
+LIST_FIELDS = ("type", "id", "status", "server_label", "tools", "error")
+REMOTE_FIELDS = (
+    "type", "id", "status", "server_label", "name", "arguments", "output", "error", "approval_request_id",
+)  # fmt: skip
+REQUEST_FIELDS = ("type", "id", "status", "server_label", "name", "arguments")
+APPROVAL_FIELDS = ("type", "id", "status", "approval_request_id", "approve", "reason")
+MOST_LISTED = 1024
+"""Maximum number of tools in one list that a client sends back."""
+AWAITED = "The user has not approved this call."
+"""Text that the model reads instead of a result, for a call that was not approved."""
 REASONING_FIELDS = ("type", "id", "status", "summary", "content", "encrypted_content")
 SUMMARIZE = (
     "Summarize our conversation so far for somebody who goes on with it: what was asked and answered, the facts and "
@@ -94,6 +107,33 @@ def reasoning_item(*texts: str) -> Item:
     return {"id": new_id("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": content}
 
 
+def list_item(label: str) -> Item:
+    """Return an item for the list of a remote server's tools, before it is known."""
+    return {"id": new_id("mcpl"), "type": "mcp_list_tools", "server_label": label, "tools": [], "error": None}
+
+
+def remote_item(tool: RemoteTool, arguments: str = "", approval: str | None = None) -> Item:
+    """Return an item for a call of a remote tool. `approval` is the id of the request that the user has approved."""
+    return {
+        "id": new_id("mcp"), "type": "mcp_call", "status": "in_progress", "approval_request_id": approval,
+        "server_label": tool.server.label, "name": tool.name, "arguments": arguments, "output": None, "error": None,
+    }  # fmt: skip
+
+
+def called_item(item: Item, result: RemoteResult) -> Item:
+    """Return the item of a remote call that has ended."""
+    error = None if result.error is None else dict(result.error)
+    return item | {"status": "failed" if error else "completed", "output": result.output, "error": error}
+
+
+def request_item(tool: RemoteTool) -> Item:
+    """Return an item that asks the user to approve a call."""
+    return {
+        "id": new_id("mcpr"), "type": "mcp_approval_request", "server_label": tool.server.label, "name": tool.name,
+        "arguments": "",
+    }  # fmt: skip
+
+
 class Compacted(NamedTuple):
     """The summary that replaces a conversation."""
 
@@ -136,6 +176,8 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
     check_parts(given, name)
     check_arguments((text for item in given if isinstance(text := item.get("arguments"), str)), name)
     items: list[Item] = []
+    requests: dict[str, str] = {}
+    """New ids of approval requests by the ids that the client gave."""
     expanded = 0
     for index, item in enumerate(given):
         place = f"{name}[{index}]"
@@ -148,7 +190,12 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
                 raise invalid(reason, name)
             items += _expanded(found)
         else:
-            items.append(_read_item(item, place))
+            read = _read_item(item, place)
+            if (asked := read.get("approval_request_id")) is not None:
+                read["approval_request_id"] = requests.get(asked, asked)
+            if read["type"] == "mcp_approval_request" and isinstance(item.get("id"), str):
+                requests[item["id"]] = read["id"]
+            items.append(read)
     return items
 
 
@@ -186,6 +233,20 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
         case "web_search_call":
             refuse_extra(item, SEARCH_FIELDS, name)
             return _read_search(item, name)
+        case "mcp_list_tools":
+            refuse_extra(item, LIST_FIELDS, name)
+            return _read_list(item, name)
+        case "mcp_call":
+            refuse_extra(item, REMOTE_FIELDS, name)
+            return _read_remote_call(item, name)
+        case "mcp_approval_request":
+            refuse_extra(item, REQUEST_FIELDS, name)
+            read = {field: _string(item, field, name) for field in ("server_label", "name")}
+            read["arguments"] = _string(item, "arguments", name, empty=True)
+            return {"id": new_id("mcpr"), "type": "mcp_approval_request", **read}
+        case "mcp_approval_response":
+            refuse_extra(item, APPROVAL_FIELDS, name)
+            return _read_approval(item, name)
         case "reasoning":
             refuse_extra(item, REASONING_FIELDS, name)
             content = item.get("content")
@@ -193,7 +254,8 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
         case kind:
             reason = (
                 f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, "
-                "web_search_call, reasoning, compaction"
+                "web_search_call, mcp_list_tools, mcp_call, mcp_approval_request, mcp_approval_response, reasoning, "
+                "compaction"
             )
             raise invalid(reason, f"{name}.type", "unsupported_content")
 
@@ -202,6 +264,30 @@ def _search_call(item: Item) -> dict[str, Any]:
     """Return a web search as a function call, which the model wrote."""
     arguments = {"query": item["action"]["query"]}
     return {"id": item["id"], "type": "function", "function": {"name": SEARCH_TOOL.name, "arguments": arguments}}
+
+
+def _past_call(item: Item) -> dict[str, Any]:
+    """Return the call of an item as chat templates expect it."""
+    match item["type"]:
+        case "web_search_call":
+            return _search_call(item)
+        case "function_call":
+            return past_call(item["call_id"], item["name"], item["arguments"])
+    return past_call(item["id"], item["name"], item["arguments"])
+
+
+def _result_text(item: Item, answers: Mapping[str, Item]) -> str:
+    """Return what the model reads as the result of a call that the server makes.
+
+    `answers` are the user's to approval requests, by their ids.
+    """
+    match item["type"]:
+        case "web_search_call":
+            return format_results(item["results"]) if item["status"] == "completed" else FAILED
+        case "mcp_call":
+            return failure_text(item["error"]) if item["error"] else item["output"] or ""
+    reason = answers[item["id"]]["reason"] if item["id"] in answers else None
+    return f"{AWAITED} Reason: {reason}" if reason else AWAITED
 
 
 def _read_search(item: Mapping[str, Any], name: str) -> Item:
@@ -221,6 +307,66 @@ def _read_search(item: Mapping[str, Any], name: str) -> Item:
     return searched_item(search_item(), query, None if item.get("status") == "failed" else results)
 
 
+def _read_list(item: Mapping[str, Any], name: str) -> Item:
+    """Read the list of a remote server's tools, in the shape of this server's answers. Raises ApiError."""
+    tools, path = item.get("tools"), f"{name}.tools"
+    if not isinstance(tools, list) or len(tools) > MOST_LISTED:
+        raise invalid(f"{path} must be a list of at most {MOST_LISTED} tools", path)
+    read = []
+    for index, tool in enumerate(tools):
+        place = f"{path}[{index}]"
+        if not isinstance(tool, Mapping) or not isinstance(tool.get("input_schema"), Mapping):
+            raise invalid(f"{place} must be an object with a name and an input_schema, an object", place)
+        description, hints = tool.get("description"), tool.get("annotations")
+        if not isinstance(description, str | None) or not isinstance(hints, Mapping | None):
+            reason = f"{place}.description must be a string, and annotations an object"
+            raise invalid(reason, f"{place}.description")
+        read.append(
+            {
+                "name": _string(tool, "name", place), "description": description,
+                "input_schema": tool["input_schema"], "annotations": hints,
+            }
+        )  # fmt: skip
+    error = item.get("error")
+    return list_item(_string(item, "server_label", name)) | {
+        "tools": read, "error": error if isinstance(error, str) else None
+    }  # fmt: skip
+
+
+def _read_remote_call(item: Mapping[str, Any], name: str) -> Item:
+    """Read a call of a remote tool, in the shape of this server's answers. Raises ApiError."""
+    output, error, asked = item.get("output"), item.get("error"), item.get("approval_request_id")
+    if not isinstance(output, str | None):
+        raise invalid(f"{name}.output must be a string", f"{name}.output")
+    if isinstance(error, str):  # The shape of earlier versions of OpenAI's API.
+        error = {"type": "mcp_protocol_error", "code": 0, "message": error}
+    if not isinstance(error, Mapping | None):
+        raise invalid(f"{name}.error must be an object", f"{name}.error")
+    if not isinstance(asked, str | None):
+        raise invalid(f"{name}.approval_request_id must be a string", f"{name}.approval_request_id")
+    if error is None and output is None:
+        error = {"type": "http_error", "code": 0, "message": "the call has no output"}
+    return {
+        "id": new_id("mcp"), "type": "mcp_call", "status": "failed" if error else "completed",
+        "approval_request_id": asked, "server_label": _string(item, "server_label", name),
+        "name": _string(item, "name", name), "arguments": _string(item, "arguments", name, empty=True),
+        "output": output, "error": error,
+    }  # fmt: skip
+
+
+def _read_approval(item: Mapping[str, Any], name: str) -> Item:
+    """Read the user's answer to an approval request. Raises ApiError."""
+    approve, reason = item.get("approve"), item.get("reason")
+    if not isinstance(approve, bool):
+        raise invalid(f"{name}.approve must be true or false", f"{name}.approve")
+    if not isinstance(reason, str | None):
+        raise invalid(f"{name}.reason must be a string", f"{name}.reason")
+    return {
+        "id": new_id("mcpa"), "type": "mcp_approval_response", "approve": approve, "reason": reason,
+        "approval_request_id": _string(item, "approval_request_id", name),
+    }  # fmt: skip
+
+
 def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = False) -> str:
     value = item.get(field)
     if not isinstance(value, str) or not (value or empty):
@@ -232,7 +378,7 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
 def text_size(instructions: str, items: Sequence[Item]) -> int:
     """Return the number of characters in a turn's instructions and in the texts of its own items."""
     parts = (part for item in items for part in item.get("content", ()))
-    others = sum(len(item.get("output", "")) + len(item.get("arguments", "")) for item in items)
+    others = sum(len(item.get("output") or "") + len(item.get("arguments", "")) for item in items)
     others += sum(len(page["text"]) for item in items for page in item.get("results", ()))
     return len(instructions) + others + sum(len(part["text"]) for part in parts)
 
@@ -240,13 +386,17 @@ def text_size(instructions: str, items: Sequence[Item]) -> int:
 def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return the messages for the chat template: the turn's instructions first, then all items.
 
-    Reasoning and calls are merged into the adjacent message of the assistant.
+    Reasoning and calls are merged into the adjacent message of the assistant. A call that waits for the user's approval
+    has a result that says so, until it is made.
     """
+    items = list(unfolded(items))
+    answers = {item["approval_request_id"]: item for item in items if item["type"] == "mcp_approval_response"}
+    made = {item["approval_request_id"] for item in items if item["type"] == "mcp_call"}
     said: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}
     answering: dict[str, Any] | None = None
     """The assistant's message to which calls may be added."""
-    for item in unfolded(items):
+    for item in items:
         match item["type"]:
             case "message":
                 role, content = ROLES[item["role"]], "\n".join([part["text"] for part in item["content"]])
@@ -265,20 +415,20 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
                 thought = "\n".join(part["text"] for part in item["content"])
                 answering = {"role": "assistant", "reasoning_content": thought}
                 said.append(answering)
-            case "function_call" | "web_search_call" as kind:
+            case "mcp_approval_request" if item["id"] in made:
+                pass  # The call itself follows.
+            case "function_call" | "web_search_call" | "mcp_call" | "mcp_approval_request":
                 if answering is None:
                     answering = {"role": "assistant"}
                     said.append(answering)
-                searched = kind == "web_search_call"
-                call = _search_call(item) if searched else past_call(item["call_id"], item["name"], item["arguments"])
+                call = _past_call(item)
                 answering.setdefault("tool_calls", []).append(call)
-                if searched:
-                    found = format_results(item["results"]) if item["status"] == "completed" else FAILED
-                    said.append({"role": "tool", "content": found, "tool_call_id": item["id"]})
-                    said[-1]["name"] = SEARCH_TOOL.name
-                    answering = None
-                else:
+                if item["type"] == "function_call":
                     names[item["call_id"]] = item["name"]
+                    continue
+                said.append({"role": "tool", "content": _result_text(item, answers), "tool_call_id": item["id"]})
+                said[-1]["name"] = call["function"]["name"]
+                answering = None
     for message in said:
         message.setdefault("content", "")
     return [message for message in said if message.keys() != {"role", "content", "reasoning_content"}

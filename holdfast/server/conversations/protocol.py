@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from msgspec import Meta, Struct, field
 
@@ -15,10 +15,13 @@ from holdfast.server.conversations.items import (
     Compacted,
     call_item,
     encode_compacted,
+    list_item,
     new_id,
     new_item,
     read_items,
     reasoning_item,
+    remote_item,
+    request_item,
     search_item,
 )  # fmt: skip
 from holdfast.server.conversations.values import Context, Item, Turn
@@ -36,6 +39,7 @@ from holdfast.server.protocol import (
     invalid,
     template_options,
 )  # fmt: skip
+from holdfast.server.remote_tools.values import UNLISTED, RemoteServer, RemoteTool, read_servers, redacted
 from holdfast.server.replies import RequestUsage
 from holdfast.server.replies import event as named_event
 from holdfast.server.search import SEARCH_TOOL
@@ -110,7 +114,7 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     max_tool_calls: Count | None = None
-    """Maximum number of tool calls that the server itself runs. These are web searches."""
+    """Maximum number of tool calls that the server itself runs: web searches, and calls of remote tools."""
     # The following fields are repeated in the response and do not affect the answer.
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -120,8 +124,24 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def toolset(self) -> Toolset | None:
-        """Tools that the model may call; None without any. Raises ApiError."""
-        return read_toolset(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, api="responses")
+        """Tools that the model may call, except remote ones; None without any. Raises ApiError."""
+        return self.toolset_with(None)
+
+    def toolset_with(self, remote: Mapping[str, RemoteTool] | None) -> Toolset | None:
+        """Return the tools that the model may call, with these `remote` ones. None without any. Raises ApiError."""
+        parallel = self.parallel_tool_calls
+        return read_toolset(self.tools, self.tool_choice, parallel=parallel, api="responses", remote=remote)
+
+    @property
+    def remote_servers(self) -> list[RemoteServer]:
+        """Remote servers whose tools the model may call. Raises ApiError."""
+        return [] if self.tool_choice == "none" else read_servers(self.tools)
+
+    def without_remote_servers(self) -> Self:
+        """Return a copy without remote tools, which are not asked for where the model calls none. Raises ApiError."""
+        if not self.remote_servers:
+            return self
+        return self.changed(tools=[tool for tool in self.tools if tool["type"] != "mcp"], tool_choice="auto")
 
     @property
     def search_results(self) -> int:
@@ -311,9 +331,15 @@ def new_response(wanted: ResponseRequest, served: str, id: str = "") -> Response
 
 def _full_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool with all its fields, as a response repeats it."""
+    if tool.get("type") == "mcp":
+        return redacted(tool)
     if tool.get("type") != "function":
         return dict(tool)
     return {"description": None, "parameters": None, "strict": False, **tool}
+
+
+SERVER_ITEMS = ("web_search_call", "mcp_list_tools", "mcp_call", "mcp_approval_request")
+"""Types of items whose status the server sets, or that have none."""
 
 
 class ResponseShape:
@@ -329,6 +355,12 @@ class ResponseShape:
         self.reading = reading
         self.searches: dict[int, str] = {}
         """Arguments of web searches that have not ended, by index in the output."""
+        self.remote: Mapping[str, RemoteTool] = {}
+        """Remote tools that the model may call, by the name that it sees."""
+        self.remote_calls: dict[int, RemoteTool] = {}
+        """Tools of remote calls that have not ended, by index in the output."""
+        self._argued: set[int] = set()
+        """Indexes of remote calls whose arguments were sent to their end."""
         self.output: list[Item] = []
         """Items of the output so far. All but the last are complete."""
         self.opened = 0
@@ -340,12 +372,20 @@ class ResponseShape:
         yield self._event("response.created", response=self.response)
         yield self._event("response.queued", response=self.response)
 
+    @property
+    def waits(self) -> bool:
+        """Whether tools that the server runs have not ended."""
+        return bool(self.searches or self.remote_calls)
+
     def opening(self) -> Iterator[Event]:
-        """Yield the events before the answer, with `response.created` unless the response runs in the background."""
+        """Yield the first events, with `response.created` unless the response runs in the background."""
         if not self.response["background"]:
             yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
         yield self._event("response.in_progress", response=self.response)
+
+    def answering(self) -> Iterator[Event]:
+        """Yield the events before the model's first part: a message is open from the beginning if it is only text."""
         if self.reading is not None and self.reading.plain:
             yield from self._add(self._named(new_item("assistant", "")))
 
@@ -368,12 +408,22 @@ class ResponseShape:
                 yield from self._add(self._named(search_item()))
                 self.searches[len(self.output) - 1] = ""
                 yield self._of_item("response.web_search_call.in_progress")
+            case CallBegin(name) if (tool := self.remote.get(name)) is not None:
+                if tool.asks:
+                    yield from self._add(self._named(request_item(tool)))
+                else:
+                    yield from self.remote_call(tool)
             case CallBegin(name):
                 assert self.reading is not None
                 call = self.reading.format.calls.id_of(self._digest("call"))
                 yield from self._add(self._named(call_item(name, call)))
             case Arguments(text) if kind == "web_search_call":
                 self.searches[len(self.output) - 1] += text
+            case Arguments(text) if kind == "mcp_approval_request":
+                self.output[-1]["arguments"] += text
+            case Arguments(text) if kind == "mcp_call":
+                self.output[-1]["arguments"] += text
+                yield self._of_item("response.mcp_call_arguments.delta", delta=text)
             case Arguments(text):
                 self.output[-1]["arguments"] += text
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
@@ -388,6 +438,40 @@ class ResponseShape:
         self.output[at] = item
         if item["status"] == "completed":
             yield self._of_item("response.web_search_call.completed", at)
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def listing(self, label: str) -> Iterator[Event]:
+        """Yield the events that a remote server is asked for its tools. The item is the last one of the output."""
+        yield from self._add(self._named(list_item(label)))
+        yield self._of_item("response.mcp_list_tools.in_progress")
+
+    def listed(self, tools: Sequence[Mapping[str, Any]], error: str | None = None) -> Iterator[Event]:
+        """Yield the events that the list which was asked for last has come, or that it failed."""
+        self.output[-1] |= {"tools": list(tools), "error": error}
+        yield self._of_item(f"response.mcp_list_tools.{'completed' if error is None else 'failed'}")
+        yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
+
+    def remote_call(self, tool: RemoteTool, approval: str | None = None) -> Iterator[Event]:
+        """Yield the events that a call of a remote tool begins. Its arguments follow as parts.
+
+        `approval` is the id of the request by which the user has approved it.
+        """
+        yield from self._add(self._named(remote_item(tool, approval=approval)))
+        self.remote_calls[len(self.output) - 1] = tool
+        yield self._of_item("response.mcp_call.in_progress")
+
+    def argued(self, at: int) -> Iterator[Event]:
+        """Yield the event that the arguments of a remote call are complete, once."""
+        if at not in self._argued:
+            self._argued.add(at)
+            yield self._of_item("response.mcp_call_arguments.done", at, arguments=self.output[at]["arguments"])
+
+    def called(self, at: int, item: Item) -> Iterator[Event]:
+        """Yield the events that a remote call has ended with `item`. `at` is its index in the output."""
+        del self.remote_calls[at]
+        yield from self.argued(at)
+        self.output[at] = item
+        yield self._of_item(f"response.mcp_call.{item['status']}", at)
         yield self._event("response.output_item.done", output_index=at, item=item)
 
     def add_logprobs(self, logprobs: Sequence[dict[str, Any]]) -> None:
@@ -407,6 +491,17 @@ class ResponseShape:
                 yield self._of_item("response.web_search_call.in_progress")
                 yield self.searching(at)
                 yield from self.searched(at, item)
+            case "mcp_list_tools":
+                yield self._of_item("response.mcp_list_tools.in_progress")
+                yield from self.listed(item["tools"], item["error"])
+            case "mcp_call":
+                yield self._of_item("response.mcp_call.in_progress")
+                yield self._of_item("response.mcp_call_arguments.delta", delta=item["arguments"])
+                yield from self.argued(len(self.output) - 1)
+                yield self._of_item(f"response.mcp_call.{item['status']}")
+                yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+            case "mcp_approval_request":
+                pass
             case "reasoning":
                 yield self._part("response.reasoning_text.delta", delta=item["content"][0]["text"])
             case _:
@@ -458,7 +553,8 @@ class ResponseShape:
 
     def failed(self, error: ApiError) -> Event:
         """Mark the response as failed, and return the last event of its stream."""
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        at_fault = error.status < 500 and error.status != UNLISTED
+        code = "invalid_prompt" if at_fault else "server_error"
         self.response = ended(self.response, "failed", code, error.message)
         return self._event("response.failed", response=self.response)
 
@@ -478,10 +574,16 @@ class ResponseShape:
             empty = search_item() | {"id": item["id"]}
             yield self._event("response.output_item.added", output_index=self.opened - 1, item=empty)
             return
-        if item["type"] == "function_call":
-            yield self._event(
-                "response.output_item.added", output_index=self.opened - 1, item=empty | {"arguments": ""}
-            )
+        if item["type"] == "mcp_list_tools":
+            empty = list_item(item["server_label"]) | {"id": item["id"]}
+        if item["type"] == "mcp_approval_request":
+            empty = item | {"arguments": ""}
+        if item["type"] == "mcp_call":
+            empty |= {"output": None, "error": None}
+        if "arguments" in item:
+            empty |= {"arguments": ""}
+        if "content" not in item:
+            yield self._event("response.output_item.added", output_index=self.opened - 1, item=empty)
             return
         part = item["content"][0] | {"text": ""}
         if "logprobs" in part:
@@ -490,11 +592,16 @@ class ResponseShape:
         yield self._part("response.content_part.added", part=part)
 
     def _close(self) -> Iterator[Event]:
-        """Yield the events that end the last item. The events of a web search follow when it has ended."""
+        """Yield the events that end the last item. Those of a tool that the server runs follow when it has ended."""
         item = self.output[-1]
         match item["type"]:
-            case "web_search_call":
+            case "web_search_call" | "mcp_list_tools":
                 return
+            case "mcp_call":
+                yield from self.argued(len(self.output) - 1)
+                return
+            case "mcp_approval_request":
+                pass
             case "function_call":
                 yield self._of_item(
                     "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
@@ -513,9 +620,10 @@ class ResponseShape:
         """Return the final items. If the model wrote nothing, they are one empty message."""
         if not self.output:
             self.output.append(self._named(new_item("assistant", "")))
-        if self.output[-1]["type"] != "web_search_call":
+        if self.output[-1]["type"] not in SERVER_ITEMS:
             self.output[-1] |= {"status": status}
-        return [item | {"status": "failed"} if at in self.searches else item for at, item in enumerate(self.output)]
+        unended = {*self.searches, *self.remote_calls}
+        return [item | {"status": "failed"} if at in unended else item for at, item in enumerate(self.output)]
 
     def _named(self, item: Item) -> Item:
         """Return a new item with the id of its place, so that each server that writes this response gives it the same.
@@ -606,6 +714,7 @@ def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:
     yield from shape.queued()
     if response["output"]:
         yield from shape.opening()
+        yield from shape.answering()
     for item in response["output"]:
         yield from shape.again(item)
     shape.response = response

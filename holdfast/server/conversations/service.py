@@ -30,6 +30,8 @@ from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import GOOD, RUNNING, Context, ConversationBusy, Turn
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError, invalid
+from holdfast.server.remote_tools.hosts import AllowedHosts
+from holdfast.server.remote_tools.hub import RemoteTools
 from holdfast.server.replies import RequestUsage, encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
@@ -56,6 +58,8 @@ class Responses:
         self.store = store
         url = service.config.web_search
         self.search = None if url is None else WebSearch(url)
+        hosts, seconds = service.config.mcp_allow, service.config.mcp_seconds
+        self.remote = RemoteTools(AllowedHosts.read(hosts), seconds) if hosts else None
         self.progress = Progress(store, self._keep_renewing)
         self._locked: set[str] = set()
         """Keys of the leases of conversations that this server changes now."""
@@ -313,7 +317,7 @@ class Responses:
     async def count(self, wanted: InputTokensRequest, tenant: str) -> int:
         """Return the number of prompt tokens that a turn would have. Raises ApiError."""
         wanted = wanted.changed(model=wanted.model or self.service.client.info.model, background=False)
-        writing = self.write(wanted, tenant)
+        writing = self.write(wanted.without_remote_servers(), tenant)
         with self.service.lane.admission.admit(1, tenant):
             return len((await writing.compose(most=None)).tokens)
 
@@ -324,7 +328,8 @@ class Responses:
         The result is stored as a response without a parent, so that a turn can continue from the response's id.
         """
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
-        writing = self.write(wanted.changed(store=False, max_output_tokens=most), tenant)
+        plain = wanted.without_remote_servers().changed(store=False, max_output_tokens=most)
+        writing = self.write(plain, tenant)
         if not writing.input and wanted.previous_response_id is None:
             raise invalid("input and previous_response_id are missing: there is nothing to compact", "input")
         given = list(writing.input)
@@ -333,7 +338,7 @@ class Responses:
             response = await writing.whole()
         finally:
             usage.include(writing.answer.usage)
-        made = compacted(response, [*writing.context.items, *given])
+        made = compacted(response, [*writing.found.items, *given])
         if wanted.store:
             *said, summary = made["output"]
             stored = response | {"store": True, "output": [summary]}
@@ -431,6 +436,8 @@ class Responses:
             await background.stop()
         if self.search is not None:
             await self.search.close()
+        if self.remote is not None:
+            await self.remote.close()
         await asyncio.to_thread(self.store.close)
 
 

@@ -41,7 +41,7 @@ class Said(Struct):
 
     role: str = ""
     content: list[Part] = field(default_factory=list)
-    output: str = ""
+    output: str | None = None
     arguments: str = ""
 
     def text(self) -> str:

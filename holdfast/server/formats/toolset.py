@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -53,11 +53,12 @@ class Toolset:
         """Whether a grammar must enforce the calls."""
         return self.mode == "required" or self.allowed is not None or any(tool.strict for tool in self.tools)
 
-    def after_call(self, spent: Tool | None) -> Toolset | None:
-        """Return the toolset after a required call. The model may then answer, or call any tool except `spent`."""
-        tools = tuple(tool for tool in self.tools if tool != spent)
+    def after_call(self, spent: Collection[str] = ()) -> Toolset | None:
+        """Return the toolset after a call. The model may then answer, or call any tool whose name is not `spent`."""
+        tools = tuple(tool for tool in self.tools if tool.name not in spent)
         allowed = self.allowed if self.mode == "auto" else None
-        return replace(self, tools=tools, mode="auto", allowed=allowed) if tools else None
+        made = replace(self, tools=tools, mode="auto", allowed=allowed)
+        return made if made.callable else None
 
     def free(self) -> Toolset:
         """Return the toolset in which only strict tools restrict the arguments of their calls."""

@@ -6,12 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from holdfast.server.formats.custom import custom_tool
 from holdfast.server.formats.toolset import Tool, Toolset
 from holdfast.server.protocol import ChatRequest, invalid, refuse_extra, shown
 from holdfast.server.remote_tools.values import RemoteTool, read_server
 from holdfast.server.search import RESULTS, SEARCH_KINDS, SEARCH_TOOL
 
 MAX_TOOLS = 128
+MOST_PATTERN = 8192
+"""Maximum number of characters of the regular expression of a custom tool's input."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 Api = Literal["chat", "responses"]
 
@@ -75,12 +78,14 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool | None:
     kind = tool.get("type")
     if kind in SEARCH_KINDS and api == "responses":
         return _read_search(tool, name)
+    if kind == "custom":
+        return _read_custom(tool, name, api)
     if kind == "mcp" and api == "responses":
         read_server(tool, name)
         return None
     if kind != "function":
         others = ", web_search, and mcp" if api == "responses" else ""
-        reason = f"{name}.type is {shown(kind)}; supported: functions, which the client runs{others}"
+        reason = f"{name}.type is {shown(kind)}; supported: functions and custom tools, which the client runs{others}"
         raise invalid(reason, f"{name}.type", "unsupported_parameter")
     if api == "responses":
         if "function" in tool and "name" not in tool:
@@ -92,6 +97,42 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool | None:
     if not isinstance(function, Mapping):
         raise invalid(f"{path} must be an object", path)
     return read_function(function, path)
+
+
+def _read_custom(tool: Mapping[str, Any], name: str, api: Api) -> Tool:
+    """Read a tool whose input is a text, perhaps one that matches a regular expression. Raises ApiError."""
+    given, path = tool, name
+    if api == "chat":
+        refuse_extra(tool, ("type", "custom"), name)
+        given, path = tool.get("custom") or {}, f"{name}.custom"
+        if not isinstance(given, Mapping):
+            raise invalid(f"{path} must be an object", path)
+    taken = {key: value for key, value in given.items() if value is not False and key != "allowed_callers"}
+    refuse_extra(taken, ("type", "name", "description", "format"), path)
+    if given.get("allowed_callers") not in (None, [], ["direct"]):
+        raise invalid(f"{path}.allowed_callers must be direct", f"{path}.allowed_callers", "unsupported_parameter")
+    named = read_function({"name": given.get("name"), "description": given.get("description")}, path)
+    return custom_tool(named.name, named.description, _read_pattern(given.get("format"), f"{path}.format", api))
+
+
+def _read_pattern(given: Any, path: str, api: Api) -> str | None:
+    """Return the regular expression of a custom tool's format; None for any text. Raises ApiError."""
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "grammar"}:
+            inner, place = (given.get("grammar"), f"{path}.grammar") if api == "chat" else (given, path)
+        case _:
+            raise invalid(f'{path}.type must be "text" or "grammar"', f"{path}.type")
+    syntax, text = (inner.get("syntax"), inner.get("definition")) if isinstance(inner, Mapping) else (None, None)
+    if syntax == "lark":
+        reason = f'{place}.syntax is "lark"; a call\'s input is within JSON, for which only "regex" is supported'
+        raise invalid(reason, f"{place}.syntax", "unsupported_parameter")
+    if syntax != "regex":
+        raise invalid(f'{place}.syntax is {shown(syntax)}; supported: "regex"', f"{place}.syntax")
+    if not isinstance(text, str) or not 0 < len(text) <= MOST_PATTERN:
+        raise invalid(f"{place}.definition must be a text of 1 to {MOST_PATTERN} characters", f"{place}.definition")
+    return text
 
 
 def _read_search(tool: Mapping[str, Any], name: str) -> Tool:
@@ -142,7 +183,9 @@ def _read_choice(
             return choice, None
         case {"type": "function", "function": {"name": str(name)}} if api == "chat":
             return "required", frozenset([name])
-        case {"type": "function", "name": str(name)} if api == "responses":
+        case {"type": "custom", "custom": {"name": str(name)}} if api == "chat":
+            return "required", frozenset([name])
+        case {"type": "function" | "custom", "name": str(name)} if api == "responses":
             return "required", frozenset([name])
         case {"type": str(kind)} if kind in SEARCH_KINDS and api == "responses":
             return "required", frozenset([SEARCH_TOOL.name])
@@ -151,7 +194,7 @@ def _read_choice(
         case {"type": "allowed_tools"}:
             return _read_allowed(choice, param, api, remote)
         case {"type": str(kind)}:
-            reason = f'{param}.type is {shown(kind)}; supported: "function" with its name, "allowed_tools"'
+            reason = f'{param}.type is {shown(kind)}; supported: "function" or "custom" with its name, "allowed_tools"'
             raise invalid(reason, param, "unsupported_parameter")
     raise invalid(f'{param} must be "none", "auto", "required", or an object that names a function', param)
 
@@ -163,7 +206,9 @@ def _read_allowed(
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
     names = []
     for tool in tools if isinstance(tools, list) else ():
-        inner = tool.get("function") if isinstance(tool, Mapping) and api == "chat" else tool
+        inner = tool
+        if isinstance(tool, Mapping) and api == "chat":
+            inner = tool.get("custom" if tool.get("type") == "custom" else "function")
         if isinstance(inner, Mapping) and api == "responses" and inner.get("type") == "mcp":
             names += _remote_names(inner, remote)
             continue

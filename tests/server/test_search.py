@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,9 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from fake_engine import FakeClient, engine_info
+from fake_engine import FakeClient, Rounds, engine_info
 
-from holdfast.engine.client.client import Delta
 from holdfast.server import search
 from holdfast.server.config import ServerConfig
 from holdfast.server.search import SearchFailed, WebSearch, read_query
@@ -59,17 +58,6 @@ def engine() -> Iterator[Engine]:
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-class Rounds(FakeClient):
-    """Writes one text for each request, and repeats the last one."""
-
-    texts: tuple[str, ...] = ()
-
-    async def stream(self, *given: Any, **named: Any) -> AsyncGenerator[Delta, None]:
-        self.words = self.texts[min(len(self.asked), len(self.texts) - 1)].split("|")
-        async for delta in super().stream(*given, **named):
-            yield delta
 
 
 def call(**arguments: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.server.conversations.values import Item
+from holdfast.server.formats.custom import input_arguments
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     ROLES,
@@ -38,11 +39,14 @@ TEXT_KINDS = ("input_text", "output_text", "text")
 ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
 CALL_FIELDS = ("type", "id", "status", "call_id", "name", "arguments", "namespace")
 SEARCH_FIELDS = ("type", "id", "status", "action", "results")
+CUSTOM_FIELDS = ("type", "id", "status", "call_id", "name", "input", "namespace")
 RESULT_FIELDS = ("type", "id", "status", "call_id", "output")
 LIST_FIELDS = ("type", "id", "status", "server_label", "tools", "error")
 REMOTE_FIELDS = (
     "type", "id", "status", "server_label", "name", "arguments", "output", "error", "approval_request_id",
 )  # fmt: skip
+RESULT_IDS = {"function_call_output": "fco", "custom_tool_call_output": "ctco"}
+"""Prefix of ids by type of result."""
 REQUEST_FIELDS = ("type", "id", "status", "server_label", "name", "arguments")
 APPROVAL_FIELDS = ("type", "id", "status", "approval_request_id", "approve", "reason")
 MOST_LISTED = 1024
@@ -81,6 +85,14 @@ def call_item(name: str, call_id: str, arguments: str = "") -> Item:
     return {
         "id": new_id("fc"), "type": "function_call", "status": "completed", "call_id": call_id, "name": name,
         "arguments": arguments,
+    }  # fmt: skip
+
+
+def custom_item(name: str, call_id: str, text: str = "") -> Item:
+    """Return a call of a custom tool as a completed item."""
+    return {
+        "id": new_id("ctc"), "type": "custom_tool_call", "status": "completed", "call_id": call_id, "name": name,
+        "input": text,
     }  # fmt: skip
 
 
@@ -223,11 +235,15 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
             refuse_extra(item, CALL_FIELDS, name)
             called, call_id = (_string(item, field, name) for field in ("name", "call_id"))
             return call_item(called, call_id, _string(item, "arguments", name, empty=True))
-        case "function_call_output":
+        case "custom_tool_call":
+            refuse_extra(item, CUSTOM_FIELDS, name)
+            called, call_id = (_string(item, field, name) for field in ("name", "call_id"))
+            return custom_item(called, call_id, _string(item, "input", name, empty=True))
+        case "function_call_output" | "custom_tool_call_output" as kind:
             refuse_extra(item, RESULT_FIELDS, name)
             output = text_parts(item.get("output"), f"{name}.output", TEXT_KINDS)
             return {
-                "id": new_id("fco"), "type": "function_call_output", "status": "completed",
+                "id": new_id(RESULT_IDS[kind]), "type": kind, "status": "completed",
                 "call_id": _string(item, "call_id", name), "output": "\n".join(output),
             }  # fmt: skip
         case "web_search_call":
@@ -254,6 +270,7 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
         case kind:
             reason = (
                 f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, "
+                "custom_tool_call, custom_tool_call_output, "
                 "web_search_call, mcp_list_tools, mcp_call, mcp_approval_request, mcp_approval_response, reasoning, "
                 "compaction"
             )
@@ -273,6 +290,9 @@ def _past_call(item: Item) -> dict[str, Any]:
             return _search_call(item)
         case "function_call":
             return past_call(item["call_id"], item["name"], item["arguments"])
+        case "custom_tool_call":
+            function = {"name": item["name"], "arguments": input_arguments(item["input"])}
+            return {"id": item["call_id"], "type": "function", "function": function}
     return past_call(item["id"], item["name"], item["arguments"])
 
 
@@ -378,7 +398,7 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
 def text_size(instructions: str, items: Sequence[Item]) -> int:
     """Return the number of characters in a turn's instructions and in the texts of its own items."""
     parts = (part for item in items for part in item.get("content", ()))
-    others = sum(len(item.get("output") or "") + len(item.get("arguments", "")) for item in items)
+    others = sum(len(item.get(field) or "") for item in items for field in ("output", "arguments", "input"))
     others += sum(len(page["text"]) for item in items for page in item.get("results", ()))
     return len(instructions) + others + sum(len(part["text"]) for part in parts)
 
@@ -405,7 +425,7 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
                     continue
                 said.append({"role": role, "content": content})
                 answering = said[-1] if role == "assistant" else None
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 call = item["call_id"]
                 said.append({"role": "tool", "content": item["output"], "tool_call_id": call})
                 if call in names:
@@ -417,13 +437,13 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
                 said.append(answering)
             case "mcp_approval_request" if item["id"] in made:
                 pass  # The call itself follows.
-            case "function_call" | "web_search_call" | "mcp_call" | "mcp_approval_request":
+            case "function_call" | "custom_tool_call" | "web_search_call" | "mcp_call" | "mcp_approval_request":
                 if answering is None:
                     answering = {"role": "assistant"}
                     said.append(answering)
                 call = _past_call(item)
                 answering.setdefault("tool_calls", []).append(call)
-                if item["type"] == "function_call":
+                if "call_id" in item:  # The client makes the call.
                     names[item["call_id"]] = item["name"]
                     continue
                 said.append({"role": "tool", "content": _result_text(item, answers), "tool_call_id": item["id"]})

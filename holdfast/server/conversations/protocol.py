@@ -14,6 +14,7 @@ from holdfast.core.types import MAX_LOGPROBS, FinishReason
 from holdfast.server.conversations.items import (
     Compacted,
     call_item,
+    custom_item,
     encode_compacted,
     list_item,
     new_id,
@@ -25,7 +26,7 @@ from holdfast.server.conversations.items import (
     search_item,
 )  # fmt: skip
 from holdfast.server.conversations.values import Context, Item, Turn
-from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said
+from holdfast.server.formats.parts import Arguments, CallBegin, Input, Part, Reasoning, Said
 from holdfast.server.formats.registry import Reading
 from holdfast.server.formats.toolset import Toolset
 from holdfast.server.protocol import (
@@ -333,6 +334,8 @@ def _full_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool with all its fields, as a response repeats it."""
     if tool.get("type") == "mcp":
         return redacted(tool)
+    if tool.get("type") == "custom":
+        return {"description": None, "format": {"type": "text"}, **tool}
     if tool.get("type") != "function":
         return dict(tool)
     return {"description": None, "parameters": None, "strict": False, **tool}
@@ -416,7 +419,11 @@ class ResponseShape:
             case CallBegin(name):
                 assert self.reading is not None
                 call = self.reading.format.calls.id_of(self._digest("call"))
-                yield from self._add(self._named(call_item(name, call)))
+                made = custom_item(name, call) if part.custom else call_item(name, call)
+                yield from self._add(self._named(made))
+            case Input(text):
+                self.output[-1]["input"] += text
+                yield self._of_item("response.custom_tool_call_input.delta", delta=text)
             case Arguments(text) if kind == "web_search_call":
                 self.searches[len(self.output) - 1] += text
             case Arguments(text) if kind == "mcp_approval_request":
@@ -485,6 +492,8 @@ class ResponseShape:
         match item["type"]:
             case "function_call":
                 yield self._of_item("response.function_call_arguments.delta", delta=item["arguments"])
+            case "custom_tool_call":
+                yield self._of_item("response.custom_tool_call_input.delta", delta=item["input"])
             case "web_search_call":
                 at = len(self.output) - 1
                 self.searches[at] = ""
@@ -580,8 +589,7 @@ class ResponseShape:
             empty = item | {"arguments": ""}
         if item["type"] == "mcp_call":
             empty |= {"output": None, "error": None}
-        if "arguments" in item:
-            empty |= {"arguments": ""}
+        empty |= {field: "" for field in ("arguments", "input") if field in item}
         if "content" not in item:
             yield self._event("response.output_item.added", output_index=self.opened - 1, item=empty)
             return
@@ -606,6 +614,8 @@ class ResponseShape:
                 yield self._of_item(
                     "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
                 )
+            case "custom_tool_call":
+                yield self._of_item("response.custom_tool_call_input.done", input=item["input"])
             case "reasoning":
                 yield self._part("response.reasoning_text.done", text=item["content"][0]["text"])
                 yield self._part("response.content_part.done", part=item["content"][0])

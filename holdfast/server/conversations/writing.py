@@ -37,7 +37,7 @@ COMMIT_PAUSE_SECONDS = 0.5
 """Seconds between two tries."""
 
 
-LEFT_ITEMS = ("function_call", "mcp_approval_request")
+LEFT_ITEMS = ("function_call", "custom_tool_call", "mcp_approval_request")
 """Types of items with which the response ends, because the client must act."""
 
 

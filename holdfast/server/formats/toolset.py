@@ -19,6 +19,8 @@ class Tool:
     """JSON schema of the arguments; None if the function has none."""
     strict: bool = False
     """Whether each call must follow the schema."""
+    custom: bool = False
+    """Whether the client sees the call's only argument as a text, instead of arguments as JSON."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -47,6 +49,11 @@ class Toolset:
     def callable(self) -> tuple[Tool, ...]:
         """Tools that the model may call."""
         return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the tools whose input is a text."""
+        return frozenset(tool.name for tool in self.tools if tool.custom)
 
     @property
     def constrained(self) -> bool:

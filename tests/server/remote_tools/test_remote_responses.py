@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -14,9 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeClient, engine_info
+from fake_engine import FakeClient, Rounds, engine_info
 
-from holdfast.engine.client.client import Delta
 from holdfast.server.conversations import server_tools
 from holdfast.server.remote_tools.hosts import AllowedHosts
 from holdfast.server.remote_tools.values import RemoteFault, RemoteServer, Result
@@ -90,17 +89,6 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Remote:
         sdk.__spec__ = ModuleSpec("mcp", None)
         monkeypatch.setitem(sys.modules, "mcp", sdk)
     return made
-
-
-class Rounds(FakeClient):
-    """Writes one text for each request, and repeats the last one."""
-
-    texts: tuple[str, ...] = ()
-
-    async def stream(self, *given: Any, **named: Any) -> AsyncGenerator[Delta, None]:
-        self.words = self.texts[min(len(self.asked), len(self.texts) - 1)].split("|")
-        async for delta in super().stream(*given, **named):
-            yield delta
 
 
 def call(name: str = "tides", **arguments: Any) -> str:

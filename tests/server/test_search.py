@@ -213,6 +213,13 @@ async def test_tokens_of_all_answers_count_toward_the_limit(http: Http, client: 
     assert whole["output"][-1]["content"][0]["text"] == "High"
 
 
+async def test_tokens_of_each_answer_count_once(http: Http, client: Rounds, engine: Engine) -> None:
+    client.texts = (*[call(query="tides")] * 3, "High| water| at| six.")
+    async with http(web_search=engine.url) as api:
+        whole = await post(api, max_output_tokens=12)
+    assert (whole["status"], whole["usage"]["output_tokens"]) == ("incomplete", 12)
+
+
 async def test_a_function_called_together_with_a_search_is_left_to_the_client(
     http: Http, client: Rounds, engine: Engine
 ) -> None:

@@ -1,7 +1,8 @@
 """Items: messages, reasoning, calls and their results, in the API's shape and as messages for chat templates.
 
-A compaction is one opaque item, carried by the client, that replaces a conversation. It holds a summary. The user's
-messages stay before it unchanged, as in OpenAI's API.
+A compaction is one opaque item, carried by the client, that replaces a conversation. It holds a summary. If the client
+asks for one, the user's messages stay before it unchanged, as in OpenAI's API. If a response makes one at its
+threshold, it replaces all items before it, and holds what must stay of them.
 """
 
 from __future__ import annotations
@@ -152,6 +153,25 @@ class Compacted(NamedTuple):
     summary: str
     said: list[str] = []  # noqa: RUF012  never changed
     """Texts of the user's messages. Only items of earlier versions of Holdfast have them."""
+    whole: bool = False
+    """Whether it replaces all items before it."""
+    system: list[str] = []  # noqa: RUF012  never changed
+    """Texts of the system messages that it replaces."""
+    last: list[str] = []  # noqa: RUF012  never changed
+    """Text of the user's last message, which follows the summary; empty: there is none."""
+
+
+def compaction_item() -> Item:
+    """Return an item for a compaction, before there is a summary."""
+    return {"id": new_id("cmp"), "type": "compaction", "encrypted_content": ""}
+
+
+def replacing(summary: str, items: Sequence[Item]) -> Compacted:
+    """Return the compaction that replaces all these items by a summary."""
+    said = [(item["role"], "\n".join(part["text"] for part in item["content"])) for item in unfolded(items)
+            if item["type"] == "message"]  # fmt: skip
+    system = [text for role, text in said if ROLES[role] == "system"]
+    return Compacted(summary, [], True, system, [text for role, text in said if role == "user"][-1:])
 
 
 def encode_compacted(compacted: Compacted) -> str:
@@ -164,6 +184,9 @@ class _Sealed(msgspec.Struct):
 
     summary: str
     said: list[str] = []
+    whole: bool = False
+    system: list[str] = []
+    last: list[str] = []
 
 
 def decode_compacted(encoded: object, name: str) -> Compacted:
@@ -175,9 +198,9 @@ def decode_compacted(encoded: object, name: str) -> Compacted:
         data = base64.urlsafe_b64decode(str(encoded).encode("ascii"))
         check_items(data, name, name)
         found = msgspec.json.decode(data, type=_Sealed)
-        return Compacted(found.summary, found.said)
+        return Compacted(found.summary, found.said, found.whole, found.system, found.last)
     except (ValueError, binascii.Error, RecursionError, msgspec.MsgspecError):
-        raise invalid(f"{name} was not made by this server's /v1/responses/compact", name) from None
+        raise invalid(f"{name} was not made by this server's compaction", name) from None
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
@@ -196,10 +219,12 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
         if item.get("type") == "compaction":
             refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), place)
             found = decode_compacted(item.get("encrypted_content"), f"{place}.encrypted_content")
-            expanded += len(found.said) + 1
+            expanded += len(found.said) + len(found.system) + len(found.last) + 1
             if expanded > MAX_MESSAGES:
                 reason = f"the compactions in {name} stand for {expanded} messages or more; at most {MAX_MESSAGES}"
                 raise invalid(reason, name)
+            if found.whole:
+                items.clear()
             items += _expanded(found)
         else:
             read = _read_item(item, place)
@@ -212,15 +237,24 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
 
 
 def _expanded(found: Compacted) -> list[Item]:
-    """Return the items of a compaction: the user's messages, then the summary."""
-    return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
+    """Return the items of a compaction: messages from before the summary, the summary, and the user's last message."""
+    before = [*(new_item("system", text) for text in found.system), *(new_item("user", text) for text in found.said)]
+    summary = new_item("assistant", f"{OPENING}{found.summary}")
+    return [*before, summary, *(new_item("user", text) for text in found.last)]
 
 
 def unfolded(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items, with each compaction replaced by its content."""
-    for item in items:
-        if item["type"] == "compaction":
-            yield from _expanded(decode_compacted(item["encrypted_content"], "compaction"))
+    """Yield the items, with each compaction replaced by its content, and without those that one replaces."""
+    given = list(items)
+    found = {
+        at: decode_compacted(item["encrypted_content"], "compaction")
+        for at, item in enumerate(given)
+        if item["type"] == "compaction"
+    }
+    first = max((at for at, each in found.items() if each.whole), default=0)
+    for at, item in enumerate(given[first:], first):
+        if at in found:
+            yield from _expanded(found[at])
         else:
             yield item
 

@@ -14,6 +14,7 @@ from holdfast.core.types import MAX_LOGPROBS, FinishReason
 from holdfast.server.conversations.items import (
     Compacted,
     call_item,
+    compaction_item,
     custom_item,
     encode_compacted,
     list_item,
@@ -84,6 +85,14 @@ class TextOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+class ContextManagement(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """An entry of the `context_management` parameter."""
+
+    type: Literal["compaction"]
+    compact_threshold: Count | None = None
+    """Number of tokens of a prompt beyond which it is compacted; None: three quarters of the context."""
+
+
 class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
@@ -91,7 +100,6 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     prompt_param = "input"
     max_tokens_param = "max_output_tokens"
     unsupported = SampledRequest.unsupported | {
-        "context_management": ([],),
         "logprobs": (False,),
         "prompt": (),
     }
@@ -116,6 +124,7 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     max_tool_calls: Count | None = None
     """Maximum number of tool calls that the server itself runs: web searches, and calls of remote tools."""
+    context_management: Annotated[list[ContextManagement], Meta(max_length=1)] = field(default_factory=list)
     # The following fields are repeated in the response and do not affect the answer.
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -143,6 +152,12 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
         if not self.remote_servers:
             return self
         return self.changed(tools=[tool for tool in self.tools if tool["type"] != "mcp"], tool_choice="auto")
+
+    def compact_threshold(self, context: int) -> int | None:
+        """Return the number of tokens beyond which a prompt is compacted; None if none is. `context` is the model's."""
+        for each in self.context_management:
+            return context * 3 // 4 if each.compact_threshold is None else each.compact_threshold
+        return None
 
     @property
     def search_results(self) -> int:
@@ -195,7 +210,9 @@ class InputTokensRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unkn
 class CompactRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses/compact."""
 
-    unsupported = ResponseRequest.unsupported | {"background": (False,), "conversation": (), "stream": (False,)}
+    unsupported = ResponseRequest.unsupported | {
+        "background": (False,), "context_management": ([],), "conversation": (), "stream": (False,),
+    }  # fmt: skip
 
 
 class ConversationRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -341,7 +358,7 @@ def _full_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
-SERVER_ITEMS = ("web_search_call", "mcp_list_tools", "mcp_call", "mcp_approval_request")
+SERVER_ITEMS = ("compaction", "web_search_call", "mcp_list_tools", "mcp_call", "mcp_approval_request")
 """Types of items whose status the server sets, or that have none."""
 
 
@@ -447,6 +464,16 @@ class ResponseShape:
             yield self._of_item("response.web_search_call.completed", at)
         yield self._event("response.output_item.done", output_index=at, item=item)
 
+    def compacting(self) -> Iterator[Event]:
+        """Yield the events that a compaction begins. The item is the last one of the output."""
+        yield from self._add(self._named(compaction_item()))
+        yield self._of_item("response.compaction.compacting")
+
+    def compacted(self, content: str) -> Event:
+        """Return the event that the compaction which began last has ended, with its encoded content."""
+        self.output[-1] |= {"encrypted_content": content}
+        return self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
+
     def listing(self, label: str) -> Iterator[Event]:
         """Yield the events that a remote server is asked for its tools. The item is the last one of the output."""
         yield from self._add(self._named(list_item(label)))
@@ -500,6 +527,9 @@ class ResponseShape:
                 yield self._of_item("response.web_search_call.in_progress")
                 yield self.searching(at)
                 yield from self.searched(at, item)
+            case "compaction":
+                yield self._of_item("response.compaction.compacting")
+                yield self.compacted(item["encrypted_content"])
             case "mcp_list_tools":
                 yield self._of_item("response.mcp_list_tools.in_progress")
                 yield from self.listed(item["tools"], item["error"])
@@ -585,6 +615,8 @@ class ResponseShape:
             return
         if item["type"] == "mcp_list_tools":
             empty = list_item(item["server_label"]) | {"id": item["id"]}
+        if item["type"] == "compaction":
+            empty = item | {"encrypted_content": ""}
         if item["type"] == "mcp_approval_request":
             empty = item | {"arguments": ""}
         if item["type"] == "mcp_call":
@@ -603,7 +635,7 @@ class ResponseShape:
         """Yield the events that end the last item. Those of a tool that the server runs follow when it has ended."""
         item = self.output[-1]
         match item["type"]:
-            case "web_search_call" | "mcp_list_tools":
+            case "web_search_call" | "mcp_list_tools" | "compaction":
                 return
             case "mcp_call":
                 yield from self.argued(len(self.output) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
-from holdfast.server.conversations.items import messages, text_size
+from holdfast.server.conversations.compaction import summarize, worth_compacting
+from holdfast.server.conversations.items import encode_compacted, messages, replacing, text_size
 from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
@@ -96,7 +97,11 @@ class Writing:
         """Name of the server that began the response; empty: this one."""
         self.lasting = service.client.adopts and wanted.store and (wanted.background or wanted.stream)
         self.lasting = self.lasting and not (batch or wanted.search_results or self.tools.servers)
-        """Whether another server can write the response if this one ends. The server's own calls cannot be repeated."""
+        self.lasting = self.lasting and not wanted.context_management
+        """Whether another server can write the response if this one ends.
+
+        The server's own calls cannot be repeated, nor can a summary.
+        """
         self.recorded = self.lasting and not wanted.background
         """Whether the store has the recipe while the response is streamed."""
         self._recording: asyncio.Task[None] | None = None
@@ -116,6 +121,12 @@ class Writing:
         self.known = 0
         """Number of leading prompt tokens that came from the store: the minimum over all answers."""
         self.name = name
+        self._most = wanted.max_output_tokens
+        """Maximum number of tokens of all answers together; None: no such limit."""
+        self._opened = False
+        """Whether the first events were sent."""
+        self._summarized = 0
+        """Number of generated tokens that are summaries, which do not count toward the client's maximum."""
         self.prepared = asyncio.Event()
         """Set once the engine can take the response: its prompt is composed, and its beginning is stored if needed."""
         self.begun = recipe is not None and wanted.background
@@ -155,6 +166,9 @@ class Writing:
                 async for event in events:
                     yield event
             while True:
+                async with aclosing(self._compact()) as events:
+                    async for event in events:
+                        yield event
                 written = Written()
                 async with aclosing(self._round(written, self.answer.deltas())) as events:
                     async for event in events:
@@ -183,6 +197,33 @@ class Writing:
         finally:
             self.tools.leave()
 
+    def _open(self) -> Iterator[Event]:
+        """Yield the first events, unless they were sent."""
+        if not self._opened:
+            self._opened = True
+            yield from self.shape.opening()
+
+    async def _compact(self) -> AsyncGenerator[Event, None]:
+        """Yield the events of a compaction if the next prompt is beyond the client's threshold. Raises ApiError."""
+        service = self.server.service
+        threshold = self.wanted.compact_threshold(service.client.info.max_model_len)
+        if threshold is None:
+            return
+        if self.context is None:
+            self.context = await self._find_context()
+        items = [*self.context.items, *self.input, *self.shape.output]
+        with self.answer.lane.admission.admit(1, self.tenant):
+            size = len(await self._compose(self.context, None))
+        if size <= threshold or not worth_compacting(items):
+            return
+        await self._begin_background()
+        for event in (*self._open(), *self.shape.compacting()):
+            yield event
+        before = self.answer.usage.completion_tokens
+        summary = await summarize(service, self.wanted, items, self.answer)
+        self._summarized += self.answer.usage.completion_tokens - before
+        yield self.shape.compacted(encode_compacted(replacing(summary, items)))
+
     async def _begin_tools(self) -> AsyncGenerator[Event, None]:
         """Yield the events of what remote servers do before the model's first answer. Raises ApiError.
 
@@ -192,7 +233,7 @@ class Writing:
             return
         self.context = await self._find_context()
         await self._begin_background()
-        for event in self.shape.opening():
+        for event in self._open():
             yield event
         async with aclosing(self.tools.begin(self.context.items, self.input)) as events:
             async for event in events:
@@ -263,8 +304,8 @@ class Writing:
                 if reader is None:
                     reader = self.reading.reader()
                     await self._recorded()
-                    if not (before or self.tools.servers):
-                        for event in (*self.shape.opening(), *self.shape.answering()):
+                    if not self._opened:
+                        for event in (*self._open(), *self.shape.answering()):
                             yield event
                 written.tokens += delta.tokens
                 written.texts.append(delta.text)
@@ -285,14 +326,13 @@ class Writing:
 
     def _next_answer(self, encode: Callable[[], Awaitable[Sequence[Sequence[int]]]]) -> bool:
         """Prepare the model's next answer, whose prompt is `encode`. Returns False if no tokens are left for it."""
-        wanted, last = self.wanted, self.answer
-        most = wanted.max_output_tokens
-        left = None if most is None else most - last.usage.completion_tokens
+        last, most = self.answer, self._most
+        left = None if most is None else most - (last.usage.completion_tokens - self._summarized)
         if left is not None and left <= 0:
             return False
         reading = Reading(last.service.format, self.tools.toolset(), self.reading.options)
         name = self.name and f"{self.name}/{len(self.shape.output)}"
-        self.wanted = wanted.changed(max_output_tokens=left)
+        self.wanted = self.wanted.changed(max_output_tokens=left)
         self.reading = self.shape.reading = reading
         self.answer = Answer(last.service, self.wanted, self.tenant, encode, reading, 1, last.lane, name, self.batch)
         self.answer.usage, self.answer.conversation = last.usage, last.conversation

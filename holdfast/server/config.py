@@ -14,6 +14,7 @@ from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days, secon
 from holdfast.server.default_contracts import DefaultContracts
 from holdfast.server.formats.registry import check_names
 from holdfast.server.remote_tools.hosts import AllowedHosts
+from holdfast.server.stored_prompts import StoredPrompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,11 @@ class ServerConfig:
         None,
         "SearXNG server that is called when the model uses the web_search tool of Responses, as http://localhost:8888; "
         "its settings must allow JSON; default: the tool is refused",
+    )
+    prompts: str | None = option(
+        None,
+        "directory of prompts that Responses may name by id, as ID.yaml or ID/VERSION.yaml with instructions, messages "
+        "and {{variables}}; default: none",
     )
     mcp_allow: tuple[str, ...] = option(
         (),
@@ -181,6 +187,7 @@ class ServerConfig:
         check_names(self.tool_call_parser, self.reasoning_parser)
         if self.web_search is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.web_search):
             raise ValueError(f"web_search is {self.web_search}; it must look like http://localhost:8888")
+        StoredPrompts.read(self.prompts)
         if self.mcp_allow:
             AllowedHosts.read(self.mcp_allow)
             if importlib.util.find_spec("mcp") is None:

@@ -29,7 +29,9 @@ def worth_compacting(items: Sequence[Item]) -> bool:
     return len(left) > 1
 
 
-async def summarize(service: Service, wanted: ResponseRequest, items: Sequence[Item], last: Answer) -> str:
+async def summarize(
+    service: Service, wanted: ResponseRequest, opening: Sequence[dict[str, Any]], items: Sequence[Item], last: Answer
+) -> str:
     """Let the model summarize a conversation. Raises ApiError. Its tokens are added to the usage of `last`.
 
     If the conversation exceeds the context, the summary leaves out its oldest turns.
@@ -43,12 +45,12 @@ async def summarize(service: Service, wanted: ResponseRequest, items: Sequence[I
         return list(text.encode(reading.render(text, kept), add_special_tokens=False))
 
     def work() -> list[list[int]]:
-        said = messages(wanted.instructions, [*items, new_item("user", SUMMARIZE)])
+        said = messages(opening, [*items, new_item("user", SUMMARIZE)])
         return [service.truncation.compose(said, most, build)]
 
     async def encode() -> list[list[int]]:
         try:
-            return await service.off_loop(text_size("", items), work, renders=True, lane=last.lane)
+            return await service.off_loop(text_size(opening, items), work, renders=True, lane=last.lane)
         except RequestRefused as error:
             raise refused(error, wanted, service.client) from None
 

@@ -429,16 +429,27 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
     return value
 
 
-def text_size(instructions: str, items: Sequence[Item]) -> int:
-    """Return the number of characters in a turn's instructions and in the texts of its own items."""
+def text_size(opening: Sequence[Mapping[str, Any]], items: Sequence[Item]) -> int:
+    """Return the number of characters in a turn's opening messages and in the texts of its own items."""
     parts = (part for item in items for part in item.get("content", ()))
     others = sum(len(item.get(field) or "") for item in items for field in ("output", "arguments", "input"))
     others += sum(len(page["text"]) for item in items for page in item.get("results", ()))
-    return len(instructions) + others + sum(len(part["text"]) for part in parts)
+    return sum(len(message["content"]) for message in opening) + others + sum(len(part["text"]) for part in parts)
 
 
-def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the messages for the chat template: the turn's instructions first, then all items.
+def opening_messages(instructions: str | None, prompt: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:
+    """Return the messages that come first in a turn's prompt: its instructions, and those of a stored `prompt`.
+
+    Instructions replace the stored prompt's system messages.
+    """
+    if not instructions:
+        return [dict(message) for message in prompt]
+    kept = [dict(message) for message in prompt if message["role"] != "system"]
+    return [{"role": "system", "content": instructions}, *kept]
+
+
+def messages(opening: Sequence[Mapping[str, Any]], items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return the messages for the chat template: those of the turn's `opening_messages`, then all items.
 
     Reasoning and calls are merged into the adjacent message of the assistant. A call that waits for the user's approval
     has a result that says so, until it is made.
@@ -446,7 +457,7 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
     items = list(unfolded(items))
     answers = {item["approval_request_id"]: item for item in items if item["type"] == "mcp_approval_response"}
     made = {item["approval_request_id"] for item in items if item["type"] == "mcp_call"}
-    said: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    said: list[dict[str, Any]] = [dict(message) for message in opening]
     names: dict[str, str] = {}
     answering: dict[str, Any] | None = None
     """The assistant's message to which calls may be added."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, to_builtins
 
 from holdfast.core.types import MAX_LOGPROBS, FinishReason
 from holdfast.server.conversations.items import (
@@ -93,6 +93,15 @@ class ContextManagement(Struct, kw_only=True, frozen=True, forbid_unknown_fields
     """Number of tokens of a prompt beyond which it is compacted; None: three quarters of the context."""
 
 
+class PromptParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The `prompt` parameter: a prompt that the operator keeps."""
+
+    id: Id
+    version: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    variables: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    """Texts by the names of variables."""
+
+
 class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
@@ -101,12 +110,14 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     max_tokens_param = "max_output_tokens"
     unsupported = SampledRequest.unsupported | {
         "logprobs": (False,),
-        "prompt": (),
     }
     harmless = (*SampledRequest.harmless, "prompt_cache_options")
 
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] = ""
     instructions: str | None = None
+    """System message of this turn. It replaces those of the `prompt`."""
+    prompt: PromptParam | None = None
+    """Prompt of this turn that the operator keeps. Its messages come first."""
     previous_response_id: Id | None = None
     conversation: Id | ConversationParam | None = None
     store: bool = True
@@ -328,6 +339,7 @@ def new_response(wanted: ResponseRequest, served: str, id: str = "") -> Response
         "presence_penalty": wanted.presence_penalty,
         "frequency_penalty": wanted.frequency_penalty,
         "previous_response_id": wanted.previous_response_id,
+        "prompt": None if wanted.prompt is None else to_builtins(wanted.prompt),
         "conversation": None if conversation is None else {"id": conversation},
         "prompt_cache_key": wanted.prompt_cache_key,
         "reasoning": {"effort": wanted.reasoning.effort, "summary": wanted.reasoning.summary},

@@ -35,6 +35,7 @@ from holdfast.server.remote_tools.hub import RemoteTools
 from holdfast.server.replies import RequestUsage, encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
+from holdfast.server.stored_prompts import StoredPrompts
 
 log = logging.getLogger("holdfast.server")
 
@@ -59,6 +60,7 @@ class Responses:
         url = service.config.web_search
         self.search = None if url is None else WebSearch(url)
         hosts, seconds = service.config.mcp_allow, service.config.mcp_seconds
+        self.prompts = StoredPrompts.read(service.config.prompts)
         self.remote = RemoteTools(AllowedHosts.read(hosts), seconds) if hosts else None
         self.progress = Progress(store, self._keep_renewing)
         self._locked: set[str] = set()

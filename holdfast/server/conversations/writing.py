@@ -10,11 +10,13 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from msgspec.structs import replace as replace_struct
+
 from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.compaction import summarize, worth_compacting
-from holdfast.server.conversations.items import encode_compacted, messages, replacing, text_size
+from holdfast.server.conversations.items import encode_compacted, messages, opening_messages, replacing, text_size
 from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
@@ -31,6 +33,7 @@ from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.remote_tools.hub import RemoteTools
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
+from holdfast.server.stored_prompts import StoredPrompts, filled
 
 COMMIT_SECONDS = 15.0
 """Seconds for which an answer waits for a store that cannot be used. Then it fails."""
@@ -50,6 +53,7 @@ class Server(Protocol):
     search: WebSearch | None
     remote: RemoteTools | None
     progress: Progress
+    prompts: StoredPrompts
 
     def lock(self, tenant: str, conversation: str | None, former: str = "") -> AbstractAsyncContextManager[None]:
         """Lock a conversation against other changes. Raises ApiError if any server but `former` locks it."""
@@ -82,14 +86,16 @@ class Writing:
         """
         service = server.service
         service.check_model(wanted.model, tenant)
-        wanted = service.settled(wanted, lane)
+        self.server = server
+        wanted, stored = self._with_prompt(service.settled(wanted, lane))
         self.input: list[Item] = recipe.input if recipe else wanted.items()
         (lane or service.lane).admission.check(1, tenant)
-        self.server = server
         self.wanted = wanted
         self.tenant = tenant
         self.batch = batch
         self.reading = Reading(service.format, wanted.toolset, wanted.template_options)
+        self.opening = opening_messages(wanted.instructions, stored)
+        """Messages that come first in the turn's prompt."""
         response = recipe.response if recipe else new_response(wanted, wanted.model, id)
         self.shape = ResponseShape(response, self.reading)
         self.tools = ServerTools(wanted, self.shape, server.search, server.remote)
@@ -133,6 +139,14 @@ class Writing:
         """Whether the beginning of a background response is stored, so that clients can poll it."""
         self.settled = False
         """Whether the end of the response was sent to the store. It can then no longer be cancelled."""
+
+    def _with_prompt(self, wanted: ResponseRequest) -> tuple[ResponseRequest, list[dict[str, str]]]:
+        """Return the request with the version of the stored prompt that it names, and its messages. Raises ApiError."""
+        if wanted.prompt is None:
+            return wanted, []
+        found = self.server.prompts.find(wanted.prompt.id, wanted.prompt.version)
+        named = replace_struct(wanted.prompt, version=found.version)
+        return wanted.changed(prompt=named), filled(found, named.variables or {})
 
     @property
     def id(self) -> str:
@@ -220,7 +234,7 @@ class Writing:
         for event in (*self._open(), *self.shape.compacting()):
             yield event
         before = self.answer.usage.completion_tokens
-        summary = await summarize(service, self.wanted, items, self.answer)
+        summary = await summarize(service, self.wanted, self.opening, items, self.answer)
         self._summarized += self.answer.usage.completion_tokens - before
         yield self.shape.compacted(encode_compacted(replacing(summary, items)))
 
@@ -370,17 +384,17 @@ class Writing:
         """Compose the prompt of all items, this response's included. `known` may hold its leading tokens."""
         service, before = self.server.service, self.found
         items = [*before.items, *self.input, *self.shape.output]
-        if not (items or self.wanted.instructions):
+        if not (items or self.opening):
             raise invalid("input is missing: there is nothing to answer", "input")
         try:
             text, wanted = service.client.text, self.wanted
-            size = before.size + text_size(self.wanted.instructions or "", self.input)
+            size = before.size + text_size(self.opening, self.input)
 
             def build(kept: Sequence[dict[str, Any]]) -> Prompt:
                 return compose(text, self.reading.render(text, kept), known, most)
 
             def work() -> Prompt:
-                said = messages(wanted.instructions, items)
+                said = messages(self.opening, items)
                 if not said:
                     raise invalid("input is missing: there is nothing to answer", "input")
                 if wanted.truncation == "auto":

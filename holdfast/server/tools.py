@@ -204,7 +204,7 @@ def _read_allowed(
 ) -> tuple[Literal["auto", "required"], frozenset[str]]:
     given = choice.get("allowed_tools") if api == "chat" else choice
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
-    names = []
+    names: list[Any] = []
     for tool in tools if isinstance(tools, list) else ():
         inner = tool
         if isinstance(tool, Mapping) and api == "chat":

@@ -644,7 +644,7 @@ class ResponseShape:
         yield self._part("response.content_part.added", part=part)
 
     def _close(self) -> Iterator[Event]:
-        """Yield the events that end the last item. Those of a tool that the server runs follow when it has ended."""
+        """Yield the events that end the last item. If the server runs the tool, they follow when the call has ended."""
         item = self.output[-1]
         match item["type"]:
             case "web_search_call" | "mcp_list_tools" | "compaction":

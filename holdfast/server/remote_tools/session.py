@@ -1,7 +1,7 @@
 """Session: one connection to a remote MCP server, by the official SDK. The only module that imports it.
 
-The SDK speaks both protocols, Streamable HTTP and the older one over server-sent events, in all their versions. What it
-sends passes `Guard`, which checks each host and address and bounds each reply.
+The SDK speaks both protocols, Streamable HTTP and the older one over server-sent events, in all their versions. Each of
+its requests passes `Guard`, which checks the host and its address and bounds the reply.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PHRASES = {int(status): status.phrase for status in HTTPStatus}
 
 T = TypeVar("T")
 
-for name in ("mcp", "httpx2", "httpcore2"):  # Their records of failures hold URLs, which may hold secrets.
+for name in ("mcp", "httpx2", "httpcore2"):  # They log URLs of failed requests, which may hold secrets.
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
@@ -290,7 +290,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _text(block: dict[str, Any]) -> str:
-    """Return a block of a result as text. What a model cannot read is named with its type and size."""
+    """Return a block of a result as text. An image or other data is named with its type and size."""
     match block:
         case {"type": "text", "text": str(text)} | {"type": "resource", "resource": {"text": str(text)}}:
             return text

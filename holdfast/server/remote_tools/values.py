@@ -86,7 +86,7 @@ class RemoteTool:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a call gave: an output, or an error in the API's shape."""
+    """Result of a call: an output, or an error in the API's shape."""
 
     output: str | None
     error: Mapping[str, Any] | None = None

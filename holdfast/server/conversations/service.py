@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.engine.client.client import Adoption
 from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import BUSY, RENEW_SECONDS, conversation_key
+from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.protocol import (
     CompactRequest,
@@ -81,14 +82,14 @@ class Responses:
 
     def write(
         self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None, batch: str = "",
-        id: str = "",
+        id: str = "", memory: TurnMemory | None = None,
     ) -> Writing:  # fmt: skip
         """Prepare a response; it runs when its events are iterated. Raises ApiError for errors known before it runs.
 
         `name` is the prefix of its request ids in the engine, and `batch` the batch job that it is a line of. `id` is
-        the response's id; empty: a random one.
+        the response's id; empty: a random one. `memory` holds turns that are not stored, if there is a place for them.
         """
-        return Writing(self, wanted, tenant, lane, name, batch, id=id)
+        return Writing(self, wanted, tenant, lane, name, batch, id=id, memory=memory)
 
     async def start(self, wanted: ResponseRequest, tenant: str, id: str = "") -> Background:
         """Begin a background response. Returns once the engine has accepted it. Raises ApiError."""

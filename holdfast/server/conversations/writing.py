@@ -17,6 +17,7 @@ from holdfast.engine.client.client import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.compaction import summarize, worth_compacting
 from holdfast.server.conversations.items import encode_compacted, messages, opening_messages, replacing, text_size
+from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
@@ -78,12 +79,14 @@ class Writing:
 
     def __init__(
         self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None, batch: str,
-        recipe: Recipe | None = None, adopted: Adoption | None = None, id: str = "",
+        recipe: Recipe | None = None, adopted: Adoption | None = None, id: str = "", memory: TurnMemory | None = None,
     ) -> None:  # fmt: skip
         """`recipe` is that of a response that an ended server began. `adopted` is its request if an engine holds it.
 
-        `id` is the id of a new response; empty: a random one.
+        `id` is the id of a new response; empty: a random one. `memory` holds turns that are not stored, this one
+        included; None: they are forgotten.
         """
+        self.memory = memory
         service = server.service
         service.check_model(wanted.model, tenant)
         self.server = server
@@ -444,6 +447,11 @@ class Writing:
             return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
         if previous is None:
             return Context()
+        if self.memory is not None and (kept := self.memory.find(previous)) is not None:
+            if not self.wanted.store:
+                return kept
+            self.input = [*kept.items, *self.input]  # The store does not have them.
+            return replace(kept, items=())
         context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
         if context.status not in GOOD:
             lost = context.status in RUNNING and not (
@@ -468,12 +476,18 @@ class Writing:
         answer has several parts, its tokens are not stored, because the template renders the parts differently
         from the generated text.
         """
-        if not self.wanted.store and self.wanted.conversation is None:
+        stored = self.wanted.store or self.wanted.conversation is not None
+        if not stored and self.memory is None:
             return
         said = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
         known = self.prompt.answered(
             self.server.service.client.text, answer, tokens if said == [answer] else [], reason
         )
+        if not stored and self.memory is not None:
+            items = [*self.found.items, *self.input, *whole["output"]]
+            context = Context(items=items, tokens=known.tokens, characters=known.characters, digest=known.digest)
+            self.memory.keep(self.id, context)
+            return
         self.settled = True
         turn = replace(
             self._turn(whole),

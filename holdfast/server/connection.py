@@ -49,6 +49,8 @@ class Connections:
         """Start of each connection's wait for a request, by the loop's clock. The longest wait is first."""
         self.upgraded: set[object] = set()
         """Connections that have become WebSockets."""
+        self.held_bytes = 0
+        """Number of bytes of messages that are being received over WebSockets."""
         self.next_log = 0.0
         self.closing = False
         """Whether the server will end soon, so that each answer is the last one on its connection."""

@@ -164,6 +164,13 @@ class ServerTools:
     def _may_search(self) -> bool:
         return self._may_call and self._searches < MOST_SEARCHES
 
+    def check_approvals(self, said: Sequence[Item]) -> None:
+        """Raises ApiError if a turn without remote servers approves a call."""
+        for index, item in enumerate(said):
+            if item["type"] == "mcp_approval_response" and item["approve"]:
+                reason = f"input[{index}] approves a call, and tools have no MCP server that could make it"
+                raise invalid(reason, f"input[{index}]")
+
     def _approved(self, before: Sequence[Item], said: Sequence[Item]) -> list[Item]:
         """Return the requests that this turn approves and whose calls were not made before. Raises ApiError."""
         requests = {item["id"]: item for item in (*before, *said) if item["type"] == "mcp_approval_request"}

@@ -247,6 +247,7 @@ class Writing:
         The response has then begun, so a prompt that is too long is a failed response.
         """
         if not self.tools.servers:
+            self.tools.check_approvals(self.input)
             return
         self.context = await self._find_context()
         await self._begin_background()

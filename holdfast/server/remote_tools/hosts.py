@@ -83,12 +83,12 @@ class AllowedHosts:
             reason = f"{host[:128]}:{port} is not among the hosts that this server may call"
             raise NotAllowed(f"{reason}; an operator adds it with --mcp-allow")
 
-    def reachable(self, host: str, addresses: Sequence[str]) -> str:
-        """Return the address of a host to connect to. Raises NotAllowed if it has none that is allowed."""
-        for address in addresses:
-            found = _address(address)
-            if found is not None and self._may_reach(host.lower().rstrip("."), found):
-                return address
+    def reachable(self, host: str, addresses: Sequence[str]) -> list[str]:
+        """Return the addresses of a host that are allowed. Raises NotAllowed if none is."""
+        name = host.lower().rstrip(".")
+        allowed = [each for each in addresses if (found := _address(each)) and self._may_reach(name, found)]
+        if allowed:
+            return allowed
         reason = f"{host[:128]} has no public address; an operator allows others by listing the address or its network"
         raise NotAllowed(f"{reason} with --mcp-allow")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+import re
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -24,8 +25,14 @@ from holdfast.core.version import __version__
 from holdfast.server.remote_tools.hosts import PORTS, AllowedHosts, NotAllowed
 from holdfast.server.remote_tools.values import MOST_DESCRIPTION, RemoteFault, RemoteServer, Result
 
-MOST_REPLY = 8 << 20
-"""Maximum number of bytes of one HTTP reply of a server; of all replies of a session over server-sent events."""
+MOST_REPLY, MOST_STREAM = 2 << 20, 16 << 20
+"""Maximum number of bytes of one HTTP reply of a server, and of one that is a stream of events."""
+MOST_MARKS = 1 << 16
+"""Maximum number of brackets, braces, commas and quotes in a reply or an event. It bounds the time to decode it."""
+MARKS = (b"[", b"{", b",", b'"')
+EVENT_END = re.compile(rb"\r?\n\r?\n|\r\r")
+MOST_ADDRESSES = 4
+"""Maximum number of addresses of a host that are tried."""
 MOST_TOOLS = 128
 """Maximum number of tools of one server that the model may call."""
 MOST_LISTED = 1024
@@ -72,26 +79,37 @@ class Guard(httpx2.AsyncBaseTransport):  # type: ignore[misc]
         port = request.url.port or PORTS[scheme]
         try:
             self._allowed.check_host(host, port, scheme)
-            address = self._allowed.reachable(host, await resolved(host, port))
+            addresses = self._allowed.reachable(host, await resolved(host, port))
         except NotAllowed as error:
             self.refused = str(error)
             raise httpx2.ConnectError(str(error)) from None
         request.headers["accept-encoding"] = "identity"
-        made = httpx2.Request(
-            request.method,
-            request.url.copy_with(host=address),
-            headers=request.headers,
-            stream=request.stream,
-            extensions={**request.extensions, "sni_hostname": host},
-        )
-        response = await self._inner.handle_async_request(made)
+        response = await self._send(request, host, addresses[:MOST_ADDRESSES])
         if response.status_code >= 400 and request.method == "POST":  # A server need not take the others.
             self.status = response.status_code
-        response.stream = Bounded(response.stream)
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        response.stream = Bounded(response.stream, events=kind == "text/event-stream")
         if response.headers.get("content-encoding", "identity") != "identity":
             await response.stream.aclose()
             raise httpx2.DecodingError("the reply is compressed, which was not asked for")
         return response
+
+    async def _send(self, request: Any, host: str, addresses: Sequence[str]) -> Any:
+        """Send a request to the first of these addresses that takes the connection. Raises TransportError."""
+        for number, address in enumerate(addresses, 1):
+            made = httpx2.Request(
+                request.method,
+                request.url.copy_with(host=address),
+                headers=request.headers,
+                stream=request.stream,
+                extensions={**request.extensions, "sni_hostname": host},
+            )
+            try:
+                return await self._inner.handle_async_request(made)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout):
+                if number == len(addresses):
+                    raise
+        raise httpx2.ConnectError(f"{host} has no address")
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -99,18 +117,29 @@ class Guard(httpx2.AsyncBaseTransport):  # type: ignore[misc]
 
 
 class Bounded(httpx2.AsyncByteStream):  # type: ignore[misc]
-    """A reply's body. Raises DecodingError beyond MOST_REPLY bytes."""
+    """A reply's body. Raises DecodingError if it is too large, or if it has too many values to be decoded at once."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, *, events: bool) -> None:
+        """`events` says that it is a stream of server-sent events, each of which is decoded by itself."""
+        self._inner, self._events = inner, events
+        self._most = MOST_STREAM if events else MOST_REPLY
+        self._marks = 0
+        """Number of marks in the event in progress; in the whole reply if it is no stream."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         size = 0
         async for piece in self._inner:
             size += len(piece)
-            if size > MOST_REPLY:
-                raise httpx2.DecodingError(f"the reply has more than {MOST_REPLY} bytes")
+            if size > self._most:
+                raise httpx2.DecodingError(f"the reply has more than {self._most} bytes")
+            self._count(piece)
             yield piece
+
+    def _count(self, piece: bytes) -> None:
+        for number, part in enumerate(EVENT_END.split(piece) if self._events else [piece]):
+            self._marks = (0 if number else self._marks) + sum(map(part.count, MARKS))
+            if self._marks > MOST_MARKS:
+                raise httpx2.DecodingError(f"the reply has more than {MOST_MARKS} brackets, commas and quotes")
 
     async def aclose(self) -> None:
         """Close the body."""

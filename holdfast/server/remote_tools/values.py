@@ -143,7 +143,7 @@ def read_server(tool: Mapping[str, Any], path: str) -> RemoteServer:
         raise invalid(f"{path}.allowed_callers must be direct", f"{path}.allowed_callers", "unsupported_parameter")
     taken = {name: value for name, value in tool.items() if name != "allowed_callers" and value is not False}
     refuse_extra(taken, FIELDS, path)
-    if not isinstance(url, str):
+    if not isinstance(url, str) or not _is_url(url):
         raise invalid(f"{path}.server_url is {shown(url)}; it must be the server's URL", f"{path}.server_url")
     description = tool.get("server_description") or ""
     if not isinstance(description, str) or len(description) > MOST_DESCRIPTION:
@@ -153,6 +153,13 @@ def read_server(tool: Mapping[str, Any], path: str) -> RemoteServer:
         label, url, _read_headers(tool, path), description, _read_filter(tool.get("allowed_tools"), path)
     )
     return _with_approval(server, tool.get("require_approval"), f"{path}.require_approval")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        return urlsplit(text).hostname is not None and urlsplit(text).port != 0
+    except ValueError:
+        return False
 
 
 def _read_headers(tool: Mapping[str, Any], path: str) -> dict[str, str]:
@@ -219,7 +226,12 @@ def redacted(tool: Mapping[str, Any]) -> dict[str, Any]:
     rest = "/<redacted>" if parts.path.strip("/") or parts.query else parts.path
     defaults = {"allowed_tools": None, "require_approval": "always", "server_description": None}
     shown = {name: value for name, value in tool.items() if name != "authorization"}
-    return {**defaults, **shown, "server_url": f"{parts.scheme}://{parts.netloc}{rest}", "headers": None}
+    return {
+        **defaults,
+        **shown,
+        "server_url": f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{rest}",
+        "headers": None,
+    }
 
 
 def remote_tools(

@@ -31,6 +31,8 @@ MOST_LANES = 8
 """Maximum number of responses in progress on one connection. Each lane has one."""
 MOST_QUEUED = 16
 """Maximum number of further responses that wait on one connection."""
+MOST_QUEUED_BYTES = 8 << 20
+"""Maximum number of bytes of the events that wait on one connection."""
 MOST_LANE_NAME = 64
 ENDED = 1000
 """Code with which a connection that is too old is closed."""
@@ -99,9 +101,11 @@ class Socket:
     def __init__(self, app: ASGIApp, scope: Scope, path: str, send: Send, sockets: OpenSockets) -> None:
         self._app, self._scope, self._path, self._send, self._sockets = app, scope, path, send, sockets
         self._memory = TurnMemory()
-        self._lanes: dict[str, asyncio.Queue[dict[str, Any]]] = {}
+        self._lanes: dict[str, asyncio.Queue[bytes]] = {}
         """Turns that wait, by lane. A lane ends when it has none."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._queued = 0
+        """Number of bytes of the turns that wait."""
         self._sending = asyncio.Lock()
         self._gone = asyncio.Event()
         """Set once the client has left."""
@@ -140,15 +144,17 @@ class Socket:
         try:
             event = read_object(message.encode() if isinstance(message, str) else message, "the event")
             lane = _lane_of(event)
-            body = _body_of(event)
+            body = encode(_body_of(event))
         except ApiError as error:
             await self._fail(error, lane)
             return
         name = lane or ""
         queue = self._lanes.get(name)
         waiting = sum(each.qsize() for each in self._lanes.values())
-        if (queue is None and len(self._lanes) >= MOST_LANES) or waiting >= MOST_QUEUED:
+        full = waiting >= MOST_QUEUED or (waiting and self._queued + len(body) > MOST_QUEUED_BYTES)
+        if full or (queue is None and len(self._lanes) >= MOST_LANES):
             reason = f"at most {MOST_LANES} responses run on a connection, and {MOST_QUEUED} wait"
+            reason += f", with {MOST_QUEUED_BYTES} bytes"
             await self._fail(ApiError(reason, status=429, code="rate_limit_exceeded", retry_after=1), lane)
             return
         if queue is None:
@@ -156,6 +162,7 @@ class Socket:
             task = asyncio.create_task(self._run_lane(lane))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        self._queued += len(body)
         queue.put_nowait(body)
 
     async def _run_lane(self, lane: str | None) -> None:
@@ -163,20 +170,21 @@ class Socket:
         try:
             while not queue.empty():
                 self._sockets.answering += 1
+                body = queue.get_nowait()
+                self._queued -= len(body)
                 try:
-                    await self._answer(queue.get_nowait(), lane)
+                    await self._answer(body, lane)
                 finally:
                     self._sockets.answering -= 1
         finally:
             del self._lanes[lane or ""]
 
-    async def _answer(self, body: dict[str, Any], lane: str | None) -> None:
+    async def _answer(self, body: bytes, lane: str | None) -> None:
         """Run a turn as a request of its own, and send its events."""
         reply = Reply(lambda event: self._event(event, lane))
-        data = encode(body)
-        scope = request_scope(self._scope, "POST", self._path, data)
+        scope = request_scope(self._scope, "POST", self._path, body)
         scope["state"]["memory"] = self._memory
-        given = [{"type": "http.request", "body": data, "more_body": False}]
+        given = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
             if given:

@@ -64,17 +64,17 @@ def test_a_name_leads_to_no_address_that_is_not_public(address: str) -> None:
 
 def test_a_listed_network_makes_private_addresses_reachable() -> None:
     allowed = AllowedHosts.read(["mcp.internal", "10.0.0.0/8"])
-    assert allowed.reachable("mcp.internal", ["192.168.0.1", "10.0.0.5"]) == "10.0.0.5"
+    assert allowed.reachable("mcp.internal", ["192.168.0.1", "10.0.0.5"]) == ["10.0.0.5"]
 
 
-def test_the_first_allowed_address_is_taken() -> None:
+def test_only_allowed_addresses_of_a_name_are_left() -> None:
     allowed = AllowedHosts.read(["mcp.example.com"])
-    assert allowed.reachable("mcp.example.com", ["10.0.0.1", "1.1.1.1", "8.8.8.8"]) == "1.1.1.1"
+    assert allowed.reachable("mcp.example.com", ["10.0.0.1", "1.1.1.1", "8.8.8.8"]) == ["1.1.1.1", "8.8.8.8"]
 
 
 def test_localhost_lists_its_own_addresses_for_its_own_name_only() -> None:
     allowed = AllowedHosts.read(["localhost:8000", "evil.example"])
-    assert allowed.reachable("localhost", ["::1", "127.0.0.1"]) == "::1"
+    assert allowed.reachable("localhost", ["::1", "127.0.0.1", "10.0.0.1"]) == ["::1", "127.0.0.1"]
     with pytest.raises(NotAllowed):
         allowed.reachable("evil.example", ["127.0.0.1"])
     with pytest.raises(NotAllowed):

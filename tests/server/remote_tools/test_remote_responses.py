@@ -304,6 +304,13 @@ async def test_an_approval_of_nothing_is_refused(api: httpx.AsyncClient) -> None
     assert "input[0].approval_request_id is 'mcpr_none'" in events[-1]["response"]["error"]["message"]
 
 
+async def test_an_approval_without_its_server_is_refused(api: httpx.AsyncClient) -> None:
+    asked = await post(api, tools=[ASKING])
+    answer = {"type": "mcp_approval_response", "approval_request_id": asked["output"][1]["id"], "approve": True}
+    refused = await post(api, status=400, tools=[], input=[answer], previous_response_id=asked["id"])
+    assert refused["error"]["param"] == "input[0]"
+
+
 async def test_an_approval_request_is_streamed_with_its_arguments_at_its_end(api: httpx.AsyncClient) -> None:
     events = await events_of(api, tools=[ASKING])
     of_request = [event for event in events if event.get("output_index") == 1]

@@ -25,12 +25,15 @@ WRITES = listed("write")
 
 
 def test_a_response_repeats_no_secret() -> None:
-    given = tool(headers={"X-Api-Key": "secret-header"}, authorization="secret-token", require_approval="never")
+    url = URL.replace("mcp.", "user:secret-word@mcp.")
+    given = tool(
+        server_url=url, headers={"X-Api-Key": "secret-header"}, authorization="secret-token", require_approval="never"
+    )
     shown = redacted(given)
     assert "secret" not in str(shown)
     assert (shown["server_url"], shown["headers"]) == ("https://mcp.example.com/<redacted>", None)
     assert (shown["require_approval"], shown["allowed_tools"]) == ("never", None)
-    assert "secret" not in repr(read_server(given, "tools[0]")).replace(URL, "")
+    assert "secret" not in repr(read_server(given, "tools[0]")).replace(url, "")
 
 
 def test_a_token_becomes_a_header() -> None:
@@ -44,6 +47,8 @@ def test_a_token_becomes_a_header() -> None:
         ({"server_label": "9"}, "server_label"),
         ({"server_label": None}, "server_label"),
         ({"server_url": None}, "server_url"),
+        ({"server_url": "http://[a"}, "server_url"),
+        ({"server_url": "mcp.example.com"}, "server_url"),
         ({"connector_id": "connector_gmail"}, "connector_id"),
         ({"defer_loading": True}, "defer_loading"),
         ({"headers": ["a"]}, "headers"),

@@ -173,6 +173,38 @@ async def test_a_reply_beyond_the_limit_is_not_read(monkeypatch: pytest.MonkeyPa
     assert fault.code in (502, -32700)
 
 
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+async def test_a_reply_that_takes_long_to_decode_is_not_decoded(kind: str) -> None:
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "result": {"x": [[]] * sessions.MOST_MARKS}}).encode()
+    body = b"event: message\ndata: " + body + b"\n\n" if kind == "text/event-stream" else body
+    async with serving(answering(200, {"content-type": kind}, body)) as port:
+        fault = await fault_of(session_to(f"http://localhost:{port}/mcp", seconds=5))
+    assert fault.code in (502, -32700, -32000)
+
+
+async def test_many_events_of_a_stream_may_have_more_marks_together() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield b"data: [" + b"[]," * (sessions.MOST_MARKS // 3)
+            yield b"0]\r\n\r\n"
+
+    body = sessions.Bounded(pieces(), events=True)
+    assert len([piece async for piece in body]) == 8
+    with pytest.raises(Exception, match="brackets, commas and quotes"):
+        _ = [piece async for piece in sessions.Bounded(pieces(), events=False)]
+
+
+async def test_the_next_address_is_tried_if_one_takes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def resolved(host: str, port: int) -> list[str]:
+        return ["127.0.0.2", "127.0.0.1"]
+
+    monkeypatch.setattr(sessions, "resolved", resolved)
+    async with serving(real().streamable_http_app()) as port:
+        session = session_to(f"http://localhost:{port}/mcp")
+        assert len(await session.list_tools()) == 3
+        await session.close()
+
+
 async def test_a_redirect_to_another_host_is_not_followed() -> None:
     hits = []
 

@@ -360,6 +360,24 @@ async def test_a_background_response_is_replayed_with_its_calls(api: httpx.Async
     assert replayed.count("event: response.mcp_call_arguments.done") == 1
 
 
+@pytest.mark.parametrize(("error", "listed"), [(None, []), ("gone", ["sea"])])
+async def test_a_list_that_the_client_sends_back_is_used_unless_it_failed(
+    api: httpx.AsyncClient, client: Rounds, remote: Remote, error: str | None, listed: list[str]
+) -> None:
+    known = {"type": "mcp_list_tools", "server_label": "sea", "tools": [] if error else [TIDES], "error": error}
+    whole = await post(api, input=[known, {"role": "user", "content": "High water?"}])
+    assert remote.listed == listed
+    assert kinds(whole)[-2:] == ["mcp_call", "message"]
+
+
+async def test_a_background_response_whose_server_fails_has_failed(api: httpx.AsyncClient, remote: Remote) -> None:
+    remote.fault = RemoteFault("gone", code=502)
+    begun = await post(api, background=True)
+    while (whole := (await api.get(f"/v1/responses/{begun['id']}")).json())["status"] in ("queued", "in_progress"):
+        await asyncio.sleep(0.01)
+    assert (whole["status"], whole["error"]["code"]) == ("failed", "server_error")
+
+
 async def test_connections_end_with_the_response(api: httpx.AsyncClient, remote: Remote) -> None:
     remote.fault = RemoteFault("gone", code=502)
     await post(api, status=424)

@@ -27,6 +27,8 @@ log = logging.getLogger("holdfast.server")
 PATH = "/v1/responses"
 MOST_SECONDS = 3600.0
 """Maximum age of a connection. It ends after the responses in progress."""
+SMALL = 1 << 14
+"""Number of characters from which an event is read outside the event loop."""
 MOST_LANES = 8
 """Maximum number of responses in progress on one connection. Each lane has one."""
 MOST_QUEUED = 16
@@ -124,6 +126,8 @@ class Socket:
                 if message["type"] == "websocket.disconnect":
                     return
                 await self._take(message.get("text") or message.get("bytes") or b"")
+        except OSError:  # The client has left.
+            return
         finally:
             self._gone.set()
             for task in self._tasks:
@@ -140,13 +144,12 @@ class Socket:
 
     async def _take(self, message: str | bytes) -> None:
         """Put a client's event into its lane, or answer with an error."""
-        lane: str | None = None
-        try:
-            event = read_object(message.encode() if isinstance(message, str) else message, "the event")
-            lane = _lane_of(event)
-            body = encode(_body_of(event))
-        except ApiError as error:
-            await self._fail(error, lane)
+        if len(message) < SMALL:
+            lane, body = _read(message)
+        else:
+            lane, body = await asyncio.to_thread(_read, message)
+        if isinstance(body, ApiError):
+            await self._fail(body, lane)
             return
         name = lane or ""
         queue = self._lanes.get(name)
@@ -194,6 +197,8 @@ class Socket:
 
         try:
             await self._app(scope, receive, reply.take)
+        except OSError:  # The client has left.
+            return
         except Exception as error:  # The connection has other turns.
             log.error("a turn on a WebSocket failed", exc_info=error)
         if not 200 <= reply.status < 400:
@@ -242,6 +247,17 @@ class Reply:
         kept = ("retry-after", "retry-after-ms", "x-request-id")
         headers = {name: self.headers[name] for name in kept if name in self.headers}
         return {"type": "error", "status": self.status or 500, "error": {**error, "headers": headers}}
+
+
+def _read(message: str | bytes) -> tuple[str | None, bytes | ApiError]:
+    """Return the lane of a client's event, and the body of the request that it stands for, or what is wrong with it."""
+    lane = None
+    try:
+        event = read_object(message.encode() if isinstance(message, str) else message, "the event")
+        lane = _lane_of(event)
+        return lane, encode(_body_of(event))
+    except ApiError as error:
+        return lane, error
 
 
 def _lane_of(event: Mapping[str, Any]) -> str | None:

@@ -88,7 +88,7 @@ async def test_turns_that_are_not_stored_go_on_within_their_connection(server: L
 async def test_an_error_is_an_event_and_the_connection_goes_on(server: Listening) -> None:
     async with connected(server) as connection:
         errors = [await turn(connection, input="x", temperature=9), await turn(connection, input="x", background=True)]
-        await connection.send({"type": "response.steer"})
+        await connection.send({"type": "response.steer", "stream_id": "a"})
         errors.append(await connection.recv())
         await connection.send_raw("no JSON")
         errors.append(await connection.recv())
@@ -96,8 +96,14 @@ async def test_an_error_is_an_event_and_the_connection_goes_on(server: Listening
     assert [(error.status, error.error.param) for error in errors[:3]] == [
         (400, "temperature"), (400, "background"), (400, "type"),
     ]  # fmt: skip
-    assert errors[3].error.code == "invalid_json"
+    assert (errors[2].stream_id, errors[3].error.code) == ("a", "invalid_json")
     assert fine.output_text == ANSWER
+
+
+async def test_a_long_event_is_taken(server: Listening, client: FakeClient) -> None:
+    async with connected(server) as connection:
+        long = await turn(connection, input="x" * (sockets.SMALL + 1))
+    assert long.status == 400 and long.error.code == "context_length_exceeded"
 
 
 async def test_lanes_run_side_by_side_and_each_in_order(server: Listening, client: FakeClient) -> None:

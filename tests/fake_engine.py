@@ -327,3 +327,14 @@ class FakeClient:
     async def close(self) -> None:
         self.closed = True
         self.die("closed")
+
+
+class Rounds(FakeClient):
+    """Writes one text for each request, its words between bars, and repeats the last one."""
+
+    texts: tuple[str, ...] = ()
+
+    async def stream(self, *given: Any, **named: Any) -> AsyncGenerator[Delta, None]:
+        self.words = self.texts[min(len(self.asked), len(self.texts) - 1)].split("|")
+        async for delta in super().stream(*given, **named):
+            yield delta

@@ -362,7 +362,8 @@ def server(log: Path) -> Iterator[str]:
     """`holdfast serve` with the built-in model. Yields its URL."""
     keys = [word for key in (KEY, *TENANTS.values()) for word in ("--api-key", key)]
     options = ("--port", "0", "--store", "memory", "--cache-gb", "0.5", "--max-model-len", "1024", *keys)
-    command = [sys.executable, "-m", "holdfast.cli", "serve", MODEL, *options, "--web-search"]
+    remote = ("--mcp-allow", "localhost:*", "--mcp-allow", "127.0.0.1:*")
+    command = [sys.executable, "-m", "holdfast.cli", "serve", MODEL, *options, *remote, "--web-search"]
     with (
         log.open("w") as errors,
         search_engine() as found,

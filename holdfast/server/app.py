@@ -68,6 +68,7 @@ from holdfast.server.routes.openapi import document
 from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
 from holdfast.server.routes.page import add_page_routes
 from holdfast.server.routes.similarity import add_similarity_routes
+from holdfast.server.routes.sockets import Sockets
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tinker import FORWARD, add_checkpoint_routes, add_client_routes
 from holdfast.server.routes.tinker import add_model_routes as add_trained_model_routes
@@ -76,6 +77,7 @@ from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.usage import add_usage_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.shared_adapters import SharedAdapters
+from holdfast.server.sockets import OpenSockets
 from holdfast.server.tinker.checkpoints import Checkpoints
 from holdfast.server.tinker.futures import Futures
 from holdfast.server.tinker.protos import MEDIA as PROTOBUF
@@ -108,7 +110,8 @@ class App(FastAPI):
                 stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
                 allow_private_network=True, expose_headers=EXPOSED,
             )  # fmt: skip
-        return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing, self.config.slow_seconds)
+        edge = Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing, self.config.slow_seconds)
+        return Sockets(edge, self.config.root_path, self.state.sockets)
 
 
 def create_app(
@@ -134,6 +137,7 @@ def create_app(
         servers=[{"url": config.root_path}] if config.root_path else None,
     )
     endpoint = config.otlp_traces_endpoint
+    app.state.sockets = OpenSockets(config)
     app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
     metrics = Metrics("" if client is None else client.info.model)
     stored = NO_KEYS if store is None else read_keys(store)  # before other threads use the store

@@ -111,15 +111,17 @@ def _extend(message: Reply, delta: Mapping[str, Any]) -> None:
     for new in delta.get("tool_calls", ()):
         calls = message.setdefault("tool_calls", [])
         if "id" in new:
-            calls.append({"id": new["id"], "type": new["type"], "function": {"name": "", "arguments": ""}})
-        _call(calls[new["index"]]["function"], new["function"])
+            calls.append({"id": new["id"], "type": new["type"], new["type"]: {}})
+        call = calls[new["index"]]
+        _call(call[call["type"]], new[call["type"]])
     if "function_call" in delta:
-        _call(message.setdefault("function_call", {"name": "", "arguments": ""}), delta["function_call"])
+        _call(message.setdefault("function_call", {}), delta["function_call"])
 
 
-def _call(function: Reply, new: Mapping[str, str]) -> None:
-    function["name"] += new.get("name", "")
-    function["arguments"] += new.get("arguments", "")
+def _call(call: Reply, new: Mapping[str, str]) -> None:
+    """Add the next piece of a call: its name, and its arguments or its input."""
+    for name, text in new.items():
+        call[name] = call.get(name, "") + text
 
 
 def _joined(before: Reply | None, new: Reply | None) -> Reply | None:

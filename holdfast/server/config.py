@@ -13,6 +13,8 @@ from holdfast.core.config import option
 from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days, seconds_of_ms
 from holdfast.server.default_contracts import DefaultContracts
 from holdfast.server.formats.registry import check_names
+from holdfast.server.remote_tools.hosts import AllowedHosts
+from holdfast.server.stored_prompts import StoredPrompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,18 @@ class ServerConfig:
         "SearXNG server that is called when the model uses the web_search tool of Responses, as http://localhost:8888; "
         "its settings must allow JSON; default: the tool is refused",
     )
+    prompts: str | None = option(
+        None,
+        "directory of prompts that Responses may name by id, as ID.yaml or ID/VERSION.yaml with instructions, messages "
+        "and {{variables}}; default: none",
+    )
+    mcp_allow: tuple[str, ...] = option(
+        (),
+        "host of MCP servers whose tools Responses may call, as mcp.example.com or localhost:8000 (without a port: 443 "
+        "or 80), *.example.com, a network as 10.0.0.0/8, or * for all public hosts; repeat it for several; needs "
+        "holdfast[mcp]; default: the tool is refused",
+    )
+    mcp_seconds: float = option(60.0, "longest time of one call of an MCP server's tool")
     contract: tuple[str, ...] = option(
         (),
         "contract of requests that ask for none, as ttft=500ms,tbt=50ms,complete=20s; with a priority class before it, "
@@ -158,6 +172,7 @@ class ServerConfig:
             ("store_gb", 0.001, 1 << 20),
             ("max_file_mb", 0.001, 1 << 20),
             ("files_gb", 0.001, 1 << 20),
+            ("mcp_seconds", 0.05, 3600),
             ("slow_ms", 0, 86_400_000),
             ("health_seconds", 0.05, 600),
             ("lame_duck_seconds", 0, 3600),
@@ -172,6 +187,11 @@ class ServerConfig:
         check_names(self.tool_call_parser, self.reasoning_parser)
         if self.web_search is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.web_search):
             raise ValueError(f"web_search is {self.web_search}; it must look like http://localhost:8888")
+        StoredPrompts.read(self.prompts)
+        if self.mcp_allow:
+            AllowedHosts.read(self.mcp_allow)
+            if importlib.util.find_spec("mcp") is None:
+                raise ValueError("mcp_allow needs the SDK of MCP: pip install 'holdfast[mcp]'")
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):

@@ -47,6 +47,10 @@ class Connections:
         """Open connections. uvicorn's own set also has connections that close in the current turn of the loop."""
         self.waiting: dict[Connection, float] = {}
         """Start of each connection's wait for a request, by the loop's clock. The longest wait is first."""
+        self.upgraded: set[object] = set()
+        """Connections that have become WebSockets."""
+        self.held_bytes = 0
+        """Number of bytes of messages that are being received over WebSockets."""
         self.next_log = 0.0
         self.closing = False
         """Whether the server will end soon, so that each answer is the last one on its connection."""
@@ -74,7 +78,7 @@ class Connections:
 
     def make_room(self, new: Connection, now: float) -> bool:
         """Return whether a new connection may stay. May close the connections that have waited longest."""
-        if len(self.open) >= self.limit and now >= self.next_log:
+        if self.full and now >= self.next_log:
             self.next_log = now + LOG_SECONDS
             log.warning(
                 "%d connections are open, which is the limit (--max-connections, and %d below the limit of open files);"
@@ -82,14 +86,20 @@ class Connections:
                 self.limit,
                 RESERVED_FILES,
             )
-        while len(self.open) >= self.limit and self.waiting:
+        while self.full and self.waiting:
             longest, since = next(iter(self.waiting.items()))
             if now - since < UNREAD_SECONDS:
                 break
             self.forget(longest)
             longest.transport.abort()
+        room = not self.full
         self.open.add(new)
-        return len(self.open) <= self.limit
+        return room
+
+    @property
+    def full(self) -> bool:
+        """Whether as many connections are open as may be, WebSockets included."""
+        return len(self.open) + len(self.upgraded) >= self.limit
 
     def forget(self, connection: Connection) -> None:
         """Remove a connection from `open` and `waiting`."""
@@ -127,6 +137,8 @@ class Connection(HttpToolsProtocol):
         """Approximate number of bytes since the last body byte or the last end of a request."""
         self.held = b""
         self.keep_alive = True
+        self.gone = False
+        """Whether the connection has become a WebSocket, which another protocol serves."""
         self.ending = False
         self.dropped = 0
         self.awaited: str | None = None
@@ -168,7 +180,7 @@ class Connection(HttpToolsProtocol):
             end += len(piece)
             self.progress = False
             super().data_received(piece)
-            if self.ending or self.transport.is_closing():
+            if self.gone or self.ending or self.transport.is_closing():
                 return
             if self.progress:
                 self.unfinished = len(piece) if self.in_head else 0  # the next head may be most of the piece
@@ -193,6 +205,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.in_head = False
         super().on_headers_complete()
+        if self.upgrades:
+            return
         # uvicorn would keep the connection open after answering a request whose body was not read to its end.
         self.keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = CycleTransport(self)  # type: ignore[assignment]
@@ -207,9 +221,25 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self.progress = True
+        if self.upgrades:
+            return
         if not self.cycle.response_started:
             self.cycle.keep_alive = self.keep_alive and not self.shared.closing
         super().on_message_complete()
+
+    @property
+    def upgrades(self) -> bool:
+        """Whether the request that is being parsed asks for a WebSocket."""
+        return bool(self.parser.should_upgrade()) and self._should_upgrade()
+
+    def handle_websocket_upgrade(self) -> None:
+        if self.busy:
+            self.refuse(ApiError("a WebSocket cannot begin while an answer is in progress", code="invalid_http"))
+            return
+        self.gone = True
+        self.stop_timers()
+        self.shared.forget(self)
+        super().handle_websocket_upgrade()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.active = cycle

@@ -26,6 +26,7 @@ from holdfast.core.types import (
     Grammar,
     SamplingParams,
 )
+from holdfast.server.formats.custom import input_arguments
 from holdfast.server.formats.ending import PromptEnd
 from holdfast.server.grammars import (
     Choices,
@@ -817,6 +818,9 @@ def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
         match call:
             case {"id": str(id), "function": {"name": str(called), "arguments": str(arguments)}}:
                 found.append(past_call(id, called, arguments))
+            case {"id": str(id), "type": "custom", "custom": {"name": str(called), "input": str(text)}}:
+                function = {"name": called, "arguments": input_arguments(text)}
+                found.append({"id": id, "type": "function", "function": function})
             case _:
                 reason = f"{path} must have an id, and a function with its name and its arguments, all strings"
                 raise invalid(reason, path)

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.core.types import FinishReason, TokenLogprobs
 from holdfast.engine.client.client import Delta
 from holdfast.engine.client.text import Text
-from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
+from holdfast.server.formats.parts import Arguments, CallBegin, Input, Part, Reasoning, Said, joined
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import (
@@ -300,13 +300,15 @@ class ChatShape(Shape):
                 return {"content": text}
             case Reasoning(text):
                 return dict.fromkeys(REASONING_FIELDS, text) if self.thoughts else {}
+            case CallBegin(name, custom=True):
+                call = {"id": self._call_id(), "type": "custom", "custom": {"name": name, "input": ""}}
             case CallBegin(name):
-                function, more = {"name": name, "arguments": ""}, {"id": self._call_id(), "type": "function"}
+                call = {"id": self._call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
             case Arguments(text):
-                function, more = {"arguments": text}, {}
-        return (
-            {"function_call": function} if self.old else {"tool_calls": [{"index": at, **more, "function": function}]}
-        )
+                call = {"function": {"arguments": text}}
+            case Input(text):
+                call = {"custom": {"input": text}}
+        return {"function_call": call["function"]} if self.old else {"tool_calls": [{"index": at, **call}]}
 
     def _call_id(self) -> str:
         return self.reading.format.calls.new_id()
@@ -320,16 +322,20 @@ class ChatShape(Shape):
         thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls: list[Reply] = []
         for part in parts:
-            if isinstance(part, CallBegin):
-                calls.append({"name": part.name, "arguments": ""})
+            if isinstance(part, CallBegin) and part.custom:
+                calls.append({"type": "custom", "custom": {"name": part.name, "input": ""}})
+            elif isinstance(part, CallBegin):
+                calls.append({"type": "function", "function": {"name": part.name, "arguments": ""}})
             elif isinstance(part, Arguments):
-                calls[-1]["arguments"] += part.text
+                calls[-1]["function"]["arguments"] += part.text
+            elif isinstance(part, Input):
+                calls[-1]["custom"]["input"] += part.text
         silent = not text and (bool(calls) or bool(thought))
         message: Reply = {"role": "assistant", "content": None if silent else text, "refusal": None}
         if calls and self.old:
-            message["function_call"] = calls[0]
+            message["function_call"] = calls[0]["function"]
         elif calls:
-            message["tool_calls"] = [{"id": self._call_id(), "type": "function", "function": call} for call in calls]
+            message["tool_calls"] = [{"id": self._call_id(), **call} for call in calls]
         if thought and self.thoughts:
             message |= dict.fromkeys(REASONING_FIELDS, thought)
         return {"message": message}, self._reason(reason, len(calls))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import logging
 import math
 import signal
@@ -48,6 +49,7 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.schema import SCHEMA
 from holdfast.server.service import Admission
 from holdfast.server.shared_adapters import SharedAdapters
+from holdfast.server.sockets import OpenSockets
 from holdfast.server.tinker.sample_table import create_sampler_table
 from holdfast.server.tinker.sampling import Samplers
 from holdfast.server.tinker.tables import create_tables
@@ -233,7 +235,8 @@ async def serve(
     connections = Connections(config)
     server = Server(
         uvicorn.Config(
-            app, http=partial(Connection, shared=connections), ws="none",  # type: ignore[arg-type]
+            app, http=partial(Connection, shared=connections), ws=websocket_protocol(connections),  # type: ignore[arg-type]
+            ws_max_size=config.max_body_bytes, ws_per_message_deflate=False,
             lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=1,
             timeout_keep_alive=config.idle_seconds, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
             log_level="error",  # uvicorn warns of each request that is not HTTP.
@@ -259,7 +262,7 @@ async def serve(
             log.error("the engine has ended, so the server ends: %s", died.result())
             code = 1
         else:
-            parts = Closing(server, listener, connections, admissions, jobs)
+            parts = Closing(server, listener, connections, app.state.sockets, admissions, jobs)
             handed_over = stop.done() and stop.result() == HAND_OVER
             ends = hand_over(parts, config) if handed_over else leave(parts, config)
             code = await ended_first(ends, died, received)
@@ -273,6 +276,13 @@ async def serve(
         await asyncio.gather(serving, died, stop, return_exceptions=True)
         await close_store(responses, app.state.accounts, app.state.tracing)
     return code
+
+
+def websocket_protocol(connections: Connections) -> Any:
+    """Return the protocol of WebSockets; without the extra for it, requests for one are answered as any others."""
+    if importlib.util.find_spec("websockets") is None:
+        return "none"
+    return partial(import_module("holdfast.server.upgraded").Upgraded, shared=connections)
 
 
 async def start_jobs(jobs: Sequence[Work]) -> None:
@@ -336,6 +346,7 @@ class Closing(NamedTuple):
     server: uvicorn.Server
     listener: socket.socket
     connections: Connections
+    sockets: OpenSockets
     admissions: Sequence[Admission]
     jobs: Sequence[Work]
 
@@ -375,6 +386,7 @@ async def drain(parts: Closing, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             await all_idle(parts.admissions)
             await all_answered(parts.connections)
+            await parts.sockets.idle()
 
 
 async def ended_first(closing: Coroutine[Any, Any, None], died: asyncio.Task[str], received: asyncio.Queue[int]) -> int:

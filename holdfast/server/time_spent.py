@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from holdfast.engine.client.client import Timings
 
-Part = Literal["read", "text", "place", "queue", "prefill", "decode", "store", "search"]
+Part = Literal["read", "text", "place", "queue", "prefill", "decode", "store", "search", "tools"]
 
 PARTS: dict[Part, str] = {
     "read": "reading and checking the request, and its grammar",
@@ -27,6 +27,7 @@ PARTS: dict[Part, str] = {
     "decode": "generating the answer",
     "store": "the conversation store",
     "search": "web searches",
+    "tools": "tools of remote servers",
 }
 """The parts, in words. Time of no part is the client's, or that of other work of the server."""
 

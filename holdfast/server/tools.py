@@ -6,35 +6,51 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from holdfast.server.formats.custom import custom_tool
 from holdfast.server.formats.toolset import Tool, Toolset
 from holdfast.server.protocol import ChatRequest, invalid, refuse_extra, shown
+from holdfast.server.remote_tools.values import RemoteTool, read_server
 from holdfast.server.search import RESULTS, SEARCH_KINDS, SEARCH_TOOL
 
 MAX_TOOLS = 128
+MOST_PATTERN = 8192
+"""Maximum number of characters of the regular expression of a custom tool's input."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 Api = Literal["chat", "responses"]
 
 
 def read_toolset(
-    tools: Sequence[Any], choice: Any, *, parallel: bool = True, api: Api = "chat", names: tuple[str, str] | None = None
+    tools: Sequence[Any],
+    choice: Any,
+    *,
+    parallel: bool = True,
+    api: Api = "chat",
+    names: tuple[str, str] | None = None,
+    remote: Mapping[str, RemoteTool] | None = None,
 ) -> Toolset | None:
     """Return the tools of a request; None if it has none or the model may not call one. Raises ApiError.
 
-    `names` are the names of the two parameters: tools and tool_choice by default.
+    `names` are the names of the two parameters: tools and tool_choice by default. `remote` are the tools of the
+    request's remote servers by name. Without them the others are returned, and a choice of a remote one is not checked.
     """
     where, chosen = names or ("tools", "tool_choice")
     if len(tools) > MAX_TOOLS:
         raise invalid(f"{where} holds {len(tools)} tools; at most {MAX_TOOLS} are taken", where)
-    found = [_read_tool(tool, f"{where}[{index}]", api) for index, tool in enumerate(tools)]
+    read = [_read_tool(tool, f"{where}[{index}]", api) for index, tool in enumerate(tools)]
+    found = [tool for tool in read if tool is not None]
+    awaited = remote is None and len(found) < len(read)
+    found += [each.tool for each in (remote or {}).values()]
+    if len(found) > MAX_TOOLS:
+        raise invalid(f"{where} stand for {len(found)} tools; at most {MAX_TOOLS} are taken", where)
     known = [tool.name for tool in found]
     for index, name in enumerate(known):
         if name in known[:index]:
             raise invalid(f"{where}[{index}]: there is another tool named {name}", f"{where}[{index}]")
-    mode, allowed = _read_choice(choice, chosen, api)
+    mode, allowed = _read_choice(choice, chosen, api, remote or {})
     for name in sorted(allowed or ()):
-        if name not in known:
+        if name not in known and not awaited:
             raise invalid(f"{chosen} names {name}, which is none of the {where}", chosen)
-    if mode == "required" and not found:
+    if mode == "required" and not (found or awaited):
         raise invalid(f"{chosen} asks for a call, and there are no {where}", chosen)
     if mode == "none" or not found:
         return None
@@ -55,15 +71,21 @@ def chat_toolset(wanted: ChatRequest) -> Toolset | None:
     return read_toolset(tools, choice, parallel=False, names=("functions", "function_call"))
 
 
-def _read_tool(tool: Any, name: str, api: Api) -> Tool:
+def _read_tool(tool: Any, name: str, api: Api) -> Tool | None:
+    """Read a tool; None if it is a remote server, whose tools are not known yet."""
     if not isinstance(tool, Mapping):
         raise invalid(f"{name} must be an object", name)
     kind = tool.get("type")
     if kind in SEARCH_KINDS and api == "responses":
         return _read_search(tool, name)
+    if kind == "custom":
+        return _read_custom(tool, name, api)
+    if kind == "mcp" and api == "responses":
+        read_server(tool, name)
+        return None
     if kind != "function":
-        others = ", and web_search" if api == "responses" else ""
-        reason = f"{name}.type is {shown(kind)}; supported: functions, which the client runs{others}"
+        others = ", web_search, and mcp" if api == "responses" else ""
+        reason = f"{name}.type is {shown(kind)}; supported: functions and custom tools, which the client runs{others}"
         raise invalid(reason, f"{name}.type", "unsupported_parameter")
     if api == "responses":
         if "function" in tool and "name" not in tool:
@@ -75,6 +97,42 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool:
     if not isinstance(function, Mapping):
         raise invalid(f"{path} must be an object", path)
     return read_function(function, path)
+
+
+def _read_custom(tool: Mapping[str, Any], name: str, api: Api) -> Tool:
+    """Read a tool whose input is a text, perhaps one that matches a regular expression. Raises ApiError."""
+    given, path = tool, name
+    if api == "chat":
+        refuse_extra(tool, ("type", "custom"), name)
+        given, path = tool.get("custom") or {}, f"{name}.custom"
+        if not isinstance(given, Mapping):
+            raise invalid(f"{path} must be an object", path)
+    taken = {key: value for key, value in given.items() if value is not False and key != "allowed_callers"}
+    refuse_extra(taken, ("type", "name", "description", "format"), path)
+    if given.get("allowed_callers") not in (None, [], ["direct"]):
+        raise invalid(f"{path}.allowed_callers must be direct", f"{path}.allowed_callers", "unsupported_parameter")
+    named = read_function({"name": given.get("name"), "description": given.get("description")}, path)
+    return custom_tool(named.name, named.description, _read_pattern(given.get("format"), f"{path}.format", api))
+
+
+def _read_pattern(given: Any, path: str, api: Api) -> str | None:
+    """Return the regular expression of a custom tool's format; None for any text. Raises ApiError."""
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "grammar"}:
+            inner, place = (given.get("grammar"), f"{path}.grammar") if api == "chat" else (given, path)
+        case _:
+            raise invalid(f'{path}.type must be "text" or "grammar"', f"{path}.type")
+    syntax, text = (inner.get("syntax"), inner.get("definition")) if isinstance(inner, Mapping) else (None, None)
+    if syntax == "lark":
+        reason = f'{place}.syntax is "lark"; a call\'s input is within JSON, for which only "regex" is supported'
+        raise invalid(reason, f"{place}.syntax", "unsupported_parameter")
+    if syntax != "regex":
+        raise invalid(f'{place}.syntax is {shown(syntax)}; supported: "regex"', f"{place}.syntax")
+    if not isinstance(text, str) or not 0 < len(text) <= MOST_PATTERN:
+        raise invalid(f"{place}.definition must be a text of 1 to {MOST_PATTERN} characters", f"{place}.definition")
+    return text
 
 
 def _read_search(tool: Mapping[str, Any], name: str) -> Tool:
@@ -115,7 +173,7 @@ def read_function(function: Mapping[str, Any], path: str) -> Tool:
 
 
 def _read_choice(
-    choice: Any, param: str, api: Api
+    choice: Any, param: str, api: Api, remote: Mapping[str, RemoteTool]
 ) -> tuple[Literal["none", "auto", "required"], frozenset[str] | None]:
     """Return whether the model must call a tool, and the names of the tools that it may call. Raises ApiError."""
     match choice:
@@ -125,28 +183,47 @@ def _read_choice(
             return choice, None
         case {"type": "function", "function": {"name": str(name)}} if api == "chat":
             return "required", frozenset([name])
-        case {"type": "function", "name": str(name)} if api == "responses":
+        case {"type": "custom", "custom": {"name": str(name)}} if api == "chat":
+            return "required", frozenset([name])
+        case {"type": "function" | "custom", "name": str(name)} if api == "responses":
             return "required", frozenset([name])
         case {"type": str(kind)} if kind in SEARCH_KINDS and api == "responses":
             return "required", frozenset([SEARCH_TOOL.name])
+        case {"type": "mcp", "server_label": str()} if api == "responses":
+            return "required", _remote_names(choice, remote)
         case {"type": "allowed_tools"}:
-            return _read_allowed(choice, param, api)
+            return _read_allowed(choice, param, api, remote)
         case {"type": str(kind)}:
-            reason = f'{param}.type is {shown(kind)}; supported: "function" with its name, "allowed_tools"'
+            reason = f'{param}.type is {shown(kind)}; supported: "function" or "custom" with its name, "allowed_tools"'
             raise invalid(reason, param, "unsupported_parameter")
     raise invalid(f'{param} must be "none", "auto", "required", or an object that names a function', param)
 
 
 def _read_allowed(
-    choice: Mapping[str, Any], param: str, api: Api
+    choice: Mapping[str, Any], param: str, api: Api, remote: Mapping[str, RemoteTool]
 ) -> tuple[Literal["auto", "required"], frozenset[str]]:
     given = choice.get("allowed_tools") if api == "chat" else choice
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
-    names = []
+    names: list[Any] = []
     for tool in tools if isinstance(tools, list) else ():
-        inner = tool.get("function") if isinstance(tool, Mapping) and api == "chat" else tool
+        inner = tool
+        if isinstance(tool, Mapping) and api == "chat":
+            inner = tool.get("custom" if tool.get("type") == "custom" else "function")
+        if isinstance(inner, Mapping) and api == "responses" and inner.get("type") == "mcp":
+            names += _remote_names(inner, remote)
+            continue
         search = isinstance(inner, Mapping) and api == "responses" and inner.get("type") in SEARCH_KINDS
         names.append(SEARCH_TOOL.name if search else inner.get("name") if isinstance(inner, Mapping) else None)
     if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
         raise invalid(f'{param} of allowed_tools needs a mode, "auto" or "required", and tools with their names', param)
     return mode, frozenset(name for name in names if isinstance(name, str))
+
+
+def _remote_names(choice: Mapping[str, Any], remote: Mapping[str, RemoteTool]) -> frozenset[str]:
+    """Return the names under which the model sees a chosen server's tools, or the one that is chosen.
+
+    If there are none, return a name that the error can show.
+    """
+    label, name = choice.get("server_label"), choice.get("name")
+    found = [shown for shown, tool in remote.items() if tool.server.label == label and name in (None, tool.name)]
+    return frozenset(found or [f"{label}.{name or '*'}"])

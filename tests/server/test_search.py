@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,9 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from fake_engine import FakeClient, engine_info
+from fake_engine import FakeClient, Rounds, engine_info
 
-from holdfast.engine.client.client import Delta
 from holdfast.server import search
 from holdfast.server.config import ServerConfig
 from holdfast.server.search import SearchFailed, WebSearch, read_query
@@ -59,17 +58,6 @@ def engine() -> Iterator[Engine]:
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-class Rounds(FakeClient):
-    """Writes one text for each request, and repeats the last one."""
-
-    texts: tuple[str, ...] = ()
-
-    async def stream(self, *given: Any, **named: Any) -> AsyncGenerator[Delta, None]:
-        self.words = self.texts[min(len(self.asked), len(self.texts) - 1)].split("|")
-        async for delta in super().stream(*given, **named):
-            yield delta
 
 
 def call(**arguments: Any) -> str:
@@ -223,6 +211,13 @@ async def test_tokens_of_all_answers_count_toward_the_limit(http: Http, client: 
         whole = await post(api, max_output_tokens=4)
     assert (whole["status"], whole["usage"]["output_tokens"]) == ("incomplete", 4)
     assert whole["output"][-1]["content"][0]["text"] == "High"
+
+
+async def test_tokens_of_each_answer_count_once(http: Http, client: Rounds, engine: Engine) -> None:
+    client.texts = (*[call(query="tides")] * 3, "High| water| at| six.")
+    async with http(web_search=engine.url) as api:
+        whole = await post(api, max_output_tokens=12)
+    assert (whole["status"], whole["usage"]["output_tokens"]) == ("incomplete", 12)
 
 
 async def test_a_function_called_together_with_a_search_is_left_to_the_client(

@@ -217,7 +217,7 @@ async def test_tools_that_may_be_called_freely_get_no_grammar(http: Http, client
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "unsupported_parameter"),
+        ({"tools": [{"type": "computer"}]}, "tools[0].type", "unsupported_parameter"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1]", "invalid_value"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},

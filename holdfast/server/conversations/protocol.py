@@ -6,23 +6,28 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, to_builtins
 
 from holdfast.core.types import MAX_LOGPROBS, FinishReason
 from holdfast.server.conversations.items import (
     Compacted,
     call_item,
+    compaction_item,
+    custom_item,
     encode_compacted,
+    list_item,
     new_id,
     new_item,
     read_items,
     reasoning_item,
+    remote_item,
+    request_item,
     search_item,
 )  # fmt: skip
 from holdfast.server.conversations.values import Context, Item, Turn
-from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said
+from holdfast.server.formats.parts import Arguments, CallBegin, Input, Part, Reasoning, Said
 from holdfast.server.formats.registry import Reading
 from holdfast.server.formats.toolset import Toolset
 from holdfast.server.protocol import (
@@ -36,6 +41,7 @@ from holdfast.server.protocol import (
     invalid,
     template_options,
 )  # fmt: skip
+from holdfast.server.remote_tools.values import UNLISTED, RemoteServer, RemoteTool, read_servers, redacted
 from holdfast.server.replies import RequestUsage
 from holdfast.server.replies import event as named_event
 from holdfast.server.search import SEARCH_TOOL
@@ -79,6 +85,23 @@ class TextOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+class ContextManagement(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """An entry of the `context_management` parameter."""
+
+    type: Literal["compaction"]
+    compact_threshold: Count | None = None
+    """Number of tokens of a prompt beyond which it is compacted; None: three quarters of the context."""
+
+
+class PromptParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The `prompt` parameter: a prompt that the operator keeps."""
+
+    id: Id
+    version: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    variables: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    """Texts by the names of variables."""
+
+
 class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
@@ -86,14 +109,15 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     prompt_param = "input"
     max_tokens_param = "max_output_tokens"
     unsupported = SampledRequest.unsupported | {
-        "context_management": ([],),
         "logprobs": (False,),
-        "prompt": (),
     }
     harmless = (*SampledRequest.harmless, "prompt_cache_options")
 
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] = ""
     instructions: str | None = None
+    """System message of this turn. It replaces those of the `prompt`."""
+    prompt: PromptParam | None = None
+    """Prompt of this turn that the operator keeps. Its messages come first."""
     previous_response_id: Id | None = None
     conversation: Id | ConversationParam | None = None
     store: bool = True
@@ -110,7 +134,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     max_tool_calls: Count | None = None
-    """Maximum number of tool calls that the server itself runs. These are web searches."""
+    """Maximum number of tool calls that the server itself runs: web searches, and calls of remote tools."""
+    context_management: Annotated[list[ContextManagement], Meta(max_length=1)] = field(default_factory=list)
     # The following fields are repeated in the response and do not affect the answer.
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -120,8 +145,30 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def toolset(self) -> Toolset | None:
-        """Tools that the model may call; None without any. Raises ApiError."""
-        return read_toolset(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, api="responses")
+        """Tools that the model may call, except remote ones; None without any. Raises ApiError."""
+        return self.toolset_with(None)
+
+    def toolset_with(self, remote: Mapping[str, RemoteTool] | None) -> Toolset | None:
+        """Return the tools that the model may call, with these `remote` ones. None without any. Raises ApiError."""
+        parallel = self.parallel_tool_calls
+        return read_toolset(self.tools, self.tool_choice, parallel=parallel, api="responses", remote=remote)
+
+    @property
+    def remote_servers(self) -> list[RemoteServer]:
+        """Remote servers whose tools the model may call. Raises ApiError."""
+        return [] if self.tool_choice == "none" else read_servers(self.tools)
+
+    def without_remote_servers(self) -> Self:
+        """Return a copy without remote tools, which are not asked for where the model calls none. Raises ApiError."""
+        if not self.remote_servers:
+            return self
+        return self.changed(tools=[tool for tool in self.tools if tool["type"] != "mcp"], tool_choice="auto")
+
+    def compact_threshold(self, context: int) -> int | None:
+        """Return the number of tokens beyond which a prompt is compacted; None if none is. `context` is the model's."""
+        for each in self.context_management:
+            return context * 3 // 4 if each.compact_threshold is None else each.compact_threshold
+        return None
 
     @property
     def search_results(self) -> int:
@@ -174,7 +221,9 @@ class InputTokensRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unkn
 class CompactRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses/compact."""
 
-    unsupported = ResponseRequest.unsupported | {"background": (False,), "conversation": (), "stream": (False,)}
+    unsupported = ResponseRequest.unsupported | {
+        "background": (False,), "context_management": ([],), "conversation": (), "stream": (False,),
+    }  # fmt: skip
 
 
 class ConversationRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -290,6 +339,7 @@ def new_response(wanted: ResponseRequest, served: str, id: str = "") -> Response
         "presence_penalty": wanted.presence_penalty,
         "frequency_penalty": wanted.frequency_penalty,
         "previous_response_id": wanted.previous_response_id,
+        "prompt": None if wanted.prompt is None else to_builtins(wanted.prompt),
         "conversation": None if conversation is None else {"id": conversation},
         "prompt_cache_key": wanted.prompt_cache_key,
         "reasoning": {"effort": wanted.reasoning.effort, "summary": wanted.reasoning.summary},
@@ -311,9 +361,17 @@ def new_response(wanted: ResponseRequest, served: str, id: str = "") -> Response
 
 def _full_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool with all its fields, as a response repeats it."""
+    if tool.get("type") == "mcp":
+        return redacted(tool)
+    if tool.get("type") == "custom":
+        return {"description": None, "format": {"type": "text"}, **tool}
     if tool.get("type") != "function":
         return dict(tool)
     return {"description": None, "parameters": None, "strict": False, **tool}
+
+
+SERVER_ITEMS = ("compaction", "web_search_call", "mcp_list_tools", "mcp_call", "mcp_approval_request")
+"""Types of items whose status the server sets, or that have none."""
 
 
 class ResponseShape:
@@ -329,6 +387,12 @@ class ResponseShape:
         self.reading = reading
         self.searches: dict[int, str] = {}
         """Arguments of web searches that have not ended, by index in the output."""
+        self.remote: Mapping[str, RemoteTool] = {}
+        """Remote tools that the model may call, by the name that it sees."""
+        self.remote_calls: dict[int, RemoteTool] = {}
+        """Tools of remote calls that have not ended, by index in the output."""
+        self._argued: set[int] = set()
+        """Indexes of remote calls whose arguments were sent to their end."""
         self.output: list[Item] = []
         """Items of the output so far. All but the last are complete."""
         self.opened = 0
@@ -340,12 +404,20 @@ class ResponseShape:
         yield self._event("response.created", response=self.response)
         yield self._event("response.queued", response=self.response)
 
+    @property
+    def waits(self) -> bool:
+        """Whether tools that the server runs have not ended."""
+        return bool(self.searches or self.remote_calls)
+
     def opening(self) -> Iterator[Event]:
-        """Yield the events before the answer, with `response.created` unless the response runs in the background."""
+        """Yield the first events, with `response.created` unless the response runs in the background."""
         if not self.response["background"]:
             yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
         yield self._event("response.in_progress", response=self.response)
+
+    def answering(self) -> Iterator[Event]:
+        """Yield the events before the model's first part: a message is open from the beginning if it is only text."""
         if self.reading is not None and self.reading.plain:
             yield from self._add(self._named(new_item("assistant", "")))
 
@@ -368,12 +440,26 @@ class ResponseShape:
                 yield from self._add(self._named(search_item()))
                 self.searches[len(self.output) - 1] = ""
                 yield self._of_item("response.web_search_call.in_progress")
+            case CallBegin(name) if (tool := self.remote.get(name)) is not None:
+                if tool.asks:
+                    yield from self._add(self._named(request_item(tool)))
+                else:
+                    yield from self.remote_call(tool)
             case CallBegin(name):
                 assert self.reading is not None
                 call = self.reading.format.calls.id_of(self._digest("call"))
-                yield from self._add(self._named(call_item(name, call)))
+                made = custom_item(name, call) if part.custom else call_item(name, call)
+                yield from self._add(self._named(made))
+            case Input(text):
+                self.output[-1]["input"] += text
+                yield self._of_item("response.custom_tool_call_input.delta", delta=text)
             case Arguments(text) if kind == "web_search_call":
                 self.searches[len(self.output) - 1] += text
+            case Arguments(text) if kind == "mcp_approval_request":
+                self.output[-1]["arguments"] += text
+            case Arguments(text) if kind == "mcp_call":
+                self.output[-1]["arguments"] += text
+                yield self._of_item("response.mcp_call_arguments.delta", delta=text)
             case Arguments(text):
                 self.output[-1]["arguments"] += text
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
@@ -390,6 +476,50 @@ class ResponseShape:
             yield self._of_item("response.web_search_call.completed", at)
         yield self._event("response.output_item.done", output_index=at, item=item)
 
+    def compacting(self) -> Iterator[Event]:
+        """Yield the events that a compaction begins. The item is the last one of the output."""
+        yield from self._add(self._named(compaction_item()))
+        yield self._of_item("response.compaction.compacting")
+
+    def compacted(self, content: str) -> Event:
+        """Return the event that the compaction which began last has ended, with its encoded content."""
+        self.output[-1] |= {"encrypted_content": content}
+        return self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
+
+    def listing(self, label: str) -> Iterator[Event]:
+        """Yield the events that a remote server is asked for its tools. The item is the last one of the output."""
+        yield from self._add(self._named(list_item(label)))
+        yield self._of_item("response.mcp_list_tools.in_progress")
+
+    def listed(self, tools: Sequence[Mapping[str, Any]], error: str | None = None) -> Iterator[Event]:
+        """Yield the events that the list which was asked for last has come, or that it failed."""
+        self.output[-1] |= {"tools": list(tools), "error": error}
+        yield self._of_item(f"response.mcp_list_tools.{'completed' if error is None else 'failed'}")
+        yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
+
+    def remote_call(self, tool: RemoteTool, approval: str | None = None) -> Iterator[Event]:
+        """Yield the events that a call of a remote tool begins. Its arguments follow as parts.
+
+        `approval` is the id of the request by which the user has approved it.
+        """
+        yield from self._add(self._named(remote_item(tool, approval=approval)))
+        self.remote_calls[len(self.output) - 1] = tool
+        yield self._of_item("response.mcp_call.in_progress")
+
+    def argued(self, at: int) -> Iterator[Event]:
+        """Yield the event that the arguments of a remote call are complete, once."""
+        if at not in self._argued:
+            self._argued.add(at)
+            yield self._of_item("response.mcp_call_arguments.done", at, arguments=self.output[at]["arguments"])
+
+    def called(self, at: int, item: Item) -> Iterator[Event]:
+        """Yield the events that a remote call has ended with `item`. `at` is its index in the output."""
+        del self.remote_calls[at]
+        yield from self.argued(at)
+        self.output[at] = item
+        yield self._of_item(f"response.mcp_call.{item['status']}", at)
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
     def add_logprobs(self, logprobs: Sequence[dict[str, Any]]) -> None:
         """Add the records of more tokens to the last item, if it is a message."""
         if self.output and self.output[-1]["type"] == "message":
@@ -401,12 +531,28 @@ class ResponseShape:
         match item["type"]:
             case "function_call":
                 yield self._of_item("response.function_call_arguments.delta", delta=item["arguments"])
+            case "custom_tool_call":
+                yield self._of_item("response.custom_tool_call_input.delta", delta=item["input"])
             case "web_search_call":
                 at = len(self.output) - 1
                 self.searches[at] = ""
                 yield self._of_item("response.web_search_call.in_progress")
                 yield self.searching(at)
                 yield from self.searched(at, item)
+            case "compaction":
+                yield self._of_item("response.compaction.compacting")
+                yield self.compacted(item["encrypted_content"])
+            case "mcp_list_tools":
+                yield self._of_item("response.mcp_list_tools.in_progress")
+                yield from self.listed(item["tools"], item["error"])
+            case "mcp_call":
+                yield self._of_item("response.mcp_call.in_progress")
+                yield self._of_item("response.mcp_call_arguments.delta", delta=item["arguments"])
+                yield from self.argued(len(self.output) - 1)
+                yield self._of_item(f"response.mcp_call.{item['status']}")
+                yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+            case "mcp_approval_request":
+                pass
             case "reasoning":
                 yield self._part("response.reasoning_text.delta", delta=item["content"][0]["text"])
             case _:
@@ -458,7 +604,8 @@ class ResponseShape:
 
     def failed(self, error: ApiError) -> Event:
         """Mark the response as failed, and return the last event of its stream."""
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        at_fault = error.status < 500 and error.status != UNLISTED
+        code = "invalid_prompt" if at_fault else "server_error"
         self.response = ended(self.response, "failed", code, error.message)
         return self._event("response.failed", response=self.response)
 
@@ -478,10 +625,17 @@ class ResponseShape:
             empty = search_item() | {"id": item["id"]}
             yield self._event("response.output_item.added", output_index=self.opened - 1, item=empty)
             return
-        if item["type"] == "function_call":
-            yield self._event(
-                "response.output_item.added", output_index=self.opened - 1, item=empty | {"arguments": ""}
-            )
+        if item["type"] == "mcp_list_tools":
+            empty = list_item(item["server_label"]) | {"id": item["id"]}
+        if item["type"] == "compaction":
+            empty = item | {"encrypted_content": ""}
+        if item["type"] == "mcp_approval_request":
+            empty = item | {"arguments": ""}
+        if item["type"] == "mcp_call":
+            empty |= {"output": None, "error": None}
+        empty |= {field: "" for field in ("arguments", "input") if field in item}
+        if "content" not in item:
+            yield self._event("response.output_item.added", output_index=self.opened - 1, item=empty)
             return
         part = item["content"][0] | {"text": ""}
         if "logprobs" in part:
@@ -490,15 +644,22 @@ class ResponseShape:
         yield self._part("response.content_part.added", part=part)
 
     def _close(self) -> Iterator[Event]:
-        """Yield the events that end the last item. The events of a web search follow when it has ended."""
+        """Yield the events that end the last item. If the server runs the tool, they follow when the call has ended."""
         item = self.output[-1]
         match item["type"]:
-            case "web_search_call":
+            case "web_search_call" | "mcp_list_tools" | "compaction":
                 return
+            case "mcp_call":
+                yield from self.argued(len(self.output) - 1)
+                return
+            case "mcp_approval_request":
+                pass
             case "function_call":
                 yield self._of_item(
                     "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
                 )
+            case "custom_tool_call":
+                yield self._of_item("response.custom_tool_call_input.done", input=item["input"])
             case "reasoning":
                 yield self._part("response.reasoning_text.done", text=item["content"][0]["text"])
                 yield self._part("response.content_part.done", part=item["content"][0])
@@ -513,9 +674,10 @@ class ResponseShape:
         """Return the final items. If the model wrote nothing, they are one empty message."""
         if not self.output:
             self.output.append(self._named(new_item("assistant", "")))
-        if self.output[-1]["type"] != "web_search_call":
+        if self.output[-1]["type"] not in SERVER_ITEMS:
             self.output[-1] |= {"status": status}
-        return [item | {"status": "failed"} if at in self.searches else item for at, item in enumerate(self.output)]
+        unended = {*self.searches, *self.remote_calls}
+        return [item | {"status": "failed"} if at in unended else item for at, item in enumerate(self.output)]
 
     def _named(self, item: Item) -> Item:
         """Return a new item with the id of its place, so that each server that writes this response gives it the same.
@@ -606,6 +768,7 @@ def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:
     yield from shape.queued()
     if response["output"]:
         yield from shape.opening()
+        yield from shape.answering()
     for item in response["output"]:
         yield from shape.again(item)
     shape.response = response

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.engine.client.client import Adoption
 from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import BUSY, RENEW_SECONDS, conversation_key
+from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.protocol import (
     CompactRequest,
@@ -30,9 +31,12 @@ from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import GOOD, RUNNING, Context, ConversationBusy, Turn
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError, invalid
+from holdfast.server.remote_tools.hosts import AllowedHosts
+from holdfast.server.remote_tools.hub import RemoteTools
 from holdfast.server.replies import RequestUsage, encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
+from holdfast.server.stored_prompts import StoredPrompts
 
 log = logging.getLogger("holdfast.server")
 
@@ -56,6 +60,9 @@ class Responses:
         self.store = store
         url = service.config.web_search
         self.search = None if url is None else WebSearch(url)
+        hosts, seconds = service.config.mcp_allow, service.config.mcp_seconds
+        self.prompts = StoredPrompts.read(service.config.prompts)
+        self.remote = RemoteTools(AllowedHosts.read(hosts), seconds) if hosts else None
         self.progress = Progress(store, self._keep_renewing)
         self._locked: set[str] = set()
         """Keys of the leases of conversations that this server changes now."""
@@ -75,14 +82,14 @@ class Responses:
 
     def write(
         self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None, batch: str = "",
-        id: str = "",
+        id: str = "", memory: TurnMemory | None = None,
     ) -> Writing:  # fmt: skip
         """Prepare a response; it runs when its events are iterated. Raises ApiError for errors known before it runs.
 
         `name` is the prefix of its request ids in the engine, and `batch` the batch job that it is a line of. `id` is
-        the response's id; empty: a random one.
+        the response's id; empty: a random one. `memory` holds turns that are not stored, if there is a place for them.
         """
-        return Writing(self, wanted, tenant, lane, name, batch, id=id)
+        return Writing(self, wanted, tenant, lane, name, batch, id=id, memory=memory)
 
     async def start(self, wanted: ResponseRequest, tenant: str, id: str = "") -> Background:
         """Begin a background response. Returns once the engine has accepted it. Raises ApiError."""
@@ -313,7 +320,7 @@ class Responses:
     async def count(self, wanted: InputTokensRequest, tenant: str) -> int:
         """Return the number of prompt tokens that a turn would have. Raises ApiError."""
         wanted = wanted.changed(model=wanted.model or self.service.client.info.model, background=False)
-        writing = self.write(wanted, tenant)
+        writing = self.write(wanted.without_remote_servers(), tenant)
         with self.service.lane.admission.admit(1, tenant):
             return len((await writing.compose(most=None)).tokens)
 
@@ -324,7 +331,8 @@ class Responses:
         The result is stored as a response without a parent, so that a turn can continue from the response's id.
         """
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
-        writing = self.write(wanted.changed(store=False, max_output_tokens=most), tenant)
+        plain = wanted.without_remote_servers().changed(store=False, max_output_tokens=most)
+        writing = self.write(plain, tenant)
         if not writing.input and wanted.previous_response_id is None:
             raise invalid("input and previous_response_id are missing: there is nothing to compact", "input")
         given = list(writing.input)
@@ -333,7 +341,7 @@ class Responses:
             response = await writing.whole()
         finally:
             usage.include(writing.answer.usage)
-        made = compacted(response, [*writing.context.items, *given])
+        made = compacted(response, [*writing.found.items, *given])
         if wanted.store:
             *said, summary = made["output"]
             stored = response | {"store": True, "output": [summary]}
@@ -429,6 +437,8 @@ class Responses:
             await background.stop()
         if self.search is not None:
             await self.search.close()
+        if self.remote is not None:
+            await self.remote.close()
         await asyncio.to_thread(self.store.close)
 
 

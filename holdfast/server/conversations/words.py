@@ -41,12 +41,15 @@ class Said(Struct):
 
     role: str = ""
     content: list[Part] = field(default_factory=list)
-    output: str = ""
+    output: str | None = None
     arguments: str = ""
+    input: str = ""
 
     def text(self) -> str:
         """Return the whole visible text of the item."""
-        return "\n".join([*(part.text for part in self.content), *filter(None, (self.arguments, self.output))])
+        return "\n".join(
+            [*(part.text for part in self.content), *filter(None, (self.arguments, self.input, self.output))]
+        )
 
 
 def item_text(item: bytes) -> str:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from msgspec.structs import replace as replace_struct
+
 from holdfast.core.types import FinishReason
 from holdfast.engine.client.client import Adoption, Delta, Stream, continued
 from holdfast.lm.limits import RequestRefused
-from holdfast.server.conversations.items import messages, searched_item, text_size
+from holdfast.server.conversations.compaction import summarize, worth_compacting
+from holdfast.server.conversations.items import encode_compacted, messages, opening_messages, replacing, text_size
+from holdfast.server.conversations.memory import TurnMemory
 from holdfast.server.conversations.progress import PASSING, Progress
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
 from holdfast.server.conversations.recipe import Recipe
+from holdfast.server.conversations.server_tools import ServerTools
 from holdfast.server.conversations.store import STORE_UNAVAILABLE, AsyncStore
 from holdfast.server.conversations.stream_records import StreamRecord
 from holdfast.server.conversations.values import GOOD, RUNNING, Context, Item, Turn
@@ -26,13 +31,19 @@ from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import records, tokens_with_logprobs
 from holdfast.server.protocol import ApiError, invalid
-from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
+from holdfast.server.remote_tools.hub import RemoteTools
+from holdfast.server.search import WebSearch
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
+from holdfast.server.stored_prompts import StoredPrompts, filled
 
 COMMIT_SECONDS = 15.0
 """Seconds for which an answer waits for a store that cannot be used. Then it fails."""
 COMMIT_PAUSE_SECONDS = 0.5
 """Seconds between two tries."""
+
+
+LEFT_ITEMS = ("function_call", "custom_tool_call", "mcp_approval_request")
+"""Types of items with which the response ends, because the client must act."""
 
 
 class Server(Protocol):
@@ -41,7 +52,9 @@ class Server(Protocol):
     service: Service
     store: AsyncStore
     search: WebSearch | None
+    remote: RemoteTools | None
     progress: Progress
+    prompts: StoredPrompts
 
     def lock(self, tenant: str, conversation: str | None, former: str = "") -> AbstractAsyncContextManager[None]:
         """Lock a conversation against other changes. Raises ApiError if any server but `former` locks it."""
@@ -52,7 +65,7 @@ class Server(Protocol):
 
 @dataclass(slots=True)
 class Written:
-    """One answer of the model. A response that searches the web has several."""
+    """One answer of the model. A response whose tools the server runs has several."""
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -66,35 +79,38 @@ class Writing:
 
     def __init__(
         self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None, batch: str,
-        recipe: Recipe | None = None, adopted: Adoption | None = None, id: str = "",
+        recipe: Recipe | None = None, adopted: Adoption | None = None, id: str = "", memory: TurnMemory | None = None,
     ) -> None:  # fmt: skip
         """`recipe` is that of a response that an ended server began. `adopted` is its request if an engine holds it.
 
-        `id` is the id of a new response; empty: a random one.
+        `id` is the id of a new response; empty: a random one. `memory` holds turns that are not stored, this one
+        included; None: they are forgotten.
         """
+        self.memory = memory
         service = server.service
         service.check_model(wanted.model, tenant)
-        wanted = service.settled(wanted, lane)
+        self.server = server
+        wanted, stored = self._with_prompt(service.settled(wanted, lane))
         self.input: list[Item] = recipe.input if recipe else wanted.items()
         (lane or service.lane).admission.check(1, tenant)
-        self.server = server
         self.wanted = wanted
         self.tenant = tenant
         self.batch = batch
         self.reading = Reading(service.format, wanted.toolset, wanted.template_options)
-        if wanted.search_results and server.search is None:
-            place = next(f"tools[{at}].type" for at, tool in enumerate(wanted.tools) if tool["type"] in SEARCH_KINDS)
-            reason = f"{place} is web_search, and this server has no search engine (see --web-search)"
-            raise invalid(reason, place, "unsupported_parameter")
-        self.searched = 0
-        """Number of web searches so far."""
+        self.opening = opening_messages(wanted.instructions, stored)
+        """Messages that come first in the turn's prompt."""
         response = recipe.response if recipe else new_response(wanted, wanted.model, id)
         self.shape = ResponseShape(response, self.reading)
+        self.tools = ServerTools(wanted, self.shape, server.search, server.remote)
         self.former = recipe.server if recipe else ""
         """Name of the server that began the response; empty: this one."""
         self.lasting = service.client.adopts and wanted.store and (wanted.background or wanted.stream)
-        self.lasting = self.lasting and not (batch or wanted.search_results)
-        """Whether another server can write the response if this one ends. A web search cannot be repeated."""
+        self.lasting = self.lasting and not (batch or wanted.search_results or self.tools.servers)
+        self.lasting = self.lasting and not wanted.context_management
+        """Whether another server can write the response if this one ends.
+
+        The server's own calls cannot be repeated, nor can a summary.
+        """
         self.recorded = self.lasting and not wanted.background
         """Whether the store has the recipe while the response is streamed."""
         self._recording: asyncio.Task[None] | None = None
@@ -104,7 +120,8 @@ class Writing:
             wanted = self.wanted = service.seeded(wanted)
             begun = Recipe(wanted, tenant, response, self.input, server.store.server)
             self.recipe = begun.encoded()
-        self.context = Context()
+        self.context: Context | None = None
+        """State that the turn builds on; None until it is found."""
         self.prompt = Prompt("", array("I"), 0)
         own = self.id if self.lasting else name
         self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, own, batch)
@@ -113,6 +130,12 @@ class Writing:
         self.known = 0
         """Number of leading prompt tokens that came from the store: the minimum over all answers."""
         self.name = name
+        self._most = wanted.max_output_tokens
+        """Maximum number of tokens of all answers together; None: no such limit."""
+        self._opened = False
+        """Whether the first events were sent."""
+        self._summarized = 0
+        """Number of generated tokens that are summaries, which do not count toward the client's maximum."""
         self.prepared = asyncio.Event()
         """Set once the engine can take the response: its prompt is composed, and its beginning is stored if needed."""
         self.begun = recipe is not None and wanted.background
@@ -120,10 +143,24 @@ class Writing:
         self.settled = False
         """Whether the end of the response was sent to the store. It can then no longer be cancelled."""
 
+    def _with_prompt(self, wanted: ResponseRequest) -> tuple[ResponseRequest, list[dict[str, str]]]:
+        """Return the request with the version of the stored prompt that it names, and its messages. Raises ApiError."""
+        if wanted.prompt is None:
+            return wanted, []
+        found = self.server.prompts.find(wanted.prompt.id, wanted.prompt.version)
+        named = replace_struct(wanted.prompt, version=found.version)
+        return wanted.changed(prompt=named), filled(found, named.variables or {})
+
     @property
     def id(self) -> str:
         """Id of the response."""
         return str(self.shape.response["id"])
+
+    @property
+    def found(self) -> Context:
+        """State that the turn builds on, once it is found."""
+        assert self.context is not None
+        return self.context
 
     @property
     def running(self) -> bool:
@@ -133,6 +170,7 @@ class Writing:
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the response's events as it is written. The last one holds the whole response. Raises ApiError."""
         async with (
+            self._leaving_tools(),
             self.server.progress.noted(self.id),
             self._record(),
             self.server.lock(self.tenant, self.wanted.conversation_id, self.former),
@@ -141,18 +179,25 @@ class Writing:
                 for event in self.shape.queued():
                     yield event
             reasoning = 0
+            async with aclosing(self._begin_tools()) as events:
+                async for event in events:
+                    yield event
             while True:
+                async with aclosing(self._compact()) as events:
+                    async for event in events:
+                        yield event
                 written = Written()
                 async with aclosing(self._round(written, self.answer.deltas())) as events:
                     async for event in events:
                         yield event
                 reasoning += written.reasoning
-                async with aclosing(self._search(written.reason)) as events:
+                self.tools.note_answer()
+                async with aclosing(self.tools.run(written.reason)) as events:
                     async for event in events:
                         yield event
                 if not self.answer.goes_on:
                     break
-                if not self._next_round():
+                if not self._next_answer(self._go_on):
                     written.reason = FinishReason.LENGTH
                     break
             whole = self.shape.whole(written.reason, self.answer.usage, reasoning)
@@ -160,6 +205,58 @@ class Writing:
             self.shape.response = whole
             for event in self.shape.closing():
                 yield event
+
+    @asynccontextmanager
+    async def _leaving_tools(self) -> AsyncGenerator[None, None]:
+        """End the connections to remote servers at the end of the response."""
+        try:
+            yield
+        finally:
+            self.tools.leave()
+
+    def _open(self) -> Iterator[Event]:
+        """Yield the first events, unless they were sent."""
+        if not self._opened:
+            self._opened = True
+            yield from self.shape.opening()
+
+    async def _compact(self) -> AsyncGenerator[Event, None]:
+        """Yield the events of a compaction if the next prompt is beyond the client's threshold. Raises ApiError."""
+        service = self.server.service
+        threshold = self.wanted.compact_threshold(service.client.info.max_model_len)
+        if threshold is None:
+            return
+        if self.context is None:
+            self.context = await self._find_context()
+        items = [*self.context.items, *self.input, *self.shape.output]
+        with self.answer.lane.admission.admit(1, self.tenant):
+            size = len(await self._compose(self.context, None))
+        if size <= threshold or not worth_compacting(items):
+            return
+        await self._begin_background()
+        for event in (*self._open(), *self.shape.compacting()):
+            yield event
+        before = self.answer.usage.completion_tokens
+        summary = await summarize(service, self.wanted, self.opening, items, self.answer)
+        self._summarized += self.answer.usage.completion_tokens - before
+        yield self.shape.compacted(encode_compacted(replacing(summary, items)))
+
+    async def _begin_tools(self) -> AsyncGenerator[Event, None]:
+        """Yield the events of what remote servers do before the model's first answer. Raises ApiError.
+
+        The response has then begun, so a prompt that is too long is a failed response.
+        """
+        if not self.tools.servers:
+            self.tools.check_approvals(self.input)
+            return
+        self.context = await self._find_context()
+        await self._begin_background()
+        for event in self._open():
+            yield event
+        async with aclosing(self.tools.begin(self.context.items, self.input)) as events:
+            async for event in events:
+                yield event
+        self._next_answer(self._prepare)
 
     @asynccontextmanager
     async def _record(self) -> AsyncGenerator[None, None]:
@@ -215,7 +312,7 @@ class Writing:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of one answer of the model, and record the answer in `written`.
 
-        A response that searches the web has several answers.
+        A response whose tools the server runs has several answers.
         """
         reader: AnswerReader | None = None
         logprobs: list[dict[str, Any]] = []
@@ -225,8 +322,9 @@ class Writing:
                 if reader is None:
                     reader = self.reading.reader()
                     await self._recorded()
-                    for event in self.shape.opening() if not before else ():
-                        yield event
+                    if not self._opened:
+                        for event in (*self._open(), *self.shape.answering()):
+                            yield event
                 written.tokens += delta.tokens
                 written.texts.append(delta.text)
                 if delta.logprobs:
@@ -240,52 +338,24 @@ class Writing:
                     written.reasoning += len(delta.tokens)
                 if delta.finish_reason is not None:
                     written.reason = delta.finish_reason
-                    calls = any(item["type"] == "function_call" for item in self.shape.output[before:])
-                    searched = bool(self.shape.searches) and delta.finish_reason is FinishReason.STOP
-                    self.answer.goes_on = searched and not calls
+                    left = any(item["type"] in LEFT_ITEMS for item in self.shape.output[before:])
+                    self.answer.goes_on = self.shape.waits and delta.finish_reason is FinishReason.STOP and not left
         self.shape.add_logprobs(logprobs)
 
-    async def _search(self, reason: FinishReason) -> AsyncGenerator[Event, None]:
-        """Yield the events of the web searches that the last answer asked for.
-
-        A search fails if the answer was cut short, or if no more searches are allowed.
-        """
-        for at, arguments in list(self.shape.searches.items()):
-            query, results = "", None
-            with suppress(SearchFailed):
-                if reason is FinishReason.STOP and self._may_search:
-                    self.searched += 1
-                    query = read_query(arguments)
-                    yield self.shape.searching(at)
-                    assert self.server.search is not None
-                    results = await self.server.search.ask(query, self.wanted.search_results)
-            for event in self.shape.searched(at, searched_item(self.shape.output[at], query, results)):
-                yield event
-
-    def _next_round(self) -> bool:
-        """Prepare the model's next answer, after the search results. Returns False if no tokens are left for it."""
-        wanted, last = self.wanted, self.answer
-        most = wanted.max_output_tokens
-        left = None if most is None else most - last.usage.completion_tokens
+    def _next_answer(self, encode: Callable[[], Awaitable[Sequence[Sequence[int]]]]) -> bool:
+        """Prepare the model's next answer, whose prompt is `encode`. Returns False if no tokens are left for it."""
+        last, most = self.answer, self._most
+        left = None if most is None else most - (last.usage.completion_tokens - self._summarized)
         if left is not None and left <= 0:
             return False
-        toolset = self.reading.toolset
-        assert toolset is not None
-        toolset = toolset.after_call(None if self._may_search else SEARCH_TOOL)
-        reading = Reading(last.service.format, toolset, self.reading.options)
+        reading = Reading(last.service.format, self.tools.toolset(), self.reading.options)
         name = self.name and f"{self.name}/{len(self.shape.output)}"
-        self.wanted = wanted.changed(max_output_tokens=left)
+        self.wanted = self.wanted.changed(max_output_tokens=left)
         self.reading = self.shape.reading = reading
-        self.answer = Answer(
-            last.service, self.wanted, self.tenant, self._go_on, reading, 1, last.lane, name, self.batch
-        )
+        self.answer = Answer(last.service, self.wanted, self.tenant, encode, reading, 1, last.lane, name, self.batch)
         self.answer.usage, self.answer.conversation = last.usage, last.conversation
         self.answer.sent, self.answer.id = last.sent, self.id
         return True
-
-    @property
-    def _may_search(self) -> bool:
-        return self.searched < min(MOST_SEARCHES, self.wanted.max_tool_calls or MOST_SEARCHES)
 
     def _parts(self, reader: AnswerReader, delta: Delta) -> Sequence[Part]:
         if self.reading.plain:
@@ -306,7 +376,8 @@ class Writing:
 
     async def compose(self, most: int | None) -> Prompt:
         """Find the context of the response and compose its prompt of at most `most` tokens. Raises ApiError."""
-        self.context = await self._find_context()
+        if self.context is None:
+            self.context = await self._find_context()
         if self.context.parent is not None and most is not None:
             replaced = self.server.service.answered.follow(self.tenant, self.context.parent, self.id)
             self.answer.supersede([replaced] if replaced else [])
@@ -315,19 +386,19 @@ class Writing:
 
     async def _compose(self, known: Context, most: int | None) -> Prompt:
         """Compose the prompt of all items, this response's included. `known` may hold its leading tokens."""
-        service = self.server.service
-        items = [*self.context.items, *self.input, *self.shape.output]
-        if not (items or self.wanted.instructions):
+        service, before = self.server.service, self.found
+        items = [*before.items, *self.input, *self.shape.output]
+        if not (items or self.opening):
             raise invalid("input is missing: there is nothing to answer", "input")
         try:
             text, wanted = service.client.text, self.wanted
-            size = self.context.size + text_size(self.wanted.instructions or "", self.input)
+            size = before.size + text_size(self.opening, self.input)
 
             def build(kept: Sequence[dict[str, Any]]) -> Prompt:
                 return compose(text, self.reading.render(text, kept), known, most)
 
             def work() -> Prompt:
-                said = messages(wanted.instructions, items)
+                said = messages(self.opening, items)
                 if not said:
                     raise invalid("input is missing: there is nothing to answer", "input")
                 if wanted.truncation == "auto":
@@ -346,20 +417,25 @@ class Writing:
         self.prompt = await self.compose(service.client.info.max_model_len)
         self.known = self.prompt.known
         check_length(len(self.prompt.tokens), service.client, self.wanted)
-        if self.wanted.background and not self.begun:
-            await self._keep(replace(self._turn(self.shape.response), recipe=self.recipe))
-            self.begun = True
+        await self._begin_background()
         if self.recorded and not self.former:
-            record = StreamRecord(self.id, self.tenant, self.recipe, self.context.parent)
+            record = StreamRecord(self.id, self.tenant, self.recipe, self.found.parent)
             self._recording = asyncio.create_task(self.server.progress.begin(record))
         self.prepared.set()
         return [self.prompt.tokens]
 
+    async def _begin_background(self) -> None:
+        """Store the beginning of a background response, so that clients can poll it."""
+        if self.wanted.background and not self.begun:
+            await self._keep(replace(self._turn(self.shape.response), recipe=self.recipe))
+            self.begun = True
+            self.prepared.set()
+
     async def _go_on(self) -> list[Sequence[int]]:
-        """Compose the prompt with the search results, reusing known tokens. Returns its tokens."""
+        """Compose the prompt with the results of calls, reusing known tokens. Returns its tokens."""
         service = self.server.service
         known = self.prompt.answered(service.client.text, "", (), FinishReason.LENGTH)
-        context = replace(self.context, tokens=known.tokens, characters=known.characters, digest=known.digest)
+        context = replace(self.found, tokens=known.tokens, characters=known.characters, digest=known.digest)
         self.prompt = await self._compose(context, service.client.info.max_model_len)
         self.known = min(self.known, self.prompt.known)
         check_length(len(self.prompt.tokens), service.client, self.wanted)
@@ -372,6 +448,11 @@ class Writing:
             return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
         if previous is None:
             return Context()
+        if self.memory is not None and (kept := self.memory.find(previous)) is not None:
+            if not self.wanted.store:
+                return kept
+            self.input = [*kept.items, *self.input]  # The store does not have them.
+            return replace(kept, items=())
         context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
         if context.status not in GOOD:
             lost = context.status in RUNNING and not (
@@ -385,7 +466,7 @@ class Writing:
 
     def _turn(self, response: Response) -> Turn:
         return Turn(
-            response=response, tenant=self.tenant, input=self.input, context=self.context,
+            response=response, tenant=self.tenant, input=self.input, context=self.context or Context(),
             conversation=self.wanted.conversation_id, visible=self.wanted.store, recorded=self.recorded,
         )  # fmt: skip
 
@@ -396,12 +477,18 @@ class Writing:
         answer has several parts, its tokens are not stored, because the template renders the parts differently
         from the generated text.
         """
-        if not self.wanted.store and self.wanted.conversation is None:
+        stored = self.wanted.store or self.wanted.conversation is not None
+        if not stored and self.memory is None:
             return
         said = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
         known = self.prompt.answered(
             self.server.service.client.text, answer, tokens if said == [answer] else [], reason
         )
+        if not stored and self.memory is not None:
+            items = [*self.found.items, *self.input, *whole["output"]]
+            context = Context(items=items, tokens=known.tokens, characters=known.characters, digest=known.digest)
+            self.memory.keep(self.id, context)
+            return
         self.settled = True
         turn = replace(
             self._turn(whole),

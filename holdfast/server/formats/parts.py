@@ -26,6 +26,8 @@ class CallBegin(NamedTuple):
     """Beginning of a tool call."""
 
     name: str
+    custom: bool = False
+    """Whether the call's input is a text. `Input` parts follow, instead of `Arguments`."""
 
 
 class Arguments(NamedTuple):
@@ -34,7 +36,13 @@ class Arguments(NamedTuple):
     text: str
 
 
-Part = Said | Reasoning | CallBegin | Arguments
+class Input(NamedTuple):
+    """Part of the last call's input, which is a text."""
+
+    text: str
+
+
+Part = Said | Reasoning | CallBegin | Arguments | Input
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from holdfast.server.formats.parts import Arguments, CallBegin, Parser, Part, Reasoning, held_back
+from holdfast.server.formats.custom import InputReader
+from holdfast.server.formats.parts import Arguments, CallBegin, Input, Parser, Part, Reasoning, held_back
 
 LEAST_CUT = 2
 """Minimum number of characters at an answer's end that count as a closing tag cut short."""
@@ -29,9 +31,16 @@ class AnswerReader:
     """Separates the reasoning at the beginning of an answer from the rest, which a parser reads."""
 
     def __init__(
-        self, rest: Parser, tags: ReasoningTags | None = None, *, opened: bool = False, one_call: bool = False
-    ) -> None:
-        """`opened` means that the answer begins within reasoning. `one_call` drops all calls after the first."""
+        self, rest: Parser, tags: ReasoningTags | None = None, *, opened: bool = False, one_call: bool = False,
+        custom: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """`opened` means that the answer begins within reasoning. `one_call` drops all calls after the first.
+
+        `custom` are the names of the tools whose input is a text.
+        """
+        self._custom = custom
+        self._input: InputReader | None = None
+        """Reader of the call in progress, if its input is a text."""
         self._thinking = opened
         self.calls = 0
         """Number of calls that have begun."""
@@ -57,8 +66,27 @@ class AnswerReader:
             for part in self._rest.push(text, last):
                 self.calls += isinstance(part, CallBegin)
                 if not (self._one_call and self.calls > 1 and isinstance(part, CallBegin | Arguments)):
-                    parts.append(part)
+                    self._add(part, parts)
+            if last:
+                self._end_input(parts)
         return parts
+
+    def _add(self, part: Part, parts: list[Part]) -> None:
+        """Add a part. The arguments of a custom tool become its input."""
+        if isinstance(part, CallBegin):
+            self._end_input(parts)
+            if part.name in self._custom:
+                part, self._input = part._replace(custom=True), InputReader()
+        elif isinstance(part, Arguments) and self._input is not None:
+            part = Input(self._input.push(part.text))
+            if not part.text:
+                return
+        parts.append(part)
+
+    def _end_input(self, parts: list[Part]) -> None:
+        if self._input is not None and (rest := self._input.end()):
+            parts.append(Input(rest))
+        self._input = None
 
     def _think(self, text: str, last: bool, parts: list[Part]) -> str:
         """Read reasoning, and add it to `parts`. Returns the text that follows it, if it has ended."""

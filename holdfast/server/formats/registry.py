@@ -283,4 +283,5 @@ class Reading:
         calls = toolset or (Toolset(()) if self.format.calls.channels else None)
         rest = Parser() if calls is None else self.format.calls.parser(calls)
         one_call = toolset is not None and not toolset.parallel
-        return AnswerReader(rest, self.format.reasoning, opened=self.opened, one_call=one_call)
+        custom = () if toolset is None else toolset.custom
+        return AnswerReader(rest, self.format.reasoning, opened=self.opened, one_call=one_call, custom=custom)

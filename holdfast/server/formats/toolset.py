@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ class Tool:
     """JSON schema of the arguments; None if the function has none."""
     strict: bool = False
     """Whether each call must follow the schema."""
+    custom: bool = False
+    """Whether the client sees the call's only argument as a text, instead of arguments as JSON."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -49,15 +51,21 @@ class Toolset:
         return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
 
     @property
+    def custom(self) -> frozenset[str]:
+        """Names of the tools whose input is a text."""
+        return frozenset(tool.name for tool in self.tools if tool.custom)
+
+    @property
     def constrained(self) -> bool:
         """Whether a grammar must enforce the calls."""
         return self.mode == "required" or self.allowed is not None or any(tool.strict for tool in self.tools)
 
-    def after_call(self, spent: Tool | None) -> Toolset | None:
-        """Return the toolset after a required call. The model may then answer, or call any tool except `spent`."""
-        tools = tuple(tool for tool in self.tools if tool != spent)
+    def after_call(self, spent: Collection[str] = ()) -> Toolset | None:
+        """Return the toolset after a call. The model may then answer, or call any tool whose name is not `spent`."""
+        tools = tuple(tool for tool in self.tools if tool.name not in spent)
         allowed = self.allowed if self.mode == "auto" else None
-        return replace(self, tools=tools, mode="auto", allowed=allowed) if tools else None
+        made = replace(self, tools=tools, mode="auto", allowed=allowed)
+        return made if made.callable else None
 
     def free(self) -> Toolset:
         """Return the toolset in which only strict tools restrict the arguments of their calls."""

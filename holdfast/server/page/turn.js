@@ -122,6 +122,8 @@ export class TurnView {
 const CALLED = {
   function_call: (item) => ['Calls ', el('code', {}, item.name)],
   web_search_call: (item) => ['Searched the web for ', el('q', {}, item.action?.query)],
+  mcp_call: (item) => ['Calls ', el('code', {}, item.name), ` of ${item.server_label}`],
+  mcp_approval_request: (item) => ['Asks to call ', el('code', {}, item.name), ` of ${item.server_label}`],
 };
 
 /** An item of an answer as it grows: a message, reasoning, or a call of a tool. */

@@ -212,7 +212,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
             if not wanted.stream:
                 return JSON(background.writing.shape.response)
             return await stream(request, background.follow(), error_event)
-        writing = responses.write(wanted, tenant, id=id)
+        writing = responses.write(wanted, tenant, id=id, memory=getattr(request.state, "memory", None))
         request.state.usage = writing.answer.usage
         if wanted.stream:
             return await stream(request, writing.events(), writing.failed)

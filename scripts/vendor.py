@@ -10,6 +10,7 @@ import argparse
 import base64
 import hashlib
 import io
+import re
 import subprocess
 import sys
 import tarfile
@@ -64,6 +65,29 @@ def prism(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {"prism.js": module, "prism.LICENSE": files["LICENSE"]}
 
 
+FONT = re.compile(rb"src:url\((fonts/[\w-]+\.woff2)\)[^;}]*")
+
+
+def katex(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The renderer of formulas as one module, its styles, and its fonts as WOFF2, which every browser reads."""
+    made = {
+        "katex.js": files["dist/katex.min.js"].rstrip() + b"\nexport default self.katex;\n",
+        "katex.css": FONT.sub(rb'src:url(\1) format("woff2")', files["dist/katex.min.css"]),
+        "katex.LICENSE": files["LICENSE"],
+    }
+    fonts = {name.decode(): files[f"dist/{name.decode()}"] for name in FONT.findall(files["dist/katex.min.css"])}
+    return made | fonts
+
+
+def pdf(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The reader of PDF files: its interface and its parser, in the form for browsers of the last years."""
+    return {
+        "pdf.js": files["legacy/build/pdf.min.mjs"],
+        "pdf_parser.js": files["legacy/build/pdf.worker.min.mjs"],
+        "pdf.LICENSE": files["LICENSE"],
+    }
+
+
 PACKAGES = (
     Package(
         "marked",
@@ -76,6 +100,18 @@ PACKAGES = (
         "1.30.0",
         "sha512-DEvV2ZF2r2/63V+tK8hQvrR2ZGn10srHbXviTlcv7Kpzw8jWiNTqbVgjO3IY8RxrrOUF8VPMQQFysYYYv0YZxw==",
         prism,
+    ),
+    Package(
+        "katex",
+        "0.19.1",
+        "sha512-jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==",
+        katex,
+    ),
+    Package(
+        "pdfjs-dist",
+        "6.5.438",
+        "sha512-vg8Pw1x+AFKy4AMDvhuWl5cOYV8d698UoEANoFFhc79hqXDnZQqnOXoxw3HG907WHOg1JYOvLhP756boddFxpA==",
+        pdf,
     ),
 )
 
@@ -113,6 +149,7 @@ def main() -> int:
                 if not path.exists() or path.read_bytes() != data:
                     wrong.append(name)
             else:
+                path.parent.mkdir(exist_ok=True)
                 path.write_bytes(data)
                 print(f"{name}: {len(data):,} bytes of {package.name} {package.version}")
     if wrong:

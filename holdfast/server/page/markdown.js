@@ -1,7 +1,8 @@
 // Markdown to elements, without a string of markup on the way: marked only splits the text into tokens.
 
 import { el, icon } from './dom.js';
-import { lexer } from './vendor/marked.js';
+import { formula } from './formula.js';
+import { lex } from './math_lexer.js';
 import Prism from './vendor/prism.js';
 
 const LINKS = /^(https?:|mailto:)/i;
@@ -35,7 +36,7 @@ export class Markdown {
     this.text = text;
     let tokens;
     try {
-      tokens = lexer(text).filter((token) => token.type !== 'space' && token.type !== 'def');
+      tokens = lex(text).filter((token) => token.type !== 'space' && token.type !== 'def');
     } catch {
       tokens = [{ type: 'text', raw: text, text }]; // nested more deeply than the lexer can follow
     }
@@ -68,6 +69,10 @@ function block(token, depth) {
       return el('span', {}, token.tokens ? inline(token.tokens, depth) : entities(token.text));
     case 'checkbox':
       return checkbox(token.checked);
+    case 'formula':
+      return formula(token);
+    case 'source':
+      return el('p', { class: 'source' }, token.raw);
     default:
       return el('p', {}, token.text ?? token.raw); // markup of the model's is text
   }
@@ -119,6 +124,8 @@ function inline(tokens, depth) {
         return token.tokens ? inline(token.tokens, depth + 1) : entities(token.text);
       case 'escape':
         return token.text;
+      case 'formula':
+        return formula(token);
       default:
         return token.raw;
     }

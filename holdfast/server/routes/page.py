@@ -30,6 +30,7 @@ KINDS = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
     ".LICENSE": "text/plain; charset=utf-8",
 }
 """Content types by file suffix. Files with other suffixes are not served."""
@@ -38,6 +39,7 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
+        "font-src 'self'",
         "connect-src 'self'",
         "img-src 'self' data: blob:",
         "frame-ancestors 'none'",

@@ -1,0 +1,115 @@
+// Draws formulas with KaTeX, which is loaded with the first one. Until then, and if it cannot be drawn, a formula is shown
+// as its source. KaTeX builds elements; no string becomes markup.
+
+import { el } from './dom.js';
+
+const OPTIONS = { throwOnError: true, strict: 'ignore', trust: false, maxSize: 20, maxExpand: 300 };
+const DEFINES = /\\(?:[gex]?def|global|long|let|futurelet|(?:re|provide)?newcommand|renewcommand|providecommand)(?![a-zA-Z])/;
+const MOST_NODES = 20_000; // elements of one formula
+const MOST_LEVELS = 300; // elements within each other
+const MOST_KEPT = 500; // formulas that are kept for drawing them again
+const SLICE = 8; // milliseconds of drawing between two frames
+
+const kept = new Map(); // by source and kind: the drawn formula, or an error; the least recent one comes first
+const waiting = []; // elements that are not drawn yet, with their formulas
+let drawing = false;
+let library = null;
+
+/** The element of a formula. `raw` is its source with the marks around it, `tex` without them. */
+export function formula({ raw, tex, display }) {
+  const element = el('span', display
+    ? { class: 'formula display', tabindex: '0', role: 'group', 'aria-label': 'Formula' }
+    : { class: 'formula' }, raw.trim());
+  const key = (display ? 'display ' : 'line ') + tex;
+  if (kept.has(key)) show(element, kept.get(key));
+  else {
+    waiting.push({ element, tex, display, key });
+    if (!drawing) drawAll();
+  }
+  return element;
+}
+
+/** Draw what waits, a little between every two frames, so that an answer of many formulas does not stop the page. */
+async function drawAll() {
+  drawing = true;
+  try {
+    library ??= load();
+    const katex = await library;
+    while (waiting.length > 0) {
+      const end = performance.now() + SLICE;
+      for (const { element, tex, display, key } of takeUntil(end)) {
+        if (!kept.has(key)) keep(key, made(katex, tex, display));
+        show(element, kept.get(key));
+        element.dispatchEvent(new CustomEvent('drawn', { bubbles: true }));
+      }
+      if (waiting.length > 0) await new Promise(requestAnimationFrame);
+    }
+  } catch {
+    library = null; // the sources stay; the next formula tries again
+    waiting.length = 0;
+  } finally {
+    drawing = false;
+  }
+}
+
+function* takeUntil(end) {
+  while (waiting.length > 0 && performance.now() < end) yield waiting.shift();
+}
+
+/** Load KaTeX and its styles. */
+async function load() {
+  const style = el('link', { rel: 'stylesheet', href: new URL('vendor/katex.css', import.meta.url) });
+  const styled = new Promise((resolve, reject) => {
+    style.onload = resolve;
+    style.onerror = () => {
+      style.remove();
+      reject(new Error('the styles of formulas could not be loaded'));
+    };
+  });
+  document.head.append(style);
+  const [module] = await Promise.all([import('./vendor/katex.js'), styled]);
+  return module.default;
+}
+
+/** A formula's elements, or an Error. A formula that defines commands is refused: its size has no bound. */
+function made(katex, tex, display) {
+  if (DEFINES.test(tex)) return new Error('commands cannot be defined');
+  const box = el('span');
+  try {
+    katex.render(tex, box, { ...OPTIONS, displayMode: display });
+  } catch (error) {
+    return error instanceof RangeError ? new Error('it is nested too deeply') : error;
+  }
+  const nodes = box.getElementsByTagName('*');
+  if (nodes.length > MOST_NODES) return new Error(`it has ${nodes.length} elements, and at most ${MOST_NODES} are drawn`);
+  if (levels(box) > MOST_LEVELS) return new Error('it is nested too deeply');
+  return box.firstChild;
+}
+
+/** How many elements are within each other. */
+function levels(box) {
+  const walker = document.createTreeWalker(box, NodeFilter.SHOW_ELEMENT);
+  let most = 0;
+  for (let level = 0; ; ) {
+    if (walker.firstChild()) level += 1;
+    else {
+      while (!walker.nextSibling()) {
+        if (!walker.parentNode()) return most;
+        level -= 1;
+      }
+    }
+    most = Math.max(most, level);
+  }
+}
+
+function keep(key, drawn) {
+  kept.set(key, drawn);
+  if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
+}
+
+function show(element, drawn) {
+  if (drawn instanceof Error) {
+    element.classList.add('faulty');
+    element.title = `This formula cannot be drawn: ${drawn.message}`;
+  } else element.replaceChildren(drawn.cloneNode(true));
+}

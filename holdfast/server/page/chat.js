@@ -1,13 +1,13 @@
 // Chat: conversations of the store, as trees of turns. A turn is a background response, so an answer goes on being
 // written, and is found again, when the page is left.
 
+import { Attachments } from './attachments.js';
 import { dialog, el, icon, iconButton, toast } from './dom.js';
 import * as settings from './settings.js';
 import { Sidebar, titleOf } from './sidebar.js';
 import { Tree, asked, goesOn } from './tree.js';
 import { TurnView, filePart } from './turn.js';
 
-const MOST_FILE_BYTES = 512 * 1024;
 const NEAR_END = 90; // pixels from the end within which the thread follows the answer
 const TRIES = 5; // to take up an answer's stream again after the connection broke
 const SHORTCUTS = [
@@ -29,14 +29,15 @@ class Chat {
     this.root = root;
     this.api = api;
     this.models = [];
-    this.settings = settings.load();
+    this.contexts = new Map(); // by model: the most tokens that it reads
+    this.settings = settings.of(null);
+    this.own = false; // whether the settings are for this conversation only
     this.id = null; // the conversation
     this.tree = new Tree();
     this.leaf = null; // the last turn that is shown
     this.views = new Map();
     this.run = 0; // only what began with the latest one may draw
     this.live = null; // the answer that is being written: {id, stop, abort}
-    this.files = [];
     this.build();
   }
 
@@ -44,6 +45,7 @@ class Chat {
     this.sidebar = new Sidebar(this.api, this);
     this.title = el('h2', { class: 'thread-title' }, 'New chat');
     this.column = el('div', { class: 'column' });
+    this.column.addEventListener('drawn', () => this.toEnd());
     this.thread = el('div', { class: 'thread', tabindex: '0', role: 'region', 'aria-label': 'Conversation', onscroll: () => this.scrolled() }, this.column);
     this.follows = true;
     this.down = iconButton('down', 'Go to the end', () => this.toEnd(true), { class: 'ghost to-end', hidden: true });
@@ -52,36 +54,34 @@ class Chat {
       class: 'message', rows: 1, placeholder: 'Message', 'aria-label': 'Message',
       oninput: () => this.grow(), onkeydown: (event) => this.typed(event),
     });
-    this.chips = el('div', { class: 'chips' });
-    this.picker = el('input', { type: 'file', multiple: true, hidden: true, onchange: () => this.picked(this.picker.files) });
     this.button = el('button', { type: 'button', class: 'send', onclick: () => (this.live ? this.stop() : this.submit()) });
     this.model = el('button', { type: 'button', class: 'ghost model', title: 'Settings', onclick: () => this.changeSettings() });
-    this.composer = el(
-      'div',
-      { class: 'composer' },
-      this.chips,
+    this.composer = el('div', { class: 'composer' });
+    this.pane = el('div', { class: 'thread-pane' });
+    this.attachments = new Attachments({
+      api: this.api, area: this.pane, input: this.input, changed: () => this.drawButton(),
+      model: () => this.fields.model, context: () => this.contexts.get(this.fields.model) ?? 0,
+    });
+    this.composer.append(
+      this.attachments.chips,
+      this.attachments.note,
       this.input,
       el('div', { class: 'composer-foot' },
-        iconButton('file', 'Attach text files', () => this.picker.click()),
-        this.picker,
+        this.attachments.button,
+        this.attachments.picker,
         this.model,
         el('span', { class: 'space' }),
         this.button),
     );
-    this.composer.addEventListener('dragover', (event) => event.preventDefault());
-    this.composer.addEventListener('drop', (event) => {
-      event.preventDefault();
-      this.picked(event.dataTransfer.files);
-    });
     this.toggle = iconButton('menu', 'Show or hide the conversations', () => this.showSidebar(), { 'aria-expanded': 'true' });
     this.branches = iconButton('branches', 'Branches', () => this.showBranches(), { hidden: true });
     const head = el('div', { class: 'thread-head' }, this.toggle, this.title, el('span', { class: 'space' }),
       this.branches,
       iconButton('keyboard', 'Keyboard shortcuts', () => this.showShortcuts(), { class: 'ghost for-keys' }),
       iconButton('settings', 'Settings', () => this.changeSettings()));
-    const main = el('div', { class: 'thread-pane' }, head, this.thread, el('div', { class: 'composer-box' }, this.down, this.composer), this.status);
+    this.pane.append(head, this.thread, el('div', { class: 'composer-box' }, this.down, this.composer), this.status);
     this.scrim = el('div', { class: 'scrim', onclick: () => this.showSidebar(false) });
-    this.frame = el('div', { class: 'chat' }, this.sidebar.element, this.scrim, main);
+    this.frame = el('div', { class: 'chat' }, this.sidebar.element, this.scrim, this.pane);
     this.root.append(this.frame);
     this.narrow = window.matchMedia('(max-width: 820px)');
     this.showSidebar(!this.narrow.matches);
@@ -117,15 +117,31 @@ class Chat {
 
   async loadModels() {
     try {
-      this.models = (await this.api.get('/v1/models')).data.map((model) => model.id);
+      const { data } = await this.api.get('/v1/models');
+      this.models = data.map((model) => model.id);
+      this.contexts = new Map(data.map((model) => [model.id, model.max_model_len]));
     } catch (error) {
       toast(error.message, 'error');
     }
     this.drawModel();
   }
 
+  /** The fields of the next request that the settings ask for. */
+  get fields() {
+    return settings.asFields(this.settings, this.models);
+  }
+
   drawModel() {
-    this.model.replaceChildren(settings.asFields(this.settings, this.models).model ?? 'no model');
+    const preset = settings.presetOf(this.settings);
+    const chosen = preset === null ? 'own settings' : settings.BUILT_IN[0] === preset ? null : preset.name;
+    this.model.replaceChildren([this.fields.model ?? 'no model', chosen].filter(Boolean).join(' · '));
+    this.model.title = this.own ? 'Settings of this chat' : 'Settings';
+  }
+
+  useSettings() {
+    this.settings = settings.of(this.id);
+    this.own = settings.ownOf(this.id) !== null;
+    this.drawModel();
   }
 
   // ----- which conversation
@@ -153,6 +169,7 @@ class Chat {
     this.id = id;
     this.tree = new Tree();
     this.leaf = null;
+    this.useSettings();
     this.sidebar.select(id);
     this.drawTitle();
     this.drawButton();
@@ -209,6 +226,7 @@ class Chat {
   }
 
   closed(id) {
+    settings.keepFor(id, null);
     if (id === this.id) this.open(null);
   }
 
@@ -280,7 +298,7 @@ class Chat {
     this.button.replaceChildren(icon(this.live ? 'stop' : 'send'));
     this.button.setAttribute('aria-label', name);
     this.button.title = name;
-    this.button.disabled = !this.live && !this.input.value.trim();
+    this.button.disabled = !this.live && (!this.input.value.trim() || this.attachments.reading);
   }
 
   typed(event) {
@@ -297,47 +315,17 @@ class Chat {
     }
   }
 
-  async picked(files) {
-    for (const file of files) {
-      if (file.size > MOST_FILE_BYTES) {
-        toast(`“${file.name}” has ${file.size.toLocaleString('en')} bytes; at most ${MOST_FILE_BYTES.toLocaleString('en')} can be attached`, 'error');
-        continue;
-      }
-      const text = await file.text();
-      if (text.includes('\0')) {
-        toast(`“${file.name}” is not a text file`, 'error');
-        continue;
-      }
-      this.files.push({ name: file.name, text });
-    }
-    this.picker.value = '';
-    this.drawChips();
-  }
-
-  drawChips() {
-    this.chips.replaceChildren(
-      ...this.files.map((file) => el('span', { class: 'chip' }, icon('file'), el('span', {}, file.name),
-        iconButton('close', `Remove ${file.name}`, () => {
-          this.files.splice(this.files.indexOf(file), 1);
-          this.drawChips();
-        }, { class: 'ghost small' }))),
-    );
-  }
-
   async submit() {
     await this.ready;
     const text = this.input.value.trim();
-    if (!text || this.live) return;
-    const sent = [text, ...this.files.map((file) => filePart(file.name, file.text))];
-    const files = this.files;
+    if (!text || this.live || this.attachments.reading) return;
+    const files = this.attachments.take();
+    const sent = [text, ...files.map((file) => filePart(file.name, file.text))];
     this.input.value = '';
-    this.files = [];
-    this.drawChips();
     this.grow();
     if (!(await this.send(sent, this.tree.base(this.leaf)?.id ?? null)) && !this.input.value) {
       this.input.value = text; // nothing was taken: let the user send it again
-      this.files = files;
-      this.drawChips();
+      this.attachments.restore(files);
       this.grow();
     }
   }
@@ -368,7 +356,7 @@ class Chat {
       if (run !== this.run) return true;
       await this.moveHead(parent, sibling);
       const body = {
-        ...settings.asFields(this.settings, this.models), input: items, conversation: this.id,
+        ...this.fields, input: items, conversation: this.id,
         background: true, stream: true, metadata: { sent: String(Date.now()) },
       };
       if (run !== this.run) return true;
@@ -399,6 +387,7 @@ class Chat {
     const made = await this.api.post('/v1/conversations', { metadata: { title } });
     this.id = made.id;
     this.conversation = made;
+    if (this.own) settings.keepFor(made.id, this.settings);
     this.sidebar.selected = made.id;
     history.replaceState(null, '', `#chat/${made.id}`);
     this.drawTitle();
@@ -525,10 +514,19 @@ class Chat {
   // ----- around it
 
   async changeSettings() {
-    const chosen = await settings.edit(this.settings, this.models);
-    if (chosen) this.settings = chosen;
-    this.drawModel();
+    const { editSettings } = await import('./settings_dialog.js');
+    const chosen = await editSettings({ api: this.api, settings: this.settings, own: this.own, models: this.models });
+    if (chosen) this.changed(chosen.settings, chosen.own);
     this.input.focus();
+  }
+
+  /** Use new settings: for this chat only, or for all that have none of their own. */
+  changed(chosen, own) {
+    if (!own) settings.keepForAll(chosen);
+    if (this.id) settings.keepFor(this.id, own ? chosen : null);
+    this.settings = chosen;
+    this.own = own;
+    this.drawModel();
   }
 
   showSidebar(open = this.frame.classList.contains('no-sidebar')) {

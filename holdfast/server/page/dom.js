@@ -62,10 +62,14 @@ export function iconButton(name, label, onclick, properties = {}) {
   return el('button', { type: 'button', class: 'ghost', 'aria-label': label, title: label, onclick, ...properties }, icon(name));
 }
 
-/** Says something for a moment at the bottom of the page. */
+const MOST_TOASTS = 4;
+
+/** Says something for a moment at the top of the page, where it covers no field and takes no click. */
 export function toast(text, kind = 'info') {
   const shown = el('div', { class: `toast ${kind}` }, text);
-  document.getElementById('toasts').append(shown);
+  const box = document.getElementById('toasts');
+  box.append(shown);
+  while (box.children.length > MOST_TOASTS) box.firstChild.remove();
   setTimeout(() => shown.remove(), kind === 'error' ? 9000 : 3500);
 }
 

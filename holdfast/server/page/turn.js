@@ -171,7 +171,8 @@ function drawnItem(item) {
   const children = texts.map((text) => {
     const file = FILE.exec(text);
     if (!file) return el('div', { class: 'said' }, text);
-    return el('details', { class: 'file' }, el('summary', {}, icon('file'), file[1]), codeBlock(file[2], file[1].split('.').at(-1)));
+    const facts = el('span', { class: 'facts' }, `${number(file[2].length)} characters`);
+    return el('details', { class: 'file' }, el('summary', {}, icon('file'), el('span', { class: 'name' }, file[1]), facts), codeBlock(file[2], file[1].split('.').at(-1)));
   });
   const role = item.role === 'user' ? null : el('span', { class: 'role' }, item.role);
   return el('div', { class: 'bubble' }, role, children);

@@ -8,9 +8,9 @@ const DEFINES = /\\(?:[gex]?def|global|long|let|futurelet|(?:re|provide)?newcomm
 const MOST_NODES = 20_000; // elements of one formula
 const MOST_LEVELS = 300; // elements within each other
 const MOST_KEPT = 500; // formulas that are kept for drawing them again
-const SLICE = 8; // milliseconds of drawing between two frames
+const SLICE = 20; // milliseconds of drawing between two frames
 
-const kept = new Map(); // by source and kind: the drawn formula, or an error; the least recent one comes first
+const kept = new Map(); // by source and kind: the drawn formula, or an error; the oldest one comes first
 const waiting = []; // elements that are not drawn yet, with their formulas
 let drawing = false;
 let library = null;
@@ -37,11 +37,14 @@ async function drawAll() {
     const katex = await library;
     while (waiting.length > 0) {
       const end = performance.now() + SLICE;
-      for (const { element, tex, display, key } of takeUntil(end)) {
+      let last = null;
+      while (waiting.length > 0 && performance.now() < end) {
+        const { element, tex, display, key } = waiting.shift();
         if (!kept.has(key)) keep(key, made(katex, tex, display));
         show(element, kept.get(key));
-        element.dispatchEvent(new CustomEvent('drawn', { bubbles: true }));
+        last = element;
       }
+      last?.dispatchEvent(new CustomEvent('drawn', { bubbles: true })); // what is around it has grown
       if (waiting.length > 0) await new Promise(requestAnimationFrame);
     }
   } catch {
@@ -50,10 +53,6 @@ async function drawAll() {
   } finally {
     drawing = false;
   }
-}
-
-function* takeUntil(end) {
-  while (waiting.length > 0 && performance.now() < end) yield waiting.shift();
 }
 
 /** Load KaTeX and its styles. */

@@ -18,7 +18,10 @@ export function readPdf(bytes, mostCharacters, signal) {
     };
     const timer = setTimeout(() => end(reject, new Error(`it was not read within ${MOST_SECONDS} seconds`)), MOST_SECONDS * 1000);
     signal.addEventListener('abort', () => end(reject, new Error('it was removed')));
-    worker.onmessage = ({ data }) => (data.error ? end(reject, new Error(data.error)) : end(resolve, data));
+    worker.onmessage = ({ data }) => {
+      if (typeof data.error === 'string') end(reject, new Error(data.error));
+      else if (typeof data.text === 'string') end(resolve, data); // the library in the worker sends messages of its own, too
+    };
     worker.onerror = (event) => {
       event.preventDefault();
       end(reject, new Error('the reader of PDF files did not start or ran out of memory'));

@@ -14,15 +14,15 @@ const MOST_INSTRUCTIONS = 100_000; // characters
 
 /** The numbers. `above` is a limit that the value itself must not have. The limits are the server's. */
 export const NUMBERS = {
-  temperature: { label: 'Temperature', min: 0, max: 2, hint: '0 always takes the likeliest token.' },
-  top_p: { label: 'Top p', above: 0, max: 1, hint: 'Draw from the likeliest tokens that have this share of the probability.' },
-  top_k: { label: 'Top k', min: 0, max: 2 ** 24, whole: true, hint: 'Draw from so many of the likeliest tokens. 0: from all.' },
-  min_p: { label: 'Min p', min: 0, max: 1, hint: 'Leave out tokens below this share of the likeliest one’s probability.' },
-  presence_penalty: { label: 'Presence penalty', min: -2, max: 2, hint: 'Above 0: fewer tokens that the answer has already.' },
-  frequency_penalty: { label: 'Frequency penalty', min: -2, max: 2, hint: 'The same, by how often it has them.' },
-  repetition_penalty: { label: 'Repetition penalty', above: 0, max: 100, hint: 'Above 1: fewer tokens of the prompt and the answer.' },
-  seed: { label: 'Seed', min: 0, max: Number.MAX_SAFE_INTEGER, whole: true, hint: 'The same seed draws the same answer.' },
-  max_output_tokens: { label: 'Most tokens of an answer', min: 1, max: 1_000_000, whole: true, hint: 'Empty: as many as fit the context.' },
+  temperature: { label: 'Temperature', min: 0, max: 2, hint: '0: always the likeliest token.' },
+  top_p: { label: 'Top p', above: 0, max: 1, hint: 'Draw from the likeliest tokens up to this share.' },
+  top_k: { label: 'Top k', min: 0, max: 2 ** 24, whole: true, hint: 'Draw from so many tokens. 0: from all.' },
+  min_p: { label: 'Min p', min: 0, max: 1, hint: 'Leave out tokens below this share of the likeliest.' },
+  presence_penalty: { label: 'Presence penalty', min: -2, max: 2, hint: 'Above 0: fewer words again.' },
+  frequency_penalty: { label: 'Frequency penalty', min: -2, max: 2, hint: 'Above 0: fewer, by how often.' },
+  repetition_penalty: { label: 'Repetition penalty', above: 0, max: 100, hint: 'Above 1: fewer words again, also the prompt’s.' },
+  seed: { label: 'Seed', min: 0, max: Number.MAX_SAFE_INTEGER, whole: true, hint: 'Equal seeds draw equal answers.' },
+  max_output_tokens: { label: 'Most tokens', min: 1, max: 1_000_000, whole: true, hint: 'Of an answer. Empty: as many as fit.' },
 };
 export const THINKING = { none: 'Off', on: 'On', low: 'Low effort', medium: 'Medium effort', high: 'High effort' };
 const NAMES = ['instructions', 'thinking', 'stop', ...Object.keys(NUMBERS)];

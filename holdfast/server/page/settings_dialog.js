@@ -35,7 +35,7 @@ class Form {
     this.ways = el('div', { class: 'field-box', hidden: true }, el('label', { for: 'set-thinking' }, 'Thinking'), this.thinking);
     this.stop = el('textarea', { id: 'set-stop', rows: 2, class: 'mono', spellcheck: 'false', 'aria-describedby': 'hint-stop fault-stop' });
     this.inputs = Object.fromEntries(Object.entries(NUMBERS).map(([name, { min, above, max, whole }]) => [name, el('input', {
-      type: 'number', id: `set-${name}`, inputmode: whole ? 'numeric' : 'decimal', min: min ?? above, max, step: whole ? 1 : 'any', 'aria-describedby': `hint-${name} fault-${name}`,
+      type: 'number', id: `set-${name}`, inputmode: whole ? 'numeric' : 'decimal', min: min ?? above, max, step: whole ? 1 : 'any', placeholder: max > 100 ? '' : `${min ?? above} to ${max}`, 'aria-describedby': `hint-${name} fault-${name}`,
     })]));
     this.preset = el('select', { id: 'set-preset', onchange: () => this.choosePreset() });
     this.name = el('input', { id: 'preset-name', maxlength: MOST_NAME, placeholder: 'Name of the preset', 'aria-label': 'Name of the preset', 'aria-describedby': 'fault-preset', onkeydown: (event) => this.nameKey(event) });

@@ -106,7 +106,7 @@ export class Attachments {
     const head = new Uint8Array(await readable(found.slice(0, KIB).arrayBuffer()));
     const isPdf = String.fromCharCode(...head).includes('%PDF-');
     const most = isPdf ? MOST_PDF_BYTES : MOST_TEXT_BYTES;
-    if (found.size > most) throw new Error(`it has ${size(found.size)}; at most ${size(most)} are taken from a ${isPdf ? 'PDF' : 'text'} file`);
+    if (found.size > most) throw new Error(`it has ${found.size.toLocaleString('en')} bytes; at most ${most.toLocaleString('en')} are taken from a ${isPdf ? 'PDF' : 'text'} file`);
     const bytes = await readable(found.arrayBuffer());
     if (isPdf) Object.assign(file, await readPdf(bytes, MOST_CHARACTERS, file.abort.signal));
     else {

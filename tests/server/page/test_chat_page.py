@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.server.conversations import search_index
 from holdfast.server.conversations.conversation_store import append
 from holdfast.server.conversations.database import conversations, threads
 from holdfast.server.conversations.store import Store
@@ -56,6 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             db.execute(threads.insert().values(id=id, tenant=owner, active=now - number, bytes=100))
             title = json.dumps({"title": f"Conversation {number}"}).encode()
             db.execute(conversations.insert().values(id=id, thread=id, tenant=owner, created=now, metadata=title))
+            search_index.add_conversation(db, owner, id, title)
             said = [{"type": "input_text", "text": f"Let us talk about {'whales' if number == 777 else 'ships'}."}]
             append(db, id, [{"id": f"i{number}", "type": "message", "role": "user", "content": said}])
     store.close()

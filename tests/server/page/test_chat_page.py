@@ -32,7 +32,7 @@ FORMULAS = """async (texts) => {
   const { lex } = await import(main.replace('main.js', 'math_lexer.js'));
   const found = (token) => {
     if (token.type === 'formula') return [(token.display ? '= ' : '') + token.tex];
-    const cells = [...(token.header ?? []), ...(token.rows ?? []).flat()];
+    const cells = token.type === 'table' ? [token.header, ...token.rows].flat() : [];
     return [...(token.tokens ?? []), ...(token.items ?? []), ...cells].flatMap(found);
   };
   return texts.map((text) => lex(text).flatMap(found));
@@ -640,10 +640,7 @@ def test_wide_content_scrolls_inside_itself_and_a_message_of_the_page_covers_no_
     page.wait_for_selector(".formula .katex")
     for wide in ("pre", ".table", ".formula.display"):
         assert page.locator(f".markdown {wide}").evaluate("(e) => e.scrollWidth > e.clientWidth + 20"), wide
-    assert (
-        page.evaluate("() => { const t = document.querySelector('.thread'); return t.scrollWidth - t.clientWidth }")
-        == 0
-    )
+    assert page.locator(".thread").evaluate("(thread) => thread.scrollWidth - thread.clientWidth") == 0
     assert page.locator(".markdown li li li pre").count() == 1
     assert page.get_by_role("button", name="Copy", exact=True).is_visible()
     page.locator(".composer input[type=file]").set_input_files(

@@ -32,6 +32,18 @@ php needs markup-templating, so it is there.
 """
 
 
+CMAPS = (
+    "GB-EUC", "GBpc-EUC", "GBK-EUC", "GBKp-EUC", "GBK2K", "UniGB-UCS2", "UniGB-UTF16",
+    "B5pc", "HKscs-B5", "ETen-B5", "ETenms-B5", "CNS-EUC", "UniCNS-UCS2", "UniCNS-UTF16",
+    "83pv-RKSJ", "90ms-RKSJ", "90msp-RKSJ", "90pv-RKSJ", "Add-RKSJ", "EUC", "Ext-RKSJ", "", "UniJIS-UCS2", "UniJIS-UCS2-HW",
+    "UniJIS-UTF16", "KSC-EUC", "KSCms-UHC", "KSCms-UHC-HW", "KSCpc-EUC", "UniKS-UCS2", "UniKS-UTF16",
+)  # fmt: skip
+"""Names, without the direction, of the encodings of Chinese, Japanese and Korean that PDF files need not contain.
+
+They are those of the PDF standard, ISO 32000-1, table 118.
+"""
+
+
 @dataclass(frozen=True)
 class Package:
     """One npm package, and the files that are made from it."""
@@ -73,7 +85,9 @@ def katex(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
     Two styles of MathML, which is not seen, are renamed, because the page's policy forbids attributes with styles.
     """
-    renderer, count = re.subn(rb'\bn\.setAttribute\("style",', b'n.setAttribute("data-style",', files["dist/katex.min.js"])
+    renderer, count = re.subn(
+        rb'\bn\.setAttribute\("style",', b'n.setAttribute("data-style",', files["dist/katex.min.js"]
+    )
     if count != 2:
         raise SystemExit(f"KaTeX sets {count} attributes with styles, and 2 are known")
     module = [renderer.strip(), files["dist/contrib/mhchem.min.js"].strip(), b"export default self.katex;\n"]
@@ -87,12 +101,17 @@ def katex(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def pdf(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The reader of PDF files: its interface and its parser, in the form for browsers of the last years."""
-    return {
+    """The reader of PDF files, in the form for browsers of the last years: its interface, its parser, and encodings."""
+    made = {
         "pdf.js": files["legacy/build/pdf.min.mjs"],
         "pdf_parser.js": files["legacy/build/pdf.worker.min.mjs"],
         "pdf.LICENSE": files["LICENSE"],
+        "cmaps/LICENSE": files["cmaps/LICENSE"],
     }
+    names = [f"{name}-{direction}".lstrip("-") for name in CMAPS for direction in "HV"]
+    names += [f"Adobe-{collection}-UCS2" for collection in ("CNS1", "GB1", "Japan1", "Korea1")]
+    maps = (f"cmaps/{name}.bcmap" for name in names)
+    return made | {name: files[name] for name in maps if name in files}
 
 
 PACKAGES = (

@@ -4,7 +4,8 @@ import { VerbosityLevel, getDocument } from './vendor/pdf.js';
 import './vendor/pdf_parser.js'; // the library finds it and starts no worker within this one
 
 const MOST_PAGES = 2_000;
-const SAFE = { disableFontFace: true, useSystemFonts: false, useWorkerFetch: false, useWasm: false, enableXfa: false, isEvalSupported: false, isOffscreenCanvasSupported: false, isImageDecoderSupported: false, verbosity: VerbosityLevel.ERRORS };
+const CMAPS = { cMapUrl: new URL('vendor/cmaps/', import.meta.url).href, cMapPacked: true, useWorkerFetch: true }; // encodings that files need not contain
+const SAFE = { disableFontFace: true, useSystemFonts: false, useWasm: false, enableXfa: false, isEvalSupported: false, isOffscreenCanvasSupported: false, isImageDecoderSupported: false, verbosity: VerbosityLevel.ERRORS };
 
 self.onmessage = async ({ data: { bytes, mostCharacters } }) => {
   try {
@@ -26,7 +27,7 @@ function refuse(text) {
 }
 
 async function textOf(bytes, mostCharacters) {
-  const pdf = await getDocument({ data: new Uint8Array(bytes), ...SAFE }).promise;
+  const pdf = await getDocument({ data: new Uint8Array(bytes), ...SAFE, ...CMAPS }).promise;
   const pages = pdf.numPages;
   if (pages > MOST_PAGES) refuse(`it has ${pages} pages; at most ${MOST_PAGES} are read`);
   const found = [];

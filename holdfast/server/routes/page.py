@@ -25,7 +25,7 @@ VERSION = "{{version}}"
 
 The digest is part of their paths, so browsers may cache them forever.
 """
-COMPRESSED_KINDS = {".woff2"}
+COMPRESSED_KINDS = {".woff2", ".bcmap"}
 """Suffixes of files that are compressed already."""
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -33,6 +33,7 @@ KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
     ".woff2": "font/woff2",
+    ".bcmap": "application/octet-stream",
     ".LICENSE": "text/plain; charset=utf-8",
 }
 """Content types by file suffix. Files with other suffixes are not served."""

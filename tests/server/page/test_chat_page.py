@@ -27,6 +27,19 @@ HOSTILE = (
     "| <i>x</i> |\n|-|\n| <a href=javascript:x>y</a> |\n"
 )
 WIDE = {"width": 1280, "height": 800}
+CHINESE = b"""%PDF-1.7
+1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj
+2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj
+3 0 obj <</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>> endobj
+4 0 obj <</Length 27>> stream
+BT /F 12 Tf <4e2d6587> Tj ET
+endstream endobj
+5 0 obj <</Type/Font/Subtype/Type0/BaseFont/S/Encoding/UniGB-UCS2-H/DescendantFonts[6 0 R]>> endobj
+6 0 obj <</Type/Font/Subtype/CIDFontType0/BaseFont/S/FontDescriptor<</Type/FontDescriptor/FontName/S/Flags 4>>
+/CIDSystemInfo<</Registry(Adobe)/Ordering(GB1)/Supplement 2>>>> endobj
+trailer <</Root 1 0 R>>
+"""
+"""A PDF file whose text is in an encoding that the file does not contain."""
 FORMULAS = """async (texts) => {
   const main = document.querySelector('script[type=module]').src;
   const { lex } = await import(main.replace('main.js', 'math_lexer.js'));
@@ -580,7 +593,7 @@ def test_text_and_pdf_files_are_attached_and_others_are_refused_with_a_reason(
     page = opened()
     files = {
         "notes.md": b"# Notes", "latin.csv": "café;1".encode("latin-1"), "wide.txt": "héllo".encode("utf-16"),
-        "report.pdf": pdf, "photo.jpg": b"\xff\xd8\xff\xe0\0\x10JFIF", "long.log": b"x" * (512 * 1024 + 1),
+        "report.pdf": pdf, "chinese.pdf": CHINESE, "photo.jpg": b"\xff\xd8\xff\xe0\0\x10JFIF", "long.log": b"x" * (512 * 1024 + 1),
         "broken.pdf": b"%PDF-1.7\nnothing",
     }  # fmt: skip
     page.locator(".composer input[type=file]").set_input_files(
@@ -593,15 +606,16 @@ def test_text_and_pdf_files_are_attached_and_others_are_refused_with_a_reason(
         "“photo.jpg” was not attached: it is neither a text file nor a PDF file",
     ]
     page.wait_for_selector(".chip:nth-child(4):has-text('2 pages')")
+    page.wait_for_selector(".chip:nth-child(5):has-text('1 page')")
     page.wait_for_selector(".chip:first-child:has-text('tokens')")
     assert "7 bytes" in page.locator(".chip").first.inner_text()
     page.get_by_label("Remove wide.txt").click()
     say(page, "what are these?")
     prompt = server.client.text.decode(server.client.asked[-1].prompt)
-    for text in ("# Notes", "café;1", "[Page 1]\nFirst page\n\n[Page 2]\nSecond page"):
+    for text in ("# Notes", "café;1", "中文", "[Page 1]\nFirst page\n\n[Page 2]\nSecond page"):
         assert f"```\n{text}\n```" in prompt
     assert "wide.txt" not in prompt and page.locator(".chip").count() == 0
-    assert page.locator(".file .name").all_inner_texts() == ["notes.md", "latin.csv", "report.pdf"]
+    assert page.locator(".file .name").all_inner_texts() == ["notes.md", "latin.csv", "report.pdf", "chinese.pdf"]
 
 
 def test_files_are_dropped_and_pasted(opened: Any) -> None:

@@ -78,6 +78,11 @@ def prism(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {"prism.js": module, "prism.LICENSE": files["LICENSE"]}
 
 
+MHCHEM = (
+    b"/* mhchem: Copyright (c) 2011-2015 The MathJax Consortium, (c) 2015-2018 Martin Hensel. "
+    b"Apache License 2.0, which is in pdf.LICENSE. */"
+)
+"""Notice of the renderer of chemistry, which KaTeX's build removes."""
 FONT = re.compile(rb"src:url\((fonts/[\w-]+\.woff2)\)[^;}]*")
 
 
@@ -91,7 +96,7 @@ def katex(files: Mapping[str, bytes]) -> dict[str, bytes]:
     )
     if count != 2:
         raise SystemExit(f"KaTeX sets {count} attributes with styles, and 2 are known")
-    module = [renderer.strip(), files["dist/contrib/mhchem.min.js"].strip(), b"export default self.katex;\n"]
+    module = [renderer.strip(), MHCHEM, files["dist/contrib/mhchem.min.js"].strip(), b"export default self.katex;\n"]
     made = {
         "katex.js": b"\n".join(module),
         "katex.css": FONT.sub(rb'src:url(\1) format("woff2")', files["dist/katex.min.css"]),

@@ -34,7 +34,7 @@ export function size(bytes) {
 export class Attachments {
   /** `area` takes files that are dropped. `model()` names the model that counts tokens, and `context()` is its length. */
   constructor({ api, area, input, model, context, changed }) {
-    Object.assign(this, { api, area, model, context, changed });
+    Object.assign(this, { api, area, input, model, context, changed });
     this.files = []; // {name, bytes, text, pages, tokens, abort}; text is null while the file is read
     this.chips = el('ul', { class: 'chips', 'aria-label': 'Attached files', hidden: true });
     this.note = el('p', { class: 'chips-note muted', role: 'status', hidden: true });
@@ -148,7 +148,9 @@ export class Attachments {
   }
 
   draw() {
+    const focused = [...this.chips.querySelectorAll('button')].indexOf(document.activeElement);
     this.chips.replaceChildren(...this.files.map((file) => this.chip(file)));
+    if (focused >= 0) (this.chips.querySelectorAll('button')[focused] ?? this.input).focus();
     this.chips.hidden = this.files.length === 0;
     const tokens = this.files.reduce((sum, file) => sum + (file.tokens ?? 0), 0);
     const most = this.context();

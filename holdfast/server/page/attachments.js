@@ -1,7 +1,6 @@
 // Files of the next message: text files of any kind, and the text of PDF files. They are read in the browser.
 
 import { el, icon, iconButton, toast } from './dom.js';
-import { readPdf } from './pdf.js';
 import { filePart } from './turn.js';
 
 const KIB = 1024;
@@ -108,8 +107,10 @@ export class Attachments {
     const most = isPdf ? MOST_PDF_BYTES : MOST_TEXT_BYTES;
     if (found.size > most) throw new Error(`it has ${found.size.toLocaleString('en')} bytes; at most ${most.toLocaleString('en')} are taken from a ${isPdf ? 'PDF' : 'text'} file`);
     const bytes = await readable(found.arrayBuffer());
-    if (isPdf) Object.assign(file, await readPdf(bytes, MOST_CHARACTERS, file.abort.signal));
-    else {
+    if (isPdf) {
+      const { readPdf } = await import('./pdf.js');
+      Object.assign(file, await readPdf(bytes, MOST_CHARACTERS, file.abort.signal));
+    } else {
       const text = textOf(new Uint8Array(bytes));
       if (text === null) throw new Error('it is neither a text file nor a PDF file');
       file.text = text;

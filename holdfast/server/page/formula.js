@@ -7,10 +7,11 @@ const OPTIONS = { throwOnError: true, strict: 'ignore', trust: refuse, maxSize: 
 const DEFINES = /\\(?:[gex]?def|global|long|let|futurelet|(?:re|provide)?newcommand|renewcommand|providecommand)(?![a-zA-Z])/;
 const MOST_NODES = 20_000; // elements of one formula
 const MOST_LEVELS = 300; // elements within each other
-const MOST_KEPT = 500; // formulas that are kept for drawing them again
-const SLICE = 20; // milliseconds of drawing between two frames
+const MOST_KEPT = 100_000; // elements of formulas that are kept for drawing them again
+const SLICE = { least: 20, most: 100 }; // milliseconds of drawing between two frames
 
 const kept = new Map(); // by source and kind: the drawn formula, or an error; the oldest one comes first
+let keptNodes = 0; // number of elements in `kept`
 const waiting = []; // elements that are not drawn yet, with their formulas
 let drawing = false;
 let library = null;
@@ -40,17 +41,20 @@ async function drawAll() {
   try {
     library ??= load();
     const katex = await library;
+    let slice = SLICE.least;
     while (waiting.length > 0) {
-      const end = performance.now() + SLICE;
+      const end = performance.now() + slice;
       let last = null;
       while (waiting.length > 0 && performance.now() < end) {
         const { element, tex, display, key } = waiting.shift();
-        if (!kept.has(key)) keep(key, made(katex, tex, display));
-        show(element, kept.get(key));
+        show(element, kept.get(key) ?? keep(key, made(katex, tex, display)));
         last = element;
       }
       last?.dispatchEvent(new CustomEvent('drawn', { bubbles: true })); // what is around it has grown
-      if (waiting.length > 0) await new Promise(requestAnimationFrame);
+      if (waiting.length === 0) break;
+      const before = performance.now();
+      await new Promise(requestAnimationFrame);
+      slice = Math.min(SLICE.most, Math.max(SLICE.least, performance.now() - before)); // at least half of the time draws
     }
   } catch {
     library = null; // the sources stay; the next formula tries again
@@ -106,10 +110,19 @@ function levels(box) {
   }
 }
 
+/** Keep a drawn formula, and forget the oldest ones if there are too many elements. Returns it. */
 function keep(key, drawn) {
   kept.set(key, drawn);
-  if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
+  keptNodes += size(drawn);
+  for (const [other, each] of kept) {
+    if (keptNodes <= MOST_KEPT) break;
+    kept.delete(other);
+    keptNodes -= size(each);
+  }
+  return drawn;
 }
+
+const size = (drawn) => (drawn instanceof Error ? 1 : drawn.getElementsByTagName('*').length + 1);
 
 function show(element, drawn) {
   if (drawn instanceof Error) {

@@ -17,7 +17,7 @@ export function readPdf(bytes, mostCharacters, signal) {
       finish(value);
     };
     const timer = setTimeout(() => end(reject, new Error(`it was not read within ${MOST_SECONDS} seconds`)), MOST_SECONDS * 1000);
-    signal.addEventListener('abort', () => end(reject, new Error('it was removed')));
+    signal.addEventListener('abort', () => end(reject, signal.reason));
     worker.onmessage = ({ data }) => {
       if (typeof data.error === 'string') end(reject, new Error(data.error));
       else if (typeof data.text === 'string') end(resolve, data); // the library in the worker sends messages of its own, too

@@ -3,6 +3,7 @@
 import { dialog, el, iconButton, toast } from './dom.js';
 import { BUILT_IN, MOST_NAME, MOST_PRESETS, NUMBERS, THINKING, faults, keepPresets, known, nameFault, presetOf, presets, presetsFile, takePresets } from './settings.js';
 
+const MOST_FILE_BYTES = 8 * 1024 * 1024; // of a file with presets
 const ESCAPES = { n: '\n', t: '\t', '\\': '\\' };
 
 /** Which ways of thinking a model's chat template knows: names of THINKING. None if it does not say. */
@@ -186,6 +187,7 @@ class Form {
     this.file.value = '';
     if (!file) return;
     try {
+      if (file.size > MOST_FILE_BYTES) throw new Error(`it has ${file.size.toLocaleString('en')} bytes; at most ${MOST_FILE_BYTES.toLocaleString('en')} are read`);
       const count = takePresets(await file.text());
       this.say('preset', '');
       this.listPresets();

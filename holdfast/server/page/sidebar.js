@@ -1,6 +1,6 @@
 // The list of stored conversations: in pages as it is scrolled, searched, renamed, deleted, exported and imported.
 
-import { confirmed, dialog, el, icon, iconButton, toast } from './dom.js';
+import { confirmed, dialog, download, el, icon, iconButton, toast } from './dom.js';
 
 const PAGE = 100;
 const TAKEN = ['id', 'parent', 'history', 'input', 'output', 'status', 'created_at', 'model', 'instructions', 'metadata'];
@@ -237,10 +237,8 @@ export class Sidebar {
       if (!turn.parent) delete turn.parent;
     }
     const copy = { format: FORMAT, version: 1, metadata: conversation.metadata, head: kept.has(tree.head) ? tree.head : null, turns };
-    const url = URL.createObjectURL(new Blob([JSON.stringify(copy, null, 1)], { type: 'application/json' }));
     const name = titleOf(conversation).replace(/[^\p{L}\p{N} _-]+/gu, '').trim().slice(0, 60) || 'conversation';
-    el('a', { href: url, download: `${name}.json` }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    download(`${name}.json`, JSON.stringify(copy, null, 1), 'application/json');
   }
 
   async importFile() {

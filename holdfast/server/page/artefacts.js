@@ -3,6 +3,7 @@
 
 import { el } from './dom.js';
 import { codeBlock } from './markdown.js';
+import { ANSWERS } from './tree.js';
 
 const DEEP = 3; // levels of nesting that are tables; what is deeper is JSON
 const MOST_ROWS = 200; // of a table
@@ -43,14 +44,27 @@ export class ToolItem {
 
 const OPEN = {
   function_call: () => true,
+  custom_tool_call: () => true,
+  mcp_approval_request: () => true,
   function_call_output: (item) => outputOf(item).length < LONG,
+  custom_tool_call_output: (item) => outputOf(item).length < LONG,
 };
 
 function titleOf(item, name) {
   switch (item.type) {
     case 'function_call':
+    case 'custom_tool_call':
       return ['Calls ', el('code', {}, item.name || '…')];
+    case 'mcp_call':
+      return ['Calls ', el('code', {}, item.name || '…'), ` at ${item.server_label}`, item.error ? ': the call failed' : ''];
+    case 'mcp_list_tools':
+      return `Tools of ${item.server_label}: ${item.tools?.length ?? 0}`;
+    case 'mcp_approval_request':
+      return ['Wants to call ', el('code', {}, item.name), ` at ${item.server_label}`];
+    case 'mcp_approval_response':
+      return [item.approve ? 'Allowed' : 'Refused', ...(name ? [': ', el('code', {}, name)] : [])];
     case 'function_call_output':
+    case 'custom_tool_call_output':
       return name ? ['Output of ', el('code', {}, name)] : 'Output of a tool';
     case 'web_search_call': {
       if (item.status === 'in_progress') return 'Searches the web…';
@@ -66,8 +80,18 @@ function titleOf(item, name) {
 function bodyOf(item) {
   switch (item.type) {
     case 'function_call':
+    case 'mcp_approval_request':
       return argumentsView(item.arguments ?? '');
+    case 'custom_tool_call':
+      return textView(item.input ?? '');
+    case 'mcp_call':
+      return [argumentsView(item.arguments ?? ''), item.error ? el('p', { class: 'error' }, typeof item.error === 'string' ? item.error : (item.error.message ?? JSON.stringify(item.error))) : textView(outputOf(item))].flat();
+    case 'mcp_list_tools':
+      return valueView((item.tools ?? []).map((tool) => ({ name: tool.name, description: tool.description ?? '' })), 0);
+    case 'mcp_approval_response':
+      return el('p', { class: 'said' }, item.reason || (item.approve ? 'The call was allowed.' : 'The call was refused.'));
     case 'function_call_output':
+    case 'custom_tool_call_output':
       return textView(outputOf(item));
     case 'web_search_call':
       return item.results?.length ? el('ol', { class: 'found' }, item.results.map(foundPage)) : el('p', { class: 'muted' }, 'Nothing was found.');
@@ -148,19 +172,28 @@ function listView(values, depth) {
   return depth === 0 ? scrolled('Values', table) : table;
 }
 
-/** Fields for the outputs of function calls. `send(items)` gets them, and returns whether they were taken. */
-export function answerForm(calls, send) {
-  const fields = calls.map((call) => {
-    const id = `output-${call.call_id}`;
-    const input = el('textarea', { id, class: 'field', rows: 2, spellcheck: 'false', placeholder: 'Text or JSON' });
-    return { call, input, element: [el('label', { for: id }, 'Output of ', el('code', {}, call.name)), input] };
-  });
-  const button = el('button', { type: 'submit', class: 'button primary' }, calls.length > 1 ? 'Send the outputs' : 'Send the output');
+/** A field for the answer to an item: the output of a call, or whether it is allowed. */
+function answerField(item) {
+  const id = `answer-${item.id}`;
+  if (item.type === 'mcp_approval_request') {
+    const choice = el('select', { id, class: 'field' }, el('option', { value: '' }, 'Refuse'), el('option', { value: 'yes' }, 'Allow'));
+    const read = () => ({ type: ANSWERS[item.type], approval_request_id: item.id, approve: choice.value === 'yes' });
+    return { read, element: [el('label', { for: id }, 'May ', el('code', {}, item.name), ' be called?'), choice] };
+  }
+  const input = el('textarea', { id, class: 'field', rows: 2, spellcheck: 'false', placeholder: 'Text or JSON' });
+  const read = () => ({ type: ANSWERS[item.type], call_id: item.call_id, output: input.value });
+  return { read, element: [el('label', { for: id }, 'Output of ', el('code', {}, item.name)), input] };
+}
+
+/** Fields for the answers to calls. `send(items)` gets the answers as items. */
+export function answerForm(items, send) {
+  const fields = items.map(answerField);
+  const button = el('button', { type: 'submit', class: 'button primary' }, items.length > 1 ? 'Send the answers' : 'Send the answer');
   const submit = async (event) => {
     event.preventDefault();
     if (button.disabled) return;
     button.disabled = true;
-    await send(fields.map(({ call, input }) => ({ type: 'function_call_output', call_id: call.call_id, output: input.value })));
+    await send(fields.map((each) => each.read()));
     button.disabled = false;
   };
   const form = el('form', { class: 'form answer-form', onsubmit: submit }, fields.map((each) => each.element), el('div', { class: 'dialog-actions' }, button));

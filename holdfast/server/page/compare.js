@@ -8,10 +8,26 @@ import * as tools from './tools.js';
 import { asked, goesOn, isNew, isRunning } from './tree.js';
 import { TurnView, copyButton, figures } from './turn.js';
 
+const STORED = 'holdfast.compare';
 const FEWEST = 2;
 const MOST = 4;
 const EFFORTS = ['', 'none', 'low', 'medium', 'high'];
 const NUMBERS = { temperature: { label: 'Temperature', min: 0, max: 2, step: 0.05 }, top_p: { label: 'Top p', min: 0.01, max: 1, step: 0.01 } };
+
+function load() {
+  try {
+    const found = JSON.parse(localStorage.getItem(STORED) ?? '[]');
+    return Array.isArray(found) ? found.filter((each) => typeof each?.model === 'string').slice(0, MOST) : [];
+  } catch {
+    return [];
+  }
+}
+
+function save(variants) {
+  try {
+    localStorage.setItem(STORED, JSON.stringify(variants));
+  } catch {}
+}
 
 /** A variant in words: its model, and what differs from the settings. */
 export function labelOf(variant) {
@@ -67,7 +83,7 @@ export class Comparison {
   constructor(chat) {
     this.chat = chat;
     this.variants = []; // what the next message goes to, if there are several
-    this.last = []; // what it went to before that was ended
+    this.last = load(); // what the last such message went to, as the browser keeps it
     this.open = new Map(); // by group: whether the user has it shown in columns
     this.views = new WeakMap(); // by turn, so that an answer that is being written keeps its text
     this.columns = new Map(); // by turn: what is drawn around its answer
@@ -89,8 +105,8 @@ export class Comparison {
   }
 
   use(variants) {
-    if (this.on) this.last = this.variants;
     this.variants = variants;
+    if (this.on) save((this.last = variants));
     this.button.classList.toggle('on', this.on);
     this.button.setAttribute('aria-pressed', String(this.on));
     const end = () => {

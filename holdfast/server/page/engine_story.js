@@ -116,7 +116,7 @@ function keptAt(recording, look) {
   const value = conversations ? plural(conversations, 'conversation') : plural(kept, 'block');
   if (!stats) return { term: 'kept state', value, text: `${number(blocks * size)} tokens.` };
   const share = Math.round((100 * stats.blocks_cached) / Math.max(1, stats.blocks_total));
-  const places = [`${number(stats.blocks_cached * size)} tokens on the device (${share}% of its blocks)`];
+  const places = [`${number(stats.blocks_cached * size)} tokens on the device (${share < 1 && stats.blocks_cached ? 'under 1' : share}% of its blocks)`];
   if (stats.host_blocks_total) places.push(`${number(stats.host_blocks_cached * size)} on the host`);
   if (stats.disk_blocks_total) places.push(`${number(stats.disk_blocks_cached * size)} on the disk`);
   const looking = recording.live && !recording.rows.size ? ' Which conversations they belong to is being looked up.' : '';
@@ -128,5 +128,5 @@ function savedAt(look) {
   if (!stats?.prefix_queries) return { term: 'saved', value: 'Nothing yet', text: 'No prompt has come yet.' };
   const { prefix_queries: asked, prefix_hits: hits } = stats;
   const share = Math.round((100 * hits) / asked);
-  return { term: 'saved', value: `${share}% of prompts`, text: `${number(hits)} of ${number(asked)} prompt tokens so far were found in kept state and not computed again.` };
+  return { term: 'saved', value: `${share}% of prompt tokens`, text: `${number(hits)} of ${number(asked)} so far were found in kept state, and not computed again.` };
 }

@@ -19,9 +19,12 @@ export function isRunning(turn) {
   return turn.status === 'queued' || turn.status === 'in_progress';
 }
 
-/** The function calls at the end of a turn, which the next one can answer. */
-export function callsOf(turn) {
-  return (turn.output ?? []).filter((item) => item.type === 'function_call');
+/** Kinds of items of an answer that the next turn answers, with the kind of their answer. */
+export const ANSWERS = { function_call: 'function_call_output', custom_tool_call: 'custom_tool_call_output', mcp_approval_request: 'mcp_approval_response' };
+
+/** What an item and its answer have in common. */
+function keyOf(item) {
+  return item.call_id ?? item.approval_request_id ?? item.id;
 }
 
 /** Whether the server has not taken this turn yet. */
@@ -111,17 +114,18 @@ export class Tree {
     return this.siblings(turn).filter((each) => asked(each) === asked(turn));
   }
 
-  /** The calls of a turn that no turn below it answers; empty where another turn than one with outputs is shown. */
+  /** The calls of a turn, and what it asks approval for, that no turn below it answers. */
   openCalls(turn) {
+    if (turn.status !== 'completed') return [];
     const below = (this.children.get(turn.id) ?? []).flatMap((id) => this.get(id).input ?? []);
-    const answered = new Set(below.filter((item) => item.type === 'function_call_output').map((item) => item.call_id));
-    return turn.status === 'completed' ? callsOf(turn).filter((call) => !answered.has(call.call_id)) : [];
+    const answered = new Set(below.filter((item) => Object.values(ANSWERS).includes(item.type)).map(keyOf));
+    return (turn.output ?? []).filter((item) => item.type in ANSWERS && !answered.has(keyOf(item)));
   }
 
-  /** The name of the function that was called, above a turn or in it, with this id; empty if it is not known. */
-  called(turn, id) {
+  /** The name of the tool whose call an item answers, above a turn or in it; empty if it is not known. */
+  called(turn, answer) {
     for (let at = turn; at; at = this.get(at.parent)) {
-      const call = [...(at.history ?? []), ...(at.input ?? []), ...(at.output ?? [])].find((item) => item.type === 'function_call' && item.call_id === id);
+      const call = [...(at.history ?? []), ...(at.input ?? []), ...(at.output ?? [])].find((item) => ANSWERS[item.type] === answer.type && keyOf(item) === keyOf(answer));
       if (call) return call.name;
     }
     return '';

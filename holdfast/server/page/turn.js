@@ -32,7 +32,7 @@ export class TurnView {
 
   drawQuestion(tree) {
     const { turn } = this;
-    const name = (item) => (item.type === 'function_call_output' ? tree.called(turn, item.call_id) : '');
+    const name = (item) => (item.type === 'message' ? '' : tree.called(turn, item));
     const history = (turn.history ?? []).map((item) => drawnItem(item, name(item)));
     const parts = (turn.input ?? []).map((item) => drawnItem(item, name(item)));
     const questions = tree.questions(turn);

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,6 +158,6 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 
 @contextmanager
-def no_signals() -> Iterator[asyncio.Queue[int]]:
+def no_signals(_: Sequence[int]) -> Iterator[asyncio.Queue[int]]:
     """Return no signals, because only the main thread can receive them."""
     yield asyncio.Queue()

@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 from msgspec.json import decode
 from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, select, update
 
-from holdfast.server.conversations.conversation_store import advance, append
+from holdfast.server.conversations.conversation_store import advance, append, check_present
 from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.prepared import Prepared, parameters
@@ -71,6 +71,16 @@ class TurnStore:
         with self._database.read() as db:
             return self.chain(db, self._find(db, tenant, response))
 
+    def context_before(self, response: str) -> Context:
+        """Return the context that a stored turn was begun with."""
+        with self._database.read() as db:
+            turn = db.execute(select(turns).where(turns.c.id == response)).one_or_none()
+            if turn is None:
+                raise NotFound("response", response)
+            if turn.parent is not None:
+                return self.chain(db, db.execute(select(turns).where(turns.c.id == turn.parent)).one())
+            return Context(thread=turn.thread, items=decode(turn.history, type=list[Item]), size=len(turn.history))
+
     def response(self, tenant: str, response: str) -> tuple[dict[str, Any], bool]:
         """Return a response as the API shows it, and whether another server is writing it."""
         with self._database.read() as db:
@@ -117,7 +127,9 @@ class TurnStore:
                 "tokens": _to_bytes(turn.tokens[start:]),
             }
             size = sum(map(len, row.values()))
-            if status in GOOD and turn.conversation is not None:
+            if status in GOOD and turn.branch:
+                check_present(db, turn)
+            elif status in GOOD and turn.conversation is not None:
                 advance(db, turn)
                 size += append(db, turn.conversation, [*turn.input, *turn.response["output"]])
             fixed = {

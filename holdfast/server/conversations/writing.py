@@ -135,7 +135,7 @@ class Writing:
         async with (
             self.server.progress.noted(self.id),
             self._record(),
-            self.server.lock(self.tenant, self.wanted.conversation_id, self.former),
+            self.server.lock(self.tenant, None if self.wanted.branch else self.wanted.conversation_id, self.former),
         ):
             if self.wanted.background:
                 for event in self.shape.queued():
@@ -307,7 +307,7 @@ class Writing:
     async def compose(self, most: int | None) -> Prompt:
         """Find the context of the response and compose its prompt of at most `most` tokens. Raises ApiError."""
         self.context = await self._find_context()
-        if self.context.parent is not None and most is not None:
+        if self.context.parent is not None and most is not None and not self.wanted.branch:
             replaced = self.server.service.answered.follow(self.tenant, self.context.parent, self.id)
             self.answer.supersede([replaced] if replaced else [])
         self.answer.conversation = self.context.thread or self.wanted.conversation_id or ""
@@ -368,6 +368,8 @@ class Writing:
     async def _find_context(self) -> Context:
         store, tenant = self.server.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
+        if self.wanted.branch and self.begun:  # The conversation may have another end now.
+            return await store.read(lambda store: store.turns.context_before(self.id), "response_id")
         if conversation is not None:
             return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
         if previous is None:
@@ -386,7 +388,8 @@ class Writing:
     def _turn(self, response: Response) -> Turn:
         return Turn(
             response=response, tenant=self.tenant, input=self.input, context=self.context,
-            conversation=self.wanted.conversation_id, visible=self.wanted.store, recorded=self.recorded,
+            conversation=self.wanted.conversation_id, branch=self.wanted.branch,
+            visible=self.wanted.store, recorded=self.recorded,
         )  # fmt: skip
 
     async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:

@@ -3,13 +3,15 @@
 
 import { Attachments } from './attachments.js';
 import { dialog, el, icon, iconButton, toast } from './dom.js';
+import { Comparison } from './compare.js';
+import { Following, lost } from './following.js';
 import * as settings from './settings.js';
 import { Sidebar, titleOf } from './sidebar.js';
-import { Tree, asked, goesOn } from './tree.js';
+import * as tools from './tools.js';
+import { Tree, asked, goesOn, isNew } from './tree.js';
 import { TurnView, filePart } from './turn.js';
 
 const NEAR_END = 90; // pixels from the end within which the thread follows the answer
-const TRIES = 5; // to take up an answer's stream again after the connection broke
 const SHORTCUTS = [
   ['Enter', 'Send'],
   ['Shift Enter', 'New line'],
@@ -32,12 +34,13 @@ class Chat {
     this.contexts = new Map(); // by model: the most tokens that it reads
     this.settings = settings.of(null);
     this.own = false; // whether the settings are for this conversation only
+    this.tools = tools.load();
     this.id = null; // the conversation
     this.tree = new Tree();
     this.leaf = null; // the last turn that is shown
     this.views = new Map();
     this.run = 0; // only what began with the latest one may draw
-    this.live = null; // the answer that is being written: {id, stop, abort}
+    this.live = null; // what is being written: a Following, or several side by side
     this.build();
   }
 
@@ -54,6 +57,8 @@ class Chat {
       class: 'message', rows: 1, placeholder: 'Message', 'aria-label': 'Message',
       oninput: () => this.grow(), onkeydown: (event) => this.typed(event),
     });
+    this.comparison = new Comparison(this);
+    this.toolsButton = iconButton('tools', 'Tools', () => this.changeTools());
     this.button = el('button', { type: 'button', class: 'send', onclick: () => (this.live ? this.stop() : this.submit()) });
     this.model = el('button', { type: 'button', class: 'ghost model', title: 'Settings', onclick: () => this.changeSettings() });
     this.composer = el('div', { class: 'composer' });
@@ -63,12 +68,15 @@ class Chat {
       model: () => this.fields.model, context: () => this.contexts.get(this.fields.model) ?? 0,
     });
     this.composer.append(
+      this.comparison.chips,
       this.attachments.chips,
       this.attachments.note,
       this.input,
       el('div', { class: 'composer-foot' },
         this.attachments.button,
         this.attachments.picker,
+        this.comparison.button,
+        this.toolsButton,
         this.model,
         el('span', { class: 'space' }),
         this.button),
@@ -92,6 +100,7 @@ class Chat {
     window.addEventListener('hashchange', this.onhash);
     this.api.onKey.push(this.onnewkey);
     this.drawButton();
+    this.drawTools();
   }
 
   /** Load what there is. A message that is sent before that has ended waits for it. */
@@ -109,7 +118,7 @@ class Chat {
 
   end() {
     this.run += 1;
-    this.live?.abort.abort();
+    this.live?.leave();
     document.removeEventListener('keydown', this.onkey);
     window.removeEventListener('hashchange', this.onhash);
     this.api.onKey.splice(this.api.onKey.indexOf(this.onnewkey), 1);
@@ -164,7 +173,7 @@ class Chat {
   async load(id) {
     if (id !== null && id === this.id) return;
     const run = (this.run += 1);
-    this.live?.abort.abort();
+    this.live?.leave();
     this.live = null;
     this.id = id;
     this.tree = new Tree();
@@ -192,7 +201,8 @@ class Chat {
       this.draw();
       this.toEnd(true);
       if (told.turns.length === 0) await this.showItems(run);
-      if (running) this.follow(running.id, `/v1/responses/${running.id}?stream=true`, {}, run);
+      if (running?.metadata?.compare) this.comparison.resume(running, run);
+      else if (running) this.follow(running, `/v1/responses/${running.id}?stream=true`, {}, run);
     } catch (error) {
       if (run !== this.run) return;
       this.column.replaceChildren(el('p', { class: 'error notice' }, error.message));
@@ -244,8 +254,11 @@ class Chat {
       views.set(turn.id, known?.turn === turn ? known : new TurnView(turn, this.tree, this.actions));
     }
     this.views = views;
-    if (path.length === 0) this.column.replaceChildren(this.welcome());
-    else this.column.replaceChildren(...[...views.values()].map((view) => view.element));
+    const beside = this.comparison.draw(path.at(-1), views);
+    const elements = path.map((turn) => views.get(turn.id).element);
+    if (path.length === 0) elements.push(this.welcome());
+    this.column.replaceChildren(...(beside ? [...elements.slice(0, -1), beside] : elements));
+    this.column.classList.toggle('wide', beside !== null);
     this.branches.hidden = this.tree.turns.size <= path.length;
   }
 
@@ -259,6 +272,8 @@ class Chat {
       show: (turn) => this.show(turn),
       retry: (turn) => this.retry(turn),
       edit: (turn, texts) => this.send(texts, turn.parent, turn),
+      answer: (turn, outputs) => this.answer(turn, outputs),
+      beside: (turn) => this.comparison.opener(turn),
     };
   }
 
@@ -335,15 +350,27 @@ class Chat {
     return this.send(null, turn.parent, turn, input);
   }
 
+  /** Go on from a turn with the outputs of its function calls, with the same tools. */
+  async answer(turn, outputs) {
+    try {
+      const { tools: offered } = await this.api.get(`/v1/responses/${turn.id}`);
+      return await this.send(null, turn.id, null, outputs, offered?.length ? { tools: offered } : {});
+    } catch (error) {
+      toast(error.message, 'error');
+      return false;
+    }
+  }
+
   /**
    * Ask below a turn (null: at the beginning). `sibling` is the turn that this one stands beside, if there is one.
    * Returns whether the server took the request.
    */
-  async send(texts, parent, sibling = null, input = null) {
+  async send(texts, parent, sibling = null, input = null, fields = tools.asFields(this.tools)) {
     if (this.live) return false;
     const run = this.run;
     const items = input ?? [{ role: 'user', content: texts.map((text) => ({ type: 'input_text', text })) }];
-    this.live = { id: null, abort: new AbortController(), stopped: false };
+    if (input === null && this.comparison.on) return this.comparison.send(items, parent, sibling);
+    this.live = new Following(this.api);
     this.drawButton();
     const turn = { id: 'new', parent, input: items.map((item) => ({ type: 'message', ...item })), output: [], status: 'queued', metadata: {} };
     const shown = this.leaf;
@@ -356,12 +383,12 @@ class Chat {
       if (run !== this.run) return true;
       await this.moveHead(parent, sibling);
       const body = {
-        ...this.fields, input: items, conversation: this.id,
+        ...this.fields, ...fields, input: items, conversation: this.id,
         background: true, stream: true, metadata: { sent: String(Date.now()) },
       };
       if (run !== this.run) return true;
-      await this.follow(turn.id, '/v1/responses', { method: 'POST', body }, run);
-      return this.tree.get('new') === null;
+      await this.follow(turn, '/v1/responses', { method: 'POST', body }, run);
+      return !isNew(turn);
     } catch (error) {
       if (run !== this.run) return true;
       toast(error.message, 'error');
@@ -373,8 +400,7 @@ class Chat {
 
   /** Take a turn away again that the server did not take. */
   forget(turn, shown) {
-    const kept = [...this.tree.turns.values()].filter((each) => each !== turn);
-    this.tree = new Tree(kept, this.tree.head);
+    this.tree.remove(turn);
     if (this.tree.get(shown)) this.tree.choose(shown);
     this.leaf = this.tree.get(shown) ? shown : this.tree.leafBelow(null);
     this.draw();
@@ -396,43 +422,27 @@ class Chat {
   /** Have the conversation go on from `parent`, where it does not yet. */
   async moveHead(parent, sibling) {
     if (this.tree.head === parent) return;
-    const beside = sibling ?? this.tree.siblings({ parent }).find((turn) => turn.id !== 'new');
+    const beside = sibling ?? this.tree.siblings({ parent }).find((turn) => !isNew(turn));
     const wanted = parent !== null && goesOn(this.tree.get(parent)) ? { after: parent } : beside ? { before: beside.id } : null;
     if (wanted === null) return;
     await this.api.post(`/v1/conversations/${this.id}/head`, wanted);
     this.tree.head = parent;
   }
 
-  /** Draw an answer as its events come. Takes up the stream again where the connection breaks. */
-  async follow(id, path, options, run) {
-    let turn = this.tree.get(id);
-    const live = (this.live ??= { id: null, abort: new AbortController(), stopped: false });
-    if (id !== 'new') live.id = id;
+  /** Draw an answer as its events come. */
+  async follow(turn, path, options, run) {
+    const live = (this.live ??= new Following(this.api, turn.id));
     this.drawButton();
-    let number = -1;
-    let done = false;
-    for (let tries = 0; !done; tries += 1) {
-      const from = tries === 0 ? path : `/v1/responses/${live.id}?stream=true${number >= 0 ? `&starting_after=${number}` : ''}`;
-      try {
-        for await (const { data } of this.api.events(from, { ...(tries === 0 ? options : {}), signal: live.abort.signal })) {
-          if (run !== this.run) return;
-          tries = 0;
-          if (data.type === 'error') throw new Error(data.message);
-          number = data.sequence_number;
-          if (data.type === 'response.created') turn = this.named(turn, data.response);
-          if (live.stopped && live.id && !live.told) this.tellStop(live);
-          done = this.happened(turn, data) || done;
-        }
-        if (!done && live.id === null) throw new Error('the server ended the answer before it began');
-      } catch (error) {
-        if (run !== this.run || live.abort.signal.aborted) return;
-        if (live.id === null) throw error; // it was never taken
-        if (tries >= TRIES || error.status) {
-          turn.status = 'failed';
-          turn.error = { message: `The connection broke: ${error.message}. Reload the page to see what became of the answer.` };
-          done = true;
-        } else await new Promise((resume) => setTimeout(resume, 400 * 2 ** tries));
+    try {
+      for await (const event of live.events(path, options)) {
+        if (run !== this.run) return;
+        if (event.type === 'response.created') this.named(turn, event.response);
+        this.happened(turn, event);
       }
+    } catch (error) {
+      if (run !== this.run || live.left) return;
+      if (live.id === null) throw error; // it was never taken
+      Object.assign(turn, { status: 'failed', error: lost(error) });
     }
     if (run !== this.run) return;
     this.live = null;
@@ -446,23 +456,16 @@ class Chat {
 
   /** Give a new turn the id of its response. */
   named(turn, response) {
-    if (turn.id !== 'new') return turn;
-    const told = { ...turn, id: response.id, status: response.status, created_at: response.created_at };
-    const view = this.views.get('new');
-    const kept = [...this.tree.turns.values()].filter((each) => each !== turn);
-    const { chosen, head } = this.tree;
-    this.tree = new Tree(kept, head);
-    this.tree.chosen = chosen;
-    this.tree.add(told);
-    this.live.id = told.id;
-    if (this.leaf === 'new') this.leaf = told.id;
+    if (!isNew(turn)) return;
+    const view = this.views.get(turn.id);
+    this.views.delete(turn.id);
+    if (this.leaf === turn.id) this.leaf = response.id;
+    this.tree.rename(turn, response.id);
+    Object.assign(turn, { status: response.status, created_at: response.created_at, model: response.model });
     if (view) {
-      view.turn = told;
-      view.element.dataset.id = told.id;
-      this.views.delete('new');
-      this.views.set(told.id, view);
+      view.element.dataset.id = turn.id;
+      this.views.set(turn.id, view);
     }
-    return told;
   }
 
   /** Take in one event of an answer. Returns whether it was the last one. */
@@ -472,6 +475,9 @@ class Chat {
       case 'response.output_item.added':
         turn.status = 'in_progress';
         if (event.item.type !== 'message') view?.item(event.item);
+        break;
+      case 'response.output_item.done':
+        if (event.item.type !== 'message' && event.item.type !== 'reasoning') view?.item(event.item).whole(event.item);
         break;
       case 'response.output_text.delta':
       case 'response.reasoning_text.delta':
@@ -486,7 +492,7 @@ class Chat {
       case 'response.failed': {
         const { status, output, usage, timings, error } = event.response;
         Object.assign(turn, { status, output, usage, timings, error });
-        if (status === 'completed' || status === 'incomplete') this.tree.head = turn.id;
+        if (!turn.metadata?.compare && (status === 'completed' || status === 'incomplete')) this.tree.head = turn.id;
         return true;
       }
     }
@@ -495,23 +501,24 @@ class Chat {
 
   /** Stop the answer that is being written. What there is of it stays. */
   async stop() {
-    const { live } = this;
-    if (!live || live.stopped) return;
-    live.stopped = true;
-    if (live.id) await this.tellStop(live);
-  }
-
-  async tellStop(live) {
-    live.told = true;
-    try {
-      await this.api.post(`/v1/responses/${live.id}/cancel`);
-    } catch (error) {
-      live.stopped = live.told = false;
-      toast(error.message, 'error');
-    }
+    await this.live?.stop();
   }
 
   // ----- around it
+
+  async changeTools() {
+    this.tools = (await tools.edit(this.tools)) ?? this.tools;
+    this.drawTools();
+    this.input.focus();
+  }
+
+  drawTools() {
+    const names = tools.names(this.tools);
+    const label = names.length ? `Tools: ${names.join(', ')}` : 'Tools';
+    this.toolsButton.title = label;
+    this.toolsButton.setAttribute('aria-label', label);
+    this.toolsButton.classList.toggle('on', names.length > 0);
+  }
 
   async changeSettings() {
     const { editSettings } = await import('./settings_dialog.js');

@@ -1,6 +1,6 @@
 // The dialog in which the settings and the presets are changed.
 
-import { dialog, el, iconButton, toast } from './dom.js';
+import { dialog, download, el, iconButton, toast } from './dom.js';
 import { BUILT_IN, MOST_NAME, MOST_PRESETS, NUMBERS, THINKING, faults, keepPresets, known, nameFault, presetOf, presets, presetsFile, takePresets } from './settings.js';
 
 const MOST_FILE_BYTES = 8 * 1024 * 1024; // of a file with presets
@@ -177,9 +177,7 @@ class Form {
   }
 
   exportPresets() {
-    const url = URL.createObjectURL(new Blob([presetsFile()], { type: 'application/json' }));
-    el('a', { href: url, download: 'presets.json' }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    download('presets.json', presetsFile(), 'application/json');
   }
 
   async importPresets() {

@@ -1,6 +1,6 @@
 // The list of stored conversations: in pages as it is scrolled, searched, renamed, deleted, exported and imported.
 
-import { confirmed, dialog, el, icon, iconButton, toast } from './dom.js';
+import { confirmed, dialog, download, el, icon, iconButton, toast } from './dom.js';
 import * as settings from './settings.js';
 
 const PAGE = 100;
@@ -239,10 +239,8 @@ export class Sidebar {
     }
     const own = settings.ownOf(conversation.id);
     const copy = { format: FORMAT, version: 1, metadata: conversation.metadata, head: kept.has(tree.head) ? tree.head : null, turns, ...(own && { settings: own }) };
-    const url = URL.createObjectURL(new Blob([JSON.stringify(copy, null, 1)], { type: 'application/json' }));
     const name = titleOf(conversation).replace(/[^\p{L}\p{N} _-]+/gu, '').trim().slice(0, 60) || 'conversation';
-    el('a', { href: url, download: `${name}.json` }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    download(`${name}.json`, JSON.stringify(copy, null, 1), 'application/json');
   }
 
   async importFile() {

@@ -26,7 +26,6 @@ HOSTILE = (
     "```html\"><img src=y onerror='window.hacked=4'>\n<b>bold</b>\n```\n\n"
     "| <i>x</i> |\n|-|\n| <a href=javascript:x>y</a> |\n"
 )
-WIDE = {"width": 1280, "height": 800}
 CHINESE = b"""%PDF-1.7
 1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj
 2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj
@@ -83,34 +82,17 @@ def server(serve: Callable[..., Any], store: Path) -> Any:
 
 
 @pytest.fixture
-def opened(browser: Any, server: Any) -> Iterator[Callable[..., Any]]:
+def opened(fresh_page: Callable[..., Any], server: Any) -> Iterator[Callable[..., Any]]:
     """Open the page in a fresh profile: `opened("key", path)`. Any error in the page's log fails the test."""
-    contexts, errors = [], []
 
     def open(key: str | None = "one", path: str = "/", **options: Any) -> Any:
-        context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
-        contexts.append(context)
-        if key is not None:
-            context.add_init_script(f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})")
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: errors.append(message.text) if unexpected(message) else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"{server.url}{path}")
+        page = fresh_page(f"{server.url}{path}", key, **options)
         if key is not None:
             page.wait_for_selector(".item, .list-note:not(:empty)", state="attached")
         return page
 
     yield open
-    for context in contexts:
-        context.close()
     server.client.words, server.client.hold = ("Ahoy", ", ", "sailor", "!"), None
-    assert errors == []
-
-
-def unexpected(message: Any) -> bool:
-    """Whether a console message is about more than a refused request, which the page itself shows."""
-    return message.type in ("error", "warning") and not re.search("status of 40[14]", message.text)
 
 
 def say(page: Any, text: str) -> None:

@@ -340,6 +340,12 @@ def test_settings_go_with_the_next_message(opened: Any, server: Any) -> None:
     assert (sent.presence_penalty, sent.frequency_penalty, sent.repetition_penalty) == (-0.5, 0.25, 1.1)
     assert (sent.seed, sent.stop) == (7, ("END", "\n\n"))
     assert "Cut off" in page.locator(".turn .answer").inner_text()
+    settings(page)
+    page.select_option("#set-preset", "Exact")
+    save(page)
+    say(page, "again")
+    sent = server.client.asked[-1].params
+    assert (sent.temperature, sent.top_k, sent.seed, sent.stop) == (0, 0, None, ())
 
 
 def test_a_setting_outside_its_limits_is_named_and_nothing_is_saved(opened: Any) -> None:
@@ -528,7 +534,7 @@ def test_formulas_are_told_from_prices_code_and_prose(opened: Any, cases: dict[s
 
 def test_a_formula_is_drawn_when_it_is_closed_and_shows_its_source_until_then(opened: Any, server: Any) -> None:
     page = opened()
-    server.client.words = (r"Let \(a*b", r"*c\) and \(\frac{\) be", r" and `$x$`, $5 or $6.")
+    server.client.words = (r"Let \(a*b", r"*c\) and \(\frac{\) be", r" and `$x$`, $5 or $6.", "\n\n$$a*b*c$$")
     assert page.locator("link[href*=katex]").count() == 0
     go_on = server.hold()
     page.fill(".message", "tell me")
@@ -537,7 +543,9 @@ def test_a_formula_is_drawn_when_it_is_closed_and_shows_its_source_until_then(op
     go_on()
     answered(page)
     page.wait_for_selector(".formula .katex-html")
-    assert page.locator(".formula annotation").all_text_contents() == ["a*b*c"]
+    page.wait_for_selector(".formula.display .katex-display")
+    assert page.locator(".formula annotation").all_text_contents() == ["a*b*c", "a*b*c"]
+    assert page.locator(".formula .katex-display").count() == 1
     faulty = page.locator(".formula.faulty")
     assert (faulty.inner_text(), "cannot be drawn" in faulty.get_attribute("title")) == (r"\(\frac{\)", True)
     assert page.locator(".markdown code").inner_text() == "$x$"

@@ -123,7 +123,7 @@ export class Comparison {
   isOpen(group) {
     const { tree } = this.chat;
     const decided = group.some((turn) => turn.id === tree.head || tree.children.get(turn.id).length > 0);
-    return this.open.get(group[0].metadata.compare) ?? !decided;
+    return group.some(isRunning) || (this.open.get(group[0].metadata.compare) ?? !decided);
   }
 
   /** The columns that stand in the place of the last turn, and the views of their answers; null if it stands alone. */
@@ -151,7 +151,9 @@ export class Comparison {
     return this.element;
   }
 
+  /** Say what the next message follows. */
   drawNote(group, base) {
+    if (!this.columns.has(base)) return; // the answer stands alone
     const written = group.filter(isRunning).length;
     this.note.textContent = written
       ? `${written} of ${group.length} answers are being written.`
@@ -227,12 +229,13 @@ export class Comparison {
     const { chat } = this;
     if (chat.live) return false;
     const fresh = this.turn(`new ${turn.metadata.compare} ${Date.now()}`, turn.parent, turn.input, turn.metadata);
+    const shown = chat.leaf;
     chat.tree.add(fresh);
     if (isNew(turn)) chat.tree.remove(turn);
+    if (shown === turn.id) chat.leaf = fresh.id;
     return this.ask([fresh], turn, () => {
-      chat.tree.remove(fresh);
-      chat.draw();
-      chat.drawButton();
+      if (isNew(turn)) chat.tree.add(turn);
+      chat.forget(fresh, shown);
     });
   }
 
@@ -293,7 +296,7 @@ export class Comparison {
     }
     if (run !== chat.run) return;
     chat.live?.followings?.delete(turn);
-    this.views.get(turn)?.drawAnswer();
+    chat.views.get(turn.id)?.drawAnswer();
     this.drawFoot(turn);
     const group = chat.tree.group(turn);
     this.drawNote(group, group.find(goesOn) ?? group[0]);

@@ -2,8 +2,8 @@
 // written, and is found again, when the page is left.
 
 import { Attachments } from './attachments.js';
-import { dialog, el, icon, iconButton, toast } from './dom.js';
 import { Comparison } from './compare.js';
+import { dialog, el, icon, iconButton, toast } from './dom.js';
 import { Following, lost } from './following.js';
 import * as settings from './settings.js';
 import { Sidebar, titleOf } from './sidebar.js';
@@ -18,6 +18,7 @@ const SHORTCUTS = [
   ['Esc', 'Stop the answer'],
   ['↑ in an empty message', 'Edit the last message'],
   ['Alt R', 'Try the last answer again'],
+  ['Alt C', 'Answers side by side'],
   ['Alt N', 'New chat'],
   ['Ctrl K', 'Search the conversations'],
   ['Alt ↑, Alt ↓', 'Previous, next conversation'],
@@ -422,7 +423,7 @@ class Chat {
   /** Have the conversation go on from `parent`, where it does not yet. */
   async moveHead(parent, sibling) {
     if (this.tree.head === parent) return;
-    const beside = sibling ?? this.tree.siblings({ parent }).find((turn) => !isNew(turn));
+    const beside = [sibling, ...this.tree.siblings({ parent })].find((turn) => turn && !isNew(turn));
     const wanted = parent !== null && goesOn(this.tree.get(parent)) ? { after: parent } : beside ? { before: beside.id } : null;
     if (wanted === null) return;
     await this.api.post(`/v1/conversations/${this.id}/head`, wanted);
@@ -468,7 +469,7 @@ class Chat {
     }
   }
 
-  /** Take in one event of an answer. Returns whether it was the last one. */
+  /** Take in one event of an answer. */
   happened(turn, event) {
     const view = this.views.get(turn.id);
     switch (event.type) {
@@ -493,10 +494,9 @@ class Chat {
         const { status, output, usage, timings, error } = event.response;
         Object.assign(turn, { status, output, usage, timings, error });
         if (!turn.metadata?.compare && (status === 'completed' || status === 'incomplete')) this.tree.head = turn.id;
-        return true;
+        break;
       }
     }
-    return false;
   }
 
   /** Stop the answer that is being written. What there is of it stays. */
@@ -596,6 +596,9 @@ class Chat {
     } else if (event.altKey && !control && event.code === 'KeyN') {
       done();
       this.open(null);
+    } else if (event.altKey && !control && event.code === 'KeyC') {
+      done();
+      this.comparison.edit();
     } else if (event.altKey && !control && event.code === 'KeyB') {
       done();
       this.showSidebar();

@@ -3,7 +3,6 @@
 
 import { dialog, el, icon, iconButton, toast } from './dom.js';
 import { Following, lost } from './following.js';
-import * as settings from './settings.js';
 import * as tools from './tools.js';
 import { asked, goesOn, isNew, isRunning } from './tree.js';
 import { TurnView, copyButton, figures } from './turn.js';
@@ -99,7 +98,7 @@ export class Comparison {
   /** Let the user choose the models and settings. */
   async edit() {
     const { chat } = this;
-    const chosen = await editVariants(this.on ? this.variants : this.last, chat.models, settings.asFields(chat.settings, chat.models).model);
+    const chosen = await editVariants(this.on ? this.variants : this.last, chat.models, chat.fields.model);
     if (chosen) this.use(chosen);
     chat.input.focus();
   }
@@ -123,7 +122,7 @@ export class Comparison {
   isOpen(group) {
     const { tree } = this.chat;
     const decided = group.some((turn) => turn.id === tree.head || tree.children.get(turn.id).length > 0);
-    return this.open.get(group[0].metadata.compare) ?? !decided;
+    return group.some(isRunning) || (this.open.get(group[0].metadata.compare) ?? !decided);
   }
 
   /** The columns that stand in the place of the last turn, and the views of their answers; null if it stands alone. */
@@ -151,7 +150,9 @@ export class Comparison {
     return this.element;
   }
 
+  /** Say what the next message follows. */
   drawNote(group, base) {
+    if (!this.columns.has(base)) return; // the answer stands alone
     const written = group.filter(isRunning).length;
     this.note.textContent = written
       ? `${written} of ${group.length} answers are being written.`
@@ -227,12 +228,13 @@ export class Comparison {
     const { chat } = this;
     if (chat.live) return false;
     const fresh = this.turn(`new ${turn.metadata.compare} ${Date.now()}`, turn.parent, turn.input, turn.metadata);
+    const shown = chat.leaf;
     chat.tree.add(fresh);
     if (isNew(turn)) chat.tree.remove(turn);
+    if (shown === turn.id) chat.leaf = fresh.id;
     return this.ask([fresh], turn, () => {
-      chat.tree.remove(fresh);
-      chat.draw();
-      chat.drawButton();
+      if (isNew(turn)) chat.tree.add(turn);
+      chat.forget(fresh, shown);
     });
   }
 
@@ -257,7 +259,7 @@ export class Comparison {
       return false;
     }
     if (run !== chat.run) return true;
-    const common = { ...settings.asFields(chat.settings, chat.models), ...tools.asFields(chat.tools) };
+    const common = { ...chat.fields, ...tools.asFields(chat.tools) };
     live.ended = Promise.all(turns.map((turn) => {
       const body = {
         ...common, ...fieldsOf(variantOf(turn)), input: turn.input.map((item) => (item.type === 'message' ? { role: item.role, content: item.content } : item)),
@@ -293,7 +295,7 @@ export class Comparison {
     }
     if (run !== chat.run) return;
     chat.live?.followings?.delete(turn);
-    this.views.get(turn)?.drawAnswer();
+    chat.views.get(turn.id)?.drawAnswer();
     this.drawFoot(turn);
     const group = chat.tree.group(turn);
     this.drawNote(group, group.find(goesOn) ?? group[0]);

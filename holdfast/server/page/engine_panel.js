@@ -83,7 +83,7 @@ export class Panel {
   section(name, title, open, ...content) {
     const element = el('details', { class: `e-section e-${name}-section`, open: sections()[name] ?? open }, el('summary', {}, title), content);
     element.addEventListener('toggle', () => {
-      keepSection(name, element.open);
+      if (element.open !== (sections()[name] ?? open)) keepSection(name, element.open);
       this.rewrite();
     });
     return element;

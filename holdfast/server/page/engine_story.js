@@ -1,7 +1,7 @@
 // What the engine does, for people who have not met its words: how busy it is, the pace of its streams, who waits and
 // why, and what state is kept and what that saved. Pure: from a recording and a time to texts.
 
-import { REASONS } from './engine_data.js';
+import { REASONS, firstFrom } from './engine_data.js';
 import { duration, number, plural } from './engine_words.js';
 
 const RATES = 5; // seconds that "now" is over
@@ -13,8 +13,9 @@ export function paceOf(recording, from, to, target) {
   const times = [];
   let steps = 0;
   let within = 0;
-  for (const step of recording.steps) {
-    if (step.at < from || step.at >= to || !step.decodes) continue;
+  for (let at = firstFrom(recording.steps, from); at < recording.steps.length && recording.steps[at].at < to; at++) {
+    const step = recording.steps[at];
+    if (!step.decodes) continue;
     const count = step.steps ?? 1;
     const seconds = step.seconds / count;
     times.push([seconds, count]);
@@ -56,8 +57,8 @@ export function storyAt(recording, to) {
 
 function headlineOf(recording, look, work, pace) {
   if (!look && !recording.steps.length) return 'The engine has reported nothing yet.';
-  const running = look?.queues.running ?? 0;
-  const waits = look?.queues.waiting ?? 0;
+  if (!look) return work.share > 0.005 ? 'The engine is at work.' : 'The engine is idle.'; // a trace without queues
+  const { running, waiting: waits } = look.queues;
   if (!running && !waits) return work.share > 0.005 ? 'The engine has just become idle.' : 'The engine is idle: there is nothing to compute.';
   const parts = [`The engine is at work on ${plural(running, 'request')}`];
   if (pace.median) parts.push(`each stream gets a token about every ${duration(pace.median)}`);
@@ -70,7 +71,7 @@ function workAt(recording, look, to) {
   const rows = look?.queues.rows ?? [];
   const running = look?.queues.running ?? 0;
   const prompts = rows.filter(([, planned, tokens]) => tokens - planned > 1).length;
-  const last = recording.steps.findLast((step) => step.at <= to);
+  const last = recording.steps[firstFrom(recording.steps, to) - 1];
   let text;
   if (running) {
     text = `${plural(Math.max(0, running - prompts), 'stream')} at ${plural(rates.decodes, 'token')} a second in all`;

@@ -35,6 +35,7 @@ export class Attachments {
   constructor({ api, area, input, model, context, changed }) {
     Object.assign(this, { api, area, input, model, context, changed });
     this.files = []; // {name, bytes, text, pages, tokens, abort}; text is null while the file is read
+    this.before = Promise.resolve(); // the PDF file before: they are read one after the other, as each may take much memory
     this.chips = el('ul', { class: 'chips', 'aria-label': 'Attached files', hidden: true });
     this.note = el('p', { class: 'chips-note muted', role: 'status', hidden: true });
     this.picker = el('input', { type: 'file', multiple: true, hidden: true, onchange: () => this.pick() });
@@ -101,15 +102,17 @@ export class Attachments {
     this.count(file);
   }
 
-  async read(file, found) {
-    const head = new Uint8Array(await readable(found.slice(0, KIB).arrayBuffer()));
+  async read(file, given) {
+    const head = new Uint8Array(await readable(given.slice(0, KIB).arrayBuffer()));
     const isPdf = String.fromCharCode(...head).includes('%PDF-');
     const most = isPdf ? MOST_PDF_BYTES : MOST_TEXT_BYTES;
-    if (found.size > most) throw new Error(`it has ${found.size.toLocaleString('en')} bytes; at most ${most.toLocaleString('en')} are taken from a ${isPdf ? 'PDF' : 'text'} file`);
-    const bytes = await readable(found.arrayBuffer());
+    if (given.size > most) throw new Error(`it has ${given.size.toLocaleString('en')} bytes; at most ${most.toLocaleString('en')} are taken from a ${isPdf ? 'PDF' : 'text'} file`);
+    const bytes = await readable(given.arrayBuffer());
     if (isPdf) {
       const { readPdf } = await import('./pdf.js');
-      Object.assign(file, await readPdf(bytes, MOST_CHARACTERS, file.abort.signal));
+      const found = this.before.then(() => readPdf(bytes, MOST_CHARACTERS, file.abort.signal));
+      this.before = found.catch(() => {});
+      Object.assign(file, await found);
     } else {
       const text = textOf(new Uint8Array(bytes));
       if (text === null) throw new Error('it is neither a text file nor a PDF file');

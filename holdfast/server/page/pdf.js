@@ -10,6 +10,7 @@ const policy = window.trustedTypes?.createPolicy('holdfast-worker', { createScri
 /** The text and the number of pages of a PDF file: {text, pages}. Throws an Error that says why it has no text. */
 export function readPdf(bytes, mostCharacters, signal) {
   return new Promise((resolve, reject) => {
+    signal.throwIfAborted();
     const worker = new Worker(policy ? policy.createScriptURL('') : WORKER, { type: 'module' });
     const end = (finish, value) => {
       clearTimeout(timer);

@@ -436,6 +436,7 @@ def test_thinking_is_offered_as_the_models_template_knows_it(opened: Any, server
     settings(page)
     assert page.locator("#set-thinking").is_hidden()
     page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
     server.client.text.template = "{{ enable_thinking }}{{ reasoning_effort }}"
     try:
         for way, sent in (("high", "<reasoning_effort=high>"), ("none", "<enable_thinking=False>"),

@@ -13,7 +13,7 @@ import pytest
 from holdfast.server.routes.page import FOLDER, page_files
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-MOST_FIRST_BYTES, MOST_BYTES = 330_000, 3_200_000
+MOST_FIRST_BYTES, MOST_BYTES = 330_000, 3_600_000
 """Largest sizes of the files that the chat loads at once, and of all files."""
 
 

@@ -317,7 +317,7 @@ class BlockReader:
         return rows
 
     def read_idle(self, now: float) -> list[ConversationBlocks]:
-        """`read` while no step waits: for IDLE_SECONDS until all idle state has been reported, so that it shows soon."""
+        """`read` while no step waits: for IDLE_SECONDS, until all idle state has been reported. So it shows soon."""
         rows = self.read(now)
         while not self._scene.complete and self._clock() < now + IDLE_SECONDS:
             rows += self.read(now)

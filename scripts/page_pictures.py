@@ -47,7 +47,7 @@ def blocks(tokens: int, size: int = 16) -> int:
 
 Of \\(n\\) tokens in blocks of \\(b\\), the share \\(u\\) of unused room is
 
-$$ u = 1 - \\frac{n}{b \\lceil n / b \\rceil} < \\frac{b - 1}{n + b - 1} $$
+$$ u = 1 - \\frac{n}{b \\lceil n / b \\rceil} \\le \\frac{b - 1}{n + b - 1} $$
 """
 
 

@@ -271,12 +271,13 @@ def test_the_policy_refuses_markup_inline_code_and_other_hosts_even_if_the_page_
       fail('markup', () => { document.body.innerHTML = '<b>x</b>'; });
       const script = document.createElement('script');
       fail('script', () => { script.textContent = 'window.hacked = 1'; });
+      fail('policy', () => trustedTypes.createPolicy('another', { createHTML: (text) => text }));
       fail('handler', () => { document.body.setAttribute('onclick', 'window.hacked = 2'); });
       const told = (answer) => ({...tried, answer, hacked: window.hacked ?? null});
       return fetch('http://localhost:9/').then(() => told('done'), () => told('refused'));
     }"""
     found = page.evaluate(attack)
-    assert found["markup"] == found["script"] == found["handler"] == "TypeError"
+    assert found["markup"] == found["script"] == found["policy"] == found["handler"] == "TypeError"
     assert (found["answer"], found["hacked"]) == ("refused", None)
 
 

@@ -5,6 +5,7 @@ const COMMON = 'holdfast.settings';
 const CHATS = 'holdfast.chat-settings';
 const PRESETS = 'holdfast.presets';
 const PRESETS_FORMAT = 'holdfast.presets';
+export const NO_ROOM = 'the browser keeps nothing for this page, or has no room';
 const MOST_CHATS = 500; // chats whose own settings are kept; those that were set first are forgotten
 export const MOST_PRESETS = 50;
 export const MOST_NAME = 60; // characters of a preset's name
@@ -69,8 +70,9 @@ export function presets() {
   return Array.isArray(found) ? found.filter(isPreset).slice(0, MOST_PRESETS) : [];
 }
 
+/** Keep the user's own presets. Returns whether the browser could. */
 export function keepPresets(list) {
-  write(PRESETS, list);
+  return write(PRESETS, list);
 }
 
 function isPreset(preset) {
@@ -107,7 +109,7 @@ export function takePresets(text) {
   const taken = new Map(presets().map((each) => [each.name, each]));
   for (const { name, settings } of file.presets) taken.set(name, { name, settings: known(settings) });
   if (taken.size > MOST_PRESETS) throw new Error(`there would be ${taken.size} presets; at most ${MOST_PRESETS} are kept`);
-  keepPresets([...taken.values()]);
+  if (!keepPresets([...taken.values()])) throw new Error(NO_ROOM);
   return file.presets.length;
 }
 
@@ -186,8 +188,12 @@ function read(name, otherwise) {
   }
 }
 
+/** Returns whether the value is kept. If the browser forbids it, or has no room, settings last as long as the page. */
 function write(name, value) {
   try {
     localStorage.setItem(name, JSON.stringify(value));
-  } catch {} // the browser forbids it, or there is no room: the settings last as long as the page
+    return true;
+  } catch {
+    return false;
+  }
 }

@@ -1,7 +1,7 @@
 // The dialog in which the settings and the presets are changed.
 
 import { dialog, download, el, iconButton, toast } from './dom.js';
-import { BUILT_IN, MOST_NAME, MOST_PRESETS, NUMBERS, THINKING, faults, keepPresets, known, nameFault, presetOf, presets, presetsFile, takePresets } from './settings.js';
+import { BUILT_IN, MOST_NAME, MOST_PRESETS, NO_ROOM, NUMBERS, THINKING, faults, keepPresets, known, nameFault, presetOf, presets, presetsFile, takePresets } from './settings.js';
 
 const MOST_FILE_BYTES = 8 * 1024 * 1024; // of a file with presets
 const ESCAPES = { n: '\n', t: '\t', '\\': '\\' };
@@ -163,7 +163,11 @@ class Form {
     this.say('preset', wrong ?? '', this.name);
     if (wrong) return;
     const gone = this.renamed || name;
-    keepPresets(list.some((each) => each.name === gone) ? list.map((each) => (each.name === gone ? { name, settings } : each)) : [...list, { name, settings }]);
+    const kept = list.some((each) => each.name === gone) ? list.map((each) => (each.name === gone ? { name, settings } : each)) : [...list, { name, settings }];
+    if (!keepPresets(kept)) {
+      this.say('preset', `“${name}” was not kept: ${NO_ROOM}`, this.name);
+      return;
+    }
     this.naming.hidden = true;
     this.listPresets();
     this.preset.value = name;

@@ -9,7 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import ValidationError, convert
 
+from holdfast.server.conversations.protocol import ResponseRequest
+from holdfast.server.protocol import MAX_STOP_CHARACTERS, MAX_STOPS
 from holdfast.server.routes.page import FOLDER, page_files
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -109,3 +112,24 @@ def test_the_page_has_no_inline_code_and_no_address_of_another_host() -> None:
         addresses = set(re.findall(r"https?://[^\s'\"]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
         assert not addresses, path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", path.read_text()), path
+
+
+def test_the_settings_have_the_servers_limits() -> None:
+    script = (FOLDER / "settings.js").read_text()
+    limits = re.findall(r"^  (\w+): \{ label: '[^']+', (min|above): ([-\d]+), max: ([\w. *]+),", script, re.MULTILINE)
+    known = {"2 ** 24": 1 << 24, "Number.MAX_SAFE_INTEGER": (1 << 53) - 1}
+    assert len(limits) == 9
+    for name, kind, least, most in limits:
+        low, high = int(least), known.get(most) or int(most)
+        for value in (low if kind == "min" else low + 0.001, high):
+            convert({name: value}, ResponseRequest)
+        outside = [low] if kind == "above" else []
+        if name not in (
+            "seed",
+            "max_output_tokens",
+        ):  # The page allows less than the server.
+            outside.append(high + 1)
+        for value in outside:
+            with pytest.raises(ValidationError):
+                convert({name: value}, ResponseRequest)
+    assert re.findall(r"const MOST_STOPS? = (\d+)", script) == [str(MAX_STOPS), str(MAX_STOP_CHARACTERS)]

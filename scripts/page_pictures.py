@@ -44,6 +44,10 @@ def blocks(tokens: int, size: int = 16) -> int:
 
 1. A sequence takes a block when its last one is full.
 2. Equal prefixes share their blocks.
+
+Of \\(n\\) tokens in blocks of \\(b\\), the share \\(u\\) of unused room is
+
+$$ u = 1 - \\frac{n}{b \\lceil n / b \\rceil} \\le \\frac{b - 1}{n + b - 1} $$
 """
 
 
@@ -71,8 +75,11 @@ def main() -> int:
                 page.goto(f"{url}/#chat/{talk}")
                 shoot(page, f"chat-{device}-{scheme}")
                 page.goto(f"{url}/#chat/{copied['id']}")
-                page.wait_for_selector(".code")
+                page.wait_for_selector(".formula .katex")
                 shoot(page, f"markdown-{device}-{scheme}")
+                page.get_by_label("Settings", exact=True).click()
+                page.wait_for_selector("#set-preset")
+                shoot(page, f"settings-{device}-{scheme}")
                 context.close()
         browser.close()
     return 0

@@ -10,6 +10,7 @@ import argparse
 import base64
 import hashlib
 import io
+import re
 import subprocess
 import sys
 import tarfile
@@ -28,6 +29,19 @@ LANGUAGES = (
 """Names of Prism's languages. A language comes after those that it extends.
 
 php needs markup-templating, so it is there.
+"""
+
+
+CMAPS = (
+    "GB-EUC", "GBpc-EUC", "GBK-EUC", "GBKp-EUC", "GBK2K", "UniGB-UCS2", "UniGB-UTF16",
+    "B5pc", "HKscs-B5", "ETen-B5", "ETenms-B5", "CNS-EUC", "UniCNS-UCS2", "UniCNS-UTF16",
+    "83pv-RKSJ", "90ms-RKSJ", "90msp-RKSJ", "90pv-RKSJ", "Add-RKSJ", "EUC", "Ext-RKSJ", "",
+    "UniJIS-UCS2", "UniJIS-UCS2-HW", "UniJIS-UTF16",
+    "KSC-EUC", "KSCms-UHC", "KSCms-UHC-HW", "KSCpc-EUC", "UniKS-UCS2", "UniKS-UTF16",
+)  # fmt: skip
+"""Names, without the direction, of the encodings of Chinese, Japanese and Korean that PDF files need not contain.
+
+They are those of the PDF standard, ISO 32000-1, table 118.
 """
 
 
@@ -64,6 +78,48 @@ def prism(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {"prism.js": module, "prism.LICENSE": files["LICENSE"]}
 
 
+MHCHEM = (
+    b"/* mhchem: Copyright (c) 2011-2015 The MathJax Consortium, (c) 2015-2018 Martin Hensel. "
+    b"Apache License 2.0, which is in pdf.LICENSE. */"
+)
+"""Notice of the renderer of chemistry, which KaTeX's build removes."""
+FONT = re.compile(rb"src:url\((fonts/[\w-]+\.woff2)\)[^;}]*")
+
+
+def katex(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The renderer of formulas and of chemistry as one module, its styles, and its fonts as WOFF2.
+
+    Two styles of MathML, which is not seen, are renamed, because the page's policy forbids attributes with styles.
+    """
+    renderer, count = re.subn(
+        rb'\bn\.setAttribute\("style",', b'n.setAttribute("data-style",', files["dist/katex.min.js"]
+    )
+    if count != 2:
+        raise SystemExit(f"KaTeX sets {count} attributes with styles, and 2 are known")
+    module = [renderer.strip(), MHCHEM, files["dist/contrib/mhchem.min.js"].strip(), b"export default self.katex;\n"]
+    made = {
+        "katex.js": b"\n".join(module),
+        "katex.css": FONT.sub(rb'src:url(\1) format("woff2")', files["dist/katex.min.css"]),
+        "katex.LICENSE": files["LICENSE"],
+    }
+    fonts = {name.decode(): files[f"dist/{name.decode()}"] for name in FONT.findall(files["dist/katex.min.css"])}
+    return made | fonts
+
+
+def pdf(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The reader of PDF files, in the form for browsers of the last years: its interface, its parser, and encodings."""
+    made = {
+        "pdf.js": files["legacy/build/pdf.min.mjs"],
+        "pdf_parser.js": files["legacy/build/pdf.worker.min.mjs"],
+        "pdf.LICENSE": files["LICENSE"],
+        "cmaps/LICENSE": files["cmaps/LICENSE"],
+    }
+    names = [f"{name}-{direction}".lstrip("-") for name in CMAPS for direction in "HV"]
+    names += [f"Adobe-{collection}-UCS2" for collection in ("CNS1", "GB1", "Japan1", "Korea1")]
+    maps = (f"cmaps/{name}.bcmap" for name in names)
+    return made | {name: files[name] for name in maps if name in files}
+
+
 PACKAGES = (
     Package(
         "marked",
@@ -76,6 +132,18 @@ PACKAGES = (
         "1.30.0",
         "sha512-DEvV2ZF2r2/63V+tK8hQvrR2ZGn10srHbXviTlcv7Kpzw8jWiNTqbVgjO3IY8RxrrOUF8VPMQQFysYYYv0YZxw==",
         prism,
+    ),
+    Package(
+        "katex",
+        "0.19.1",
+        "sha512-jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==",
+        katex,
+    ),
+    Package(
+        "pdfjs-dist",
+        "6.5.438",
+        "sha512-vg8Pw1x+AFKy4AMDvhuWl5cOYV8d698UoEANoFFhc79hqXDnZQqnOXoxw3HG907WHOg1JYOvLhP756boddFxpA==",
+        pdf,
     ),
 )
 
@@ -113,6 +181,7 @@ def main() -> int:
                 if not path.exists() or path.read_bytes() != data:
                     wrong.append(name)
             else:
+                path.parent.mkdir(exist_ok=True)
                 path.write_bytes(data)
                 print(f"{name}: {len(data):,} bytes of {package.name} {package.version}")
     if wrong:

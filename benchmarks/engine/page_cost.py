@@ -289,8 +289,8 @@ async def frames(
         title = ""
         for _ in range(60):  # until all blocks have been reported
             await asyncio.sleep(0.5)
-            title = await page.inner_text(".e-blocks h3")
-            if int(re.sub(r"\D", "", title) or 0) >= arguments.conversations:
+            title = await page.inner_text(".e-blocks-section h3")
+            if int(re.sub(r"\D", "", title.partition(":")[0]) or 0) >= arguments.conversations:
                 break
         stats = (await http.get(f"{server.url}/metrics")).text
         cached = float(re.search(r"^holdfast_blocks_cached (\S+)", stats, re.MULTILINE)[1])  # type: ignore[index]

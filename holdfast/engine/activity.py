@@ -24,6 +24,8 @@ MOST_REQUESTS = 64
 """Largest number of requests of each queue in a record."""
 LOOKED_AT = 256
 """Approximate number of blocks that are read in one go."""
+IDLE_SECONDS = 0.002
+"""Seconds for which an idle engine reads blocks in one go, until all state that it keeps has been reported."""
 
 
 class ChunkRecord(NamedTuple):
@@ -282,6 +284,11 @@ class Scene:
             found += map_.advance(entries, now, most) if most else map_.everything(entries, now)
         return found
 
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks that were idle when watching began have been reported."""
+        return all(map_.complete for map_ in self._maps)
+
     def costs(self) -> list[tuple[int, float]]:
         """The cost of computing a chunk again, by block of its conversation, for a sample of places."""
         return [cost for map_ in self._maps for cost in map_.costs()]
@@ -307,4 +314,11 @@ class BlockReader:
         """Read the next blocks whether or not it is time. Returns the conversations whose blocks have changed."""
         rows = self._scene.blocks(now, LOOKED_AT)
         self._next = now + (self._clock() - now) / self._share
+        return rows
+
+    def read_idle(self, now: float) -> list[ConversationBlocks]:
+        """`read` while no step waits: for IDLE_SECONDS, until all idle state has been reported. So it shows soon."""
+        rows = self.read(now)
+        while not self._scene.complete and self._clock() < now + IDLE_SECONDS:
+            rows += self.read(now)
         return rows

@@ -118,7 +118,7 @@ class Watched(Handler):
             self._end()
             return
         for _, _, blocks in self._watching:
-            self._blocks += blocks.read(now) if idle else blocks.read_due(now)
+            self._blocks += blocks.read_idle(now) if idle else blocks.read_due(now)
         if now >= self._told_at + TELL_SECONDS:
             self._tell(now)
 

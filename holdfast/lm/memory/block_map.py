@@ -126,6 +126,8 @@ class BlockMap:
         """Tier letters read so far of the conversation that is being read."""
         self._at = 0
         self._costs: dict[int, float] = {}
+        self.complete = False
+        """Whether all state that was idle when watching began has been found and reported."""
 
     def meet(self, request: str, cache: AnyState) -> None:
         """Start or continue a conversation for a request that is planned for the first time.
@@ -180,6 +182,7 @@ class BlockMap:
                     if row != conversation.told:
                         conversation.told = row
                         changed.append(row)
+        self.complete = self.complete or not (self._order or self._disk_left or self._disk_order)
         return changed
 
     def everything(self, open_requests: Mapping[str, object], now: float) -> list[ConversationBlocks]:

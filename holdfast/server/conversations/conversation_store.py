@@ -31,6 +31,7 @@ _ADD = Prepared(insert(items).values(parameters(items)))
 _LISTED = Prepared(
     select(items.c.id).where(items.c.conversation == bindparam("conversation")).order_by(items.c.position)
 )
+_PRESENT = Prepared(select(conversations.c.id).where(conversations.c.id == bindparam("conversation")))
 _HERE = update(conversations).where(conversations.c.id == bindparam("conversation"))
 _MOVE = Prepared(_HERE.where(conversations.c.head == bindparam("parent")).values(head=bindparam("head")))
 _MOVE_FIRST = Prepared(_HERE.where(conversations.c.head.is_(None)).values(head=bindparam("head")))
@@ -212,6 +213,12 @@ def advance(db: Connection, turn: Turn) -> None:
         same = same and listed == [item["id"] for item in turn.context.items]
     if not same:
         raise ConversationBusy("the conversation was deleted, edited or went on while this response was written")
+
+
+def check_present(db: Connection, turn: Turn) -> None:
+    """Raise ConversationBusy if a branch's conversation was deleted while the branch was written."""
+    if _PRESENT.value(db, conversation=turn.conversation) is None:
+        raise ConversationBusy("the conversation was deleted while this response was written")
 
 
 def _shown(row: Any) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields
     """The `conversation` parameter as an object."""
 
     id: Id
+    branch: bool = False
+    """Whether the turn stands next to others: it follows the conversation's current end and leaves the end there."""
 
 
 class ReasoningOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -196,6 +198,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     def conversation_id(self) -> str | None:
         """Id of the conversation that this turn belongs to; None if there is none."""
         return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
+
+    @property
+    def branch(self) -> bool:
+        """Whether the turn leaves its conversation's end where it is, so that several can be written at a time."""
+        return isinstance(self.conversation, ConversationParam) and self.conversation.branch
 
     def items(self) -> list[Item]:
         """Return the input as items. Raises ApiError for unsupported content and mutually exclusive parameters."""

@@ -11,7 +11,7 @@ from msgspec import Raw, Struct
 from msgspec.json import decode
 from sqlalchemy import Column, Connection, bindparam, delete, insert, literal, select, update
 
-from holdfast.server.conversations.conversation_store import advance, append
+from holdfast.server.conversations.conversation_store import advance, append, check_present
 from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.encoded import tokens_from_bytes
 from holdfast.server.conversations.leases import Leases
@@ -77,6 +77,16 @@ class TurnStore:
             self._find(db, _HERE, tenant, response)
             return self.chain(db, response)
 
+    def context_before(self, response: str) -> Context:
+        """Return the context that a stored turn was begun with."""
+        with self._database.read() as db:
+            turn = db.execute(select(turns).where(turns.c.id == response)).one_or_none()
+            if turn is None:
+                raise NotFound("response", response)
+            if turn.parent is not None:
+                return self.chain(db, turn.parent)
+            return Context(thread=turn.thread, items=decode(turn.history, type=list[Item]), size=len(turn.history))
+
     def response(self, tenant: str, response: str) -> tuple[dict[str, Any], bool]:
         """Return a response as the API shows it, and whether another server is writing it."""
         with self._database.read() as db:
@@ -115,7 +125,9 @@ class TurnStore:
                 self._leases.begin(db, turn.id, turn.recipe)
             if context.parent is not None and _EXISTS.value(db, id=context.parent) is None:
                 raise Conflict("the previous response was deleted while this one was written")
-            if status in GOOD and turn.conversation is not None:
+            if status in GOOD and turn.branch:
+                check_present(db, turn)
+            elif status in GOOD and turn.conversation is not None:
                 advance(db, turn)
                 append(db, turn.conversation, encoded.items)
             _INSERT_TURN.run(

@@ -89,6 +89,8 @@ class Turn:
     input: Sequence[Item]
     context: Context
     conversation: str | None = None
+    branch: bool = False
+    """Whether the turn stands next to others of its conversation, whose head and items stay as they are."""
     visible: bool = True
     tokens: Sequence[int] = ()
     known: int = 0

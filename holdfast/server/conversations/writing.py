@@ -173,7 +173,7 @@ class Writing:
             self._leaving_tools(),
             self.server.progress.noted(self.id),
             self._record(),
-            self.server.lock(self.tenant, self.wanted.conversation_id, self.former),
+            self.server.lock(self.tenant, None if self.wanted.branch else self.wanted.conversation_id, self.former),
         ):
             if self.wanted.background:
                 for event in self.shape.queued():
@@ -378,7 +378,7 @@ class Writing:
         """Find the context of the response and compose its prompt of at most `most` tokens. Raises ApiError."""
         if self.context is None:
             self.context = await self._find_context()
-        if self.context.parent is not None and most is not None:
+        if self.context.parent is not None and most is not None and not self.wanted.branch:
             replaced = self.server.service.answered.follow(self.tenant, self.context.parent, self.id)
             self.answer.supersede([replaced] if replaced else [])
         self.answer.conversation = self.context.thread or self.wanted.conversation_id or ""
@@ -444,6 +444,8 @@ class Writing:
     async def _find_context(self) -> Context:
         store, tenant = self.server.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
+        if self.wanted.branch and self.begun:  # The conversation may have another end now.
+            return await store.read(lambda store: store.turns.context_before(self.id), "response_id")
         if conversation is not None:
             return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
         if previous is None:
@@ -467,7 +469,8 @@ class Writing:
     def _turn(self, response: Response) -> Turn:
         return Turn(
             response=response, tenant=self.tenant, input=self.input, context=self.context or Context(),
-            conversation=self.wanted.conversation_id, visible=self.wanted.store, recorded=self.recorded,
+            conversation=self.wanted.conversation_id, branch=self.wanted.branch,
+            visible=self.wanted.store, recorded=self.recorded,
         )  # fmt: skip
 
     async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:

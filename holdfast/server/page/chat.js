@@ -1,21 +1,24 @@
 // Chat: conversations of the store, as trees of turns. A turn is a background response, so an answer goes on being
 // written, and is found again, when the page is left.
 
+import { Attachments } from './attachments.js';
+import { Comparison } from './compare.js';
 import { dialog, el, icon, iconButton, toast } from './dom.js';
+import { Following, lost } from './following.js';
 import * as settings from './settings.js';
 import { Sidebar, titleOf } from './sidebar.js';
-import { Tree, asked, goesOn } from './tree.js';
+import * as tools from './tools.js';
+import { Tree, asked, goesOn, isNew } from './tree.js';
 import { TurnView, filePart } from './turn.js';
 
-const MOST_FILE_BYTES = 512 * 1024;
 const NEAR_END = 90; // pixels from the end within which the thread follows the answer
-const TRIES = 5; // to take up an answer's stream again after the connection broke
 const SHORTCUTS = [
   ['Enter', 'Send'],
   ['Shift Enter', 'New line'],
   ['Esc', 'Stop the answer'],
   ['↑ in an empty message', 'Edit the last message'],
   ['Alt R', 'Try the last answer again'],
+  ['Alt C', 'Answers side by side'],
   ['Alt N', 'New chat'],
   ['Ctrl K', 'Search the conversations'],
   ['Alt ↑, Alt ↓', 'Previous, next conversation'],
@@ -29,14 +32,16 @@ class Chat {
     this.root = root;
     this.api = api;
     this.models = [];
-    this.settings = settings.load();
+    this.contexts = new Map(); // by model: the most tokens that it reads
+    this.settings = settings.of(null);
+    this.own = false; // whether the settings are for this conversation only
+    this.tools = tools.load();
     this.id = null; // the conversation
     this.tree = new Tree();
     this.leaf = null; // the last turn that is shown
     this.views = new Map();
     this.run = 0; // only what began with the latest one may draw
-    this.live = null; // the answer that is being written: {id, stop, abort}
-    this.files = [];
+    this.live = null; // what is being written: a Following, or several side by side
     this.build();
   }
 
@@ -44,6 +49,7 @@ class Chat {
     this.sidebar = new Sidebar(this.api, this);
     this.title = el('h2', { class: 'thread-title' }, 'New chat');
     this.column = el('div', { class: 'column' });
+    this.column.addEventListener('drawn', () => this.toEnd());
     this.thread = el('div', { class: 'thread', tabindex: '0', role: 'region', 'aria-label': 'Conversation', onscroll: () => this.scrolled() }, this.column);
     this.follows = true;
     this.down = iconButton('down', 'Go to the end', () => this.toEnd(true), { class: 'ghost to-end', hidden: true });
@@ -52,36 +58,39 @@ class Chat {
       class: 'message', rows: 1, placeholder: 'Message', 'aria-label': 'Message',
       oninput: () => this.grow(), onkeydown: (event) => this.typed(event),
     });
-    this.chips = el('div', { class: 'chips' });
-    this.picker = el('input', { type: 'file', multiple: true, hidden: true, onchange: () => this.picked(this.picker.files) });
+    this.comparison = new Comparison(this);
+    this.toolsButton = iconButton('tools', 'Tools', () => this.changeTools());
     this.button = el('button', { type: 'button', class: 'send', onclick: () => (this.live ? this.stop() : this.submit()) });
     this.model = el('button', { type: 'button', class: 'ghost model', title: 'Settings', onclick: () => this.changeSettings() });
-    this.composer = el(
-      'div',
-      { class: 'composer' },
-      this.chips,
+    this.composer = el('div', { class: 'composer' });
+    this.pane = el('div', { class: 'thread-pane' });
+    this.attachments = new Attachments({
+      api: this.api, area: this.pane, input: this.input, changed: () => this.drawButton(),
+      model: () => this.fields.model, context: () => this.contexts.get(this.fields.model) ?? 0,
+    });
+    this.composer.append(
+      this.comparison.chips,
+      this.attachments.chips,
+      this.attachments.note,
       this.input,
       el('div', { class: 'composer-foot' },
-        iconButton('file', 'Attach text files', () => this.picker.click()),
-        this.picker,
+        this.attachments.button,
+        this.attachments.picker,
+        this.comparison.button,
+        this.toolsButton,
         this.model,
         el('span', { class: 'space' }),
         this.button),
     );
-    this.composer.addEventListener('dragover', (event) => event.preventDefault());
-    this.composer.addEventListener('drop', (event) => {
-      event.preventDefault();
-      this.picked(event.dataTransfer.files);
-    });
     this.toggle = iconButton('menu', 'Show or hide the conversations', () => this.showSidebar(), { 'aria-expanded': 'true' });
     this.branches = iconButton('branches', 'Branches', () => this.showBranches(), { hidden: true });
     const head = el('div', { class: 'thread-head' }, this.toggle, this.title, el('span', { class: 'space' }),
       this.branches,
       iconButton('keyboard', 'Keyboard shortcuts', () => this.showShortcuts(), { class: 'ghost for-keys' }),
       iconButton('settings', 'Settings', () => this.changeSettings()));
-    const main = el('div', { class: 'thread-pane' }, head, this.thread, el('div', { class: 'composer-box' }, this.down, this.composer), this.status);
+    this.pane.append(head, this.thread, el('div', { class: 'composer-box' }, this.down, this.composer), this.status);
     this.scrim = el('div', { class: 'scrim', onclick: () => this.showSidebar(false) });
-    this.frame = el('div', { class: 'chat' }, this.sidebar.element, this.scrim, main);
+    this.frame = el('div', { class: 'chat' }, this.sidebar.element, this.scrim, this.pane);
     this.root.append(this.frame);
     this.narrow = window.matchMedia('(max-width: 820px)');
     this.showSidebar(!this.narrow.matches);
@@ -92,6 +101,7 @@ class Chat {
     window.addEventListener('hashchange', this.onhash);
     this.api.onKey.push(this.onnewkey);
     this.drawButton();
+    this.drawTools();
   }
 
   /** Load what there is. A message that is sent before that has ended waits for it. */
@@ -109,7 +119,7 @@ class Chat {
 
   end() {
     this.run += 1;
-    this.live?.abort.abort();
+    this.live?.leave();
     document.removeEventListener('keydown', this.onkey);
     window.removeEventListener('hashchange', this.onhash);
     this.api.onKey.splice(this.api.onKey.indexOf(this.onnewkey), 1);
@@ -117,15 +127,31 @@ class Chat {
 
   async loadModels() {
     try {
-      this.models = (await this.api.get('/v1/models')).data.map((model) => model.id);
+      const { data } = await this.api.get('/v1/models');
+      this.models = data.map((model) => model.id);
+      this.contexts = new Map(data.map((model) => [model.id, model.max_model_len]));
     } catch (error) {
       toast(error.message, 'error');
     }
     this.drawModel();
   }
 
+  /** The fields of the next request that the settings ask for. */
+  get fields() {
+    return settings.asFields(this.settings, this.models);
+  }
+
   drawModel() {
-    this.model.replaceChildren(settings.asFields(this.settings, this.models).model ?? 'no model');
+    const preset = settings.presetOf(this.settings);
+    const chosen = preset === null ? 'own settings' : settings.BUILT_IN[0] === preset ? null : preset.name;
+    this.model.replaceChildren([this.fields.model ?? 'no model', chosen].filter(Boolean).join(' · '));
+    this.model.title = this.own ? 'Settings of this chat' : 'Settings';
+  }
+
+  useSettings() {
+    this.settings = settings.of(this.id);
+    this.own = settings.ownOf(this.id) !== null;
+    this.drawModel();
   }
 
   // ----- which conversation
@@ -148,11 +174,12 @@ class Chat {
   async load(id) {
     if (id !== null && id === this.id) return;
     const run = (this.run += 1);
-    this.live?.abort.abort();
+    this.live?.leave();
     this.live = null;
     this.id = id;
     this.tree = new Tree();
     this.leaf = null;
+    this.useSettings();
     this.sidebar.select(id);
     this.drawTitle();
     this.drawButton();
@@ -175,7 +202,8 @@ class Chat {
       this.draw();
       this.toEnd(true);
       if (told.turns.length === 0) await this.showItems(run);
-      if (running) this.follow(running.id, `/v1/responses/${running.id}?stream=true`, {}, run);
+      if (running?.metadata?.compare) this.comparison.resume(running, run);
+      else if (running) this.follow(running, `/v1/responses/${running.id}?stream=true`, {}, run);
     } catch (error) {
       if (run !== this.run) return;
       this.column.replaceChildren(el('p', { class: 'error notice' }, error.message));
@@ -209,6 +237,7 @@ class Chat {
   }
 
   closed(id) {
+    settings.keepFor(id, null);
     if (id === this.id) this.open(null);
   }
 
@@ -226,8 +255,11 @@ class Chat {
       views.set(turn.id, known?.turn === turn ? known : new TurnView(turn, this.tree, this.actions));
     }
     this.views = views;
-    if (path.length === 0) this.column.replaceChildren(this.welcome());
-    else this.column.replaceChildren(...[...views.values()].map((view) => view.element));
+    const beside = this.comparison.draw(path.at(-1), views);
+    const elements = path.map((turn) => views.get(turn.id).element);
+    if (path.length === 0) elements.push(this.welcome());
+    this.column.replaceChildren(...(beside ? [...elements.slice(0, -1), beside] : elements));
+    this.column.classList.toggle('wide', beside !== null);
     this.branches.hidden = this.tree.turns.size <= path.length;
   }
 
@@ -241,6 +273,8 @@ class Chat {
       show: (turn) => this.show(turn),
       retry: (turn) => this.retry(turn),
       edit: (turn, texts) => this.send(texts, turn.parent, turn),
+      answer: (turn, outputs) => this.answer(turn, outputs),
+      beside: (turn) => this.comparison.opener(turn),
     };
   }
 
@@ -280,7 +314,7 @@ class Chat {
     this.button.replaceChildren(icon(this.live ? 'stop' : 'send'));
     this.button.setAttribute('aria-label', name);
     this.button.title = name;
-    this.button.disabled = !this.live && !this.input.value.trim();
+    this.button.disabled = !this.live && (!this.input.value.trim() || this.attachments.reading);
   }
 
   typed(event) {
@@ -297,47 +331,17 @@ class Chat {
     }
   }
 
-  async picked(files) {
-    for (const file of files) {
-      if (file.size > MOST_FILE_BYTES) {
-        toast(`“${file.name}” has ${file.size.toLocaleString('en')} bytes; at most ${MOST_FILE_BYTES.toLocaleString('en')} can be attached`, 'error');
-        continue;
-      }
-      const text = await file.text();
-      if (text.includes('\0')) {
-        toast(`“${file.name}” is not a text file`, 'error');
-        continue;
-      }
-      this.files.push({ name: file.name, text });
-    }
-    this.picker.value = '';
-    this.drawChips();
-  }
-
-  drawChips() {
-    this.chips.replaceChildren(
-      ...this.files.map((file) => el('span', { class: 'chip' }, icon('file'), el('span', {}, file.name),
-        iconButton('close', `Remove ${file.name}`, () => {
-          this.files.splice(this.files.indexOf(file), 1);
-          this.drawChips();
-        }, { class: 'ghost small' }))),
-    );
-  }
-
   async submit() {
     await this.ready;
     const text = this.input.value.trim();
-    if (!text || this.live) return;
-    const sent = [text, ...this.files.map((file) => filePart(file.name, file.text))];
-    const files = this.files;
+    if (!text || this.live || this.attachments.reading) return;
+    const files = this.attachments.take();
+    const sent = [text, ...files.map((file) => filePart(file.name, file.text))];
     this.input.value = '';
-    this.files = [];
-    this.drawChips();
     this.grow();
     if (!(await this.send(sent, this.tree.base(this.leaf)?.id ?? null)) && !this.input.value) {
       this.input.value = text; // nothing was taken: let the user send it again
-      this.files = files;
-      this.drawChips();
+      this.attachments.restore(files);
       this.grow();
     }
   }
@@ -347,15 +351,27 @@ class Chat {
     return this.send(null, turn.parent, turn, input);
   }
 
+  /** Go on from a turn with the outputs of its function calls, with the same tools. */
+  async answer(turn, outputs) {
+    try {
+      const { tools: offered } = await this.api.get(`/v1/responses/${turn.id}`);
+      return await this.send(null, turn.id, null, outputs, offered?.length ? { tools: offered } : {});
+    } catch (error) {
+      toast(error.message, 'error');
+      return false;
+    }
+  }
+
   /**
    * Ask below a turn (null: at the beginning). `sibling` is the turn that this one stands beside, if there is one.
    * Returns whether the server took the request.
    */
-  async send(texts, parent, sibling = null, input = null) {
+  async send(texts, parent, sibling = null, input = null, fields = tools.asFields(this.tools)) {
     if (this.live) return false;
     const run = this.run;
     const items = input ?? [{ role: 'user', content: texts.map((text) => ({ type: 'input_text', text })) }];
-    this.live = { id: null, abort: new AbortController(), stopped: false };
+    if (input === null && this.comparison.on) return this.comparison.send(items, parent, sibling);
+    this.live = new Following(this.api);
     this.drawButton();
     const turn = { id: 'new', parent, input: items.map((item) => ({ type: 'message', ...item })), output: [], status: 'queued', metadata: {} };
     const shown = this.leaf;
@@ -368,12 +384,12 @@ class Chat {
       if (run !== this.run) return true;
       await this.moveHead(parent, sibling);
       const body = {
-        ...settings.asFields(this.settings, this.models), input: items, conversation: this.id,
+        ...this.fields, ...fields, input: items, conversation: this.id,
         background: true, stream: true, metadata: { sent: String(Date.now()) },
       };
       if (run !== this.run) return true;
-      await this.follow(turn.id, '/v1/responses', { method: 'POST', body }, run);
-      return this.tree.get('new') === null;
+      await this.follow(turn, '/v1/responses', { method: 'POST', body }, run);
+      return !isNew(turn);
     } catch (error) {
       if (run !== this.run) return true;
       toast(error.message, 'error');
@@ -385,8 +401,7 @@ class Chat {
 
   /** Take a turn away again that the server did not take. */
   forget(turn, shown) {
-    const kept = [...this.tree.turns.values()].filter((each) => each !== turn);
-    this.tree = new Tree(kept, this.tree.head);
+    this.tree.remove(turn);
     if (this.tree.get(shown)) this.tree.choose(shown);
     this.leaf = this.tree.get(shown) ? shown : this.tree.leafBelow(null);
     this.draw();
@@ -399,6 +414,7 @@ class Chat {
     const made = await this.api.post('/v1/conversations', { metadata: { title } });
     this.id = made.id;
     this.conversation = made;
+    if (this.own) settings.keepFor(made.id, this.settings);
     this.sidebar.selected = made.id;
     history.replaceState(null, '', `#chat/${made.id}`);
     this.drawTitle();
@@ -407,43 +423,27 @@ class Chat {
   /** Have the conversation go on from `parent`, where it does not yet. */
   async moveHead(parent, sibling) {
     if (this.tree.head === parent) return;
-    const beside = sibling ?? this.tree.siblings({ parent }).find((turn) => turn.id !== 'new');
+    const beside = [sibling, ...this.tree.siblings({ parent })].find((turn) => turn && !isNew(turn));
     const wanted = parent !== null && goesOn(this.tree.get(parent)) ? { after: parent } : beside ? { before: beside.id } : null;
     if (wanted === null) return;
     await this.api.post(`/v1/conversations/${this.id}/head`, wanted);
     this.tree.head = parent;
   }
 
-  /** Draw an answer as its events come. Takes up the stream again where the connection breaks. */
-  async follow(id, path, options, run) {
-    let turn = this.tree.get(id);
-    const live = (this.live ??= { id: null, abort: new AbortController(), stopped: false });
-    if (id !== 'new') live.id = id;
+  /** Draw an answer as its events come. */
+  async follow(turn, path, options, run) {
+    const live = (this.live ??= new Following(this.api, turn.id));
     this.drawButton();
-    let number = -1;
-    let done = false;
-    for (let tries = 0; !done; tries += 1) {
-      const from = tries === 0 ? path : `/v1/responses/${live.id}?stream=true${number >= 0 ? `&starting_after=${number}` : ''}`;
-      try {
-        for await (const { data } of this.api.events(from, { ...(tries === 0 ? options : {}), signal: live.abort.signal })) {
-          if (run !== this.run) return;
-          tries = 0;
-          if (data.type === 'error') throw new Error(data.message);
-          number = data.sequence_number;
-          if (data.type === 'response.created') turn = this.named(turn, data.response);
-          if (live.stopped && live.id && !live.told) this.tellStop(live);
-          done = this.happened(turn, data) || done;
-        }
-        if (!done && live.id === null) throw new Error('the server ended the answer before it began');
-      } catch (error) {
-        if (run !== this.run || live.abort.signal.aborted) return;
-        if (live.id === null) throw error; // it was never taken
-        if (tries >= TRIES || error.status) {
-          turn.status = 'failed';
-          turn.error = { message: `The connection broke: ${error.message}. Reload the page to see what became of the answer.` };
-          done = true;
-        } else await new Promise((resume) => setTimeout(resume, 400 * 2 ** tries));
+    try {
+      for await (const event of live.events(path, options)) {
+        if (run !== this.run) return;
+        if (event.type === 'response.created') this.named(turn, event.response);
+        this.happened(turn, event);
       }
+    } catch (error) {
+      if (run !== this.run || live.left) return;
+      if (live.id === null) throw error; // it was never taken
+      Object.assign(turn, { status: 'failed', error: lost(error) });
     }
     if (run !== this.run) return;
     this.live = null;
@@ -457,32 +457,28 @@ class Chat {
 
   /** Give a new turn the id of its response. */
   named(turn, response) {
-    if (turn.id !== 'new') return turn;
-    const told = { ...turn, id: response.id, status: response.status, created_at: response.created_at };
-    const view = this.views.get('new');
-    const kept = [...this.tree.turns.values()].filter((each) => each !== turn);
-    const { chosen, head } = this.tree;
-    this.tree = new Tree(kept, head);
-    this.tree.chosen = chosen;
-    this.tree.add(told);
-    this.live.id = told.id;
-    if (this.leaf === 'new') this.leaf = told.id;
+    if (!isNew(turn)) return;
+    const view = this.views.get(turn.id);
+    this.views.delete(turn.id);
+    if (this.leaf === turn.id) this.leaf = response.id;
+    this.tree.rename(turn, response.id);
+    Object.assign(turn, { status: response.status, created_at: response.created_at, model: response.model });
     if (view) {
-      view.turn = told;
-      view.element.dataset.id = told.id;
-      this.views.delete('new');
-      this.views.set(told.id, view);
+      view.element.dataset.id = turn.id;
+      this.views.set(turn.id, view);
     }
-    return told;
   }
 
-  /** Take in one event of an answer. Returns whether it was the last one. */
+  /** Take in one event of an answer. */
   happened(turn, event) {
     const view = this.views.get(turn.id);
     switch (event.type) {
       case 'response.output_item.added':
         turn.status = 'in_progress';
         if (event.item.type !== 'message') view?.item(event.item);
+        break;
+      case 'response.output_item.done':
+        if (event.item.type !== 'message' && event.item.type !== 'reasoning') view?.item(event.item).whole(event.item);
         break;
       case 'response.output_text.delta':
       case 'response.reasoning_text.delta':
@@ -497,38 +493,47 @@ class Chat {
       case 'response.failed': {
         const { status, output, usage, timings, error } = event.response;
         Object.assign(turn, { status, output, usage, timings, error });
-        if (status === 'completed' || status === 'incomplete') this.tree.head = turn.id;
-        return true;
+        if (!turn.metadata?.compare && (status === 'completed' || status === 'incomplete')) this.tree.head = turn.id;
+        break;
       }
     }
-    return false;
   }
 
   /** Stop the answer that is being written. What there is of it stays. */
   async stop() {
-    const { live } = this;
-    if (!live || live.stopped) return;
-    live.stopped = true;
-    if (live.id) await this.tellStop(live);
-  }
-
-  async tellStop(live) {
-    live.told = true;
-    try {
-      await this.api.post(`/v1/responses/${live.id}/cancel`);
-    } catch (error) {
-      live.stopped = live.told = false;
-      toast(error.message, 'error');
-    }
+    await this.live?.stop();
   }
 
   // ----- around it
 
-  async changeSettings() {
-    const chosen = await settings.edit(this.settings, this.models);
-    if (chosen) this.settings = chosen;
-    this.drawModel();
+  async changeTools() {
+    this.tools = (await tools.edit(this.tools)) ?? this.tools;
+    this.drawTools();
     this.input.focus();
+  }
+
+  drawTools() {
+    const names = tools.names(this.tools);
+    const label = names.length ? `Tools: ${names.join(', ')}` : 'Tools';
+    this.toolsButton.title = label;
+    this.toolsButton.setAttribute('aria-label', label);
+    this.toolsButton.classList.toggle('on', names.length > 0);
+  }
+
+  async changeSettings() {
+    const { editSettings } = await import('./settings_dialog.js');
+    const chosen = await editSettings({ api: this.api, settings: this.settings, own: this.own, models: this.models });
+    if (chosen) this.changed(chosen.settings, chosen.own);
+    this.input.focus();
+  }
+
+  /** Use new settings: for this chat only, or for all that have none of their own. */
+  changed(chosen, own) {
+    if (!own) settings.keepForAll(chosen);
+    if (this.id) settings.keepFor(this.id, own ? chosen : null);
+    this.settings = chosen;
+    this.own = own;
+    this.drawModel();
   }
 
   showSidebar(open = this.frame.classList.contains('no-sidebar')) {
@@ -591,6 +596,9 @@ class Chat {
     } else if (event.altKey && !control && event.code === 'KeyN') {
       done();
       this.open(null);
+    } else if (event.altKey && !control && event.code === 'KeyC') {
+      done();
+      this.comparison.edit();
     } else if (event.altKey && !control && event.code === 'KeyB') {
       done();
       this.showSidebar();

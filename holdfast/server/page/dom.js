@@ -47,6 +47,8 @@ const ICONS = {
   file: 'M6 3h8l4 4v14H6zM14 3v4h4',
   import: 'M12 4v11M7 10l5 5 5-5M4 20h16',
   export: 'M12 15V4M7 9l5-5 5 5M4 20h16',
+  columns: 'M4 5h16v14H4zM12 5v14',
+  tools: 'M14.5 6.5a4 4 0 0 0-5 5L4 17l3 3 5.500-5.500a4 4 0 0 0 5-5L15 12l-3-3z',
   branches: 'M7 4v16M7 9c0 4 10 2 10 6v5M5 4h4M5 20h4M15 20h4',
   check: 'M5 12.5l4.5 4.5L19 7.5',
 };
@@ -62,10 +64,21 @@ export function iconButton(name, label, onclick, properties = {}) {
   return el('button', { type: 'button', class: 'ghost', 'aria-label': label, title: label, onclick, ...properties }, icon(name));
 }
 
-/** Says something for a moment at the bottom of the page. */
+/** Save a text as a file. It is never opened here, whatever it is. */
+export function download(name, text, type = 'text/plain') {
+  const url = URL.createObjectURL(new Blob([text].flat(), { type }));
+  el('a', { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+const MOST_TOASTS = 4;
+
+/** Says something for a moment at the top of the page, where it covers no field and takes no click. */
 export function toast(text, kind = 'info') {
   const shown = el('div', { class: `toast ${kind}` }, text);
-  document.getElementById('toasts').append(shown);
+  const box = document.getElementById('toasts');
+  box.append(shown);
+  while (box.children.length > MOST_TOASTS) box.firstChild.remove();
   setTimeout(() => shown.remove(), kind === 'error' ? 9000 : 3500);
 }
 

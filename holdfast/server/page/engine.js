@@ -1,19 +1,16 @@
 // Engine: the engine at work, live or from recorded traces, of which two can be compared with a common clock.
-// Data is in engine_data.js, the lanes of steps in engine_lanes.js, the block map in engine_map.js.
+// What is drawn of a recording is in engine_panel.js, and the data in engine_data.js.
 
-import { el, toast } from './dom.js';
-import { REASONS, Recording, TIERS, firstFrom, readTrace, traceOf, valueOf } from './engine_data.js';
-import { Lanes, Span } from './engine_lanes.js';
-import { BlockMap } from './engine_map.js';
-import { bytes, duration, number, plural, sentence, shortId, table, whereabouts } from './engine_words.js';
+import { download, el, toast } from './dom.js';
+import { Recording, readTrace, traceOf } from './engine_data.js';
+import { Span } from './engine_lanes.js';
+import { Panel } from './engine_panel.js';
+import { Explainer } from './engine_terms.js';
 
 const EVENTS = '/v1/engine/events';
 const FRAME = 25; // milliseconds between two frames while time passes, at least: 30 a second on a screen of 60
-const TEXT = 500; // milliseconds between two updates of texts and tables
-const RATES = 5; // seconds that rates are over
 const BEHIND = 0.25; // seconds that the live view is behind the engine, so that steps come in evenly
 const BUFFERED = 900; // activities kept while the live view is paused
-const LISTED = 24; // conversations, steps and requests in tables
 const SPEEDS = [0.25, 1, 4, 16];
 
 let view = null;
@@ -26,233 +23,6 @@ export async function mount(element, api) {
 export function unmount() {
   view?.close();
   view = null;
-}
-
-/** What is drawn of one recording. */
-class Panel {
-  constructor(owner, recording) {
-    this.owner = owner;
-    this.recording = recording;
-    this.selected = null;
-    this.textAt = -Infinity;
-    const canvas = el('canvas', { class: 'e-lanes', 'aria-hidden': 'true' });
-    const blocks = el('canvas', { class: 'e-map', 'aria-hidden': 'true' });
-    this.tip = el('div', { class: 'e-tip', hidden: true });
-    this.blockTip = el('div', { class: 'e-tip', hidden: true });
-    this.figures = new Map();
-    this.figureList = el('dl', { class: 'e-figures', 'aria-label': 'Rates and totals' });
-    this.frame = el(
-      'div',
-      { class: 'e-frame', tabindex: '0', role: 'group', 'aria-label': 'Steps over time. Left and right arrows choose a step, plus and minus zoom, space pauses.', onkeydown: (event) => this.key(event) },
-      canvas,
-      this.tip,
-    );
-    this.words = el('p', { class: 'e-words', 'aria-live': 'polite' }, 'Choose a step: click on it, or use the arrow keys.');
-    this.details = el('tbody');
-    this.detailTable = el('table', { class: 'e-table e-details', hidden: true }, el('caption', { class: 'sr' }, 'The chosen step'), this.details);
-    this.waiting = el('tbody');
-    this.running = el('tbody');
-    this.queueTitle = el('h3', {}, 'Queue');
-    this.mapTitle = el('h3', {}, 'Blocks');
-    this.legend = el('ul', { class: 'e-legend' });
-    this.stepRows = el('tbody');
-    this.steps = el('details', { class: 'e-more' }, el('summary', {}, 'The latest steps as a table'), grid('The latest steps', ['step', 'took', 'decodes', 'prompt tokens', 'blocks in', 'blocks out'], this.stepRows));
-    this.rowRows = el('tbody');
-    this.rows = el('details', { class: 'e-more' }, el('summary', {}, 'Conversations as a table'), grid('Conversations', ['conversation', 'state', 'idle for', 'value', 'where its blocks lie, from its beginning'], this.rowRows));
-    for (const each of [this.steps, this.rows]) each.addEventListener('toggle', () => this.rewrite());
-    this.name = el('h2', { class: 'e-name' });
-    this.element = el(
-      'section',
-      { class: 'e-panel', 'aria-label': recording.name },
-      this.name,
-      this.figureList,
-      this.frame,
-      el('div', { class: 'e-step' }, this.words, this.detailTable, this.steps),
-      el(
-        'div',
-        { class: 'e-columns' },
-        el('div', { class: 'e-blocks' }, this.mapTitle, this.legend, el('div', { class: 'e-frame' }, blocks, this.blockTip), this.rows),
-        el(
-          'div',
-          { class: 'e-queues' },
-          this.queueTitle,
-          grid('Waiting requests', ['request', 'waits for', 'tokens', 'since'], this.waiting),
-          el('h3', {}, 'Running'),
-          grid('Running requests', ['request', 'does', 'tokens'], this.running),
-        ),
-      ),
-    );
-    this.lanes = new Lanes(canvas, {
-      onSelect: (step) => this.select(step),
-      onZoom: (factor, around) => owner.zoom(factor, around),
-      onPan: (share) => owner.pan(share),
-      onHover: (step, x) => this.hover(this.tip, step && sentence(step, recording.about), x, 0, canvas),
-    });
-    this.map = new BlockMap(blocks, (text, x, y) => this.hover(this.blockTip, text, x, y, blocks));
-  }
-
-  /** Bring the texts up to date with the next frame. */
-  rewrite() {
-    this.textAt = -Infinity;
-    this.owner.dirty = true;
-  }
-
-  hover(tip, text, x, y, canvas) {
-    tip.hidden = !text;
-    if (text) {
-      tip.textContent = text;
-      const wide = Math.min(340, canvas.clientWidth);
-      tip.style.maxWidth = `${wide}px`;
-      tip.style.left = `${Math.max(0, Math.min(x + 14, canvas.clientWidth - wide))}px`;
-      tip.style.top = `${y + 18}px`;
-    }
-    this.owner.dirty = true;
-  }
-
-  select(step) {
-    this.selected = step;
-    this.owner.dirty = true;
-    this.detailTable.hidden = !step;
-    this.words.textContent = step ? sentence(step, this.recording.about) : 'No step is chosen.';
-    this.details.replaceChildren(...(step ? table(step, this.recording).map(([name, value]) => el('tr', {}, el('th', { scope: 'row' }, name), el('td', {}, value))) : []));
-  }
-
-  /** Choose the step so many places further on, and bring it into view. */
-  choose(by) {
-    const { steps } = this.recording;
-    if (!steps.length) return;
-    this.owner.pause(true);
-    const { to } = this.owner.window(this.recording);
-    const at = this.selected ? firstFrom(steps, this.selected.at) + by : firstFrom(steps, to) - 1;
-    const step = steps[Math.min(steps.length - 1, Math.max(0, at))];
-    this.select(step);
-    this.owner.reveal(this.recording, step);
-  }
-
-  key(event) {
-    const { owner } = this;
-    const done = {
-      ArrowLeft: () => (event.shiftKey ? owner.pan(-0.2) : this.choose(-1)),
-      ArrowRight: () => (event.shiftKey ? owner.pan(0.2) : this.choose(1)),
-      Home: () => this.choose(-Infinity),
-      End: () => owner.latest(),
-      '+': () => owner.zoom(0.7, 1),
-      '=': () => owner.zoom(0.7, 1),
-      '-': () => owner.zoom(1 / 0.7, 1),
-      ' ': () => owner.pause(),
-      Escape: () => this.select(null),
-    }[event.key];
-    if (!done || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    done();
-  }
-
-  draw(colors, moment) {
-    const { from, to } = this.owner.window(this.recording);
-    this.recording.seek(to);
-    this.lanes.present = to;
-    this.lanes.draw(this.recording, from, to, this.selected, colors);
-    this.map.draw(this.recording, to, colors);
-    if (moment - this.textAt > TEXT) {
-      this.textAt = moment;
-      this.write(from, to);
-    }
-    return this.map.flashing;
-  }
-
-  /** Bring numbers and tables up to date. */
-  write(from, to) {
-    const { recording } = this;
-    const { about } = recording;
-    const look = recording.lookAt(to);
-    const stats = look?.stats;
-    const rates = recording.rates(Math.max(to - RATES, recording.start), to);
-    this.name.textContent = [recording.live ? '' : recording.name, about.model, about.scheduler, about.target ? `target ${duration(about.target)}` : '', about.device, recording.truncated ? 'cut off' : ''].filter(Boolean).join(' · ');
-    this.figure('tokens a second', number(rates.decodes));
-    this.figure('prompt tokens a second', number(rates.prefill));
-    this.figure('steps a second', number(rates.steps));
-    this.figure('computing', `${Math.round(rates.busy * 100)}%`);
-    if (rates.training) this.figure('training', `${Math.round(rates.training * 100)}%`);
-    if (stats) {
-      const free = stats.blocks_total - stats.blocks_used - stats.blocks_cached - (stats.blocks_training ?? 0);
-      this.figure('device blocks', `${number(stats.blocks_used)} used, ${number(stats.blocks_cached)} kept, ${number(free)} free`);
-      if (stats.host_blocks_total) {
-        this.figure('host blocks', `${number(stats.host_blocks_cached)} of ${number(stats.host_blocks_total)}`);
-        this.figure('copied a second', `${number(rates.inward)} in, ${number(rates.outward)} out`);
-      }
-      if (stats.disk_blocks_total) this.figure('disk blocks', `${number(stats.disk_blocks_cached)} of ${number(stats.disk_blocks_total)}`);
-      if (stats.disk_bytes_written) this.figure('disk', `${bytes(stats.disk_bytes_written)} written, ${bytes(stats.disk_bytes_read)} read`);
-      if (stats.remote_bytes_written || stats.remote_bytes_read) this.figure('remote tier', `${bytes(stats.remote_bytes_written)} written, ${bytes(stats.remote_bytes_read)} read`);
-      if (stats.prefix_queries) {
-        const share = (hits) => Math.round((100 * (hits ?? 0)) / stats.prefix_queries);
-        const lower = (stats.prefix_hits_on_disk ?? 0) + (stats.prefix_hits_on_remote ?? 0);
-        const below = [['host', stats.prefix_hits_on_host - lower], ['disk', stats.prefix_hits_on_disk], ['remote', stats.prefix_hits_on_remote]];
-        const told = below.filter(([, hits]) => hits > 0).map(([tier, hits]) => `${share(hits)}% ${tier}`).join(', ');
-        this.figure('prompt tokens found', `${share(stats.prefix_hits)}%${told && ` (${told})`}`);
-      }
-      if (stats.contracts_accepted || stats.contracts_refused) {
-        const broken = stats.contracts_broken_ttft + stats.contracts_broken_tbt + stats.contracts_broken_complete;
-        this.figure('contracts', `${number(stats.contracts_kept)} kept, ${number(broken)} broken, ${number(stats.contracts_refused)} refused`);
-      }
-      this.mapTitle.textContent = `Blocks of ${plural(recording.rows.size, 'conversation')}`;
-    }
-    if (this.legend.children.length !== recording.letters.size) this.legend.replaceChildren(...legend(recording.letters));
-    if (look) this.queues(look, to);
-    if (this.steps.open) this.listSteps(to);
-    if (this.rows.open) this.listRows(to);
-  }
-
-  figure(name, text) {
-    let value = this.figures.get(name);
-    if (!value) {
-      value = el('dd');
-      this.figures.set(name, value);
-      this.figureList.append(el('div', {}, el('dt', {}, name), value));
-    }
-    if (value.textContent !== text) value.textContent = text;
-  }
-
-  queues({ queues }, now) {
-    this.queueTitle.textContent = queues.waiting ? `Queue: ${plural(queues.waiting, 'request waits', 'requests wait')}` : 'Queue: nobody waits';
-    this.waiting.replaceChildren(
-      ...queues.first.slice(0, LISTED).map(([id, reason, tokens, arrival]) =>
-        el('tr', {}, el('td', { class: 'e-id' }, shortId(id)), el('td', { title: REASONS[reason] }, `${reason}: ${REASONS[reason] ?? ''}`), el('td', {}, number(tokens)), el('td', {}, duration(Math.max(0, now - arrival)))),
-      ),
-    );
-    this.running.replaceChildren(
-      ...queues.rows.slice(0, LISTED).map(([id, planned, tokens, prompt]) => {
-        const lacking = tokens - planned > 1;
-        const does = lacking ? `prompt: ${Math.round((100 * planned) / tokens)}%` : `answer: ${plural(tokens - prompt, 'token')}`;
-        return el('tr', {}, el('td', { class: 'e-id' }, shortId(id)), el('td', {}, does), el('td', {}, number(tokens)));
-      }),
-    );
-  }
-
-  listSteps(to) {
-    const { steps } = this.recording;
-    const last = firstFrom(steps, to);
-    this.stepRows.replaceChildren(
-      ...steps.slice(Math.max(0, last - LISTED), last).reverse().map((step) =>
-        el(
-          'tr',
-          {},
-          el('td', {}, el('button', { type: 'button', class: 'e-link', onclick: () => this.select(step) }, String(step.step))),
-          ...[duration(step.seconds / (step.steps ?? 1)), number(step.decodes), number(step['prefill tokens']), number(step['blocks in'] ?? 0), number(step['blocks out'] ?? 0)].map((text) => el('td', {}, text)),
-        ),
-      ),
-    );
-  }
-
-  listRows(now) {
-    this.rowRows.replaceChildren(
-      ...BlockMap.sorted(this.recording).slice(0, LISTED).map((row) => {
-        const idle = row.state === 'idle' && row.last > 0;
-        const age = Math.max(now - row.last, 1e-3);
-        const value = idle && row.cost ? valueOf(row, row.cost, age).toPrecision(2) : '–';
-        return el('tr', {}, ...[row.number, row.state, idle ? duration(age) : '–', value, whereabouts(row)].map((text) => el('td', {}, String(text))));
-      }),
-    );
-  }
 }
 
 class EngineView {
@@ -305,6 +75,7 @@ class EngineView {
     );
     this.root = el('div', { class: 'engine' }, this.bar, this.player, this.gate, this.place);
     element.append(this.root);
+    this.explainer = new Explainer(this.root);
     this.readColors = () => {
       this.colors = colorsOf(this.root);
       this.dirty = true;
@@ -546,10 +317,7 @@ class EngineView {
   export() {
     const [panel] = this.panels;
     if (!panel?.recording.steps.length) return toast('There are no steps to export yet.');
-    const url = URL.createObjectURL(new Blob([...traceOf(panel.recording)], { type: 'application/json' }));
-    const link = el('a', { href: url, download: `holdfast-trace-${new Date().toISOString().slice(0, 19).replaceAll(':', '')}.json` });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(url), 60000);
+    download(`holdfast-trace-${new Date().toISOString().slice(0, 19).replaceAll(':', '')}.json`, [...traceOf(panel.recording)], 'application/json');
   }
 
   /** One frame, if anything is to be drawn. */
@@ -574,17 +342,6 @@ class EngineView {
     for (const panel of this.panels) if (panel.draw(this.colors, moment)) this.fading = true;
     this.root.dataset.frames = String(this.frames);
   }
-}
-
-/** A table that scrolls, by keys too. */
-function grid(label, names, body) {
-  return el('div', { class: 'e-scroll', tabindex: '0', role: 'region', 'aria-label': label }, el('table', { class: 'e-table' }, el('thead', {}, el('tr', {}, names.map((name) => el('th', { scope: 'col' }, name)))), body));
-}
-
-/** What the colours of the block map mean, for these letters. */
-function legend(letters) {
-  return Object.entries(TIERS).filter(([letter]) => letters.has(letter)).map(([letter, { name, text }]) =>
-    el('li', { title: text }, el('span', { class: `e-key e-key-${{ '-': 'dropped', '?': 'unknown' }[letter] ?? letter}`, 'aria-hidden': 'true' }), name));
 }
 
 /** The colours of the theme, by what they are for. */

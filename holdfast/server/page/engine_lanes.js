@@ -148,7 +148,7 @@ export class Lanes {
       paint.lineTo(width, y);
       paint.stroke();
       paint.setLineDash([]);
-      this.label(`target ${duration(target)}`, width - 4, y - 3, colors.target, 'right');
+      this.label(`target ${duration(target)}`, 76, y - 3, colors.target);
     }
     this.bars(columns, columns.decodes, columns.mostDecodes, tops[1], LANES[1].height, () => colors.decode);
     // Prompt tokens, with what the budget left room for beside the decodes, as far as that is not far above.

@@ -1,13 +1,15 @@
 // Markdown to elements, without a string of markup on the way: marked only splits the text into tokens.
 
-import { el, icon } from './dom.js';
-import { lexer } from './vendor/marked.js';
+import { download, el, icon } from './dom.js';
+import { formula } from './formula.js';
+import { lex } from './math_lexer.js';
 import Prism from './vendor/prism.js';
 
 const LINKS = /^(https?:|mailto:)/i;
 const HIGHLIGHTED = 60_000; // characters of code; what is longer stays plain
 const DEEP = 40; // levels of nesting that are drawn
 const ALIASES = { html: 'markup', xml: 'markup', svg: 'markup', js: 'javascript', mjs: 'javascript', ts: 'typescript', py: 'python', sh: 'bash', shell: 'bash', zsh: 'bash', console: 'bash', yml: 'yaml', rs: 'rust', rb: 'ruby', 'c++': 'cpp', 'c#': 'csharp', cs: 'csharp', kt: 'kotlin', golang: 'go', dockerfile: 'docker', make: 'makefile', tex: 'latex', md: 'markdown', tsx: 'jsx' };
+const EXTENSIONS = { python: 'py', javascript: 'js', typescript: 'ts', bash: 'sh', shell: 'sh', rust: 'rs', ruby: 'rb', kotlin: 'kt', csharp: 'cs', markdown: 'md', markup: 'html', text: 'txt' }; // by language, where they differ
 const ENTITIES = { amp: '&', lt: '<', gt: '>', quot: '"', apos: "'", nbsp: '\u00a0', copy: '©', hellip: '…', mdash: '—', ndash: '–', times: '×' };
 
 /** Draws growing text into an element. Blocks that have not changed keep their elements. */
@@ -35,7 +37,7 @@ export class Markdown {
     this.text = text;
     let tokens;
     try {
-      tokens = lexer(text).filter((token) => token.type !== 'space' && token.type !== 'def');
+      tokens = lex(text).filter((token) => token.type !== 'space' && token.type !== 'def');
     } catch {
       tokens = [{ type: 'text', raw: text, text }]; // nested more deeply than the lexer can follow
     }
@@ -68,6 +70,10 @@ function block(token, depth) {
       return el('span', {}, token.tokens ? inline(token.tokens, depth) : entities(token.text));
     case 'checkbox':
       return checkbox(token.checked);
+    case 'formula':
+      return formula(token);
+    case 'source':
+      return el('p', { class: 'source' }, token.raw);
     default:
       return el('p', {}, token.text ?? token.raw); // markup of the model's is text
   }
@@ -119,6 +125,8 @@ function inline(tokens, depth) {
         return token.tokens ? inline(token.tokens, depth + 1) : entities(token.text);
       case 'escape':
         return token.text;
+      case 'formula':
+        return formula(token);
       default:
         return token.raw;
     }
@@ -149,8 +157,9 @@ export function codeBlock(text, info) {
   const code = el('code', {}, highlighted(text, name));
   const label = el('span', {}, 'Copy');
   const copy = el('button', { type: 'button', class: 'ghost small', onclick: () => copied(text, label) }, icon('copy'), label);
+  const save = el('button', { type: 'button', class: 'ghost small', onclick: () => download(`code.${EXTENSIONS[name.toLowerCase()] ?? (/^[a-z0-9]{1,8}$/i.test(name) ? name : 'txt')}`, text) }, icon('down'), 'Download');
   const pre = el('pre', { tabindex: '0', role: 'region', 'aria-label': name ? `Code in ${name}` : 'Code' }, code);
-  return el('div', { class: 'code' }, el('div', { class: 'code-head' }, el('span', {}, name || 'text'), copy), pre);
+  return el('div', { class: 'code' }, el('div', { class: 'code-head' }, el('span', {}, name || 'text'), el('span', { class: 'code-tools' }, save, copy)), pre);
 }
 
 async function copied(text, label) {

@@ -1,6 +1,7 @@
 // The list of stored conversations: in pages as it is scrolled, searched, renamed, deleted, exported and imported.
 
-import { confirmed, dialog, el, icon, iconButton, toast } from './dom.js';
+import { confirmed, dialog, download, el, icon, iconButton, toast } from './dom.js';
+import * as settings from './settings.js';
 
 const PAGE = 100;
 const TAKEN = ['id', 'parent', 'history', 'input', 'output', 'status', 'created_at', 'model', 'instructions', 'metadata'];
@@ -236,11 +237,10 @@ export class Sidebar {
       while (turn.parent && !kept.has(turn.parent)) turn.parent = parents.get(turn.parent) ?? null;
       if (!turn.parent) delete turn.parent;
     }
-    const copy = { format: FORMAT, version: 1, metadata: conversation.metadata, head: kept.has(tree.head) ? tree.head : null, turns };
-    const url = URL.createObjectURL(new Blob([JSON.stringify(copy, null, 1)], { type: 'application/json' }));
+    const own = settings.ownOf(conversation.id);
+    const copy = { format: FORMAT, version: 1, metadata: conversation.metadata, head: kept.has(tree.head) ? tree.head : null, turns, ...(own && { settings: own }) };
     const name = titleOf(conversation).replace(/[^\p{L}\p{N} _-]+/gu, '').trim().slice(0, 60) || 'conversation';
-    el('a', { href: url, download: `${name}.json` }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+    download(`${name}.json`, JSON.stringify(copy, null, 1), 'application/json');
   }
 
   async importFile() {
@@ -248,9 +248,10 @@ export class Sidebar {
     this.file.value = '';
     if (!file) return;
     try {
-      const { format, version, ...copy } = JSON.parse(await file.text());
+      const { format, version, settings: own, ...copy } = JSON.parse(await file.text());
       if (format !== FORMAT || version !== 1) throw new Error('it is not a conversation that was exported here');
       const made = await this.api.post('/v1/conversations/copies', copy);
+      if (own) settings.keepFor(made.id, settings.valid(own));
       toast(`Imported “${file.name}”`);
       await this.reload();
       this.chat.open(made.id);

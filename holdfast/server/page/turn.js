@@ -1,5 +1,6 @@
 // Draws one turn: what was asked, the answer as it grows, its figures, and the buttons around them.
 
+import { ToolItem, answerForm } from './artefacts.js';
 import { el, icon, iconButton } from './dom.js';
 import { Markdown, codeBlock } from './markdown.js';
 import { isRunning, textOf } from './tree.js';
@@ -13,7 +14,8 @@ export function filePart(name, text) {
   return `File "${name.replace(/["\n]/g, '')}":\n\`\`\`\n${text}\n\`\`\``;
 }
 
-/** One turn on the page. `actions` are the chat's: edit, retry, show(turn), sendEdited. */
+/** One turn on the page. `actions` are the chat's: edit, retry, show(turn), answer(turn, outputs), and
+ * beside(turn), a button or null. */
 export class TurnView {
   constructor(turn, tree, actions) {
     this.turn = turn;
@@ -30,8 +32,9 @@ export class TurnView {
 
   drawQuestion(tree) {
     const { turn } = this;
-    const history = (turn.history ?? []).map((item) => drawnItem(item));
-    const parts = (turn.input ?? []).map((item) => drawnItem(item));
+    const name = (item) => (item.type === 'message' ? '' : tree.called(turn, item));
+    const history = (turn.history ?? []).map((item) => drawnItem(item, name(item)));
+    const parts = (turn.input ?? []).map((item) => drawnItem(item, name(item)));
     const questions = tree.questions(turn);
     const tools = el(
       'div',
@@ -95,7 +98,7 @@ export class TurnView {
     let part = this.parts.get(item.id);
     if (part) return part;
     this.answer.querySelector('.waiting')?.remove();
-    part = new ItemView(item);
+    part = item.type === 'message' || item.type === 'reasoning' ? new ItemView(item) : new ToolItem(item);
     this.parts.set(item.id, part);
     this.answer.append(part.element);
     return part;
@@ -106,61 +109,54 @@ export class TurnView {
     const running = isRunning(turn);
     const answers = tree.answers(turn);
     this.element.classList.toggle('running', running);
-    const text = () => (turn.output ?? []).filter((item) => item.type === 'message').map(textOf).join('\n\n');
     this.foot.replaceChildren(
       ...[
         answers.length > 1 ? switcher(answers, turn, 'answer', (other) => this.actions.show(other)) : null,
-        running ? null : iconButton('copy', 'Copy the answer', (event) => copy(event, text()), { class: 'ghost small' }),
+        running ? null : copyButton(turn),
         running ? null : iconButton('retry', 'Try again, as a new branch', () => this.actions.retry(turn), { class: 'ghost small', 'data-action': 'retry' }),
+        this.actions.beside?.(turn),
         figures(turn),
       ].filter(Boolean),
     );
+    this.drawForm(tree);
+  }
+
+  /** Fields for the outputs of the calls that nobody has answered. A form that is there keeps what is written in it. */
+  drawForm(tree) {
+    const calls = this.actions.answer ? tree.openCalls(this.turn) : [];
+    if (calls.length === 0) {
+      this.form?.remove();
+      this.form = null;
+    } else if (!this.form) {
+      this.form = answerForm(calls, (outputs) => this.actions.answer(this.turn, outputs));
+      this.answer.after(this.form);
+    }
   }
 }
 
-/** How a call is named. */
-const CALLED = {
-  function_call: (item) => ['Calls ', el('code', {}, item.name)],
-  web_search_call: (item) => ['Searched the web for ', el('q', {}, item.action?.query)],
-  mcp_call: (item) => ['Calls ', el('code', {}, item.name), ` of ${item.server_label}`],
-  mcp_approval_request: (item) => ['Asks to call ', el('code', {}, item.name), ` of ${item.server_label}`],
-};
-
-/** An item of an answer as it grows: a message, reasoning, or a call of a tool. */
+/** An item of an answer as it grows: a message or reasoning. */
 class ItemView {
   constructor(item) {
-    this.kind = item.type;
     this.text = '';
-    if (item.type === 'message') {
-      this.body = el('div', { class: 'markdown' });
-      this.element = this.body;
-    } else if (item.type === 'reasoning') {
-      this.body = el('div', { class: 'markdown' });
-      this.summary = el('summary', {}, 'Reasoning');
-      this.element = el('details', { class: 'reasoning' }, this.summary, this.body);
-    } else {
-      this.body = el('div', {});
-      this.element = el('details', { class: 'call' }, el('summary', {}, CALLED[item.type]?.(item) ?? item.type), this.body);
-    }
-    this.markdown = item.type === 'message' || item.type === 'reasoning' ? new Markdown(this.body) : null;
+    this.body = el('div', { class: 'markdown' });
+    this.element = item.type === 'message' ? this.body : el('details', { class: 'reasoning' }, el('summary', {}, 'Reasoning'), this.body);
+    this.markdown = new Markdown(this.body);
   }
 
   push(delta) {
     this.text += delta;
-    if (this.markdown) this.markdown.update(this.text);
-    else this.body.replaceChildren(codeBlock(this.text, 'json'));
+    this.markdown.update(this.text);
   }
 
   whole(item) {
-    this.text = this.markdown ? textOf(item) : (item.arguments ?? item.output ?? JSON.stringify(item.results, null, 1) ?? '');
-    if (this.markdown) this.markdown.draw(this.text);
-    else this.body.replaceChildren(codeBlock(this.text, 'json'));
+    this.text = textOf(item);
+    this.markdown.draw(this.text);
   }
 }
 
-function drawnItem(item) {
+function drawnItem(item, name) {
   if (item.type !== 'message') {
-    const view = new ItemView(item.type === 'function_call_output' ? { type: 'Result of a tool' } : item);
+    const view = item.type === 'reasoning' ? new ItemView(item) : new ToolItem(item, name);
     view.whole(item);
     return view.element;
   }
@@ -173,7 +169,8 @@ function drawnItem(item) {
   const children = texts.map((text) => {
     const file = FILE.exec(text);
     if (!file) return el('div', { class: 'said' }, text);
-    return el('details', { class: 'file' }, el('summary', {}, icon('file'), file[1]), codeBlock(file[2], file[1].split('.').at(-1)));
+    const facts = el('span', { class: 'facts' }, `${number(file[2].length)} characters`);
+    return el('details', { class: 'file' }, el('summary', {}, icon('file'), el('span', { class: 'name' }, file[1]), facts), codeBlock(file[2], file[1].split('.').at(-1)));
   });
   const role = item.role === 'user' ? null : el('span', { class: 'role' }, item.role);
   return el('div', { class: 'bubble' }, role, children);
@@ -195,7 +192,7 @@ function switcher(versions, turn, what, show) {
 const TIERS = { host: 'the host', disk: 'the disk', remote: 'the remote cache' };
 
 /** The turn's times and tokens in words. */
-function figures(turn) {
+export function figures(turn) {
   const { usage, timings } = turn;
   const said = [];
   if (Number.isFinite(timings?.first_token_ms)) said.push(`first token ${duration(timings.first_token_ms)}`);
@@ -213,6 +210,12 @@ function figures(turn) {
 
 const number = (count) => Number(count ?? 0).toLocaleString('en');
 const duration = (ms) => (ms < 1000 ? `${Number(ms).toFixed(0)} ms` : `${(ms / 1000).toFixed(2)} s`);
+
+/** A button that copies the text of an answer. */
+export function copyButton(turn) {
+  const text = () => (turn.output ?? []).filter((item) => item.type === 'message').map(textOf).join('\n\n');
+  return iconButton('copy', 'Copy the answer', (event) => copy(event, text()), { class: 'ghost small' });
+}
 
 async function copy(event, text) {
   const button = event.currentTarget;

@@ -9,7 +9,7 @@ import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -25,11 +25,15 @@ VERSION = "{{version}}"
 
 The digest is part of their paths, so browsers may cache them forever.
 """
+COMPRESSED_KINDS = {".woff2", ".bcmap"}
+"""Suffixes of files that are compressed already."""
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+    ".bcmap": "application/octet-stream",
     ".LICENSE": "text/plain; charset=utf-8",
 }
 """Content types by file suffix. Files with other suffixes are not served."""
@@ -38,14 +42,16 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
+        "font-src 'self'",
         "connect-src 'self'",
         "img-src 'self' data: blob:",
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "form-action 'none'",
-        # No string can become markup or code: the page builds each element through the DOM.
+        # No string can become markup or code: the page builds each element through the DOM. The one policy returns the
+        # address of the worker that reads PDF files, whatever it is given.
         "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
+        "trusted-types holdfast-worker",
     )
 )
 SAFETY = {
@@ -56,21 +62,27 @@ SAFETY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PageFile:
-    """One file of the page, ready to be sent."""
+    """One file of the page."""
 
     kind: str
     body: bytes
-    compressed: bytes
     etag: str
+    shrinks: bool
+    """Whether compressing the file makes it smaller."""
+
+    @cached_property
+    def compressed(self) -> bytes:
+        """The file as gzip. It is computed at the first use, because that takes 100 ms for the largest file."""
+        return gzip.compress(self.body, mtime=0)
 
     def response(self, request: Request, caching: str) -> Response:
         """Return the file, compressed if the browser accepts that; 304 if the browser has it already."""
         headers = {**SAFETY, "cache-control": caching, "etag": self.etag, "vary": "accept, accept-encoding"}
         if self.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        if "gzip" in request.headers.get("accept-encoding", ""):
+        if self.shrinks and "gzip" in request.headers.get("accept-encoding", ""):
             return Response(self.compressed, headers={**headers, "content-encoding": "gzip"}, media_type=self.kind)
         return Response(self.body, headers=headers, media_type=self.kind)
 
@@ -90,9 +102,8 @@ def page_files() -> Mapping[str, PageFile]:
             body = body.replace(VERSION.encode(), version.encode())
         digest = hashlib.sha256(body).hexdigest()[:32]
         kind = KINDS[Path(name).suffix]
-        files[name if name == INDEX else f"{version}/{name}"] = PageFile(
-            kind, body, gzip.compress(body, mtime=0), f'"{digest}"'
-        )
+        path = name if name == INDEX else f"{version}/{name}"
+        files[path] = PageFile(kind, body, f'"{digest}"', Path(name).suffix not in COMPRESSED_KINDS)
     return files
 
 
@@ -122,8 +133,8 @@ def add_page_routes(app: FastAPI) -> None:
 
     @app.get(PREFIX + "{name:path}", include_in_schema=False)
     @app.head(PREFIX + "{name:path}", include_in_schema=False)
-    async def page_file(name: str, request: Request) -> Response:
-        """A file of the page."""
+    def page_file(name: str, request: Request) -> Response:
+        """A file of the page. A thread makes the answer, because compressing a file takes time."""
         file = page_files().get(name)
         if file is None or name == INDEX:
             return Response(status_code=404, headers=SAFETY)

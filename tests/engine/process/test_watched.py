@@ -136,6 +136,24 @@ def test_blocks_are_looked_at_seldom_enough_to_keep_their_share_of_the_time():
     assert min(apart, default=1.0) >= tick / watching.SHARE
 
 
+def test_an_idle_engine_reports_all_kept_state_of_a_large_pool_at_once(monkeypatch):
+    monkeypatch.setattr("holdfast.engine.activity.LOOKED_AT", 2)
+    loop, _, watched, sent = watched_loop(*create_requests(9, 30, 50, max_tokens=3), clock=Clock(1e-6))
+    while loop.has_work():
+        loop.step()
+    watched.watch(60.0)
+    watched._clock.now += 1.0
+    watched.tell(idle=True)
+    kept = sum(count for activity in sent for row in activity.blocks for letter, count in row.runs if letter == "d")
+    assert kept == sent[-1].stats.blocks_cached > 3
+    monkeypatch.setattr("holdfast.engine.activity.IDLE_SECONDS", 1e-5)
+    watched.watch(0)
+    watched.watch(60.0)
+    watched._clock.now += 1.0
+    watched.tell(idle=True)
+    assert not sent[-1].blocks, "a new request does not wait for all blocks to be read"
+
+
 def record(step, **fields):
     numbers = {"at": float(step), "seconds": 0.5, "tokens": 3, "decodes": 3, "prefill": 0, "segments": 3}
     return StepRecord(step, **{**numbers, "preempted": [], **fields})

@@ -89,6 +89,21 @@ async def test_a_reader_at_the_other_server_gets_the_events_as_they_are_written_
     assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == ANSWER
 
 
+async def test_a_branch_has_its_first_context_although_its_conversation_has_changed(
+    two: Any, writer: FakeClient, other: FakeClient
+) -> None:
+    here, there = two
+    conversation = (await here.post("/v1/conversations", json={})).json()["id"]
+    branch = ASKED | {"conversation": {"id": conversation, "branch": True}}
+    id = (await here.post("/v1/responses", json=branch)).json()["id"]
+    await until(lambda: writer.asked)
+    edit = {"items": [{"role": "user", "content": "later"}]}
+    assert (await here.post(f"/v1/conversations/{conversation}/items", json=edit)).status_code == 200
+    writer.die("the server was killed")
+    assert (await ended(there, id))["status"] == "completed"
+    assert list(other.asked[0].prompt) == list(writer.asked[0].prompt)
+
+
 async def test_a_draw_has_the_same_seed_at_both_servers(two: Any, writer: FakeClient, other: FakeClient) -> None:
     here, there = two
     id = (await here.post("/v1/responses", json={**ASKED, "temperature": 1.0})).json()["id"]

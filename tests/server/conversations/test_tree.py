@@ -112,6 +112,42 @@ async def test_a_conversation_can_continue_from_an_earlier_branch(api: httpx.Asy
     assert (await shape(api, conversation))["more"] == "first"
 
 
+async def test_branches_are_written_at_once_and_leave_the_end_of_the_conversation(
+    api: httpx.AsyncClient, client: FakeClient
+) -> None:
+    conversation = await begun(api)
+    for text, before in (("first", ""), ("second", f"<user>first<assistant>{ANSWER}")):
+        client.hold = asyncio.Event()
+        body = {"model": "tiny", "input": text, "conversation": {"id": conversation, "branch": True}}
+        running = [(await sent(api, "/responses", body | {"background": True}))["id"] for _ in range(3)]
+        client.hold.set()
+        for branch in running:
+            while (await got(api, f"/responses/{branch}"))["status"] != "completed":
+                await asyncio.sleep(0.001)
+        assert [client.text.decode(asked.prompt) for asked in client.asked[-3:]] == [
+            f"{before}<user>{text}<assistant>"
+        ] * 3
+        tree = await got(api, f"/conversations/{conversation}/turns")
+        assert tree["head"] not in running and {turn["id"] for turn in tree["turns"]} >= set(running)
+        await sent(api, f"/conversations/{conversation}/head", {"after": running[1]})
+        items = (await got(api, f"/conversations/{conversation}/items", order="asc"))["data"]
+        assert [item["content"][0]["text"] for item in items][-2:] == [text, ANSWER]
+
+
+async def test_a_branch_is_not_stored_if_its_conversation_was_deleted(
+    api: httpx.AsyncClient, client: FakeClient
+) -> None:
+    conversation = await begun(api)
+    client.hold = asyncio.Event()
+    body = {"model": "tiny", "input": "first", "conversation": {"id": conversation, "branch": True}}
+    writing = asyncio.create_task(sent(api, "/responses", body, status=409))
+    while not client.asked:
+        await asyncio.sleep(0.001)
+    assert (await api.delete(f"/conversations/{conversation}")).status_code == 200
+    client.hold.set()
+    assert "deleted" in (await writing)["error"]["message"]
+
+
 async def test_a_stopped_answer_stays_in_the_tree_and_the_conversation_can_continue_from_it(
     api: httpx.AsyncClient, client: FakeClient
 ) -> None:

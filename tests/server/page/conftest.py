@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,7 @@ from serving import listening
 
 from holdfast.server import run
 
+WIDE = {"width": 1280, "height": 800}
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -68,6 +71,34 @@ def axe() -> Callable[[Any], list[str]]:
         ]
 
     return found
+
+
+@pytest.fixture
+def fresh_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open an address in a fresh profile: `fresh_page(url, key, ...)`. An unexpected line in the page's log fails."""
+    contexts, errors = [], []
+
+    def open(url: str, key: str | None = None, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
+        contexts.append(context)
+        if key is not None:
+            context.add_init_script(f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})")
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: errors.append(message.text) if unexpected(message) else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def unexpected(message: Any) -> bool:
+    """Whether a console message is about more than a refused request, which the page itself shows."""
+    return message.type in ("error", "warning") and not re.search("status of 40[0149]", message.text)
 
 
 @dataclass
@@ -127,6 +158,6 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 
 @contextmanager
-def no_signals() -> Iterator[asyncio.Queue[int]]:
+def no_signals(_: Sequence[int]) -> Iterator[asyncio.Queue[int]]:
     """Return no signals, because only the main thread can receive them."""
     yield asyncio.Queue()

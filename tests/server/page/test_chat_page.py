@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.server.conversations import search_index
 from holdfast.server.conversations.conversation_store import append
 from holdfast.server.conversations.database import conversations, threads
 from holdfast.server.conversations.store import Store
@@ -25,7 +26,30 @@ HOSTILE = (
     "```html\"><img src=y onerror='window.hacked=4'>\n<b>bold</b>\n```\n\n"
     "| <i>x</i> |\n|-|\n| <a href=javascript:x>y</a> |\n"
 )
-WIDE = {"width": 1280, "height": 800}
+CHINESE = b"""%PDF-1.7
+1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj
+2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj
+3 0 obj <</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>> endobj
+4 0 obj <</Length 27>> stream
+BT /F 12 Tf <4e2d6587> Tj ET
+endstream endobj
+5 0 obj <</Type/Font/Subtype/Type0/BaseFont/S/Encoding/UniGB-UCS2-H/DescendantFonts[6 0 R]>> endobj
+6 0 obj <</Type/Font/Subtype/CIDFontType0/BaseFont/S/FontDescriptor<</Type/FontDescriptor/FontName/S/Flags 4>>
+/CIDSystemInfo<</Registry(Adobe)/Ordering(GB1)/Supplement 2>>>> endobj
+trailer <</Root 1 0 R>>
+"""
+"""A PDF file whose text is in an encoding that the file does not contain."""
+FORMULAS = """async (texts) => {
+  const main = document.querySelector('script[type=module]').src;
+  const { lex } = await import(main.replace('main.js', 'math_lexer.js'));
+  const found = (token) => {
+    if (token.type === 'formula') return [(token.display ? '= ' : '') + token.tex];
+    const cells = token.type === 'table' ? [token.header, ...token.rows].flat() : [];
+    return [...(token.tokens ?? []), ...(token.items ?? []), ...cells].flatMap(found);
+  };
+  return texts.map((text) => lex(text).flatMap(found));
+}"""
+"""Function in the page that returns the formulas of each text. A formula on lines of its own begins with `= `."""
 NAMED = "<img src=z onerror='window.hacked=5'>"
 
 
@@ -45,6 +69,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             db.execute(threads.insert().values(id=id, tenant=owner, active=now - number, bytes=100))
             title = json.dumps({"title": f"Conversation {number}"}).encode()
             db.execute(conversations.insert().values(id=id, thread=id, tenant=owner, created=now, metadata=title))
+            search_index.add_conversation(db, owner, id, title)
             said = [{"type": "input_text", "text": f"Let us talk about {'whales' if number == 777 else 'ships'}."}]
             append(db, id, [{"id": f"i{number}", "type": "message", "role": "user", "content": said}])
     store.close()
@@ -57,34 +82,17 @@ def server(serve: Callable[..., Any], store: Path) -> Any:
 
 
 @pytest.fixture
-def opened(browser: Any, server: Any) -> Iterator[Callable[..., Any]]:
+def opened(fresh_page: Callable[..., Any], server: Any) -> Iterator[Callable[..., Any]]:
     """Open the page in a fresh profile: `opened("key", path)`. Any error in the page's log fails the test."""
-    contexts, errors = [], []
 
     def open(key: str | None = "one", path: str = "/", **options: Any) -> Any:
-        context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
-        contexts.append(context)
-        if key is not None:
-            context.add_init_script(f"sessionStorage.setItem('holdfast.key', {json.dumps(key)})")
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: errors.append(message.text) if unexpected(message) else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"{server.url}{path}")
+        page = fresh_page(f"{server.url}{path}", key, **options)
         if key is not None:
             page.wait_for_selector(".item, .list-note:not(:empty)", state="attached")
         return page
 
     yield open
-    for context in contexts:
-        context.close()
     server.client.words, server.client.hold = ("Ahoy", ", ", "sailor", "!"), None
-    assert errors == []
-
-
-def unexpected(message: Any) -> bool:
-    """Whether a console message is about more than a refused request, which the page itself shows."""
-    return message.type in ("error", "warning") and not re.search("status of 40[14]", message.text)
 
 
 def say(page: Any, text: str) -> None:
@@ -228,7 +236,7 @@ def test_markup_in_an_answer_a_title_or_a_file_name_stays_text(opened: Any, serv
         "request", lambda request: elsewhere.append(request.url) if not request.url.startswith(server.url) else None
     )
     server.client.words = re.findall(r".{1,5}", HOSTILE, re.DOTALL)
-    page.locator("input[type=file]").last.set_input_files(
+    page.locator(".composer input[type=file]").set_input_files(
         {"name": NAMED, "mimeType": "text/plain", "buffer": HOSTILE.encode()}
     )
     page.wait_for_selector(f".chip:has-text({json.dumps(NAMED)})")
@@ -240,7 +248,7 @@ def test_markup_in_an_answer_a_title_or_a_file_name_stays_text(opened: Any, serv
         shown = page.locator(".turn .answer").inner_text()
         assert "<script>window.hacked = 1</script>" in shown and "onerror='window.hacked = 2'" in shown
         assert page.locator(".thread-title").inner_text() == NAMED == page.locator(".row .title").first.inner_text()
-        assert page.locator(".file summary").inner_text() == NAMED
+        assert page.locator(".file .name").inner_text() == NAMED
         assert page.locator(".chat :is(img, script, iframe, [onerror], [onload], [href^=javascript])").count() == 0
     exported = json.dumps({"format": "holdfast.conversation", "version": 1, "metadata": {"title": NAMED}, "turns": []})
     page.locator("nav input[type=file]").set_input_files(
@@ -263,12 +271,13 @@ def test_the_policy_refuses_markup_inline_code_and_other_hosts_even_if_the_page_
       fail('markup', () => { document.body.innerHTML = '<b>x</b>'; });
       const script = document.createElement('script');
       fail('script', () => { script.textContent = 'window.hacked = 1'; });
+      fail('policy', () => trustedTypes.createPolicy('another', { createHTML: (text) => text }));
       fail('handler', () => { document.body.setAttribute('onclick', 'window.hacked = 2'); });
       const told = (answer) => ({...tried, answer, hacked: window.hacked ?? null});
       return fetch('http://localhost:9/').then(() => told('done'), () => told('refused'));
     }"""
     found = page.evaluate(attack)
-    assert found["markup"] == found["script"] == found["handler"] == "TypeError"
+    assert found["markup"] == found["script"] == found["policy"] == found["handler"] == "TypeError"
     assert (found["answer"], found["hacked"]) == ("refused", None)
 
 
@@ -304,18 +313,145 @@ def test_a_conversation_is_renamed_exported_imported_and_deleted(opened: Any, tm
     assert page.locator(".turn .answer").inner_text().strip() == "Ahoy, sailor!"
 
 
+def settings(page: Any, **values: str) -> None:
+    """Open the settings and fill in fields by name."""
+    page.get_by_label("Settings", exact=True).click()
+    page.wait_for_selector("#set-preset")
+    for name, value in values.items():
+        page.fill(f"#set-{name}", value)
+
+
+def save(page: Any) -> None:
+    page.get_by_role("button", name="Save", exact=True).click()
+    page.wait_for_selector("dialog", state="detached")
+
+
 def test_settings_go_with_the_next_message(opened: Any, server: Any) -> None:
     page = opened()
-    page.get_by_label("Settings", exact=True).click()
-    page.fill("#set-instructions", "be kind")
-    page.fill("#set-temperature", "0.3")
-    page.fill("#set-max_output_tokens", "3")
-    page.get_by_role("button", name="Save").click()
+    settings(
+        page, instructions="be kind", temperature="0.3", max_output_tokens="3", top_p="0.9", top_k="40", min_p="0.05",
+        presence_penalty="-0.5", frequency_penalty="0.25", repetition_penalty="1.1", seed="7", stop="END\n\\n\\n",
+    )  # fmt: skip
+    save(page)
     say(page, "hello")
     asked = server.client.asked[-1]
     assert server.client.text.decode(asked.prompt) == "<system>be kind<user>hello<assistant>"
-    assert (asked.params.temperature, asked.params.max_tokens) == (0.3, 3)
+    sent = asked.params
+    assert (sent.temperature, sent.max_tokens, sent.top_p, sent.top_k, sent.min_p) == (0.3, 3, 0.9, 40, 0.05)
+    assert (sent.presence_penalty, sent.frequency_penalty, sent.repetition_penalty) == (-0.5, 0.25, 1.1)
+    assert (sent.seed, sent.stop) == (7, ("END", "\n\n"))
     assert "Cut off" in page.locator(".turn .answer").inner_text()
+    settings(page)
+    page.select_option("#set-preset", "Exact")
+    save(page)
+    say(page, "again")
+    sent = server.client.asked[-1].params
+    assert (sent.temperature, sent.top_k, sent.seed, sent.stop) == (0, 0, None, ())
+
+
+def test_a_setting_outside_its_limits_is_named_and_nothing_is_saved(opened: Any) -> None:
+    page = opened()
+    settings(page, temperature="3", top_p="0", top_k="1.5", seed="-1", stop="\n".join("abcdefghijklmnopq"))
+    page.get_by_role("button", name="Save", exact=True).click()
+    assert page.locator(".fault:not(:empty)").all_inner_texts() == [
+        "Temperature is 3; it must be between 0 and 2",
+        "Top p is 0; it must be above 0 and at most 1",
+        "Top k is 1.5; it must be a whole number",
+        f"Seed is -1; it must be between 0 and {2**53 - 1}",
+        "There are 17 stop strings; at most 16 are allowed",
+    ]
+    assert page.evaluate("document.activeElement.id") == "set-temperature"
+    page.fill("#set-temperature", "1")
+    assert page.locator(".fault:not(:empty)").count() == 4, "a fault that is mended is taken back"
+    page.keyboard.press("Escape")
+    assert page.evaluate("localStorage.getItem('holdfast.settings')") is None
+
+
+def test_presets_are_kept_renamed_deleted_and_taken_to_another_browser(opened: Any, tmp_path: Path) -> None:
+    page = opened()
+    settings(page, temperature="0.7", instructions="be brief")
+    page.get_by_label("Keep these settings as a preset").click()
+    page.fill("#preset-name", "Exact")
+    page.keyboard.press("Enter")
+    assert page.locator("#fault-preset").inner_text() == "“Exact” is built in; take another name"
+    page.fill("#preset-name", "Brief")
+    page.keyboard.press("Enter")
+    page.get_by_label("Rename this preset").click()
+    page.fill("#preset-name", "Short")
+    page.keyboard.press("Enter")
+    page.select_option("#set-preset", "Careful")
+    assert (page.input_value("#set-temperature"), page.input_value("#set-top_p")) == ("0.3", "0.9")
+    assert page.input_value("#set-instructions") == "be brief", "a built-in preset leaves the instructions"
+    with page.expect_download() as download:
+        page.get_by_label("Export the presets").click()
+    download.value.save_as(tmp_path / "presets.json")
+    save(page)
+    assert page.locator(".model").inner_text().endswith(" · Careful")
+    other = opened()
+    settings(other)
+    other.locator("dialog input[type=file]").set_input_files(tmp_path / "presets.json")
+    other.wait_for_selector("#set-preset option:has-text('Short')", state="attached")
+    other.select_option("#set-preset", "Short")
+    assert (other.input_value("#set-temperature"), other.input_value("#set-instructions")) == ("0.7", "be brief")
+    other.get_by_label("Delete this preset").click()
+    assert other.locator("#set-preset optgroup").count() == 0
+    (tmp_path / "presets.json").write_text(
+        json.dumps({"format": "holdfast.presets", "version": 1, "presets": [{"name": "x", "settings": {"min_p": 2}}]})
+    )
+    other.locator("dialog input[type=file]").set_input_files(tmp_path / "presets.json")
+    other.wait_for_selector("#fault-preset:has-text('“x”: Min p is 2; it must be between 0 and 1')")
+    assert other.locator("#set-preset optgroup").count() == 0
+
+
+def test_a_chats_own_settings_are_its_alone_and_go_with_its_file(opened: Any, server: Any, tmp_path: Path) -> None:
+    page = opened()
+    settings(page, temperature="0.2")
+    save(page)
+    page.get_by_label("Settings", exact=True).click()
+    page.fill("#set-temperature", "1.5")
+    page.check("#scope-chat")
+    save(page)
+    say(page, "first chat")
+    page.keyboard.press("Alt+n")
+    page.wait_for_selector(".welcome")
+    say(page, "second chat")
+    page.reload()
+    say(page, "still the second")
+    page.locator(".row", has_text="first chat").first.click()
+    page.wait_for_selector(".said:has-text('first chat')")
+    say(page, "again in the first")
+    assert [each.params.temperature for each in server.client.asked[-4:]] == [1.5, 0.2, 0.2, 1.5]
+    page.locator(".item:has([aria-current]) .row-more").click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    download.value.save_as(tmp_path / "kept.json")
+    other = opened()
+    other.locator("nav input[type=file]").set_input_files(tmp_path / "kept.json")
+    other.wait_for_selector(".said:has-text('again in the first')")
+    say(other, "elsewhere")
+    assert server.client.asked[-1].params.temperature == 1.5
+
+
+def test_thinking_is_offered_as_the_models_template_knows_it(opened: Any, server: Any) -> None:
+    page = opened()
+    settings(page)
+    assert page.locator("#set-thinking").is_hidden()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    server.client.text.template = "{{ enable_thinking }}{{ reasoning_effort }}"
+    try:
+        for way, sent in (("high", "<reasoning_effort=high>"), ("none", "<enable_thinking=False>"),
+                          ("on", "<enable_thinking=True>"), ("", "")):  # fmt: skip
+            settings(page)
+            page.wait_for_selector("#set-thinking option[value=low]", state="attached")
+            page.select_option("#set-thinking", way)
+            save(page)
+            page.keyboard.press("Alt+n")
+            page.wait_for_selector(".welcome")
+            say(page, "hello")
+            assert server.client.text.decode(server.client.asked[-1].prompt) == f"{sent}<user>hello<assistant>"
+    finally:
+        server.client.text.template = ""
 
 
 def test_a_thousand_conversations_are_listed_as_they_are_scrolled_and_searched(opened: Any) -> None:
@@ -360,15 +496,186 @@ def test_the_page_is_worked_by_keys_alone(opened: Any) -> None:
     page.wait_for_selector(".shortcuts")
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param({
+            r"\(a^2\) and $b_1$": ["a^2", "b_1"],
+            "\\[\na\n+ b\n=\nc\n\\]\nrest": ["= a\n+ b\n=\nc"],
+            "the roots\n$$\nx\n=\ny\n$$.": ["= x\n=\ny."],
+            r"mid \[ x \] line, $$E=mc^2$$": ["= x", "= E=mc^2"],
+            r"rows \(\begin{matrix} a \\[2pt] b \end{matrix}\)": [r"\begin{matrix} a \\[2pt] b \end{matrix}"],
+            "- $n$ of\n  - \\(m\\)\n\n    \\[\n    + x\n    \\]": ["n", "m", "= + x"],
+            "| a | $b$ |\n|-|-|\n| \\(x_1\\) | $y_2$ |": ["b", "x_1", "y_2"],
+            "> \\[ y \\]": ["= y"],
+            r"*em $a*b$ end* **$x$** ~~$x~y$~~": ["a*b", "x", "x~y"],
+            "the $n$th, 公式$x$是 and $\\$5$": ["n", "x", r"\$5"],
+        }, id="formulas"),
+        pytest.param({
+            "costs $5 and $6, $5/$6, $1.5M–$2M, US$5 or 6$": [],
+            "I paid $5. He paid 6$.": [],
+            "$HOME/bin:$PATH, $A/$B, $ 5$, $5 $": [],
+            "hotels: $$ - **good**, $$$ - better\n\n$$ cheap\n\n$$$ dear": [],
+            "`\\(a\\)` `$x$`\n\n```\n$y$ \\[z\\]\n```\n\n    $$z$$": [],
+            r"see \[1\] and \[sic\], \$x\$": [],
+            "a $x\n\ny$ b": [],
+        }, id="text"),
+        pytest.param({
+            r"half \(a^2 + *b* c": [],
+            "half\n\\[\na\n+ b": [],
+            "$$\na*b": [],
+            r"bad \(a \(b\) c": ["b"],
+            r"\(" + "x" * 1001 + r"\)": [],
+        }, id="open"),
+    ],
+)  # fmt: skip
+def test_formulas_are_told_from_prices_code_and_prose(opened: Any, cases: dict[str, list[str]]) -> None:
+    found = opened().evaluate(FORMULAS, list(cases))
+    assert dict(zip(cases, found, strict=True)) == cases
+
+
+def test_a_formula_is_drawn_when_it_is_closed_and_shows_its_source_until_then(opened: Any, server: Any) -> None:
+    page = opened()
+    server.client.words = (r"Let \(a*b", r"*c\) and \(\frac{\) be", r" and `$x$`, $5 or $6.", "\n\n$$a*b*c$$")
+    assert page.locator("link[href*=katex]").count() == 0
+    go_on = server.hold()
+    page.fill(".message", "tell me")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(r".markdown p:has-text('Let \\(a*b')")
+    go_on()
+    answered(page)
+    page.wait_for_selector(".formula .katex-html")
+    page.wait_for_selector(".formula.display .katex-display")
+    assert page.locator(".formula annotation").all_text_contents() == ["a*b*c", "a*b*c"]
+    assert page.locator(".formula .katex-display").count() == 1
+    faulty = page.locator(".formula.faulty")
+    assert (faulty.inner_text(), "cannot be drawn" in faulty.get_attribute("title")) == (r"\(\frac{\)", True)
+    assert page.locator(".markdown code").inner_text() == "$x$"
+    assert "$5 or $6." in page.locator(".markdown").inner_text()
+    fonts = page.evaluate(
+        "document.fonts.ready.then(() => [...document.fonts].filter((f) => f.status === 'loaded').length)"
+    )
+    assert fonts > 0, "the policy lets the fonts be loaded"
+
+
+def test_a_hostile_formula_stays_source_and_many_leave_the_page_alive(opened: Any, server: Any) -> None:
+    page = opened()
+    hostile = (
+        r"\(\def\a{" + "x" * 500 + r"}\a\a\a\)", r"\(\href{javascript:alert(1)}{x}\)",
+        r"\[" + "{" * 900 + "}" * 900 + r"\]",
+        r"\(\htmlStyle{position:fixed}{x}\)", r"\(\includegraphics{http://127.0.0.1:9/x.png}\)",
+    )  # fmt: skip
+    many = " ".join(f"$x_{{{number}}}$" for number in range(300))
+    server.client.words = tuple(f"{each}\n\n" for each in (*hostile, r"\(\rule{9999em}{9999em}\)", many))
+    say(page, "tell me")
+    page.wait_for_selector(".markdown > p:last-child > .formula:last-child .katex")
+    assert page.locator(".formula:not(.faulty) .katex").count() == 301
+    assert page.locator(".formula.faulty").count() == len(hostile)
+    widest = "(all) => Math.max(...all.map((each) => each.getBoundingClientRect().width))"
+    assert 100 < page.locator(".formula .katex-html").evaluate_all(widest) < 1000
+    assert page.locator(".chat :is(a[href^=javascript], .answer img)").count() == 0
+
+
+def test_text_and_pdf_files_are_attached_and_others_are_refused_with_a_reason(
+    opened: Any, server: Any, browser: Any
+) -> None:
+    printed = browser.new_page()
+    printed.set_content("<p>First page</p><p style='break-before: page'>Second page</p>")
+    pdf = printed.pdf()
+    printed.close()
+    page = opened()
+    files = {
+        "notes.md": b"# Notes", "latin.csv": "café;1".encode("latin-1"), "wide.txt": "héllo".encode("utf-16"),
+        "report.pdf": pdf, "chinese.pdf": CHINESE,
+        "photo.jpg": b"\xff\xd8\xff\xe0\0\x10JFIF", "long.log": b"x" * (512 * 1024 + 1),
+        "broken.pdf": b"%PDF-1.7\nnothing",
+    }  # fmt: skip
+    page.locator(".composer input[type=file]").set_input_files(
+        [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()]
+    )
+    page.wait_for_selector(".toast:nth-child(3)")
+    assert sorted(page.locator(".toast").all_inner_texts()) == [
+        "“broken.pdf” was not attached: it is a damaged PDF file",
+        "“long.log” was not attached: it has 524,289 bytes; at most 524,288 are taken from a text file",
+        "“photo.jpg” was not attached: it is neither a text file nor a PDF file",
+    ]
+    page.wait_for_selector(".chip:nth-child(4):has-text('2 pages')")
+    page.wait_for_selector(".chip:nth-child(5):has-text('1 page')")
+    page.wait_for_selector(".chip:first-child:has-text('tokens')")
+    assert "7 bytes" in page.locator(".chip").first.inner_text()
+    page.get_by_label("Remove wide.txt").click()
+    say(page, "what are these?")
+    prompt = server.client.text.decode(server.client.asked[-1].prompt)
+    for text in ("# Notes", "café;1", "中文", "[Page 1]\nFirst page\n\n[Page 2]\nSecond page"):
+        assert f"```\n{text}\n```" in prompt
+    assert "wide.txt" not in prompt and page.locator(".chip").count() == 0
+    assert page.locator(".file .name").all_inner_texts() == ["notes.md", "latin.csv", "report.pdf", "chinese.pdf"]
+
+
+def test_files_are_dropped_and_pasted(opened: Any) -> None:
+    page = opened()
+    give = """([type, name]) => {
+      const data = new DataTransfer();
+      data.items.add(new File(['text of ' + name], name));
+      const init = { bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data };
+      const target = document.querySelector(type === 'drop' ? '.thread' : '.message');
+      return target.dispatchEvent(type === 'drop' ? new DragEvent(type, init) : new ClipboardEvent(type, init));
+    }"""
+    assert page.evaluate(give, ["drop", "dropped.txt"]) is False, "the browser must not open the file instead"
+    page.wait_for_selector(".chip:has-text('dropped.txt')")
+    assert page.evaluate(give, ["paste", "pasted.txt"]) is False
+    page.wait_for_selector(".chip:has-text('pasted.txt')")
+
+
+def test_files_that_exceed_the_context_are_said_to_before_they_are_sent(opened: Any) -> None:
+    page = opened()
+    page.locator(".composer input[type=file]").set_input_files(
+        {"name": "long.txt", "mimeType": "", "buffer": b"word " * 30_000}
+    )
+    page.wait_for_selector(".chips-note:has-text('the model reads at most 100,000')")
+    page.get_by_label("Remove long.txt").click()
+    assert page.locator(".chips-note").is_hidden()
+
+
+def test_wide_content_scrolls_inside_itself_and_a_message_of_the_page_covers_no_field(opened: Any, server: Any) -> None:
+    page = opened(viewport={"width": 390, "height": 800})
+    server.client.words = (
+        "- a\n  - b\n    1. c\n\n       ```\n       " + "x" * 300 + "\n       ```\n",
+        "\n| " + "long_cell_" * 40 + " |\n|-|\n| b |\n",
+        "\n\\[ " + "x + " * 60 + "y \\]\n\n" + "w" * 300,
+    )  # fmt: skip
+    say(page, "tell me")
+    page.wait_for_selector(".formula .katex")
+    for wide in ("pre", ".table", ".formula.display"):
+        assert page.locator(f".markdown {wide}").evaluate("(e) => e.scrollWidth > e.clientWidth + 20"), wide
+    assert page.locator(".thread").evaluate("(thread) => thread.scrollWidth - thread.clientWidth") == 0
+    assert page.locator(".markdown li li li pre").count() == 1
+    assert page.get_by_role("button", name="Copy", exact=True).is_visible()
+    page.locator(".composer input[type=file]").set_input_files(
+        [{"name": f"{number}.bin", "mimeType": "", "buffer": b"\0"} for number in range(6)]
+    )
+    page.wait_for_selector(".toast:nth-child(4)")
+    toasts, composer = page.locator(".toasts").bounding_box(), page.locator(".composer").bounding_box()
+    assert page.locator(".toast").count() == 4 and toasts["y"] + toasts["height"] < composer["y"]
+
+
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: str, width: int) -> None:
     page = opened("one", color_scheme=scheme, viewport={"width": width, "height": 800})
     server.client.words = ("# Title\n\nText with `code` and a [link](https://example.org).\n\n",
-                           "```python\ndef f(x: int) -> str:\n    # why\n    return 'a'\n```\n")  # fmt: skip
-    say(page, "hello")
-    page.locator(".turn").hover()
+                           "```python\ndef f(x: int) -> str:\n    # why\n    return 'a'\n```\n",
+                           "Let \\(x\\) be\n\n$$ \\frac{1}{2} $$\n\nand \\(\\frac\\).\n\n",
+                           "| a |\n|-|\n| b |\n")  # fmt: skip
+    page.locator(".composer input[type=file]").set_input_files({"name": "a.txt", "mimeType": "", "buffer": b"text"})
+    page.wait_for_selector(".chip")
     found = axe(page)
-    page.get_by_label("Settings", exact=True).click()
+    say(page, "hello")
+    page.wait_for_selector(".formula .katex")
+    page.locator(".turn").hover()
+    found += axe(page)
+    settings(page, temperature="3")
+    page.get_by_role("button", name="Save", exact=True).click()
+    page.wait_for_selector(".fault:not(:empty)")
     found += axe(page)
     page.keyboard.press("Escape")
     page.get_by_label("Show or hide the conversations").click()

@@ -76,7 +76,7 @@ def begin(*asks: tuple[str, str, int]) -> list[threading.Thread]:
 
 def table(page: Any, summary: str) -> list[list[str]]:
     """Return the rows of one of the tables that can be opened."""
-    details = page.locator("details", has_text=summary)
+    details = page.locator("details.e-more", has_text=summary)
     if not details.evaluate("each => each.open"):
         # A key, because the page may move under a mouse between its press and its release.
         details.locator("summary").press("Enter")
@@ -186,8 +186,8 @@ def test_two_traces_are_played_together_with_one_clock(page: Any, traces: list[P
     until(page, "[...document.querySelectorAll('.e-name')].every(name => name.textContent.includes(' · '))")
     names = page.locator(".e-name").all_inner_texts()
     assert "· stall-free" in names[0] and "· prefill-first" in names[1]
-    titles = page.locator(".e-blocks h3").all_inner_texts()
-    assert all(int(re.sub(r"\D", "", title)) > 1 for title in titles), titles
+    titles = page.locator(".e-blocks-section h3").all_inner_texts()
+    assert all(re.fullmatch(r"State of \d+ conversations: [\d,]+ blocks", title) for title in titles), titles
     clock = page.locator("input[type=range]")
     clock.fill("0.3")
     page.wait_for_timeout(700)
@@ -200,6 +200,86 @@ def test_two_traces_are_played_together_with_one_clock(page: Any, traces: list[P
     assert steps and int(steps[0][0]) >= 0
     page.get_by_role("button", name="Back to live").click()
     page.wait_for_selector(".e-status.on")
+
+
+def test_an_idle_engine_says_so_and_counts_completions_and_chats_among_what_it_keeps(
+    browser: Any, serving: Serving
+) -> None:
+    ask(serving.url, "A plain completion about the mountains in winter.", 2)
+    said = [{"role": "user", "content": "A chat about the sea and its ships in winter."}]
+    chat = {"model": "holdfast-tiny", "messages": said, "max_tokens": 2}
+    assert httpx.post(f"{serving.url}/v1/chat/completions", json=chat, timeout=60).status_code == 200
+    for page in opened(browser, serving.url):
+        until(page, "document.querySelector('.e-blocks-section h3').textContent.startsWith('State of ')")
+        conversations, blocks = map(int, re.findall(r"\d+", page.inner_text(".e-blocks-section h3")))
+        parts = dict(
+            zip(*[page.locator(f".e-story {each}").all_inner_texts() for each in ("dt", ".e-value")], strict=True)
+        )
+        assert page.inner_text(".e-headline") == "The engine is idle: there is nothing to compute."
+        assert conversations >= 2 and blocks >= conversations
+        assert parts["Kept state"] == f"{conversations} conversations" and parts["Waiting"] == "Nobody"
+        assert page.inner_text(".e-words").startswith("No step yet")
+
+
+STORY_STATS = {
+    "waiting": 3, "running": 2, "blocks_total": 400, "blocks_used": 9, "blocks_cached": 100, "prefix_queries": 2000,
+    "prefix_hits": 500, "host_blocks_total": 50, "host_blocks_cached": 20,
+}  # fmt: skip
+
+
+def test_the_state_of_the_engine_is_told_in_words(page: Any, tmp_path: Path) -> None:
+    step = {"tokens": 2, "decodes": 2, "prefill tokens": 0, "segments": 2, "preempted": []}
+    steps = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": 0,
+            "ts": number * 1e5,
+            "dur": 9e4 if number == 9 else 2e4,
+            "name": "step",
+            "args": step,
+        }
+        for number in range(10)
+    ]
+    queues = {
+        "waiting": 3, "running": 2, "free_rows": 0, "rows": [["a", 40, 41, 8], ["b", 8, 99, 99]],
+        "first": [["c", "no row", 5, 0.1], ["d", "no row", 5, 0.2], ["e", "order", 5, 0.3]],
+    }  # fmt: skip
+    marks = {
+        "engine": {"model": "m", "target": 0.05, "block_size": 16}, "queues": queues, "stats": STORY_STATS,
+        "blocks": {"rows": [[1, "x", "idle", 0.5, 2, [["-", 2], ["d", 3]]], [2, "y", "running", 0.5, 2, [["u", 4]]]]},
+    }  # fmt: skip
+    events = [{"ph": "i", "pid": 3, "tid": 0, "ts": 8e5, "name": name, "args": args} for name, args in marks.items()]
+    path = tmp_path / "story.json"
+    path.write_text(json.dumps([*steps, *events]))
+    page.set_input_files("input[type=file]", str(path))
+    page.wait_for_selector(".e-player:not([hidden])")
+    until(page, "document.querySelectorAll('.e-story .e-value').length === 5")
+    shown = [each.split("\n") for each in page.locator(".e-story > div").all_inner_texts()]
+    assert {name: value for name, value, _ in shown} == {
+        "Work": "27% busy", "Pace": "A token every 20.0 ms", "Waiting": "3 requests", "Kept state": "1 conversation",
+        "Saved": "25% of prompt tokens",
+    }  # fmt: skip
+    texts = {name: text for name, _, text in shown}
+    assert texts["Work"] == "1 stream at 20.2 tokens a second in all; 1 prompt is being read."
+    assert texts["Pace"] == "90.0% of the 10 steps in the last minute kept the target of 50.0 ms."
+    assert texts["Waiting"].startswith("2: all rows are taken; 1: others are ahead of it.")
+    assert texts["Kept state"] == "1,600 tokens on the device (25% of its blocks), 320 on the host."
+    assert texts["Saved"].startswith("500 of 2,000 so far")
+    assert page.inner_text(".e-blocks-section h3") == "State of 2 conversations: 7 blocks"
+
+
+def test_words_are_explained_at_the_focus_and_closed_parts_stay_closed(page: Any) -> None:
+    page.get_by_role("button", name="Kept state").focus()
+    assert "need not compute it again" in page.inner_text(".e-gloss")
+    page.keyboard.press("Escape")
+    assert not page.is_visible(".e-gloss")
+    page.locator(".e-steps-section > summary").press("Enter")
+    page.locator(".e-words-section > summary").press("Enter")
+    page.wait_for_selector(".e-terms dd:has-text('One run of the model')")
+    page.reload()
+    page.wait_for_selector(".e-status.on")
+    assert not page.is_visible(".e-lanes") and page.is_visible(".e-terms")
 
 
 LOOKS = [(scheme, width) for width in (1280, 390) for scheme in ("light", "dark")]
@@ -222,6 +302,9 @@ def test_axe_finds_nothing_serious_live_and_side_by_side(
     page.keyboard.press("ArrowLeft")
     for summary in ("The latest steps as a table", "Conversations as a table"):
         assert table(page, summary)
+    page.locator(".e-words-section > summary").press("Enter")
+    page.locator(".e-figures-section > summary").press("Enter")
+    page.get_by_role("button", name="Saved").focus()
     check()
     page.set_input_files("input[type=file]", [str(path) for path in traces])
     until(page, "document.querySelectorAll('.e-panel').length === 2")

@@ -17,7 +17,7 @@ from holdfast.server.conversations.chat_store import ChatStore
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate, reason_of
 from holdfast.server.conversations.group_writer import GroupWriter
-from holdfast.server.conversations.items import text_size
+from holdfast.server.conversations.items import opening_messages, text_size
 from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
@@ -223,7 +223,7 @@ def _is_small(turn: Turn) -> bool:
     if response.get("tools") or any(part.get("logprobs") for item in output for part in item.get("content", ())):
         return False
     before = 0 if turn.context.parent else turn.context.size
-    return before + text_size(response.get("instructions") or "", [*turn.input, *output]) < SMALL
+    return before + text_size(opening_messages(response.get("instructions")), [*turn.input, *output]) < SMALL
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:

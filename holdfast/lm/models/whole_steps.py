@@ -26,8 +26,8 @@ from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.layer_weights import LayerWeights
 
-MOST_TOKENS = 64
-"""Largest step that is computed as a whole. PyTorch's products are as fast with more tokens."""
+MOST_TOKENS = 16
+"""Largest step that is computed as a whole. Products take most of a larger one, and PyTorch's are as fast."""
 MOST_OF_SEGMENT = 8
 """Largest number of tokens of a sequence in such a step. Each of them reads the whole context by itself."""
 LINEAR = ("qkv", "o", "gate_up", "down")

@@ -1,20 +1,28 @@
 /* The order of a step's work, and how threads share it (step.h has the arithmetic).
 
 Work is cut into phases. Within a phase each thread takes the next piece of work until none is left, and goes on once all
-pieces are done. So a thread that another program keeps from running delays the others only if it has a piece. */
+pieces are done. So a thread that another program keeps from running delays the others only if it has a piece. A thread
+that waits for long sleeps: systems let one that slept run soon, and not one that spun. */
 
 #define _GNU_SOURCE
+#include <limits.h>
+#include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <math.h>
 #include <string.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #include "threads.h"
 
 enum { PAD = 16, LINES = 128, SPINS = 2000, LEAST_COLUMNS = 64, MOST_COLUMNS = 1024 };
 
 struct phase {
-    atomic_int_fast64_t next, done;  /* the next piece of work, and the number of pieces that are done */
-    char apart[LINES - 2 * sizeof(atomic_int_fast64_t)];
+    atomic_int_fast64_t next;  /* the next piece of work */
+    atomic_int done, sleepers; /* the number of pieces that are done, and whether a thread sleeps until all are */
+    char apart[LINES - sizeof(atomic_int_fast64_t) - 2 * sizeof(atomic_int)];
 };
 
 struct place {  /* activations in float32, in the scratch memory; rows are PAD apart, so that they differ in cache sets */
@@ -73,25 +81,53 @@ static int64_t divide(const struct decoder *d, const struct step *s, int threads
     return used + phases_of(d) * (int64_t)(sizeof *at->phases / sizeof *base);
 }
 
+/* Sleep until `done` is no longer this number, or for no reason. */
+static void sleep_while(atomic_int *done, int number)
+{
+#ifdef __linux__
+    syscall(SYS_futex, done, FUTEX_WAIT_PRIVATE, number, NULL, NULL, 0);
+#else
+    (void)done, (void)number;
+    sched_yield();
+#endif
+}
+
+static void wake_all(atomic_int *done)
+{
+#ifdef __linux__
+    syscall(SYS_futex, done, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#else
+    (void)done;
+#endif
+}
+
+static void wait_for(struct phase *phase, int64_t count)
+{
+    for (int spins = 0; spins < SPINS; spins++) {
+        if (atomic_load_explicit(&phase->done, memory_order_acquire) >= count)
+            return;
+#ifdef __x86_64__
+        __builtin_ia32_pause();
+#endif
+    }
+    /* Whoever does the last piece reads `sleepers` after `done` is written, and this reads them the other way round. */
+    atomic_store(&phase->sleepers, 1);
+    for (int done; (done = atomic_load(&phase->done)) < count;)
+        sleep_while(&phase->done, done);
+}
+
 /* The next of `count` pieces of the current phase, once the last one is done. -1 if none is left: then all are done, and
 the next phase begins. */
 static int64_t next_piece(struct member *m, int64_t count)
 {
     struct phase *phase = m->team->at.phases + m->phase;
-    if (m->has_piece)
-        atomic_fetch_add_explicit(&phase->done, 1, memory_order_release);
+    if (m->has_piece && atomic_fetch_add(&phase->done, 1) + 1 == count && atomic_load(&phase->sleepers))
+        wake_all(&phase->done);
     const int64_t piece = atomic_fetch_add_explicit(&phase->next, 1, memory_order_relaxed);
     m->has_piece = piece < count;
     if (m->has_piece)
         return piece;
-    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < count; spins++) {
-        if (spins >= SPINS)
-            sched_yield();
-#ifdef __x86_64__
-        else
-            __builtin_ia32_pause();
-#endif
-    }
+    wait_for(phase, count);
     m->phase++;
     return -1;
 }
@@ -295,7 +331,7 @@ int holdfast_step(const struct decoder *decoder, const struct step *step, run_pa
     struct team team = {.kernels = kernels, .d = d, .s = step, .threads = parallel ? threads : 1};
     divide(d, step, team.threads, &team.at);
     for (int64_t phase = 0; phase < phases_of(d); phase++)
-        atomic_init(&team.at.phases[phase].next, 0), atomic_init(&team.at.phases[phase].done, 0);
+        memset(team.at.phases + phase, 0, sizeof *team.at.phases);
     if (team.threads > 1)
         parallel(work, &team, (unsigned)team.threads, 0);
     else

@@ -130,7 +130,7 @@ def test_an_error_in_one_column_leaves_the_others_and_it_can_be_asked_again(page
     assert first == "Ahoy, sailor!" and "'second' is not served here" in second
     server.client.adapters["second"] = adapter
     page.get_by_label("Try answer 2 again").click()
-    page.wait_for_selector(".answer-column:nth-child(2) .figures")
+    page.wait_for_selector(".answer-column:nth-child(2) .column-foot .figures")
     ended(page)
     assert columns(page) == ["Ahoy, sailor!"] * 2
     page.reload()

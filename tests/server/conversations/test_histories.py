@@ -728,7 +728,7 @@ OFTEN = {
     "conversation_busy": 2,
     "context_length_exceeded": 1,
 }
-"""Minimum count of each case over all histories. Other seeds gave at least twice as many."""
+"""Minimum count of each case over all histories."""
 
 
 @pytest.mark.hypothesis
